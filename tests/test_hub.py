@@ -110,7 +110,7 @@ def test_names_and_forms_are_transformers_s(tmp_path: Path, case: str) -> None:
     ],
 )
 @pytest.mark.parametrize("old", [False, True], ids=["5", "4"])
-def test_a_configuration_that_differs_is_told(tmp_path: Path, old: bool, live: dict[str, Any], odd: str) -> None:
+def test_a_differing_configuration_is_described(tmp_path: Path, old: bool, live: dict[str, Any], odd: str) -> None:
     """Of the same shapes, so that nothing else would tell."""
     LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
     if old:  # as transformers 4 writes it
@@ -122,7 +122,7 @@ def test_a_configuration_that_differs_is_told(tmp_path: Path, old: bool, live: d
     assert [odd in note for note in notes] == [True] * bool(odd)
 
 
-def test_what_old_files_have(tmp_path: Path) -> None:
+def test_names_and_buffers_of_old_files(tmp_path: Path) -> None:
     """Names of long ago, and buffers that are no parameters any more."""
     model = BertForMaskedLM(BERT)
     model.save_pretrained(tmp_path)
@@ -153,7 +153,7 @@ def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None
             check_same({each: found}, {each: torch.stack([*map(torch.cat, parts)])})
 
 
-def test_of_a_run_nothing_takes_the_place_of_another_name(tmp_path: Path) -> None:
+def test_saved_tensors_of_a_run_are_not_replaced(tmp_path: Path) -> None:
     """A head of its own, that transformers would take for the base's, stays one that the model does not have."""
     live = LlamaForCausalLM(LLAMA)
     live._keys_to_ignore_on_load_unexpected = ["mtp", "inv_freq"]
@@ -165,7 +165,7 @@ def test_of_a_run_nothing_takes_the_place_of_another_name(tmp_path: Path) -> Non
     assert (reading.made, reading.dropped) == ({}, {"inv_freq"})  # of what was trained nothing
 
 
-def test_what_moves_elements_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposing_conversions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -179,7 +179,7 @@ def test_what_moves_elements_is_refused_by_name(tmp_path: Path, monkeypatch: pyt
     assert not reading.made
 
 
-def test_experts_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
+def test_incomplete_experts_are_refused(tmp_path: Path) -> None:
     held = {f"model.layers.0.mlp.experts.{e}.gate_proj.weight": torch.ones(6, 16) for e in range(12)}
     save_file(
         {**held, "model.layers.0.mlp.experts.3.up_proj.weight": torch.ones(6, 16)}, tmp_path / "model.safetensors"
@@ -231,7 +231,7 @@ def wrap(name: str = "default", **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("saved", [LlamaForCausalLM, LlamaModel], ids=["model", "base"])
-def test_a_base_is_read_into_what_peft_has_wrapped(tmp_path: Path, saved: Any) -> None:
+def test_a_base_is_loaded_into_a_wrapped_model(tmp_path: Path, saved: Any) -> None:
     model = saved(LLAMA)
     model.save_pretrained(tmp_path)
     live = wrap()
@@ -273,7 +273,7 @@ def test_an_untied_head_supplies_no_embedding() -> None:
     assert find_tied(encoder, ["shared.weight"], ["lm_head.weight"]) == {}
 
 
-def test_a_module_of_the_base_s_own_under_a_name_of_peft_s(tmp_path: Path) -> None:
+def test_modules_of_the_base_may_be_named_as_in_peft(tmp_path: Path) -> None:
     parts = {"base_layer": torch.nn.Linear(2, 2), "other": torch.nn.Linear(2, 2)}
     base = torch.nn.Sequential(torch.nn.ModuleDict(parts))
     save_file(base.state_dict(), tmp_path / "model.safetensors")
@@ -296,7 +296,7 @@ def test_an_adapter_goes_into_the_only_one_of_a_model(tmp_path: Path) -> None:
 # -- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_id_of_the_hub_where_a_folder_is_wanted(
+def test_an_id_of_the_hub_in_place_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run that was to begin with a model does not begin from scratch without a word."""

@@ -267,7 +267,7 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
     if work.options.verify and not manifest.verified:
         return "it was made without verifying the source"
     expected = {file.path: file.atom.shape for file in work.files}
-    patterns = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
+    patterns = {name: read_pattern(record["pattern"]) for name, record in manifest.patterns.items()}
     if patterns != work.full.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
         return "it was assembled by other patterns"
     return next((fault.text for fault in find_faults(folder, manifest.files)), "")

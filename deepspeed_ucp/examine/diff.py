@@ -193,7 +193,7 @@ def _compare_rest(
     """Compare all but tensors; returns differences and notes."""
     weights = is_weights_alone(left, right)
     values = [] if options.states or weights else compare_values(left, right, pairs.names, options.wants)
-    if left.run.format or right.run.format:  # whose topology is nowhere told
+    if left.run.format or right.run.format:  # foreign formats do not record the topology
         notes = [] if left.run.written == right.run.written else [f"written: {left.run.written} → {right.run.written}"]
     else:
         topology = (replace(index.run.topology, flats=()) for index in (left, right))

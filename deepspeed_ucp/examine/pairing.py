@@ -62,7 +62,7 @@ class Pairs:
     Attributes:
         both: in A and in B.
         only_left, only_right: in one of them.
-        shapes: (atom of A, told shapes) of those whose logical shapes differ.
+        shapes: (atom of A, description) of atoms with different logical shapes.
         names: A's name → B's, of those that differ.
         unused: rules of the user's that match nothing.
     """

@@ -130,5 +130,5 @@ def _compare_atoms(atoms: Iterable[AtomRecord], listed: Mapping[str, FileRecords
                     "(another parameter's or another checkpoint's file)."
                 )
             if fault:
-                told = f"{atom.name} ({atom.state})"
-                yield Finding("manifest", name, f"{name}: {told} {fault}", names=(told,))
+                label = f"{atom.name} ({atom.state})"
+                yield Finding("manifest", name, f"{name}: {label} {fault}", names=(label,))

@@ -182,8 +182,8 @@ def verify_checkpoint(
         **{name: max(nbytes, 0) for name, nbytes in where.sizes.items()},
         **{name: each.size for name, each in listed.items()},
     }
-    manifest, told = comm.run(lambda: _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0))
-    faults += told
+    manifest, more_faults = comm.run(lambda: _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0))
+    faults += more_faults
     if against is not None:
         from .proof import compare_proof, read_proof
 

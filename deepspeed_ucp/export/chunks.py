@@ -150,7 +150,7 @@ def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
     for item, worker in zip(cut, deal_runs([chunks[item.index].nbytes for item in cut], workers), strict=True):
         dealt[worker].append(item)
     mappings = [plan.planner_data, *({} for _ in range(workers - 1))]
-    return [SavePlan(items, planner_data=told) for items, told in zip(dealt, mappings, strict=True)]
+    return [SavePlan(items, planner_data=mapping) for items, mapping in zip(dealt, mappings, strict=True)]
 
 
 class Writer(FileSystemWriter):

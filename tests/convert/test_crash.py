@@ -119,9 +119,7 @@ def test_killed_at_any_time_with_many_workers(source: Path, place: Callable[[obj
 
 
 @pytest.mark.parametrize("failure", ["interrupt", "input/output error"])
-def test_an_error_half_way_leaves_nothing(
-    failure: str, source: Path, place: Callable[[object], Path], tmp_path: Path
-) -> None:
+def test_an_error_leaves_no_files(failure: str, source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
     """Ctrl-C, or a network file system that goes away for a moment; nobody is locked out."""
     expected = make_reference(source, tmp_path)
     root = place("root")
@@ -170,7 +168,7 @@ def test_the_folder_of_a_killed_attempt_is_removed(
 # -- disk full --------------------------------------------------------------------------------------------------------
 
 
-def test_a_limit_that_the_kernel_enforces(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+def test_a_limit_of_the_kernel(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
     """Whoever writes, by whatever call: no file may grow beyond a few kilobytes."""
     root = place("root")
 
@@ -209,7 +207,7 @@ def test_a_second_converter_is_refused(source: Path, place: Callable[[object], P
 
 @pytest.mark.parametrize("name", ["zero/layer.bias/exp_avg.pt", "mp_rank_00_model_states.pt", "ucp_manifest.json"])
 @pytest.mark.parametrize("damage", ["removed", "shortened"])
-def test_an_output_that_lost_files_is_not_reused(
+def test_an_incomplete_output_is_not_reused(
     damage: str, name: str, place: Callable[[object], Path], tmp_path: Path
 ) -> None:
     root = place("root")
@@ -244,9 +242,7 @@ def test_an_output_by_other_patterns_is_not_reused(tmp_path: Path) -> None:
     assert (len(old), old != new) == (len(new), True)
 
 
-def test_a_save_that_was_converted_into_its_own_folder_is_never_replaced(
-    place: Callable[[object], Path], source: Path
-) -> None:
+def test_a_save_converted_in_place_is_never_replaced(place: Callable[[object], Path], source: Path) -> None:
     """Upstream's script does so where it is asked to: the folder looks atomic, and is the only copy of the run."""
     root = place("root")
     other = root / "other"

@@ -88,7 +88,7 @@ def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, tp: int) -> Non
     assert all(each == found[0] for each in found)
 
 
-def test_files_are_torchs_own(tmp_path: Path) -> None:
+def test_torch_loads_the_files(tmp_path: Path) -> None:
     held = make_source(2)
     to = tmp_path / "out"
     convert(open_held(held, tmp_path / "tag"), held, tmp_path / "tag", to)
@@ -154,7 +154,7 @@ def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_damaged_source_leaves_nothing(tmp_path: Path, nodes: int) -> None:
+def test_a_damaged_source_leaves_no_files(tmp_path: Path, nodes: int) -> None:
     held = make_source(2)
     index = open_held(held, tmp_path / "tag")
     flip_bit(index, "body.row", MASTER)
@@ -194,7 +194,7 @@ def test_names_of_parameters_as_paths(names: tuple[str, ...], text: str) -> None
 
 
 @pytest.mark.parametrize("name", ["w" * 300, "w\udcff", "optimizer_state.pt"], ids=["long", "surrogate", "file"])
-def test_a_conversion_of_refused_names_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_a_refused_conversion_leaves_no_files(name: str, tmp_path: Path) -> None:
     model = Model((Param(name, (4, 3)),))
     write_checkpoint(tmp_path / "source", model, random_state(model, 0), Topology(1, 1), tag="tag")
     with pytest.raises(UnsupportedError, match="folder for each parameter"):
@@ -219,7 +219,7 @@ def test_ranges_must_make_up_the_file() -> None:
             join_ranges(lacking, [Fake()])
 
 
-def test_what_upstream_cannot_cut_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_that_upstream_cannot_cut_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = draw_state(make_plain(("norm", "row", "hybrid4")), Topology(1, 1, tp=4))
     with caplog.at_level("WARNING", "deepspeed_ucp"):
         convert(open_held(held, tmp_path / "tag"), held, tmp_path / "tag", tmp_path / "out")
@@ -227,7 +227,7 @@ def test_what_upstream_cannot_cut_is_told(tmp_path: Path, caplog: pytest.LogCapt
     assert "body.hybrid4" in told and "body.row" not in told
 
 
-def test_a_node_that_fails_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_node_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They do not write for another hour what nobody will need."""
     held = make_source(2)
     index = open_held(held, tmp_path / "tag")
@@ -290,7 +290,7 @@ def test_overwriting_replaces_damaged_files_and_keeps_foreign_ones(tmp_path: Pat
     assert (to / "notes.txt").read_text() == "mine"
 
 
-def test_ranks_convert_the_tag_that_one_was_told_of(tmp_path: Path) -> None:
+def test_all_ranks_convert_the_tag_of_rank_0(tmp_path: Path) -> None:
     """Although a save ends before the others ask."""
     for tag in ("tag1", "tag2"):
         make_source().write(tmp_path / tag)

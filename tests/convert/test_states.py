@@ -191,7 +191,7 @@ def test_upstreams_loaders_take_it(topology, tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["fused", "unfused"])
-def test_a_scaler_that_was_saved_as_fields_becomes_deepspeeds(wrapper, tmp_path):
+def test_saved_fields_of_a_scaler_become_deepspeeds_object(wrapper, tmp_path):
     config = Topology(0, 1, "fp16", wrapper).ds_config()
     config["fp16"] |= {"hysteresis": 4, "min_loss_scale": 8, "consecutive_hysteresis": True}
     written = convert(tmp_path / "fp16", Topology(0, 1, "fp16", wrapper), ds_config=config).optimizer

@@ -168,7 +168,7 @@ def test_other_shapes_are_a_difference(tmp_path: Path) -> None:
     assert not found.equal
 
 
-def test_padding_rows_of_the_vocabulary_are_told_apart(tmp_path: Path) -> None:
+def test_padding_rows_of_the_vocabulary_are_counted_separately(tmp_path: Path) -> None:
     held = draw_state(make_plain(("column", "word")), Topology(1, 2, tp=3))
     other = expect(held, Topology(1, 2, tp=1))
     rows = [len(each.state.atoms["body.word"]["fp32"]) for each in (held, other)]
@@ -474,7 +474,7 @@ def test_shared_parts_are_compared_once(tmp_path: Path, left: AtomicIndex) -> No
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_share_the_work_and_tell_the_same(tmp_path: Path, left: AtomicIndex, size: int) -> None:
+def test_ranks_share_the_work_and_report_the_same(tmp_path: Path, left: AtomicIndex, size: int) -> None:
     state = change(STATE, "a", "fp32", STATE.atoms["a"]["fp32"] + 1)
     right = save(tmp_path / "b", Topology(3, 3), state)
     results = run_ranks(size, lambda rank, comm: diff_checkpoints(left, right, comm))

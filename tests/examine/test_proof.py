@@ -37,7 +37,7 @@ def proofs(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", ["seal", "manifest"])
-def test_a_proof_passes_its_own_files_and_names_others(proofs: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_a_proof_passes_proven_files_and_names_others(proofs: dict[str, Path], tmp_path: Path, kind: str) -> None:
     folder, against = proofs["folder"], str(proofs[kind])
     assert verify_checkpoint(str(folder), against=against).faults == ()
     shutil.copy(write(tmp_path / "other", 1) / OPTIM, folder / OPTIM)
@@ -51,7 +51,7 @@ def test_a_proof_passes_its_own_files_and_names_others(proofs: dict[str, Path], 
     assert {(fault.kind, fault.file) for fault in faults} == {("missing", OPTIM)}
 
 
-def test_a_manifest_proves_its_own_folder(proofs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_manifest_proves_its_folder(proofs: dict[str, Path], tmp_path: Path) -> None:
     atomic = proofs["manifest"].parent
     kept = shutil.copy(atomic / MANIFEST, tmp_path / "manifest.json")
     other = write(tmp_path / "other", 1)
@@ -61,7 +61,7 @@ def test_a_manifest_proves_its_own_folder(proofs: dict[str, Path], tmp_path: Pat
     assert {"zero/a/fp32.pt", "zero/b/exp_avg.pt"} <= {fault.file for fault in faults if fault.kind == "manifest"}
 
 
-def test_ranks_tell_the_same(proofs: dict[str, Path], tmp_path: Path) -> None:
+def test_ranks_report_the_same(proofs: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(write(tmp_path / "other", 1) / OPTIM, proofs["folder"] / OPTIM)
 
     def work(_: int, comm: Any) -> Any:
@@ -72,7 +72,7 @@ def test_ranks_tell_the_same(proofs: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[" * 9999])
-def test_what_proves_nothing_is_refused(proofs: dict[str, Path], tmp_path: Path, text: str | None) -> None:
+def test_invalid_proofs_are_refused(proofs: dict[str, Path], tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "proof").write_text(text)
     with pytest.raises(ConfigError, match="--against: neither a seal .ucp_seal.json, .*proof: ") as error:

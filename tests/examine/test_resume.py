@@ -86,7 +86,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda topology: topology.label)
-def test_it_reads_what_the_load_reads(source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_the_check_counts_the_bytes_of_a_load(source: Topology, target: Topology, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1, precision=source.precision), source)
     index, read, state = measure_load(folder, make_targets(MODEL, target), Options(config=PATIENT))
     found = check_resume(index, degrees_of(target))
@@ -121,7 +121,9 @@ PAIRS_3D = [
 
 
 @pytest.mark.parametrize(("model", "source", "target"), PAIRS_3D, ids=lambda v: getattr(v, "label", ""))
-def test_it_reads_what_a_3d_load_reads(model: Model, source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_the_check_counts_the_bytes_of_a_3d_load(
+    model: Model, source: Topology, target: Topology, tmp_path: Path
+) -> None:
     compare_trip(Trip(draw_state(model, source), target), tmp_path)
 
 
@@ -165,7 +167,7 @@ FAULTS: dict[str, Callable[[AtomicIndex], AtomicIndex]] = {
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_what_the_load_refuses_is_an_obstacle(words: str, tmp_path: Path) -> None:
+def test_refusals_of_the_load_are_obstacles(words: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))
     target = make_targets(MODEL, Topology(1, 3))[0]
     index = FAULTS[words](open_for(next(tmp_path.glob("global_step*")), target))
@@ -222,7 +224,7 @@ EXPERTS = tuple(
         ("dp=2,ep=2", ""),
     ],
 )
-def test_degrees_that_an_engine_cannot_have(target: str, told: str, tmp_path: Path) -> None:
+def test_impossible_degrees_are_obstacles(target: str, told: str, tmp_path: Path) -> None:
     layers = tuple(ExpertLayer(f"h.{layer}.mlp", 4, False) for layer in (0, 1))
     model = Model((Param("dense", (5,)), *EXPERTS), experts=layers)
     folder = write_checkpoint(tmp_path, model, random_state(model, 1), Topology(1, 4, ep=(2, 2)))

@@ -37,7 +37,7 @@ NUMEL = 500_000
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
-def test_bytes_are_those_of_files(stage: int, precision: str, tmp_path: Path) -> None:
+def test_estimates_match_files(stage: int, precision: str, tmp_path: Path) -> None:
     state = random_state(MODEL, 1, precision=precision)
     folder = write_checkpoint(tmp_path, MODEL, state, Topology(stage, 4, precision))
     index = open_checkpoint(str(folder), Comm(), groups="module")
@@ -76,7 +76,7 @@ def test_pipelines_and_tensor_parallel_ranks_share_the_model() -> None:
         (Degrees(dp=3, zero=3, wrapper="zero3"), 2, 2 * 140 // 3),  # a node that is not full
     ],
 )
-def test_first_data_parallel_ranks_write_what_is_not_cut(degrees: Degrees, per_node: int, node: int) -> None:
+def test_first_data_parallel_ranks_write_whole_tensors(degrees: Degrees, per_node: int, node: int) -> None:
     assert astuple(measure_save(120, 20, degrees, per_node)) == (140, node, -(-degrees.world // per_node))
 
 

@@ -262,7 +262,7 @@ def test_damage_is_named(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO], ids=["out-of-reach", "lost"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_file_that_cannot_be_opened_is_one_fault(
+def test_an_unreadable_file_is_one_fault(
     code: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, work = write(tmp_path, Topology(1, 3)), os.open
@@ -302,7 +302,7 @@ def test_damaged_records_are_named_by_their_place_without_an_index(tmp_path: Pat
     assert "optimizer_state_dict.base_optimizer_state.state.0.exp_avg" in names
 
 
-def test_elements_that_no_file_holds_are_a_fault(tmp_path: Path) -> None:
+def test_missing_elements_are_a_fault(tmp_path: Path) -> None:
     files = build_files(MODEL, random_state(MODEL, 0), Topology(1, 2))
     content = files[OPTIM.format(1)]["optimizer_state_dict"]
     content["single_partition_of_fp32_groups"][0] = content["single_partition_of_fp32_groups"][0][:-8].clone()
@@ -439,7 +439,7 @@ def test_latest_is_read_by_one_rank_and_a_failure_is_a_warning(tmp_path: Path, m
         assert fault.kind == "latest" and fault.warning and "out of reach" in fault.text
 
 
-def test_a_listing_that_fails_on_one_rank_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_listing_fails_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, turns = write(tmp_path, Topology(1, 2)), iter([verify.list_files])
 
     def look(folder: str) -> Any:
@@ -481,7 +481,7 @@ def test_each_file_is_read_in_one_place(places: tuple[Path, Path]) -> None:
     assert verify_folder(path) == [("missing", OPTIM.format(0))]
 
 
-def test_a_copy_that_a_load_passes_over_is_a_warning(places: tuple[Path, Path]) -> None:
+def test_a_damaged_copy_is_a_warning(places: tuple[Path, Path]) -> None:
     path, near = places
     flip_largest(near / OPTIM.format(0))
     os.truncate(near / OPTIM.format(1), 100)  # passed over: of another size

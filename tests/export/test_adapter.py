@@ -167,7 +167,7 @@ def test_a_checkpoint_without_an_adapter_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_the_configuration_is_found_beside_the_checkpoint(tmp_path: Path) -> None:
+def test_the_configuration_is_found_in_the_parent_folder(tmp_path: Path) -> None:
     tag = tmp_path / "checkpoint-3" / "global_step3"
     tag.mkdir(parents=True)
     with pytest.raises(ConfigError, match="--adapter-config"):

@@ -131,7 +131,7 @@ def test_chunks_cover_a_tensor_once(shape: tuple[int, ...], most: int) -> None:
     assert seen == list(range(numbers.size))
 
 
-def test_a_damaged_source_leaves_nothing(tmp_path: Path) -> None:
+def test_a_damaged_source_leaves_no_files(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(2, 2, "bf16"))
     flip_bit(index, "b.weight", "exp_avg")
     before = sorted(tmp_path.iterdir())
@@ -229,7 +229,7 @@ def test_a_scheduler_made_before_the_load_finds_its_rate(tmp_path: Path, layout:
     scheduler.step()
 
 
-def test_deepspeeds_own_adam_gets_what_torchs_wants(tmp_path: Path) -> None:
+def test_deepspeeds_adam_gets_the_defaults_of_torch(tmp_path: Path) -> None:
     """Its groups lack most of AdamW's hyper-parameters, and its step is a number."""
     model = Model((Param("w", (4, 3)),))
     drawn = random_state(model, 0)
@@ -243,7 +243,7 @@ def test_deepspeeds_own_adam_gets_what_torchs_wants(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_deepspeeds_own_adam_tells_its_weight_decay_by_its_config(decoupled: bool, tmp_path: Path) -> None:
+def test_weight_decay_of_deepspeeds_adam_follows_its_config(decoupled: bool, tmp_path: Path) -> None:
     params = {"adam_w_mode": decoupled, "weight_decay": 0.1}
     config = {**Topology(1, 2).ds_config(), "optimizer": {"type": "Adam", "params": params}}
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), run=Run(ds_config=config))

@@ -63,7 +63,7 @@ def test_another_model_is_refused_before_anything_is_written(tmp_path: Path, wei
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
-def test_a_tie_that_fsdp_saves_twice_is_one_tensor(tmp_path: Path, weights: bool) -> None:
+def test_tied_tensors_that_fsdp_saves_twice_become_one(tmp_path: Path, weights: bool) -> None:
     """Where both are the same; else it is refused by name."""
     model = make_gpt2(tmp_path / "hf", tied=True)
     if weights:
@@ -88,7 +88,7 @@ EXPERTS = {"mixtral": (MixtralForCausalLM, MIXTRAL), "qwen2-moe": (Qwen2MoeForCa
 
 @pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_that_are_fused_in_memory_get_the_names_of_files(tmp_path: Path, name: str, weights: bool) -> None:
+def test_fused_experts_get_the_names_of_files(tmp_path: Path, name: str, weights: bool) -> None:
     """What transformers holds in another form than its files is written as save_pretrained writes it."""
     kind, config = EXPERTS[name]
     model = kind(config)
@@ -114,7 +114,7 @@ def test_an_adapter_is_not_written_as_a_model(tmp_path: Path) -> None:
         export(path, tmp_path / "out", tmp_path / "hf")
 
 
-def test_what_has_other_elements_in_files_keeps_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposed_tensors_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in memory are read as well, and nothing is transposed here."""
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
@@ -127,7 +127,7 @@ def test_what_has_other_elements_in_files_keeps_its_names(tmp_path: Path, monkey
     assert load_all(tmp_path / "out").keys() == model.state_dict().keys() - {"lm_head.weight"}
 
 
-def test_what_the_user_renames_is_left_to_the_user(tmp_path: Path) -> None:
+def test_the_users_renames_take_precedence(tmp_path: Path) -> None:
     MIXTRAL.save_pretrained(tmp_path / "hf")
     path, out = save(tmp_path, MixtralForCausalLM(MIXTRAL)), tmp_path / "out"
     options = ExportOptions(renames=(Rename("(?P<x>.*)gate_up_proj", "{x}gate_up_proj"),))
@@ -146,7 +146,7 @@ def test_a_folder_of_long_ago_is_no_other_model(tmp_path: Path) -> None:
     assert load_all(tmp_path / "out").keys() == held.keys()
 
 
-def test_what_lies_beside_a_model_is_copied(tmp_path: Path) -> None:
+def test_further_files_of_a_model_are_copied(tmp_path: Path) -> None:
     """What its tokenizer, its processors and its own code need; no adapter, and no word of quantized weights."""
     wanted = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "source.spm", "spiece.model"]
     wanted += ["chat_template.jinja", "special_tokens_map.json", "video_preprocessor_config.json", "modeling_my.py"]

@@ -91,7 +91,7 @@ def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
-def test_the_bytes_are_those_of_the_library(tmp_path: Path, topology: Topology, dtype: str) -> None:
+def test_bytes_equal_those_of_the_library(tmp_path: Path, topology: Topology, dtype: str) -> None:
     report = export_safetensors(
         open_model(tmp_path, topology), str(tmp_path / "out"), options=ExportOptions(dtype=dtype)
     )
@@ -113,7 +113,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path, source: Topology) -> 
             export_safetensors(index, str(tmp_path / "out"), options=options)
 
 
-def test_16_bit_weights_are_the_models_own(tmp_path: Path) -> None:
+def test_16_bit_weights_equal_the_models(tmp_path: Path) -> None:
     topology = Topology(1, 3, "bf16")
     index = open_model(tmp_path, topology)
     export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(dtype="bfloat16"))
@@ -262,7 +262,7 @@ def test_element_types_are_in_the_librarys_order(tmp_path: Path) -> None:
     ("name", "dtype", "text"),
     [("x", "complex128", "complex128"), ("w\udcff", "float32", r"no names such as w\\udcff; --rename or --to dcp")],
 )
-def test_what_the_format_lacks_is_refused(name: str, dtype: str, text: str) -> None:
+def test_unsupported_types_and_names_are_refused(name: str, dtype: str, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         lay_out({name: make_tensor(dtype)})
 
@@ -280,7 +280,7 @@ def test_files_are_split_as_hugging_face_does(sizes: list[int], limit: int) -> N
     assert split_shards(named, limit) == list(split.filename_to_tensors.values())
 
 
-def test_an_index_tells_where_tensors_are(tmp_path: Path) -> None:
+def test_an_index_maps_tensors_to_files(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(3, 2))
     report = export_safetensors(index, str(tmp_path / "out"), max_shard=200)
     told = json.loads((tmp_path / "out" / WEIGHTS_INDEX).read_text())
@@ -319,7 +319,7 @@ def test_refused_names_and_patterns(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_stage_0_without_names_has_the_models_own_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_checkpoint(
         tmp_path, MODEL, random_state(MODEL, 0, precision="fp16"), Topology(0, precision="fp16", wrapper="fused")
     )
@@ -335,7 +335,7 @@ def test_stage_0_without_names_has_the_models_own_weights(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_damaged_source_leaves_nothing(tmp_path: Path, nodes: int) -> None:
+def test_a_damaged_source_leaves_no_files(tmp_path: Path, nodes: int) -> None:
     index = open_model(tmp_path, Topology(2, 2, "bf16"))
     flip_bit(index, "b.weight", MASTER)
     before = sorted(tmp_path.iterdir())
@@ -344,9 +344,7 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path, nodes: int) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_the_first_rank_reads_to_warn_of_losses_fails_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_check_on_rank_0_fails_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = open_model(tmp_path, Topology(1, 2))
 
     def refuse(*_: Any) -> list[str]:
@@ -472,7 +470,7 @@ def test_transformers_loads_it(tmp_path: Path, tied: bool, sharded: bool) -> Non
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "their own"])
-def test_only_copies_that_differ_are_told_of(equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_differing_copies_are_a_warning(equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tied embedding is held by two stages, bit-equal; positions live on apart in each."""
     held = draw_state(make_pipeline([["column"], ["row"]]), Topology(1, 2, pp=2))
     if equal:

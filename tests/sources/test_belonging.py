@@ -88,7 +88,7 @@ def test_a_shard_in_another_form_of_archive_is_refused(tmp_path: Path) -> None:
     ],
     ids=["config", "scheduler", "client"],
 )
-def test_what_may_differ_by_rank_is_a_warning(
+def test_values_that_may_differ_by_rank_are_a_warning(
     tmp_path: Path, change: Callable[[Any], object], text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = mix(tmp_path, change)
@@ -144,7 +144,7 @@ def test_files_on_both_sides_of_latest_are_a_warning(tmp_path: Path, sign: float
     assert all("after `latest`" in finding.text for finding in found)
 
 
-def test_many_files_that_storage_takes_together_are_written_as_long_as_all_of_them_take() -> None:
+def test_the_time_for_all_files_of_a_large_save_is_tolerated() -> None:
     """70B in ZeRO 3 on 256 ranks at 1 GB/s: all optimizer files end at once, a quarter of an hour after the others."""
     model, optim = ([f"{kind}_{rank}" for rank in range(256)] for kind in ("model", "optim"))
     for seconds, is_late in ((900.0, False), (5 * 3600.0, True)):
@@ -155,7 +155,7 @@ def test_many_files_that_storage_takes_together_are_written_as_long_as_all_of_th
 
 @pytest.mark.parametrize("file", ["model.safetensors", "adapter_model.bin", "training_args.bin"])
 @pytest.mark.parametrize("topology", [ZERO2, Topology(0)], ids=lambda t: t.label)
-def test_newer_weights_beside_the_tag_are_a_warning(file: str, topology: Topology, tmp_path: Path) -> None:
+def test_newer_weights_in_the_parent_folder_are_a_warning(file: str, topology: Topology, tmp_path: Path) -> None:
     """A trainer's folder into which it has saved weights alone since; an export made later is none."""
     path = write(tmp_path, make(topology=topology))
     (tmp_path / file).touch()
@@ -222,7 +222,7 @@ def test_a_shard_of_another_run_breaks_the_seal(tmp_path: Path, topology: Topolo
         open_checkpoint(str(path), Comm())
 
 
-def test_a_warning_about_a_file_does_not_hide_that_it_breaks_the_seal(tmp_path: Path) -> None:
+def test_warnings_do_not_hide_a_broken_seal(tmp_path: Path) -> None:
     path = write(tmp_path, make())
     seal_folder(str(path), Comm())
     mix(tmp_path, lambda content: content["ds_config"].update(steps_per_print=7))

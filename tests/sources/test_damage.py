@@ -64,7 +64,7 @@ def survey(folder: Path, *also: str) -> UcpError | None:
     return survey_checkpoint(str(folder), Comm(), Naming(groups="module"), also=also).fault
 
 
-def test_what_keeps_a_checkpoint_from_being_loaded_is_found_by_its_headers(tmp_path: Path) -> None:
+def test_headers_show_faults_that_prevent_a_load(tmp_path: Path) -> None:
     """The names of stage 0's states need an engine, and are no fault here."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(0, 2))
     assert survey(path) is None
@@ -77,7 +77,7 @@ def test_what_keeps_a_checkpoint_from_being_loaded_is_found_by_its_headers(tmp_p
         survey(tmp_path / "absent")
 
 
-def test_what_is_true_of_many_files_is_told_once(tmp_path: Path) -> None:
+def test_equal_findings_of_many_files_are_merged(tmp_path: Path) -> None:
     """Numbers of files become ranges; texts that differ in figures show those of the first file."""
     name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     names = [name.format(rank) for rank in (0, 1, 2, 5)]

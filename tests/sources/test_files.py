@@ -116,7 +116,7 @@ def test_files_get_their_roles(names: list[str], roles: dict[str, dict[Any, str]
     ],
     ids=["nothing", "no model states", "axes", "two writers", "two shards"],
 )
-def test_names_that_are_refused(names: list[str], kind: type[Exception], text: str) -> None:
+def test_invalid_listings_are_refused(names: list[str], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         sort_files("folder", dict.fromkeys(names, 1))
 
@@ -176,7 +176,7 @@ def test_latest_names_the_tag(tmp_path: Path) -> None:
     ],
     ids=["missing", "empty", "blank", "garbage", "folder"],
 )
-def test_a_latest_that_names_no_tag_is_refused(content: bytes | str | None, text: str, tmp_path: Path) -> None:
+def test_an_invalid_latest_is_refused(content: bytes | str | None, text: str, tmp_path: Path) -> None:
     for tag in ("global_step3", "global_step9"):
         touch(tmp_path / tag, MODEL)
     if isinstance(content, bytes):
@@ -192,9 +192,7 @@ def test_a_latest_that_names_no_tag_is_refused(content: bytes | str | None, text
 
 
 @pytest.mark.parametrize("name", [MODEL, "ucp_manifest.json"], ids=["normal", "atomic"])
-def test_a_checkpoints_own_folder_is_that_checkpoint(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_a_tag_is_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, below = tmp_path / "global_step3", tmp_path / "global_step3" / "global_step9"
     touch(own, name)
     monkeypatch.chdir(own)
@@ -377,7 +375,7 @@ def name_by_sequence_rank(files: dict[str, Any], sp: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sp", [2, 4])
 @pytest.mark.parametrize("topology", [Topology(1, 4, "bf16"), Topology(3, 4)], ids=lambda each: each.label)
-def test_files_that_are_named_by_sequence_rank(tmp_path: Path, topology: Topology, sp: int) -> None:
+def test_files_named_by_sequence_parallel_rank(tmp_path: Path, topology: Topology, sp: int) -> None:
     model = Model((Param("a", (3, 5)), Param("b", (7,))))
     files = build_files(model, random_state(model, 0, precision=topology.precision), topology)
     write_files(tmp_path / "plain", files)

@@ -180,7 +180,7 @@ def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path,
         open_it(tmp_path / "master")
 
 
-def test_of_several_models_and_optimizers_none_is_guessed(tmp_path: Path, trained: Any) -> None:
+def test_several_models_or_optimizers_are_ambiguous(tmp_path: Path, trained: Any) -> None:
     weights, states = get_state_dict(*trained)
     other = {name: tensor + 1 for name, tensor in weights.items()}
     trees = {
@@ -201,7 +201,7 @@ def test_of_several_models_and_optimizers_none_is_guessed(tmp_path: Path, traine
         open_it(tmp_path / "two")
 
 
-def test_what_is_of_another_step_or_time_is_told(
+def test_files_of_another_step_or_time_are_a_warning(
     tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A model beside the optimizer of an older save, a trainer's state, torchtitan's own count."""
@@ -311,7 +311,7 @@ OTHER_TYPE = r"holds float32 .* model\.first\.weight .* The folder mixes"
         ),
     ],
 )
-def test_metadata_that_contradicts_the_data_is_refused(saved: Path, change: Callable[[Any], None], text: str) -> None:
+def test_contradictory_metadata_is_refused(saved: Path, change: Callable[[Any], None], text: str) -> None:
     change_metadata(saved, change)
     with pytest.raises((CheckpointError, UnsupportedError), match=text):
         open_it(saved)
@@ -324,7 +324,7 @@ def _set_dtype(metadata: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "step", ["x", None, -1.0, float("nan"), float("inf"), 10**30, [3], torch.tensor(3j), torch.ones(2)]
 )
-def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
+def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
     tree = make_tree(PLAIN, random_state(PLAIN, 0))
     tree["optim"]["param_groups"][0]["step"] = step
     write_dcp(tmp_path, tree, lambda tensor: [1] * tensor.dim())
@@ -332,7 +332,7 @@ def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
         open_it(tmp_path)
 
 
-def test_trees_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+def test_contradictory_trees_are_refused(tmp_path: Path) -> None:
     """Groups without numbers; metadata files of two folders that describe one tensor."""
     tree = {"a": torch.ones(2), "optim.param_groups.x.params": ["a"], "optim.state.a.exp_avg": torch.ones(2)}
     (tmp_path / "groups").mkdir()
@@ -368,7 +368,7 @@ def test_no_code_of_a_metadata_file_runs(saved: Path, monkeypatch: pytest.Monkey
     assert not (saved / "harm").exists()
 
 
-def test_damage_anywhere_is_one_error_or_none(saved: Path) -> None:
+def test_damage_anywhere_gives_at_most_one_error(saved: Path) -> None:
     """Changed bytes of the metadata, truncated files, and a flipped bit of a tensor."""
     index = open_it(saved)
     whole, draw = (saved / ".metadata").read_bytes(), np.random.default_rng(0)
@@ -391,7 +391,7 @@ def test_damage_anywhere_is_one_error_or_none(saved: Path) -> None:
     assert not verify_checkpoint(str(saved)).whole
 
 
-def test_an_optimizer_beside_whole_weights(tmp_path: Path, trained: Any) -> None:
+def test_whole_weights_with_an_optimizer_file(tmp_path: Path, trained: Any) -> None:
     """By name as under FSDP; by number its states are refused, the weights are not."""
     weights, states = get_state_dict(*trained)
     torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
@@ -486,7 +486,7 @@ def test_of_a_store_it_is_the_same(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_what_an_export_wrote_comes_back(tmp_path: Path, layout: str) -> None:
+def test_an_export_can_be_opened(tmp_path: Path, layout: str) -> None:
     """Masters, states, steps and hyper-parameters of a DeepSpeed save that has been exported."""
     index = open_model(tmp_path, TOPOLOGIES[0])
     export_dcp(index, str(tmp_path / "out"), options=ExportOptions(), layout=layout)
@@ -527,7 +527,7 @@ def test_commands_accept_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "torch.distributed.checkpoint" in line and line.split()[1] == "3"
 
 
-def test_weights_alone_are_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_report_weights_without_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hf").mkdir()
     save_file({"a": torch.randn(3, 2)}, tmp_path / "hf" / "model.safetensors")
     for command in ("inspect", "verify", "convert", "export"):

@@ -65,7 +65,7 @@ def tell(**changed: Any) -> dict[str, Any]:
         ({"a\x1b[31m\n": tell(dtype="\x1b[2J")}, r"a\\x1b\[31m\\n has elements of type \\x1b\[2J"),
     ],
 )
-def test_headers_that_lie_are_refused(tmp_path: Path, header: Any, says: str) -> None:
+def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, says: str) -> None:
     """Over 20 bytes: holes, overlaps, numbers that are none, JSON that means two things; told in one line."""
     write_header(tmp_path / "model.safetensors", header, 20)
     with pytest.raises((CheckpointError, UnsupportedError), match=says) as found:
@@ -74,7 +74,7 @@ def test_headers_that_lie_are_refused(tmp_path: Path, header: Any, says: str) ->
 
 
 @pytest.mark.parametrize("length", [0, 1, 30, 101_000_000, 2**64 - 1])
-def test_lengths_of_headers_that_lie_are_refused(tmp_path: Path, length: int) -> None:
+def test_invalid_lengths_of_headers_are_refused(tmp_path: Path, length: int) -> None:
     (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(20))
     with pytest.raises(CheckpointError, match="tells of a header"):
         open_it(tmp_path)
@@ -92,7 +92,7 @@ def test_special_files_are_refused(tmp_path: Path, name: str, target: str | None
         open_it(tmp_path)
 
 
-def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path) -> None:
+def test_a_file_truncated_after_its_header_was_read(tmp_path: Path) -> None:
     save_file({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "model.safetensors")
     index = open_it(tmp_path)
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 20)
@@ -162,7 +162,7 @@ def test_names_of_one_tensor_are_refused(tmp_path: Path, file: str, names: tuple
         ("a", FORM),
     ],
 )
-def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: Any, told: str) -> None:
+def test_a_contradictory_index_is_refused(tmp_path: Path, weight_map: Any, told: str) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises((CheckpointError, UnsupportedError), match=told):

@@ -51,7 +51,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
         (["adapter_model.safetensors"], ["adapter_model.bin"]),
     ],
 )
-def test_of_several_models_transformers_s_is_taken_and_told(
+def test_the_model_of_transformers_is_chosen_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, taken: list[str], left: list[str]
 ) -> None:
     write(tmp_path, *taken, *left)
@@ -110,7 +110,7 @@ def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:
     assert [key.name for key in open_it(tmp_path).stored.atoms] == ["base_model.model.q.lora_A.default.weight"]
 
 
-def test_states_by_number_beside_weights_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_states_by_number_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As the Trainer leaves them without FSDP."""
     write(tmp_path, "model.safetensors")
     for name in ("optimizer.pt", "scheduler.pt"):

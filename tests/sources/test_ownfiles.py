@@ -59,13 +59,13 @@ def test_the_same_engine(files: tuple[str, str]) -> None:
         ("expert-parallel degrees", [2, 4]),
     ],
 )
-def test_whatever_differs_is_named(key: str, value: Any, files: tuple[str, str]) -> None:
+def test_differences_are_named(key: str, value: Any, files: tuple[str, str]) -> None:
     (told,) = compare_own_files(*files, {**LIVE, key: value})
     assert told.startswith(key)
     assert "→" in told
 
 
-def test_a_file_that_this_rank_lacks(files: tuple[str, str]) -> None:
+def test_a_missing_file_is_named(files: tuple[str, str]) -> None:
     (told,) = compare_own_files(files[0], files[1].replace("rank_0_", "rank_3_"), LIVE)
     assert told.endswith("zero_pp_rank_3_mp_rank_00_optim_states.pt is missing")
 
@@ -84,12 +84,12 @@ def test_stage_0_has_states_in_the_order_of_the_module(files: tuple[str, str]) -
     assert compare_own_files(files[0], None, {"order of parameters": ["a", "c", "b"]}) == ["order of parameters b → c"]
 
 
-def test_a_file_that_is_no_checkpoint(files: tuple[str, str]) -> None:
+def test_other_files_are_refused(files: tuple[str, str]) -> None:
     Path(files[0]).write_bytes(b"nothing" * 20)
     with pytest.raises(CheckpointError):
         compare_own_files(*files, LIVE)
 
 
-def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"absent: cannot be listed \(No such file or directory\)"):
         list_own_globals(str(tmp_path / "absent"), 0, 1)

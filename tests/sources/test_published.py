@@ -63,7 +63,7 @@ def test_files_of_an_earlier_save_in_the_tag_do_not_count(tag: Path, tmp_path: P
     )
 
 
-def test_a_folder_that_nothing_names_is_not_read(tag: Path, tmp_path: Path) -> None:
+def test_an_unpublished_folder_is_not_read(tag: Path, tmp_path: Path) -> None:
     """An upload that has not come to its end."""
     (tag / "ucp_published.json").unlink()
     assert find_tags(str(tmp_path)) == [] and not is_sealed([str(tmp_path)], tag.name)
@@ -72,7 +72,7 @@ def test_a_folder_that_nothing_names_is_not_read(tag: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["..", ".ucp-save-a/../..", "/etc", "other", "", 3, None, ".ucp-save-/x"])
-def test_a_name_that_is_none_of_a_save_is_refused(name: object, tag: Path) -> None:
+def test_invalid_folder_names_are_refused(name: object, tag: Path) -> None:
     (tag / "ucp_published.json").write_text(json.dumps({"folder": name}))
     with pytest.raises(CheckpointError, match=r"ucp_published\.json"):
         open_checkpoint(str(tag), Comm())
@@ -93,13 +93,13 @@ def test_it_is_removed(tag: Path, tmp_path: Path) -> None:
     assert os.listdir(tag) == ["others"]
 
 
-def test_the_own_load_of_deepspeed_does_not_find_it(tag: Path) -> None:
+def test_deepspeed_cannot_load_it(tag: Path) -> None:
     index = open_checkpoint(str(tag), Comm())
     assert choice._list_elsewhere(index, str(tag)) == [choice._BELOW]
     assert "below the tag" in choice._BELOW
     assert choice._list_elsewhere(SimpleNamespace(stored=index.stored), resolve_published(str(tag))) == []
 
 
-def test_what_lies_beside_a_tag_lies_beside_it() -> None:
+def test_relative_paths_start_at_the_tag() -> None:
     assert join_path(f"/run/tag/{INSIDE}", "../ucp_frozen-1/file") == "/run/ucp_frozen-1/file"
     assert join_path(f"s3://run/tag/{INSIDE}", "../ucp_frozen-1/file") == "s3://run/ucp_frozen-1/file"

@@ -55,7 +55,7 @@ def test_steps_of_deepspeeds_fused_adam(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_copy_that_offload_states_has_left_is_no_state(stage: int, tmp_path: Path) -> None:
+def test_buffers_of_offload_states_are_ignored(stage: int, tmp_path: Path) -> None:
     files = build_files(MODEL, random_state(MODEL, 0), Topology(stage, 2))
     for tree in (tree for name, tree in files.items() if "optim_states" in name):
         outer = tree["optimizer_state_dict"]

@@ -85,9 +85,7 @@ def test_the_message_names_file_place_and_both_checksums(file: FileRef) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("size", [1, 3])
-def test_gaps_are_read_and_what_overlaps_is_read_once_more(
-    file: FileRef, spans: list[tuple[int, int]], more: int, size: int
-) -> None:
+def test_gaps_and_overlaps_are_read_again(file: FileRef, spans: list[tuple[int, int]], more: int, size: int) -> None:
     """By the rank that answers for the record; the first two ranks have read something."""
     record = record_of(100, 150)
     parts = [check(0, low, high, 100) for low, high in spans]
@@ -106,5 +104,5 @@ def test_records_without_a_checksum_pass() -> None:
     assert verify([Checked(0, 0, 20, 5)], make_index([Record(0, 0, 20, None)])) == 0
 
 
-def test_records_that_nobody_read_are_no_ones_business() -> None:
+def test_unread_records_are_not_verified() -> None:
     assert verify([], make_index([record_of(0, 10)])) == 0

@@ -115,7 +115,7 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     assert checks.nbytes + rest == sum(index.stored.records[number].nbytes for number in touched)
 
 
-def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parameters that lie side by side in a partition."""
     held = draw_state(make_plain(("norm", "column", "bias")), Topology(1, 1))
     index = open_held(held, tmp_path)
@@ -134,7 +134,7 @@ def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: 
     assert len(calls) == groups < len(items)
 
 
-def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
+def test_a_differing_replica_is_named(tmp_path: Path) -> None:
     held = make_plain_source(2)
     locals_ = held.locals
     locals_[1].state.atoms["body.norm"]["fp32"][3] += 1
@@ -168,13 +168,13 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
     assert torch.equal(found, torch.stack(both).double().mean(0).float())
 
 
-def test_what_nothing_settles_is_refused_with_rules_to_paste(tmp_path: Path) -> None:
+def test_unknown_patterns_are_refused_with_suggested_rules(tmp_path: Path) -> None:
     index = open_held(make_plain_source(2), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.row.*not known|not known.*body\.row"):
         assemble_full_tensors(index)
 
 
-def test_a_pattern_is_kept_where_nothing_is_cut(tmp_path: Path) -> None:
+def test_patterns_of_whole_tensors_are_kept(tmp_path: Path) -> None:
     """Whoever cuts the atoms later wants to know it."""
     held = make_plain_source(1)
     wholes = assemble_full_tensors(open_held(held, tmp_path), rules_of(held))
@@ -182,7 +182,7 @@ def test_a_pattern_is_kept_where_nothing_is_cut(tmp_path: Path) -> None:
     assert wholes.tensors[AtomKey("body.row", MASTER)].view is None
 
 
-def test_a_rule_of_the_users_that_contradicts_a_whole_shape_is_told(tmp_path: Path) -> None:
+def test_a_rule_that_contradicts_a_whole_shape_is_refused(tmp_path: Path) -> None:
     index = open_held(make_plain_source(1), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.norm"):
         assemble_full_tensors(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
@@ -205,7 +205,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
         checks.verify(index, Comm())
 
 
-def test_a_users_rule_counts_for_a_buffer_that_is_equal_everywhere(tmp_path: Path) -> None:
+def test_the_users_rule_applies_to_equal_buffers(tmp_path: Path) -> None:
     """Zeros of the first step must not decide how it is assembled."""
     held = make_plain_source(2)
     index = open_held(held, tmp_path)
@@ -217,7 +217,7 @@ def test_a_users_rule_counts_for_a_buffer_that_is_equal_everywhere(tmp_path: Pat
     assert shapes == [(3,), (6,)]
 
 
-def test_a_copy_stays_where_there_is_no_master(tmp_path: Path) -> None:
+def test_copies_without_masters_are_kept(tmp_path: Path) -> None:
     """The weights of a folder that has lost its masters are these copies."""
     with_masters = open_held(draw_state(make_plain(("norm", "column")), Topology(1, 2, precision="bf16")), tmp_path)
     copies = {key for key in with_masters.stored.atoms if key.state == COPY}

@@ -26,9 +26,7 @@ def list_pairs(index: AtomicIndex, monkeypatch: pytest.MonkeyPatch, rank: int = 
     return found
 
 
-def test_each_rank_compares_what_lies_in_its_files_and_makes_no_other_atoms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_creates_only_the_atoms_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0, precision="bf16"), Topology(1, 6, "bf16"))
     index = open_checkpoint(str(folder), Comm())
     whole, compared, make = list_pairs(index, monkeypatch), list[Pair](), Atoms.__getitem__

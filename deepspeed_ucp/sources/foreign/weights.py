@@ -75,12 +75,12 @@ def find_shards(where: FileTable, ending: str, comm: Comm) -> Shards:
     """
     indexes = sorted(name for name in where.entries if name.endswith(_INDEX))
     files = sorted(name for name in where.entries if not name.endswith(_INDEX))
-    told: dict[str, str] | None = None
+    weight_map: dict[str, str] | None = None
     if len(indexes) == 1:
-        told = read_once(lambda path: _read_index(path, ending), where, indexes[0], comm)
-        files = sorted(set(told.values()))
+        weight_map = read_once(lambda path: _read_index(path, ending), where, indexes[0], comm)
+        files = sorted(set(weight_map.values()))
     comm.alike(lambda: _check(where, files, indexes))
-    return Shards(next(iter([*indexes, *files])), tuple(files), told)
+    return Shards(next(iter([*indexes, *files])), tuple(files), weight_map)
 
 
 def _read_index(path: str, ending: str) -> dict[str, str]:

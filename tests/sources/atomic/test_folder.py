@@ -145,9 +145,7 @@ def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
     check_content(load(after, make_targets(MODEL, Topology(3, 2))), random_state(MODEL, 5, precision="bf16"))
 
 
-def test_a_step_that_older_converters_left_out_comes_from_the_counters(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_step_comes_from_the_counters(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for path in folder.glob("zero/*/step.pt"):
         path.unlink()
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
@@ -156,7 +154,7 @@ def test_a_step_that_older_converters_left_out_comes_from_the_counters(
     assert "kept no step of the optimizer; 3, by the counters, is taken" in caplog.text
 
 
-def test_a_group_that_no_gradient_has_reached_has_masters_alone(tmp_path: Path) -> None:
+def test_a_group_without_gradients_has_only_masters(tmp_path: Path) -> None:
     """The converter takes its values from the model states."""
     state = random_state(MODEL, 5, without=("b.weight", "one"))
     write_files(tmp_path / "tag", build_files(MODEL, state, Topology(1, 2)))
@@ -301,7 +299,7 @@ def test_tensor_parallel_sources_load(source: Topology, target: Topology, tmp_pa
     check_content(ranks, wanted.state, wanted.locals)
 
 
-def test_what_is_dropped_keeps_its_fresh_value_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_data_keeps_the_fresh_value_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A pipeline's frozen parameters and buffers; everything else is loaded."""
     model = make_pipeline([["column", "norm"], ["row", "norm"]], tied=False, frozen=[])
     model = replace(model, params=(*model.params, Param("1.bias", (12,), group=1, frozen=True)))
@@ -329,7 +327,7 @@ def test_a_trained_parameter_is_never_taken_for_a_dropped_one(tmp_path: Path) ->
     assert note.startswith("0.column was trained in the saved run")
 
 
-def test_groups_that_stages_do_not_share_are_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_different_groups_of_stages_are_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The converter keeps the first stage's; the second one has matrices alone."""
     model = make_pipeline([["column", "norm"], ["row"]], tied=False)
     held, folder = convert_parallel(model, Topology(1, 1, pp=2), tmp_path)
