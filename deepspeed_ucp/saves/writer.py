@@ -29,7 +29,6 @@ from ..children import block
 from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
-from ..io.threads import map_threads
 from .coordination import is_replaced, wait_until
 from .copies import Replicator
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
@@ -156,7 +155,7 @@ class SaveWriter:
         while True:
             with suppress(OSError):
                 self._free()  # snapshots without a destination
-            for folder in self._list_places():
+            for folder in self.list_places():
                 with suppress(OSError, UcpError):  # memory is full: the thread logs it
                     self._drop_older(folder)
                 if folder not in threads:
@@ -202,7 +201,7 @@ class SaveWriter:
                 news, is_last = self._news, self._end < math.inf
             failures = 0 if was_last != is_last else failures
             was_last = is_last
-            failures = 0 if self._write_place(folder) else failures + 1
+            failures = 0 if self.write_place(folder) else failures + 1
             with self._changed:
                 left = self._end - time.monotonic()
                 if is_last and (not failures or left <= 0):
@@ -213,12 +212,8 @@ class SaveWriter:
     def _is_new(self, news: int) -> bool:
         return self._news != news
 
-    def write_pending(self) -> bool:
-        """Write the pending saves to all destinations; return True if none failed."""
-        places = self._list_places()
-        return all(map_threads(self._write_place, places, len(places)))
-
-    def _list_places(self) -> list[str]:
+    def list_places(self) -> list[str]:
+        """Return the destinations that lack saves."""
         with self._lock:
             return list(list_late(self.job.list_saves()))
 
@@ -229,7 +224,7 @@ class SaveWriter:
             saves = [save for save in reversed(self.job.list_saves()) if save.number not in without]
             return [(save, place) for save in saves for place in save.list_pending() if place.folder == folder]
 
-    def _write_place(self, folder: str) -> bool:
+    def write_place(self, folder: str) -> bool:
         """Write all saves that a destination lacks; return True if none failed.
 
         Saves of a script are written in order; of snapshots only the newest one.

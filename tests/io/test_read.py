@@ -19,7 +19,7 @@ from isal import isal_zlib
 from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError
 from deepspeed_ucp.io import direct, memory, opened
-from deepspeed_ucp.io.checksum import Checked
+from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink, RecordReader, sum_range
@@ -175,6 +175,14 @@ def test_the_checksum_of_a_range(file: FileRef, chunk: int) -> None:
         assert sum_range(stored, 10, 300, chunk) == isal_zlib.crc32(DATA[10:310])
         with pytest.raises(CheckpointError, match="ends at byte 4000"):
             sum_range(stored, 10, 4000, chunk)
+
+
+def test_checksums_of_consecutive_ranges_are_merged() -> None:
+    def check(record: int, low: int, high: int) -> Checked:
+        return Checked(record, low, high - low, isal_zlib.crc32(DATA[low:high]))
+
+    checks = [check(0, 40, 42), check(0, 0, 10), check(1, 0, 5), check(0, 10, 30)]
+    assert merge_checks(checks) == [check(0, 0, 30), check(0, 40, 42), check(1, 0, 5)]
 
 
 @pytest.mark.parametrize("itemsize", [1, 4])

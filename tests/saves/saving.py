@@ -18,6 +18,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.io.store import list_folder, read_small
+from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import coordination, places, to_folder, to_store
 from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import SaveWriter
@@ -166,7 +167,13 @@ def set_counter(folder: Path, key: str, value: object) -> None:
 
 def write(job: Job, *, wait: float = PATIENCE) -> bool:
     """Write a job's pending saves by a new writer; return True if none failed."""
-    return SaveWriter(job, 1, wait).write_pending()
+    return write_pending(SaveWriter(job, 1, wait))
+
+
+def write_pending(writer: SaveWriter) -> bool:
+    """Write the pending saves to all destinations once; return True if none failed."""
+    places = writer.list_places()
+    return all(map_threads(writer.write_place, places, len(places)))
 
 
 @contextmanager

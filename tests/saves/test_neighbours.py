@@ -71,6 +71,7 @@ def test_each_node_has_the_others_part(nodes: Nodes) -> None:
         assert read_bytes(Path(copy.folder) / TAG) == read_bytes(Path(save.folder) / TAG)
         for path in save.list_files():
             assert os.stat(Path(copy.folder, path)).st_mtime_ns == os.stat(Path(save.folder, path)).st_mtime_ns
+    assert saves[0].list_files() == saves[1].list_files()  # without the copies
     saves[0].note_done(saves[0].places[0], "digest")  # marks are sent later too
     wait_until(nodes.jobs[1].list_copies()[0].read_done)
     assert nodes.jobs[1].list_copies()[0].read_done() == saves[0].read_done()

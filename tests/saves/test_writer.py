@@ -43,6 +43,7 @@ from tests.saves.saving import (
     strip,
     write,
     write_both,
+    write_pending,
 )
 from tests.support.crash import failing
 from tests.support.until import wait_until
@@ -128,10 +129,10 @@ def test_a_place_that_fails_holds_up_no_other(run: Run, caplog: pytest.LogCaptur
     (run.folder / "file").write_text("no folder")
     run.save("file", "place")
     writer = SaveWriter(run.job, 1, PATIENCE)
-    assert not writer.write_pending() and not writer.write_pending()
+    assert not write_pending(writer) and not write_pending(writer)
     assert run.is_whole() and caplog.text.count("not written, to be tried again") == 1
     (run.folder / "file").unlink()
-    assert writer.write_pending() and is_whole(str(run.folder / "file" / TAG))
+    assert write_pending(writer) and is_whole(str(run.folder / "file" / TAG))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
@@ -161,8 +162,8 @@ def test_a_writer_survives_a_full_memory(run: Run) -> None:
     for tag in (TAG, "next"):
         run.save(tag=tag)
         with fill_memory("note_done"):
-            assert not writer.write_pending()
-    assert writer.write_pending() and not run.list_late()
+            assert not write_pending(writer)
+    assert write_pending(writer) and not run.list_late()
 
 
 @pytest.mark.parametrize("note", ["note_failed", "note_refused"])
@@ -561,7 +562,7 @@ def test_a_save_that_another_node_has_dropped_gives_way_to_a_newer_one(
     writer, results = SaveWriter(nodes[0].job, 1, PATIENCE), list[bool]()
 
     def start() -> threading.Thread:
-        thread = threading.Thread(target=lambda: results.append(writer.write_pending()))
+        thread = threading.Thread(target=lambda: results.append(write_pending(writer)))
         thread.start()
         return thread
 

@@ -163,14 +163,17 @@ def test_a_load_from_an_index_page(handler: type[Plain], tmp_path: Path, capsys:
         assert "read only" in capsys.readouterr().err
 
 
-def test_a_server_without_ranges_is_refused(folder: Path) -> None:
-    told = "answers with the whole file where a part is asked for"
-    with serve(folder, Plain) as url, pytest.raises(UnsupportedError, match=told):
-        read_parts(url)
-
-
-def test_other_bytes_than_requested_are_refused(folder: Path) -> None:
-    with serve(folder, Shifted) as url, pytest.raises(CheckpointError, match=r"(?s)cannot be read at byte 1000"):
+@pytest.mark.parametrize(
+    ("handler", "error", "message"),
+    [
+        (Plain, UnsupportedError, "answers with the whole file where a part is asked for"),
+        (Shifted, CheckpointError, r"(?s)cannot be read at byte 1000"),
+    ],
+)
+def test_other_bytes_than_requested_are_refused(
+    handler: type[Plain], error: type[Exception], message: str, folder: Path
+) -> None:
+    with serve(folder, handler) as url, pytest.raises(error, match=message):
         read_parts(url)
 
 
