@@ -5,8 +5,8 @@
     segment 2   2 ranks, ZeRO-3, resumed from segment 1's checkpoint, killed with SIGKILL
     segment 3   3 ranks, ZeRO-2, resumed from segment 2's checkpoint, to the end
 
-Exits with 1 when the state that a segment restored is not to the bit what the one before it saved, or when its
-losses leave the uninterrupted curve. What counts as leaving it:
+Exits with 1 if the state that a segment restored differs by a bit from the saved one, or if its losses leave the
+uninterrupted curve. The bounds:
 
 *First step after a resume.* The killed run had done that step too, with the same weights and the same batch: the two
 losses differ only by how the forward rounds (another micro batch size may block a bf16 product differently, ZeRO-3 adds
@@ -90,7 +90,7 @@ SEGMENTS = (
 
 @dataclass
 class Outcome:
-    """What a launch logged."""
+    """The log of a launch."""
 
     segment: Segment
     exit_code: int = 0
@@ -113,7 +113,7 @@ class Outcome:
 
 
 class DemoFailed(Exception):
-    """A launch did not do what it was meant to do."""
+    """A launch failed."""
 
 
 class Launcher:
@@ -126,7 +126,7 @@ class Launcher:
         print(f"{time.monotonic() - self.began:5.0f} s  {text}", flush=True)
 
     def run(self, segment: Segment, checkpoints: Path, save_every: int) -> Outcome:
-        """Launch the segment and follow it to its end, or to the step after which it is to be killed."""
+        """Launch the segment and follow its log to its end, or to the step after which it is killed."""
         self.say(f"{segment.name}: starting {segment.ranks} ranks with ZeRO-{segment.stage}")
         began = time.monotonic()
         outcome = Outcome(segment)
@@ -152,7 +152,7 @@ class Launcher:
         return outcome
 
     def refusal_without_plugin(self, checkpoints: Path) -> list[str]:
-        """What the same launch says when the plugin is off: the last lines of its error."""
+        """Launch the same resume without the plugin. Return the last lines of its error."""
         segment = Segment("plugin off", ranks=2, stage=3)
         self.say(f"{segment.name}: the same resume on 2 ranks with ZeRO-3, by DeepSpeed alone")
         with self._launch(segment, {}, ["--checkpoint_dir", str(checkpoints)]) as process:
@@ -211,7 +211,7 @@ class Launcher:
 
 
 class _Launch:
-    """A launch in a process group of its own; leaving it kills what is left and removes its shared memory."""
+    """A launch in a separate process group. On exit its processes are killed and its shared memory is removed."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], port: int, output: Path) -> None:
         self._command, self._environment, self._port, self._output = command, environment, port, output
@@ -379,7 +379,7 @@ def run_all(launcher: Launcher) -> tuple[Outcome, list[Outcome]]:
 
 
 def look_at(checkpoints: Path) -> list[str]:
-    """Verify, convert, compare and inspect the last checkpoint with `ds_ucp`; returns what went wrong."""
+    """Verify, convert, compare and inspect the last checkpoint with `ds_ucp`; return faults."""
     converted = checkpoints / "converted"
     commands = (
         ["verify", checkpoints],

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from model import ByteGPT, GPTConfig
 
-import deepspeed_ucp  # noqa: F401  (the import installs the hook; nothing else in this script knows of it)
+import deepspeed_ucp  # noqa: F401  (installs the hook; the rest of the script is unchanged)
 
 HELD_OUT_EVERY = 10  # every tenth file is never trained on
 HELD_OUT_SAMPLES = 48
@@ -46,13 +46,13 @@ def sample(text: np.ndarray, key: tuple[int, int], count: int, context: int) -> 
 
 
 def my_slice(samples: torch.Tensor) -> torch.Tensor:
-    """This rank's contiguous share of a batch that all ranks know."""
+    """This rank's contiguous part of a global batch."""
     share = len(samples) // dist.get_world_size()
     return samples[dist.get_rank() * share :][:share]
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """The mean over data-parallel ranks, summed in fp64 so that the order of the sum does not show."""
+    """The mean over data-parallel ranks, summed in fp64 so that the order of ranks does not matter."""
     total = value.detach().double()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -93,7 +93,7 @@ def digest(engine: Any) -> dict[str, str]:
 
 
 class Log:
-    """JSON lines written by rank 0, each at once: a killed run leaves every line that it has reached."""
+    """JSON lines written by rank 0 without buffering, so a killed run keeps all of them."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -110,7 +110,7 @@ class Log:
 
 
 def describe_load(engine: Any, path: str | None, seconds: float) -> dict[str, object]:
-    """What was loaded and who loaded it, for the log."""
+    """Describe the load for the log."""
     report = getattr(engine, "ucp_report", None)
     return {
         "path": path,

@@ -23,14 +23,16 @@ LOST = "#444444"
 
 @dataclass(frozen=True)
 class Restart:
-    """What happened, when (seconds of the job), and what it cost.
+    """A restart and its cost.
 
     Attributes:
-        prepared: seconds before that, in which training went on.
-        phases: seconds of each phase until it went on again.
-        start: the step after which it went on.
-        lost: seconds of each step that had been done after that one, and was done again.
-        read: bytes that the ranks read for it, by where they lay.
+        what: the event.
+        began: its time, in seconds of the job.
+        prepared: seconds before it in which training continued.
+        phases: seconds of each phase until training continued.
+        start: the last step that was not repeated.
+        lost: seconds of each step that was repeated.
+        read: bytes that the ranks read, by place.
     """
 
     what: str
@@ -44,7 +46,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class Scene:
-    """A job: how it saves, what its log has of steps, its restarts, when it began, and steps between its saves."""
+    """A job: title, logged steps, restarts, start time, and number of steps between saves."""
 
     title: str
     steps: Sequence[Mapping[str, Any]]
@@ -55,7 +57,7 @@ class Scene:
 
 def draw(reference: Mapping[int, Mapping[str, Any]], scenes: Sequence[Scene], path: Path) -> None:
     figure = Figure(figsize=(15, 11.5), dpi=110, layout="constrained")
-    figure.suptitle("Jobs that go on whatever happens to their agents and nodes", fontsize=14)
+    figure.suptitle("Jobs that survive the loss of agents, ranks and nodes", fontsize=14)
     figure.get_layout_engine().set(hspace=0.06, wspace=0.03)
     axes = figure.subplots(3, 2, height_ratios=(2.6, 1.4, 1.9))
     for (losses, worlds), scene in zip(axes[:2].T, scenes, strict=True):
@@ -96,7 +98,7 @@ def _draw_losses(axes: Axes, reference: Mapping[int, Mapping[str, Any]], scene: 
         axes.plot([e["step"] for e in run], [e["loss"] for e in run], color=colour, linewidth=1.4, label=label)
         if number:
             axes.axvline(run[0]["step"], color=colour, linewidth=0.8, linestyle="--")
-    axes.set(xlabel="step (dashed: training goes on from here)", ylabel="loss (nats a byte)", title=scene.title)
+    axes.set(xlabel="step (dashed: training continues from here)", ylabel="loss (nats a byte)", title=scene.title)
     axes.legend(frameon=False)
 
 
@@ -136,7 +138,7 @@ def _draw_costs(work: Axes, waiting: Axes, scenes: Sequence[Scene]) -> None:
         axes.set_axisbelow(True)
     most = max(max(_find_most(scene), *(sum(each.lost) for each in scene.restarts)) for scene in scenes)
     work.set(xlim=(0, 1.3 * most), xlabel="seconds of lost work: steps done again (outline: all from save to save)")
-    waiting.set(xlim=(0, 1.8 * longest), xlabel="seconds until training goes on")
+    waiting.set(xlim=(0, 1.8 * longest), xlabel="seconds until training continues")
     handles = [Patch(color=colour, label=name) for name, colour in zip(PHASES, COLOURS, strict=True)]
     waiting.legend(handles=handles, frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
@@ -166,5 +168,5 @@ def _draw_phases(axes: Axes, row: int, restart: Restart, longest: float) -> None
     load, first = restart.phases[-2:]
     text = f"{left:.1f} s: {load:.2f} load, {first:.2f} first step"
     if restart.prepared:
-        text = f"{text}; before, {restart.prepared:.0f} s beside training"
+        text = f"{text}; before, {restart.prepared:.0f} s of preparation during training"
     axes.annotate(text, (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)

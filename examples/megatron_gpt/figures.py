@@ -15,10 +15,10 @@ trains steps 101 to 200 on the same batches. A table is printed, and written wit
 are summed in another order and rounded elsewhere: over micro batches and data-parallel ranks, over tensor-parallel
 parts of a row, over pieces of the sequence. How far such differences carry a run is measured, not assumed: the source
 is resumed on its own topology with the samples of each batch shuffled, RERUNS times with different shuffles (once for
-each source where there are several). That changes the order of sums and nothing else. The bound is SPREAD times the
-largest gap of these re-runs. SPREAD covers that a shuffle exchanges only the sums over samples, while a target with
-other tensor-parallel ranks also rounds other partial sums, and that the largest of a few re-runs underestimates the
-largest of many. `moments forgotten` shows what the bound tells apart: the same resume with both moments set to zero.
+each of several sources). That changes only the order of sums. The bound is SPREAD times the largest gap of these
+re-runs. SPREAD covers that a shuffle exchanges only the sums over samples, while a target with other tensor-parallel
+ranks also rounds other partial sums, and that the largest of a few re-runs underestimates the largest of many.
+`moments forgotten` is an example beyond the bound: the same resume with both moments set to zero.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, lin
 
 
 class Norm(nn.Module):
-    """LayerNorm, or RMSNorm (no bias) where the configuration says so; replicated."""
+    """LayerNorm, or RMSNorm (no bias) if configured; replicated."""
 
     def __init__(self, config: GPTConfig, parallel: ParallelState) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a checkpoint tells of the model, in Megatron-DeepSpeed's words."""
+"""The client state that describes the model, as in Megatron-DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Names:
-    """Regular expressions of the names that a build gives to its parameters; those of `layer` are prefixes."""
+    """Regular expressions of parameter names; `layer` is a prefix."""
 
     layer: str
     embedding: str
@@ -30,7 +30,7 @@ def find_names(config: GPTConfig, pipeline: bool) -> Names:
 
 
 def fused_widths(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Widths of what is fused along dimension 0, by the parameter's name within a layer."""
+    """Widths of the parts that are fused along dimension 0, by the parameter's name within a layer."""
     query, key = config.heads * config.head_width, config.key_heads * config.head_width
     kinds = (".weight", ".bias") if config.bias else (".weight",)
     fused = {f"self_attention.query_key_value{kind}": (query, key, key) for kind in kinds}
@@ -43,10 +43,10 @@ def fused_widths(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def universal_checkpoint_info(config: GPTConfig, degrees: Degrees) -> dict[str, Any]:
-    """How each parameter is cut, under the keys of `deepspeed.checkpoint.constants`; what is not named, on dimension 0.
+    """Describe how each parameter is cut, under the keys of `deepspeed.checkpoint.constants` (default: on dimension 0).
 
-    Unlike Megatron-DeepSpeed's own it names the row-parallel and the replicated parameters also where tp is 1, and the
-    fused query, key and value: without these a change of tp scrambles them.
+    Unlike Megatron-DeepSpeed it names row-parallel and replicated parameters also if tp is 1, and the fused query, key
+    and value: without these a change of tp scrambles them.
     """
     names = find_names(config, degrees.pipeline)
     tables = [rf"{names.embedding}\.word_embeddings\.weight"] + [rf"{names.head}\.weight"] * config.untied

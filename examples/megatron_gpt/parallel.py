@@ -30,10 +30,10 @@ class Line:
 
 
 class ParallelState:
-    """Where this rank stands. Ranks are numbered stage first, then data, sequence, tensor: tensor-parallel peers are
+    """This rank's groups. Ranks are numbered stage first, then data, sequence, tensor: tensor-parallel peers are
     neighbours, as in Megatron and in DeepSpeed's PipeModelDataParallelTopology.
 
-    Collective: all ranks of the world make it together.
+    Collective: all ranks of the world create it together.
 
     Attributes:
         tensor, sequence, data, pipe, sequence_data: this rank's lines through the grid.
@@ -56,7 +56,7 @@ class ParallelState:
         self.experts = _find_line(torch.arange(world).view(-1, ep))
 
     def make_mpu(self) -> SimpleNamespace:
-        """The object from which DeepSpeed learns of the groups where there is no pipeline module to ask.
+        """Return the `mpu` object that gives DeepSpeed the groups of a model without a pipeline module.
 
         Sequence parallelism is folded into data parallelism: ZeRO partitions over both, batches go by data alone.
         """
@@ -78,7 +78,7 @@ class ParallelState:
 
 
 def _find_line(grid: torch.Tensor) -> Line:
-    """This rank's line along the last axis of `grid`; every rank makes every group, as torch wants it."""
+    """This rank's line along the last axis of `grid`; every rank creates every group, as torch requires."""
     found = None
     for ranks in grid.reshape(-1, grid.shape[-1]).tolist():
         group = dist.new_group(ranks)

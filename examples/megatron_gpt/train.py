@@ -3,8 +3,7 @@
     deepspeed --num_accelerators 8 --no_local_rank examples/megatron_gpt/train.py --preset tiny --tp 2 --pp 2 \\
         --ds-config ds_configs/megatron_zero1_pp.json --steps 200 --save checkpoints --load checkpoints
 
-The same command resumes what it saved under any other --tp, --pp, --sp, number of ranks and ZeRO stage: that is what
-`import deepspeed_ucp` is for.
+With `import deepspeed_ucp` the same command resumes under any other --tp, --pp, --sp, number of ranks and ZeRO stage.
 """
 
 from __future__ import annotations

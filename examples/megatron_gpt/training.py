@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """An engine, and how to train it on the text.
+    """An engine and its training on the text.
 
-    Collective: all ranks make it and call its methods together.
+    Collective: all ranks create it and call its methods together.
 
     Args:
         config: the model.
@@ -31,7 +31,7 @@ class Trainer:
 
     Attributes:
         engine: DeepSpeed's engine.
-        parallel: where this rank stands.
+        parallel: this rank's groups.
     """
 
     def __init__(self, config: GPTConfig, degrees: Degrees, ds_config: Mapping[str, Any]) -> None:
@@ -59,8 +59,7 @@ class Trainer:
         """Take one optimizer step; return the loss over the whole global batch.
 
         Args:
-            order: a permutation of the batch's samples: which rank sees which of them, and when, but not which there
-                are. It changes nothing but the order in which numbers are summed.
+            order: a permutation of the batch's samples. It only changes the order in which numbers are summed.
         """
         samples = draw_batch(self.config.seed, self.step + 1, self.engine.train_batch_size(), self.config.context)
         mine = (samples if order is None else samples[order]).chunk(self.parallel.data.size)[self.parallel.data.rank]
@@ -84,10 +83,10 @@ class Trainer:
         return total.item() / self.parallel.sequence_data.size
 
     def _loss_divisor(self) -> int:
-        """What makes the gradients that DeepSpeed reduces those of the mean over the sequence.
+        """Return the divisor of the loss that makes reduced gradients a mean over the sequence.
 
-        It averages over data-parallel ranks and sums over sequence-parallel ones; ZeRO 3's reduce-scatter, which is the
-        default there, averages over both.
+        DeepSpeed averages over data-parallel ranks and sums over sequence-parallel ones; ZeRO 3's reduce-scatter (its
+        default) averages over both.
         """
         zero = self.engine.zero_optimization_stage() == 3 and self.engine.zero_reduce_scatter()
         return 1 if zero else self.parallel.sequence.size
@@ -97,24 +96,24 @@ class Trainer:
         self.engine.save_checkpoint(directory, client_state=self.make_client_state())
 
     def load(self, directory: str) -> bool:
-        """Resume from `directory`; False where there is no checkpoint."""
+        """Resume from `directory`. Return False if it has no checkpoint."""
         path, _ = self.engine.load_checkpoint(directory)
         return path is not None
 
     def make_client_state(self) -> dict[str, Any]:
-        """What Megatron-DeepSpeed's `checkpointing.py` puts beside DeepSpeed's own state."""
+        """Return the client state of Megatron-DeepSpeed's `checkpointing.py`."""
         state = {
             "args": megatron_arguments(self.config, self.degrees),
             "iteration": self.step,
             "checkpoint_version": 3.0,
         }
-        if not self.config.deepspeed_moe:  # DeepSpeed keeps the key for itself there, and no tensor is cut
+        if not self.config.deepspeed_moe:  # DeepSpeed reserves the key there, and no tensor is cut
             state["universal_checkpoint_info"] = universal_checkpoint_info(self.config, self.degrees)
         return state
 
 
 def zero_init(stage: int, ds_config: Mapping[str, Any], mpu: Any) -> Any:
-    """At ZeRO 3 the model is partitioned while it is built, over the ranks of sequence and data parallelism."""
+    """Partition the model while it is built at ZeRO 3, over the ranks of sequence and data parallelism."""
     if stage < 3:
         return nullcontext()
     group = mpu.get_sequence_data_parallel_group()
@@ -122,9 +121,9 @@ def zero_init(stage: int, ds_config: Mapping[str, Any], mpu: Any) -> Any:
 
 
 def group_parameters(model: torch.nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Megatron's two groups: biases and norms are not decayed. A stage without any has one group.
+    """Return Megatron's two param groups: matrices, and vectors without decay. A stage may have only one of them.
 
-    They have names, by which DeepSpeed takes experts out of them.
+    DeepSpeed needs their names to separate experts.
     """
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():

@@ -1,10 +1,10 @@
-"""Where plain DeepSpeed resumes wrongly, or not at all, although nothing has changed, and what the plugin does there.
+"""Cases in which plain DeepSpeed resumes wrongly or fails in an unchanged topology, and the plugin's result.
 
     make proofs                        all cases
     make proofs CASES="tag muon"       some of them
 
-Two ranks train a small model, save, and train on: these losses are what a resume has to give. Then they make the engine
-again, with other weights, and resume: once as DeepSpeed does, once with ``"universal": true``. NVMe needs
+Two ranks train a small model, save, and continue; a resume must reproduce these losses. Then they create the engine
+again with other weights and resume, once with plain DeepSpeed and once with ``"universal": true``. NVMe needs
 DeepSpeed's ``async_io`` operator, which is compiled with libaio's headers (Debian: ``libaio-dev``).
 """
 
@@ -42,13 +42,13 @@ class Case:
     """An engine, how its script changes, and how it is loaded.
 
     Attributes:
-        what: in words.
+        what: a description.
         config: of DeepSpeed.
-        reordered: the script that comes back defines two layers of equal shapes in another order.
-        scheduler: the script gives a scheduler that keeps a reference to ``optimizer.param_groups``.
+        reordered: the resuming script defines two layers of equal shapes in another order.
+        scheduler: the script passes a scheduler that keeps a reference to ``optimizer.param_groups``.
         arguments: of ``load_checkpoint``.
-        after: steps that are compared.
-        needs_aio: it takes the operator ``async_io``.
+        after: number of compared steps.
+        needs_aio: the operator ``async_io`` is needed.
     """
 
     what: str
@@ -146,8 +146,8 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
     losses = []
     for step in range(first, first + steps):
         x = torch.randn(BATCH // RANKS, WIDTH, generator=torch.Generator().manual_seed(step * RANKS + dist.get_rank()))
-        told = engine(x.to(next(engine.module.parameters()).dtype)).float()
-        loss = (told - x.sum(1, keepdim=True).sin()).pow(2).mean()
+        output = engine(x.to(next(engine.module.parameters()).dtype)).float()
+        loss = (output - x.sum(1, keepdim=True).sin()).pow(2).mean()
         engine.backward(loss)
         engine.step()
         whole = loss.detach().clone()
@@ -156,8 +156,8 @@ def train(engine: Any, first: int, steps: int) -> list[float]:
     return losses
 
 
-def save_and_go_on(case: Case, folder: str) -> list[float]:
-    """Save twice; the losses between the two saves, which a resume from the first one has to give."""
+def save_and_continue(case: Case, folder: str) -> list[float]:
+    """Save twice. Return the losses between both saves, which a resume from the first must reproduce."""
     engine = make_engine(case, seed=0, universal=False)
     train(engine, 0, BEFORE)
     engine.save_checkpoint(folder, tag="first")
@@ -169,12 +169,12 @@ def save_and_go_on(case: Case, folder: str) -> list[float]:
     return losses
 
 
-def come_back(case: Case, folder: str, *, universal: bool) -> list[float] | str:
-    """The losses of a run that resumes, or why it does not."""
+def resume(case: Case, folder: str, *, universal: bool) -> list[float] | str:
+    """Return the losses of a resumed run, or a description of its failure."""
     engine = make_engine(case, seed=1, universal=universal, reordered=case.reordered)
     try:
         path, _ = engine.load_checkpoint(folder, **case.arguments)
-    except Exception as error:  # noqa: BLE001 - whatever it fails with is what is to be shown
+    except Exception as error:  # noqa: BLE001 - the error is the result
         return f"fails: {str(error).splitlines()[0]:.90}"
     if path is None:
         return "finds no checkpoint"
@@ -183,15 +183,15 @@ def come_back(case: Case, folder: str, *, universal: bool) -> list[float] | str:
     return losses
 
 
-def describe(told: list[float] | str, expected: list[float]) -> str:
-    if isinstance(told, str):
-        return told
-    text = " ".join(f"{loss:.6f}" for loss in told)
-    return f"{text} {'the same' if told == expected else 'WRONG'}"
+def describe(result: list[float] | str, expected: list[float]) -> str:
+    if isinstance(result, str):
+        return result
+    text = " ".join(f"{loss:.6f}" for loss in result)
+    return f"{text} {'the same' if result == expected else 'WRONG'}"
 
 
 def work(names: list[str], folder: str) -> None:
-    """What a rank does."""
+    """Run the cases on a rank."""
     deepspeed.init_distributed("gloo")
     logging.getLogger("deepspeed_ucp").setLevel(logging.ERROR)
     show: Callable[[str], None] = print if dist.get_rank() == 0 else lambda _: None
@@ -202,10 +202,10 @@ def work(names: list[str], folder: str) -> None:
         if case.needs_aio and not AsyncIOBuilder().is_compatible(verbose=False):
             show("  left out: DeepSpeed's operator async_io cannot be built here (Debian: apt-get install libaio-dev)")
             continue
-        expected = save_and_go_on(case, saves)
+        expected = save_and_continue(case, saves)
         show(f"  not interrupted     {' '.join(f'{loss:.6f}' for loss in expected)}")
         for who, universal in (("plain DeepSpeed", False), ("with deepspeed_ucp", True)):
-            show(f"  {who:19} {describe(come_back(case, saves, universal=universal), expected)}")
+            show(f"  {who:19} {describe(resume(case, saves, universal=universal), expected)}")
 
 
 def main() -> int:
@@ -217,7 +217,7 @@ def main() -> int:
         work(options.cases, options.folder)
         return 0
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", __file__, *options.cases]
-    # Of the fast writer's: how many machines there are, and which this is. torchrun does not set them.
+    # The fast writer needs the number of machines and this one's; torchrun does not set them.
     environment = {"OMP_NUM_THREADS": "1", "CROSS_SIZE": "1", "CROSS_RANK": "0", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         command = [*launch, "--folder", folder]

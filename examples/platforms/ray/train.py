@@ -1,7 +1,7 @@
 """DeepSpeed under Ray Train, on as many workers as there are: `python train.py --storage /shared/runs`.
 
-What each worker runs (`train`) is a script for DeepSpeed and Ray that knows nothing of deepspeed_ucp: the environment
-switches it on, and each start loads what the start before has saved, whatever the number of workers was.
+Each worker runs `train`, a script for DeepSpeed and Ray without deepspeed_ucp: the environment enables the plugin. Each
+start loads the last checkpoint, saved by any number of workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def train(settings: dict[str, Any]) -> None:
-    """On each worker. To return is the end of the run; whatever else ends a worker starts all of them again."""
+    """Train on a worker. Ray restarts all workers unless this function returns."""
     model = make_model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
     checkpoint = ray.train.get_checkpoint()
@@ -64,7 +64,7 @@ def find_loss(model: Any, samples: torch.Tensor) -> torch.Tensor:
 
 
 def train_step(engine: Any) -> float:
-    """A step; the loss of the total batch."""
+    """Take a step. Return the loss of the total batch."""
     context, total = ray.train.get_context(), 0.0
     mine = draw_samples(engine.global_steps).chunk(context.get_world_size())[context.get_world_rank()]
     parts = mine.to(engine.device).chunk(engine.gradient_accumulation_steps())
@@ -73,14 +73,13 @@ def train_step(engine: Any) -> float:
         engine.backward(loss)
         engine.step()
         total += loss.item() / len(parts)
-    told = torch.tensor(total, device=engine.device) / context.get_world_size()
-    torch.distributed.all_reduce(told)
-    return float(told)
+    mean = torch.tensor(total, device=engine.device) / context.get_world_size()
+    torch.distributed.all_reduce(mean)
+    return float(mean)
 
 
 def save(engine: Any, loss: float) -> None:
-    """DeepSpeed's save, each worker's files in a folder of its own; Ray copies all of them to one place of its storage,
-    which is a checkpoint once all have been copied."""
+    """Save each worker's files to a temporary folder; Ray copies them to a folder of its storage and publishes it."""
     with tempfile.TemporaryDirectory() as folder:
         engine.save_checkpoint(folder)
         metrics = {"step": engine.global_steps, "loss": loss}
@@ -88,13 +87,13 @@ def save(engine: Any, loss: float) -> None:
 
 
 def find_place(checkpoint: Checkpoint) -> str:
-    """Where it lies in Ray's storage. It is read there, each byte by one worker; nothing is copied."""
+    """Return the path or URL of the checkpoint in Ray's storage, where the workers read it without a copy."""
     schemes = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "abfs://"}
     return schemes[checkpoint.filesystem.type_name] + checkpoint.path
 
 
 def record(path: str, **fields: Any) -> None:
-    """A JSON line of the first worker's."""
+    """Append a JSON line on the first worker."""
     context = ray.train.get_context()
     if path and context.get_world_rank() == 0:
         with open(path, "a", encoding="utf-8") as file:
