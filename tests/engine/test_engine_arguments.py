@@ -23,9 +23,7 @@ from tests.support.engines.ranks import Load, Local, differences, load_each, sav
 OPTIONS = {"model": "bulk", "scheduler": True}
 SMALL = {"model": "plain", "scheduler": True}
 SOURCES = [Case(stage, 3, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
-EACH_SOURCE = pytest.mark.parametrize(
-    "source", params([(SOURCES[at],) for at in (0, 3, 5, 6)], [(each,) for each in SOURCES], lambda row: str(row[0]))
-)
+EACH_SOURCE = pytest.mark.parametrize("source", params([SOURCES[at] for at in (0, 3, 5, 6)], SOURCES, str))
 """Each stage in one precision; the others are exhaustive."""
 TARGETS = {0: Case(1, 2).on(), 1: Case(3, 2).on(), 2: Case(0, 2).on(), 3: Case(2, 2).on()}
 

@@ -106,7 +106,7 @@ def test_the_placement_tells_where_an_expert_lies(tmp_path: Path, engines: Engin
         assert torch.equal(outcome.states[moved, state], tensor), (name, state)
 
 
-MODEL, OPTIM = "zero_pp_rank_1_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_01_optim_states.pt"
+MODEL = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 REFUSED = {
     "placement-that-the-copies-contradict": Refusal(
         Spread(4, 1, "bf16", 2),
@@ -121,12 +121,6 @@ REFUSED = {
         damage=lambda folder: edit(
             next(folder.rglob(MODEL)), lambda tree: tree["ds_autoep_layers"][0].update(ep_rank=0)
         ),
-    ),
-    "file-of-another-expert-parallel-rank": Refusal(  # under AutoTP every file has the ranks of its writer
-        Spread(4, 1, "fp32", 2, tp=2),
-        (Spread(4, 1, "fp32", 4, tp=2),),
-        (f"{OPTIM}: is of tensor- and expert-parallel rank (1, 0)",),
-        damage=lambda folder: edit(next(folder.rglob(OPTIM)), lambda tree: tree["folding"].update(ep_rank=0)),
     ),
 }
 

@@ -57,9 +57,7 @@ CHOSEN = [route for route in ROUTES if route.model == "uneven" or route.source.t
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize(
-    "route", params([(each,) for each in CHOSEN], [(each,) for each in MORE], lambda row: str(row[0]))
-)
+@pytest.mark.parametrize("route", params(CHOSEN, MORE, str))
 def test_resumes_at_another_degree(route: Route, runs: Runs) -> None:
     runs.check(route, ROUTES)
 

@@ -114,11 +114,7 @@ def test_upstream_loads_what_we_write(
 @pytest.mark.releases
 @pytest.mark.parametrize(
     "target",
-    params(
-        [(Case(0, 1, "bf16"),), (Case(3, 2),), (Case(1, 3),)],
-        [(Case(2, 3, "bf16"),), (Case(3, 1, "bf16"),)],
-        lambda row: str(row[0]),
-    ),
+    params([Case(0, 1, "bf16"), Case(3, 2), Case(1, 3)], [Case(2, 3, "bf16"), Case(3, 1, "bf16")], str),
 )
 def test_what_upstream_converted_is_resumed(target: Case, converted: Any, resume_each: ResumeEach) -> None:
     """Masters, states, 16-bit values, tied and frozen parameters, buffers, groups, scheduler, counters: bit by bit."""

@@ -105,7 +105,6 @@ def test_a_custom_load_needs_all_experts_on_every_rank(engines: Engines) -> None
 
 
 LATER = "expp_rank_1_mp_rank_00_optim_states.pt"
-LOST = ["layer_1_expert_2_mp_rank_00_model_states.pt", *(f"expp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))]
 RESIDUAL = Spread(2, 0, "fp32", (2, 2), residual=BELOW)
 REFUSED = {
     # No file records the degrees of two layers of the same shapes. In the same topology DeepSpeed's load uses their
@@ -128,15 +127,6 @@ REFUSED = {
         (RESIDUAL, replace(RESIDUAL, stage=1)),
         ("MismatchError", f"not in the checkpoint: {BELOW}.mlp.0.weight"),
     ),
-}
-REFUSED |= {
-    f"lost-{name}": Refusal(
-        Spread(2, 0, "bf16", (2, 2)),
-        (Spread(2, 1, "bf16", (1, 1)),),
-        ("CheckpointError", f"{name} is missing"),
-        damage=lambda folder, name=name: next(folder.rglob(name)).unlink(),  # type: ignore[misc]
-    )
-    for name in LOST
 }
 
 

@@ -185,7 +185,7 @@ def check(target: Target, source: str, saved: Saved, ranks: Sequence[Local], bef
         assert ranks[0].losses == pytest.approx(saved.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", params([(3,)], [(stage,) for stage in (0, 1, 2, 3)]))
+@pytest.mark.parametrize("stage", params([3], [0, 1, 2, 3]))
 def test_other_param_groups(stage: int, ucp_worlds: WorldPool, tmp_path: Path) -> None:
     """One saved group, two live ones: refused, unless the live ones are to count; states go by name."""
     world, target, loads = ucp_worlds.get(2), Target(stage), [Load(str(tmp_path))]

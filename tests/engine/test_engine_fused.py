@@ -38,9 +38,7 @@ SOURCES = [fused(2, 1), fused(2, 3), auto(2, 2), auto(2, 3)]
 TARGETS = [auto(2, 1), auto(2, 3), fused(2, 3), fused(1, 1), auto(4, 3)]
 
 
-@pytest.mark.parametrize(
-    "target", params([(TARGETS[at],) for at in (1, 2)], [(each,) for each in TARGETS], lambda row: str(row[0]))
-)
+@pytest.mark.parametrize("target", params(TARGETS[1:3], TARGETS, str))
 def test_experts_change_their_form(target: Spread, engines: Engines, subtests: pytest.Subtests) -> None:
     sources = [form for form in SOURCES if form.kind != target.kind]
     engines.go_on(target, sources, subtests)
@@ -154,9 +152,7 @@ def test_our_files_are_upstreams(autoep: dict[Spread, tuple[Path, Saved]]) -> No
             assert have == want, path
 
 
-@pytest.mark.parametrize(
-    "target", params([(each,) for each in UPSTREAMS[1:]], [(each,) for each in UPSTREAMS], lambda row: str(row[0]))
-)
+@pytest.mark.parametrize("target", params(UPSTREAMS[1:], UPSTREAMS, str))
 def test_upstream_loads_what_we_write(
     target: Spread, autoep: dict[Spread, tuple[Path, Saved]], engines: Engines, subtests: pytest.Subtests
 ) -> None:
@@ -177,7 +173,7 @@ FOLDED = [
 ]
 
 
-@pytest.mark.parametrize("source", params([(FOLDED[1],)], [(each,) for each in FOLDED], lambda row: str(row[0])))
+@pytest.mark.parametrize("source", params(FOLDED[1:2], FOLDED, str))
 def test_experts_beside_tensor_parallelism_and_of_stage_0_are_converted(
     source: Spread, engines: Engines, tmp_path: Path
 ) -> None:

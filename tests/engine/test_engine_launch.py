@@ -112,7 +112,7 @@ def launch(command: list[str], environment: dict[str, str], folder: Path) -> tup
 
 
 @pytest.mark.timeout(600)  # DeepSpeed may have to compile
-@pytest.mark.parametrize("launcher", params([("environment",)], [(each,) for each in LAUNCHERS]))
+@pytest.mark.parametrize("launcher", params(["environment"], LAUNCHERS))
 def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
     """The tests of platforms start real launchers, too; most rows are exhaustive."""
     command = [part.format(port=environment["MASTER_PORT"]) for part in LAUNCHERS[launcher]]

@@ -58,7 +58,7 @@ def test_one_engine_takes_every_source(stage: int, precision: str, resume_each: 
     resume_each(sources, Case(stage, size_of(stage, precision), precision), check, **OPTIONS)
 
 
-@pytest.mark.parametrize("stage", params([(1,), (3,)], [(stage,) for stage in STAGES]))
+@pytest.mark.parametrize("stage", params([1, 3], STAGES))
 def test_stage_at_the_same_size(stage: int, resume_each: Callable[..., None]) -> None:
     sources = [Case(other, 2) for other in (*STAGES[stage:], *STAGES[:stage])]
     resume_each(sources, Case(stage, 2), check, **OPTIONS)
@@ -132,7 +132,7 @@ def check_odd(source: Case, target: Case, report: ResumeReport) -> None:
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("stage", params([(0,), (3,)], [(stage,) for stage in STAGES]))
+@pytest.mark.parametrize("stage", params([0, 3], STAGES))
 def test_odd_sources(stage: int, resume_each: Callable[..., None]) -> None:
     """Those that were saved before the first step go into a fresh engine first, and into one that has trained."""
     unstepped = [(Case((3 * stage + k) % 4, 3), {"steps": (0, 2)}) for k in range(1, 5)]

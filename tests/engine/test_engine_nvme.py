@@ -97,7 +97,7 @@ def test_frozen_parameters_on_nvme(engines: Engines) -> None:
     refused.check_refused("other.weight", "placeholder")
 
 
-@pytest.mark.parametrize("feature", params([("early",)], [("early",), ("muon",)]))
+@pytest.mark.parametrize("feature", params(["early"], ["early", "muon"]))
 def test_muon_and_models_that_are_made_partitioned(feature: str, engines: Engines, subtests: pytest.Subtests) -> None:
     """Muon's momentum is in swap files of its own; ``zero.Init`` gives parameters other ids."""
     kinds = [

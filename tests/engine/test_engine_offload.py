@@ -203,7 +203,7 @@ def test_moments_of_another_optimizer(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", params([(3,)], [(2,), (3,)]))
+@pytest.mark.parametrize("stage", params([3], [2, 3]))
 def test_states_that_are_away(
     stage: int, tmp_path: Path, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
 ) -> None:
@@ -226,7 +226,7 @@ def test_states_that_are_away(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", params([(Case(3, 2),)], [(Case(stage, 2),) for stage in (1, 2, 3)]), ids=str)
+@pytest.mark.parametrize("target", params([Case(3, 2)], [Case(stage, 2) for stage in (1, 2, 3)], str))
 def test_steps_that_fused_adam_counts_for_a_group(
     target: Case, sources: Any, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
 ) -> None:
@@ -257,7 +257,7 @@ AUTOCAST_TARGETS = [
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("target", params([(AUTOCAST_TARGETS[0],)], [(each,) for each in AUTOCAST_TARGETS]), ids=str)
+@pytest.mark.parametrize("target", params(AUTOCAST_TARGETS[:1], AUTOCAST_TARGETS, str))
 def test_torch_autocast(target: Case, resume_each: ResumeEach) -> None:
     """The weights are in fp32; the configuration of this run controls casts."""
     sources = [
@@ -308,7 +308,7 @@ def make_zenflow(stage: int) -> Case:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", params([(1,)], [(1,), (2,), (3,)]))
+@pytest.mark.parametrize("stage", params([1], [1, 2, 3]))
 def test_columns_of_zenflow(
     stage: int, tmp_path: Path, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
 ) -> None:

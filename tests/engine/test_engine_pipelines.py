@@ -70,16 +70,12 @@ def check_route(route: Route, runs: Runs) -> None:
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize(
-    "route", params([(each,) for each in CHOSEN], [(each,) for each in ROUTES], lambda row: str(row[0]))
-)
+@pytest.mark.parametrize("route", params(CHOSEN, ROUTES, str))
 def test_resumes_on_other_stages(route: Route, runs: Runs) -> None:
     check_route(route, runs)
 
 
-@pytest.mark.parametrize(
-    "route", [*DUAL, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in MORE_DUAL)], ids=str
-)
+@pytest.mark.parametrize("route", params(DUAL, MORE_DUAL, str))
 def test_two_stages_on_every_rank(route: Route, runs: Runs) -> None:
     """Under DualPipeV the layers of a rank are not contiguous."""
     check_route(route, runs)

@@ -30,9 +30,6 @@ from tests.support.engines.ranks import Load, Local, files_that_differ, load_eac
 from tests.support.engines.saves import close, in_memory, wait_for_marks
 
 CASES = [Case(1, 2, "bf16"), Case(3, 3), Case(0, 2), Case(2, 1, "fp16")]
-OTHER_SIZES = [(CASES[1],), (CASES[3],)]
-"""``test_engine_saves_pairs.py`` compares the files of every kind of engine on two ranks."""
-
 MIB_FREE = "deepspeed_ucp.saves.saver.count_free"
 
 
@@ -128,10 +125,6 @@ def forecast(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
 # --- tests
 
 
-def name_case(row: tuple[Case]) -> str:
-    return str(row[0])
-
-
 def check_files(folder: Path, count: int) -> None:
     wait_for_marks(folder / "saved")
     assert len(list((folder / "saved").glob("*/ucp_seal.json"))) == count
@@ -164,9 +157,10 @@ def check_loads(
     return [local for (local,) in answers]
 
 
-@pytest.mark.parametrize("case", params(OTHER_SIZES, [(case,) for case in CASES], name_case))
+@pytest.mark.parametrize("case", params([CASES[1], CASES[3]], CASES, str))
 def test_the_files_are_those_of_deepspeeds_own_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config, folder = saving(case, tmp_path / "memory").ds_config, str(tmp_path / "saved")
+    # ``test_engine_saves_pairs.py`` compares the files of every kind of engine on two ranks.
     ucp_worlds.get(case.dp).run(save_steps, config, folder, 2, own=str(tmp_path / "own"))
     check_files(tmp_path, 2)
 

@@ -33,7 +33,7 @@ def test_optimizer(optimizer: str, stage: int, resume_each: ResumeEach) -> None:
 
 
 @pytest.mark.timeout(600)  # DeepSpeed may have to compile it first
-@pytest.mark.parametrize("stage", params([(3,), (2,)], [(1,), (2,), (3,)]))
+@pytest.mark.parametrize("stage", params([3, 2], [1, 2, 3]))
 def test_deepspeed_cpu_adam(stage: int, resume_each: ResumeEach, compiled_op: Callable[[str], None]) -> None:
     compiled_op("CPUAdamBuilder")
     sources = [Case(1, 3, zero=OFFLOAD), Case(0, 3)]
@@ -126,20 +126,14 @@ def test_to_the_bf16_optimizer(resume_each: ResumeEach) -> None:
 @pytest.mark.releases
 @pytest.mark.parametrize(
     "target",
-    [
-        *params([[BF16_TARGETS[0]], [BF16_TARGETS[7]]], [[target] for target in BF16_TARGETS]),
-        BF16_OPTIMIZER.but(dp=2),
-        Case(1, 3, "bf16"),
-    ],
-    ids=str,
+    params([BF16_TARGETS[0], BF16_TARGETS[7], BF16_OPTIMIZER.but(dp=2), Case(1, 3, "bf16")], BF16_TARGETS, str),
 )
 def test_from_the_bf16_optimizer(target: Case, resume_each: ResumeEach) -> None:
     resume_each([BF16_OPTIMIZER, BF16_OPTIMIZER.but(dp=4)], target, model="mixed", scheduler=True)
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize("target", params([(Case(3, 2, "bf16"),)],
-                                          [(Case(stage, 2, "bf16"),) for stage in STAGES]), ids=str)  # fmt: skip
+@pytest.mark.parametrize("target", params([Case(3, 2, "bf16")], [Case(stage, 2, "bf16") for stage in STAGES], str))
 def test_lora(target: Case, resume_each: ResumeEach) -> None:
     sources = [Case(stage, 3, "bf16") for stage in (1, 3, 0)]
     resume_each(sources, target, model="lora", optimizer="adamw_uniform")
@@ -180,7 +174,7 @@ def test_matched_by_name_not_position(order: str, stage: int, resume_each: Resum
 OVERFLOWING = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
 
 
-@pytest.mark.parametrize("stage", params([(0,), (3,)], [(stage,) for stage in STAGES]))
+@pytest.mark.parametrize("stage", params([0, 3], STAGES))
 def test_loss_scaler_and_skipped_steps(stage: int, resume_each: ResumeEach) -> None:
     """Steps that overflow are skipped and halve the loss scale; both come back."""
     sources = [Case(other, 3, "fp16", config=OVERFLOWING) for other in (*STAGES[stage + 1 :], *STAGES[: stage + 1])]

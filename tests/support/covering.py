@@ -53,12 +53,13 @@ def turns(first: Sequence[Any], second: Sequence[Any], count: int) -> list[Row]:
     return [(first[i], second[j]) for i, j in sorted(chosen)]
 
 
-def params(chosen: Sequence[Row], every: Iterable[Row], ids: Callable[[Row], str] | None = None) -> list[Any]:
-    """Return parameters of a test: the chosen rows, and all others marked as exhaustive."""
+def params(chosen: Sequence[Any], every: Iterable[Any], ids: Callable[[Any], str] | None = None) -> list[Any]:
+    """Return parameters of a test: the chosen rows or single values, and all others marked as exhaustive."""
     found = []
     for row in [*chosen, *(row for row in every if row not in chosen)]:
         marks = () if row in chosen else (pytest.mark.exhaustive,)
-        found.append(pytest.param(*row, id=ids(row) if ids else None, marks=marks))
+        values = row if isinstance(row, tuple) else (row,)
+        found.append(pytest.param(*values, id=ids(row) if ids else None, marks=marks))
     return found
 
 
