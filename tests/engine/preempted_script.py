@@ -1,4 +1,4 @@
-"""A job with data loaders, a helper process and a program, which waits for the files by which the test goes on.
+"""A job with data loaders, a helper process and a program; files of the test let it continue.
 
 ``preempted_script.py FOLDER METHOD …``; the folder gets the saves and a file for each event. The methods start
 the workers of the evaluation.
@@ -30,7 +30,7 @@ def wait_for(path: Path) -> None:
 
 
 class Gated(Dataset[torch.Tensor]):
-    """Samples, those from ``closed`` on once the test has created the gate's file."""
+    """Samples; from ``closed`` on they wait for the gate's file."""
 
     def __init__(self, gate: Path, closed: int) -> None:
         self.gate, self.closed = gate, closed

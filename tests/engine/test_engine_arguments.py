@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +21,6 @@ from tests.support.engines.ranks import Load, Local, differences, load_each, sav
 OPTIONS = {"model": "bulk", "scheduler": True}
 SMALL = {"model": "plain", "scheduler": True}
 SOURCES = [Case(stage, 3, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
-EACH_SOURCE = pytest.mark.parametrize("source", params([SOURCES[at] for at in (0, 3, 5, 6)], SOURCES, str))
-"""Each stage in one precision; the others are exhaustive."""
 TARGETS = {0: Case(1, 2).on(), 1: Case(3, 2).on(), 2: Case(0, 2).on(), 3: Case(2, 2).on()}
 
 # Loads of one engine, in this order: weights alone while its optimizer is fresh, then states after a training step, to
@@ -54,45 +50,29 @@ def load(worlds: WorldPool, target: Case, loads: list[Load], **options: Any) -> 
     return by_load
 
 
-@dataclass
-class Answers:
-    """Loads of a source, by the names of `ARGUMENTS`.
-
-    Attributes:
-        empty: an earlier load from an empty folder.
-        ours: all ranks.
-        theirs: rank 0 of DeepSpeed's load in the source's topology, without the plugin.
-    """
-
-    folder: str
-    empty: Local
-    ours: dict[str, list[Local]]
-    theirs: dict[str, Local]
-
-
-@pytest.fixture(scope="module")
-def answers(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Answers]:
-    made: dict[str, Answers] = {}
-
-    def find(source: Case) -> Answers:
-        if str(source) not in made:
-            folder = str(sources.get(source, **OPTIONS).folder)
-            loads = [Load(folder, each.arguments, before=each.before) for each in ARGUMENTS.values()]
-            nothing = Load(str(tmp_path_factory.mktemp("empty")))
-            empty, *ours = load(ucp_worlds, target_of(source), [nothing, *loads], **OPTIONS)
-            theirs = ucp_worlds.get(source.dp).run(load_each, source.training(**OPTIONS), loads, plugin=False)[0]
-            pairs = [dict(zip(ARGUMENTS, each, strict=True)) for each in (ours, theirs)]
-            made[str(source)] = Answers(folder, empty[0], *pairs)
-        return made[str(source)]
-
-    return find
+@pytest.mark.parametrize("source", params([SOURCES[at] for at in (0, 3, 5, 6)], SOURCES, str))
+def test_arguments(
+    source: Case, sources: Any, ucp_worlds: WorldPool, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """Each stage in one precision (the others are exhaustive), compared with DeepSpeed's load without the plugin."""
+    folder = str(sources.get(source, **OPTIONS).folder)
+    loads = [Load(folder, each.arguments, before=each.before) for each in ARGUMENTS.values()]
+    empty, *ours = load(ucp_worlds, target_of(source), [Load(str(tmp_path)), *loads], **OPTIONS)
+    theirs = ucp_worlds.get(source.dp).run(load_each, source.training(**OPTIONS), loads, plugin=False)[0]
+    assert (empty[0].path, empty[0].client_state) == (None, None)  # as without the plugin
+    assert empty[0].state.counters["global_steps"] == 0
+    for called, ranks, other in zip(ARGUMENTS, ours, theirs, strict=True):
+        with subtests.test(called=called):
+            check_answers(ranks[0], other)
+            if called == "defaults":
+                assert differences(folder, ranks[0].state) == []
+                check_bytes(ranks)
+            if called in WEIGHTS:
+                check_weights(ranks[0], folder)
 
 
-@pytest.mark.parametrize("called", ARGUMENTS)
-@EACH_SOURCE
-def test_return_value_and_counters(source: Case, called: str, answers: Callable[[Case], Answers]) -> None:
-    found = answers(source)
-    ours, theirs = found.ours[called][0], found.theirs[called]
+def check_answers(ours: Local, theirs: Local) -> None:
+    """Compare return values, counters and scheduler."""
     assert ours.path == theirs.path
     assert ours.client_state is not None and theirs.client_state is not None
     # DeepSpeed returns these tensors, too; the plugin does not read them a second time.
@@ -102,22 +82,22 @@ def test_return_value_and_counters(source: Case, called: str, answers: Callable[
         assert ours.client_state.get(key) == theirs.client_state.get(key)
     assert ours.state.counters == theirs.state.counters
     assert ours.state.scheduler == theirs.state.scheduler
-    if called == "defaults":
-        assert differences(found.folder, ours.state) == []
 
 
-@EACH_SOURCE
-@pytest.mark.parametrize("called", WEIGHTS)
-def test_weights_without_optimizer_states(source: Case, called: str, answers: Callable[[Case], Answers]) -> None:
-    """The weights are the saved ones; moments and hyper-parameters are those of the fresh engine."""
-    found = answers(source)
-    (ours, *_), saved = found.ours[called], saved_state(found.folder)
-    assert ours.before is not None
-    for name, state in ours.state.parameters.items():
+def check_weights(local: Local, folder: str) -> None:
+    """The weights are saved ones; moments and hyper-parameters are unchanged."""
+    saved = saved_state(folder)
+    for name, state in local.state.parameters.items():
         assert state.value.equal(saved.parameters[name].value)
         assert state.fp32 is not None and state.fp32.to(state.value.dtype).equal(state.value)
         assert all(not tensor.any() for tensor in state.tensors.values())
-        assert state.hyper["weight_decay"] == ours.before.parameters[name].hyper["weight_decay"]
+        assert state.hyper["weight_decay"] == local.before.parameters[name].hyper["weight_decay"]
+
+
+def check_bytes(ranks: list[Local]) -> None:
+    """Every byte is read once, except a few elements of padding between partitions."""
+    assert 0 < ranks[0].state_bytes == ranks[1].state_bytes
+    assert sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
 
 
 def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, ucp_worlds: WorldPool) -> None:
@@ -144,7 +124,7 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, 
 
 @pytest.mark.parametrize("target", [Case(0, 2, "bf16").on(), Case(1, 2, "bf16").on()], ids=str)
 def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    """Both loaders warn once, not about a rate that a scheduler changed, and not if nothing differs."""
+    """Both loaders warn once, not about a rate that a scheduler changed, and not about equal values."""
     folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
     training = target.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
     ranks = ucp_worlds.get(target.dp).run(load_each, training, [Load(folder), Load(folder, before=1)])
@@ -152,22 +132,6 @@ def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, sources: A
     (warning,), *others = [local.list_messages("WARNING", "hyper-parameters") for rank in ranks for local in rank]
     assert "saved: betas (0.8, 0.95) → (0.9, 0.999); the saved ones are taken" in warning and folder in warning
     assert others == [[]] * 3
-
-
-@EACH_SOURCE
-def test_every_byte_is_read_once(source: Case, answers: Callable[[Case], Answers]) -> None:
-    """Except a few elements of padding between partitions."""
-    ranks = answers(source).ours["defaults"]
-    assert 0 < ranks[0].state_bytes == ranks[1].state_bytes
-    assert sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
-
-
-@EACH_SOURCE
-def test_nothing_saved_yet(source: Case, answers: Callable[[Case], Answers]) -> None:
-    """The first start loads nothing, as without the plugin."""
-    empty = answers(source).empty
-    assert (empty.path, empty.client_state) == (None, None)
-    assert empty.state.counters["global_steps"] == 0
 
 
 @pytest.mark.parametrize("source", [Case(1, 3), Case(3, 3)], ids=str)

@@ -70,7 +70,7 @@ def test_every_expert_comes_back(
 
 
 def test_frozen_experts_come_back(engines: Engines) -> None:
-    """They are in the experts' files alone; at ZeRO 2 DeepSpeed would load those of rank 0 on every rank."""
+    """They are in the experts' files alone; at ZeRO 2 DeepSpeed would load rank 0's on every rank."""
     source = Spread(2, 2, "fp32", 2)
     saved = engines.save(source, frozen=True)
     for target in (Spread(2, 1, "fp32", 1), source):

@@ -39,7 +39,7 @@ TARGETS = {
     ],
 }
 UNEVEN = [*TARGETS["uneven"], AutoTP(2, stage=2), AutoTP(1, stage=0), AutoTP(2, stage=0, precision="bf16")]
-"""With exhaustive ones; at these stages the layout is that of an even model."""
+"""With exhaustive ones; these stages have the layout of an even model."""
 SAME = Route("even", AutoTP(2), AutoTP(2))
 ROUTES, MORE = (
     [

@@ -75,5 +75,5 @@ def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worl
         assert all(other > 0 for other in row.others), row
     assert next(row for row in rows if row.unit == "bytes").value == 0
     assert "DLRover was left out" in report.make_section(found)
-    assert {path.name for path in folder.iterdir()} == {"run", "lost0"}  # what others have saved is gone
+    assert {path.name for path in folder.iterdir()} == {"run", "lost0"}  # saves of other methods are deleted
     assert not [each for each in memory.rglob("*.pt") if "/step" in str(each)]

@@ -62,7 +62,7 @@ def convert_upstream(root: Path, folder: Path) -> None:
     to_universal(root / tag, folder / f"{tag}_universal")
 
 
-# --- DeepSpeed's own loader
+# --- DeepSpeed's loader
 # It requires that every rank has a part of every param group: "bulk" is large enough.
 
 BF16 = Case(1, 2, "bf16")
@@ -124,7 +124,7 @@ def test_what_upstream_converted_is_resumed(target: Case, converted: Any, resume
 
 @pytest.mark.parametrize("target", [Case(1, 3), Case(3, 2, "bf16")], ids=str)
 def test_load_universal_where_the_plugin_is_on_by_default(target: Case, converted: Any, ucp_worlds: WorldPool) -> None:
-    """Frozen parameters, buffers and every group's hyper-parameters too, which DeepSpeed's own loader leaves out."""
+    """Frozen parameters, buffers and every group's hyper-parameters too, which DeepSpeed's loader drops."""
     saved = [converted(Case(1, 2), scheduler=True)]
     for judge in resume_runs(train_with_load_universal, saved, target.launch, ucp_worlds):
         assert judge().direct
@@ -251,7 +251,7 @@ def keep_what_upstream_knows(state: CapturedEngine, model: str) -> CapturedEngin
     return replace(state, parameters=kept)
 
 
-# --- what upstream leaves out
+# --- states that upstream drops
 
 Plain = partial(Launch, pipeline=False)
 POSITIONS = "position_embeddings.weight"  # not tied by the example: stages have different values

@@ -61,10 +61,10 @@ CHOSEN = [TARGETS[5], TARGETS[10]]
 """Both kinds of moments in 16 bit, at two stages; the others are exhaustive."""
 
 
-@pytest.mark.timeout(600)  # DeepSpeed may have to compile it first
+@pytest.mark.timeout(600)  # DeepSpeed compiles it at the first time
 @pytest.mark.parametrize("target", params([(each,) for each in CHOSEN], [(each,) for each in TARGETS], name_kind))
 def test_to_masters_in_16_bit(target: Kind, resume_each: ResumeEach, compiled_op: Callable[[str], None]) -> None:
-    """32 bits are rounded once, 16 bits come back exactly; then the losses are those of the saved run."""
+    """32 bits are rounded once, 16 bits come back exactly; then the losses equal the saved run's."""
     compiled_op("CPUAdamBuilder")
     case, live = target
     low = list_kinds(1 + case.stage % 3, 3)

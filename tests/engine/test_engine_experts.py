@@ -1,4 +1,4 @@
-"""DeepSpeed's own experts under other expert-parallel degrees, numbers of ranks, stages and precisions."""
+"""DeepSpeed's experts under other expert-parallel degrees, numbers of ranks, stages and precisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.engines.driving import Engines, Refusal, list_rows
 from tests.support.engines.experts import Spread
 
 BELOW = "expert_layer"
-"""A module's name for which DeepSpeed treats all its parameters as experts."""
+"""A module name that makes DeepSpeed treat all parameters below as experts."""
 
 SOURCES = [
     Spread(4, 1, "bf16", (2, 2)),
@@ -61,7 +61,7 @@ def test_experts_among_all_parameters_in_one_group(precision: str, engines: Engi
             (outcome,) = engines.load(target, saved.folder)
             ours = source != target or not (
                 has_config or precision == "bf16"
-            )  # to 0.19.2 DeepSpeed's own load fails in fp32
+            )  # to 0.19.2 DeepSpeed's load fails in fp32
             outcome.check(target, source, saved, direct=ours)
 
 

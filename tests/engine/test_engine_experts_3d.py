@@ -1,4 +1,4 @@
-"""DeepSpeed's own experts under tensor and pipeline parallelism."""
+"""DeepSpeed's experts under tensor and pipeline parallelism."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_everything_is_where_the_other_library_has_it(
 
 
 def check(target: Target, source: str, saved: Saved, ranks: Sequence[Local], before: int) -> None:
-    """Check what each rank holds after the load of one source.
+    """Check each rank after the load of one source.
 
     Args:
         before: steps of the engine before it loads weights alone.
@@ -187,7 +187,7 @@ def check(target: Target, source: str, saved: Saved, ranks: Sequence[Local], bef
 
 @pytest.mark.parametrize("stage", params([3], [0, 1, 2, 3]))
 def test_other_param_groups(stage: int, ucp_worlds: WorldPool, tmp_path: Path) -> None:
-    """One saved group, two live ones: refused, unless the live ones are to count; states go by name."""
+    """One saved group, two live ones: refused, or matched by name with `"param_groups": "live"`."""
     world, target, loads = ucp_worlds.get(2), Target(stage), [Load(str(tmp_path))]
     world.run(engine_foreign.save, str(tmp_path), together=True)
     for (refused,) in world.run(load_each, target.training(77), loads, read=target.read, catch=True):

@@ -18,7 +18,7 @@ from tests.synth import Topology
 
 
 def test_fsdp2_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Two ranks load it and take two steps: losses and weights equal those of an uninterrupted run."""
+    """Two ranks load it and take two steps: losses and weights equal an uninterrupted run's."""
     folder = save_trained(tmp_path, Topology(3, 4))
     model, optimizer = fsdp_run.build()
     losses = fsdp_run.train(model, optimizer, range(5))

@@ -56,7 +56,7 @@ RENAMES = [
     },
     {"from": r"(?P<x>.*)\.router\.gate\.weight", "to": "{x}.deepspeed_moe.gate.wg.weight"},
 ]
-"""Between DeepSpeed's own layers and AutoEP's."""
+"""Between DeepSpeed's layers and AutoEP's."""
 
 
 @pytest.mark.parametrize(

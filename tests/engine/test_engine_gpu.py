@@ -1,4 +1,4 @@
-"""What only a GPU can show: page-locked staging and streams, NCCL, random states of the device, real kernels.
+"""Features of GPUs: page-locked staging and streams, NCCL, random states of the device, real kernels.
 
 `make test-gpu` runs this and the other tests of engines with `DS_ACCELERATOR=cuda`.
 """
@@ -65,7 +65,7 @@ def read_whole(engine: Any) -> list[Tensor]:
 
 
 def save(folder: str, stage: int, layers: int) -> list[float]:
-    """A sum of each state, as a sign that they differ from what an engine begins with."""
+    """Train and save. Returns a sum of each state, to show that the states changed."""
     engine = make_large(stage, layers, seed=1)
     train_large(engine)
     engine.save_checkpoint(folder)
@@ -80,8 +80,7 @@ def load(folder: str, stage: int, layers: int, options: dict[str, Any], *, pinne
     """Load into an engine of other weights.
 
     Returns:
-        Whether every bit is there, what copied, seconds, and the GPU memory that the load took for a while, in bytes
-        beyond what the engine held before or after it.
+        equal: all bits are restored; by: classes that copied; s: seconds; beyond: temporary bytes of GPU memory.
     """
     engine = make_large(stage, layers, seed=7, options={"mode": "direct", **options}, **config)
     found: list[str] = []
@@ -148,7 +147,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> st
 def test_a_large_model_comes_back_to_the_bit(
     stage: int, ranks: int, options: dict[str, Any], pinned: bool, saved: str, ucp_worlds: WorldPool
 ) -> None:
-    """A load of 50 M parameters took up to 128 MiB of the GPU's memory for a while, whatever the window."""
+    """A load of 50 M parameters uses up to 128 MiB of temporary GPU memory, for any window."""
     for found in ucp_worlds.get(ranks).run(load, saved, stage, LAYERS, options, pinned=pinned):
         assert found["equal"]
         assert set(found["by"]) == {"GpuUploads"}

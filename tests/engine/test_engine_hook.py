@@ -77,7 +77,7 @@ def list_changes(local: Local) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("case", [Case(0, 2, "bf16"), Case(1, 2, "bf16"), Case(2, 2), Case(3, 2, "fp16")], ids=str)
 def test_same_topology_is_ours_where_it_is_asked_for(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    """State and losses equal those of DeepSpeed's load."""
+    """DeepSpeed's load gives the same state and losses."""
     world, loads = ucp_worlds.get(case.dp), [Load(str(sources.get(case, **PLAIN).folder), steps=2)]
     ours = world.run(load_each, case.on(same_topology="direct").training(**PLAIN), loads)
     theirs = world.run(load_each, case.training(**PLAIN), loads, plugin=False)
@@ -231,7 +231,7 @@ def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[l
     error = ""
     try:
         second.load_checkpoint(folder)
-    except Exception as raised:  # noqa: BLE001 - the error is what the test looks at
+    except Exception as raised:  # noqa: BLE001 - the test checks the error
         error = "\n".join([str(raised), *getattr(raised, "__notes__", [])])
     first.load_checkpoint(folder)
     found = differences(folder, capture(first)), error, [first.ucp_report.direct, getattr(second, "ucp_report", None)]

@@ -40,8 +40,8 @@ def test_what_autoep_trained_is_a_model_of_the_hub(
     out = str(tmp_path / "out")
     export_safetensors(index, out, options=ExportOptions(), like=str(tmp_path / "hf"))
     kind, _ = engine_hub.MODELS[name]
-    model, told = kind.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
-    assert not any(told.values()), told
+    model, info = kind.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
     with torch.no_grad():
         logits = model.eval()(input_ids=engine_hub.TOKENS).logits
     torch.testing.assert_close(logits, trained, **CLOSE)
@@ -61,6 +61,6 @@ def test_a_model_of_the_hub_goes_on_under_autoep(engine_hub: Any, ucp_worlds: Wo
 
 def test_stages_of_a_pipeline_read_alike(engine_hub: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
     """Rules of a model that one stage alone has inside are no rules of the checkpoint's: all ranks need one view."""
-    for told, steps in ucp_worlds.get(2).run(engine_hub.load_stages, str(tmp_path)):
-        assert "0.bert.embeddings.position_ids: in the checkpoint, not in the model" in told
+    for message, steps in ucp_worlds.get(2).run(engine_hub.load_stages, str(tmp_path)):
+        assert "0.bert.embeddings.position_ids: in the checkpoint, not in the model" in message
         assert steps == 1

@@ -51,7 +51,7 @@ sys.exit(main())
 """
 START = f"""{NOT_COMPILED}
 import site
-site.addsitedir({ROOT!r})  # as site-packages are with which the package is installed
+site.addsitedir({ROOT!r})  # as for an installed package
 """
 
 
@@ -111,7 +111,7 @@ def launch(command: list[str], environment: dict[str, str], folder: Path) -> tup
     return process.returncode, output
 
 
-@pytest.mark.timeout(600)  # DeepSpeed may have to compile
+@pytest.mark.timeout(600)  # DeepSpeed compiles at the first time
 @pytest.mark.parametrize("launcher", params(["environment"], LAUNCHERS))
 def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
     """The tests of platforms start real launchers, too; most rows are exhaustive."""

@@ -1,8 +1,7 @@
 """Every ZeRO stage in every precision to every other, at other data-parallel sizes and at the same one.
 
-One engine of each kind takes its sources one after the other. Of the stages and precisions of both sides every two
-are combined, and all four under `-m exhaustive`, at every size: what one side is shows in the description of the engine
-or of the files, which load/test_reshard.py combines at will. Then the options of ZeRO and the formats of files.
+One engine of each kind loads its sources one after the other. Every two of the stages and precisions of both sides are
+combined, and all four under `-m exhaustive`, at every size; `load/test_reshard.py` draws more in one process.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ OPTIONS: dict[str, Any] = {"model": "mixed", "optimizer": "adamw", "scheduler": 
 
 
 def size_of(stage: int, precision: str, turn: int = 0) -> int:
-    """2, 3 or 4 ranks, each of them with every stage and with every precision."""
+    """Return 2, 3 or 4 ranks, each with every stage and with every precision."""
     return (2, 3, 4)[(stage + PRECISIONS.index(precision) + turn) % 3]
 
 
@@ -73,8 +72,8 @@ OFFLOAD_ALL = {**OFFLOAD, "offload_param": {"device": "cpu"}, **SCATTERED}
 CLIPPING = {"gradient_clipping": 0.1}
 STATIC = {"fp16": {"enabled": True, "loss_scale": 64}}
 LEGACY = {"checkpoint": {"checkpoint_serialization": False}}  # files that are no zips
-# Without "replica" DeepSpeed's writer factory dies below stage 3. All data-parallel ranks write a file of model states
-# with it at once, and not the same bytes: what DeepSpeed leaves of several is at times no file that anything can read.
+# Without "replica" DeepSpeed's writer factory fails below stage 3. With it all data-parallel ranks write different
+# bytes to one file of model states at once, which is then not always readable.
 REPLICA = {"type": "python", "data_parallel": "replica"}
 WRITER = {"checkpoint": {"writer": REPLICA}}
 
@@ -134,7 +133,7 @@ def check_odd(source: Case, target: Case, report: ResumeReport) -> None:
 @pytest.mark.releases
 @pytest.mark.parametrize("stage", params([0, 3], STAGES))
 def test_odd_sources(stage: int, resume_each: Callable[..., None]) -> None:
-    """Those that were saved before the first step go into a fresh engine first, and into one that has trained."""
+    """Saves before the first step go into a fresh engine first, and into one that has trained."""
     unstepped = [(Case((3 * stage + k) % 4, 3), {"steps": (0, 2)}) for k in range(1, 5)]
     odd = [case for number, case in enumerate(ODD_SOURCES) if number % 2 == stage % 2]
     resume_each([*unstepped, *odd, unstepped[0]], Case(stage, 2), check_odd, **OPTIONS)
@@ -148,16 +147,13 @@ def test_odd_targets(target: Case, saved: list[Case], live: dict[str, Any], resu
 
 @pytest.mark.parametrize("target", [Case(3, 2), Case(1, 2), Case(0, 3)], ids=str)
 def test_elastic_checkpoint(target: Case, resume_each: Callable[..., None]) -> None:
-    """DeepSpeed's old elastic format keeps no param groups, so hyper-parameters stay those of the live optimizer."""
+    """DeepSpeed's old elastic format has no param groups: the live hyper-parameters stay."""
     resume_each([Case(1, 3, zero={"elastic_checkpoint": True})], target, check_odd)
 
 
 @pytest.mark.exhaustive  # the format is the writer's above
 def test_decoupled_writer(resume_each: Callable[..., None]) -> None:
-    """Its process is sent the tensors themselves, which fails below stage 3, and reads them after the save.
-
-    So the model must not change its buffers in the forward that follows.
-    """
+    """Its process reads the tensors after the save: the model must not change buffers in the next forward pass."""
     source = Case(3, 2, config={"checkpoint": {"writer": {**REPLICA, "decoupled": True}}})
     resume_each([source], Case(2, 3), model="plain")
 

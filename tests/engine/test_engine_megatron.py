@@ -100,11 +100,11 @@ PATTERNS = {"family": "megatron-gpt", "rules": {"rules": QKV_RULES}}
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "layout"),
     params([(Launch(4, 1), "family"), (PP2, "rules")], product([Launch(4, 1), PP2], PATTERNS), name_row),
 )
-def test_metadata_of_every_release(target: Launch, told: str, runs: Runs) -> None:
-    check_each(of_each(Route("megatron", TP2_PP2, target, PATTERNS[told])), runs)
+def test_metadata_of_every_release(target: Launch, layout: str, runs: Runs) -> None:
+    check_each(of_each(Route("megatron", TP2_PP2, target, PATTERNS[layout])), runs)
 
 
 def test_client_state_comes_back(runs: Runs) -> None:

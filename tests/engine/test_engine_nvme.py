@@ -51,7 +51,7 @@ def test_every_state_comes_back(
 
 @pytest.mark.parametrize("kind", [Kind(2, optimizer="nvme"), Kind(1, optimizer="nvme", pipelined="read")], ids=str)
 def test_deepspeeds_own_load_loses_states(kind: Kind, engines: Engines) -> None:
-    """In the same topology, in which the plugin continues like the uninterrupted run (tested above)."""
+    """In the same topology, where the plugin continues like the uninterrupted run (tested above)."""
     saved = engines.saved(kind)
     assert engines.load_by_deepspeed(kind, saved.folder) != saved.losses
 
@@ -70,7 +70,7 @@ def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(en
     "kind", [Kind(2, optimizer="nvme", params="nvme"), Kind(1, optimizer="nvme", pipelined="read")]
 )
 def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Swapped states are in swap files alone, as after a step, and not mixed with those of another engine."""
+    """Swapped states are in swap files alone, as after a step, and separate from another engine's."""
     source, plain = Kind(2, 3), Kind(1, 3)
     saved = engines.saved(source)
     other = ucp_worlds.get(3 - kind.world)
@@ -99,7 +99,7 @@ def test_frozen_parameters_on_nvme(engines: Engines) -> None:
 
 @pytest.mark.parametrize("feature", params(["early"], ["early", "muon"]))
 def test_muon_and_models_that_are_made_partitioned(feature: str, engines: Engines, subtests: pytest.Subtests) -> None:
-    """Muon's momentum is in swap files of its own; ``zero.Init`` gives parameters other ids."""
+    """Muon's momentum has separate swap files; ``zero.Init`` gives parameters other ids."""
     kinds = [
         replace(kind, **{feature: True})
         for kind in (Kind(2, optimizer="nvme", params="nvme"), Kind(1, optimizer="nvme"), Kind(1, 3))

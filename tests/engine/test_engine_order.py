@@ -1,4 +1,4 @@
-"""Stage 0 in the saved topology: DeepSpeed's own load matches by position, which is right only in the saved order."""
+"""Stage 0 in the saved topology: DeepSpeed's load matches by position, and fits only the saved order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RENAMED = {"patterns": {"rename": [{"from": r"(?P<x>[abc])\.(?P<y>.*)", "to": "{
 
 
 class Layers(torch.nn.Module):
-    """Layers that compute in alphabetical order, in whatever order they are defined."""
+    """Layers that compute in alphabetical order, in any order of definition."""
 
     def __init__(self, names: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The bytes that `ds_ucp plan` expects of a resume of experts are those that the load reports."""
+"""`ds_ucp plan` predicts the bytes that a resume of experts reports."""
 
 from __future__ import annotations
 

@@ -86,9 +86,9 @@ def test_job_with_workers_saves_when_it_is_signaled(launcher: str, tmp_path: Pat
             process.kill()
             for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
                 left.unlink(missing_ok=True)
-    told = output.read_text(errors="replace")
-    assert (tmp_path / "saves" / "latest").read_text() == "global_step3", told[-4000:]
-    assert told.count("SIGTERM: saving to ") == told.count("SIGUSR1: saving to ") == 1, told[-4000:]
-    assert not any(each in told for each in ("DataLoader worker", "resource_tracker", "SIGKILL", "no save was made")), (
-        told[-4000:]
-    )
+    log_text = output.read_text(errors="replace")
+    assert (tmp_path / "saves" / "latest").read_text() == "global_step3", log_text[-4000:]
+    assert log_text.count("SIGTERM: saving to ") == log_text.count("SIGUSR1: saving to ") == 1, log_text[-4000:]
+    assert not any(
+        each in log_text for each in ("DataLoader worker", "resource_tracker", "SIGKILL", "no save was made")
+    ), log_text[-4000:]

@@ -181,7 +181,7 @@ class Training:
         self.engine.save_checkpoint(folder, client_state={"own": self.own.state_dict()} if self.own else {})
 
     def load(self, folder: str) -> bool:
-        """Return True for the plugin's own loader."""
+        """Return True for the plugin's loader."""
         _, client_state = self.engine.load_checkpoint(folder)
         if self.own is not None:
             self.own.load_state_dict(client_state["own"])
@@ -201,7 +201,7 @@ def train_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> list
 
 
 def resume_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> list[tuple[bool, Trace]]:
-    """Resume each run. Returns True for the plugin's own loader, and a trace of the steps after the load."""
+    """Resume each run. Returns True for the plugin's loader, and a trace of the steps after the load."""
     found = []
     for name, way in rows:
         training = Training(case, name, way, seed=1)
@@ -211,7 +211,7 @@ def resume_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> lis
 
 
 def list_replaced(case: Case, folder: str) -> tuple[bool, list[str]]:
-    """Load into a trained engine. Returns True for the plugin's own loader, and the names of replaced objects."""
+    """Load into a trained engine. Returns True for the plugin's loader, and the names of replaced objects."""
     training = Training(case, "LambdaLR", "given", seed=1)
     training.train(1)
     before = dict(_list_objects(training.engine))

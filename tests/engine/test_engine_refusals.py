@@ -18,7 +18,7 @@ import torch
 
 from deepspeed_ucp.testing import WorldPool
 from tests.support.engines.cases import Case, make_engine
-from tests.support.engines.ranks import Attempt, Load, attempt_each
+from tests.support.engines.ranks import Load, attempt_each
 
 ZERO0, ZERO1, ZERO3 = Case(0, 3), Case(1, 3), Case(3, 3)
 BF16 = Case(2, 3, "bf16")
@@ -105,7 +105,7 @@ def at(name: str, do: Callable[[Path], object]) -> Callable[[Path, Any], object]
 def swap(
     case: Case, *steps: tuple[int, int], step: int = 3, dp: int = 0, **options: Any
 ) -> Callable[[Path, Any], object]:
-    """Return a function that replaces rank 1's shard by that of another run."""
+    """Return a function that replaces rank 1's shard by another run's."""
     name = find_optim(case, 1)
 
     def run(folder: Path, sources: Any) -> None:
@@ -176,7 +176,7 @@ def list_foreign() -> list[Refused]:
 
 
 def list_planted() -> list[Refused]:
-    """List code in files: in the same topology, in which DeepSpeed's load would run it, and in another."""
+    """List code in files: in the same topology (DeepSpeed's load would run it) and in another."""
     two = Case(1, 2)
     places = [
         (ZERO1, MODEL, None),
@@ -230,41 +230,30 @@ def list_unfit() -> list[Refused]:
 _ANOTHER_RULE = ("like those of Adam", "RAdam", '"param_groups": "live"')
 
 
-CASES = [*list_damaged(), *list_foreign(), *list_planted(), *list_unfit()]
+CASES: dict[str, list[Refused]] = {}
+"""By engine."""
+for each in (*list_damaged(), *list_foreign(), *list_planted(), *list_unfit()):
+    case, options = each.engine
+    CASES.setdefault("-".join([str(case), *map(str, options.values())]), []).append(each)
 
 
-@pytest.fixture(scope="module")
-def attempts(
-    sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Refused], list[Attempt]]:
-    """Try all loads of one engine at the first call. Returns the attempts of all ranks at one of them."""
-    made: dict[str, list[Attempt]] = {}
-
-    def find(case: Refused) -> list[Attempt]:
-        if str(case) not in made:
-            (target, options), root = case.engine, tmp_path_factory.mktemp("refused")
-            alike = [each for each in CASES if each.engine == case.engine]
-            loads = [each.prepare(sources, root) for each in alike]
-            answers = ucp_worlds.get(target.dp).run(attempt_each, target.training(**options), loads)
-            made.update({str(each): list(found) for each, found in zip(alike, zip(*answers, strict=True), strict=True)})
-            assert not list(root.glob("*/code-was-run"))
-        return made[str(case)]
-
-    return find
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_refused(case: Refused, attempts: Callable[[Refused], list[Attempt]]) -> None:
-    first, *others = attempts(case)
-    assert first.error, "the load was not refused"
-    assert case.kind in first.kinds and "UcpError" in first.kinds, f"{first.error}: {first.message}"
-    for word in case.words:
-        assert word in first.message
-    for attempt in (first, *others):
-        assert (attempt.error, attempt.message) == (first.error, first.message)
-        assert attempt.changed == []
-        assert attempt.held == 0
-        assert attempt.loss > 0
+@pytest.mark.parametrize("engine", CASES)
+def test_refused(engine: str, sources: Any, ucp_worlds: WorldPool, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    target, options = CASES[engine][0].engine
+    loads = [case.prepare(sources, tmp_path) for case in CASES[engine]]
+    answers = ucp_worlds.get(target.dp).run(attempt_each, target.training(**options), loads)
+    assert not list(tmp_path.glob("*/code-was-run"))
+    for case, ranks in zip(CASES[engine], zip(*answers, strict=True), strict=True):
+        with subtests.test(case=str(case)):
+            first = ranks[0]
+            assert first.error, "the load was not refused"
+            assert case.kind in first.kinds and "UcpError" in first.kinds, f"{first.error}: {first.message}"
+            for word in case.words:
+                assert word in first.message
+            for attempt in ranks:
+                assert (attempt.error, attempt.message) == (first.error, first.message)
+                assert (attempt.changed, attempt.held) == ([], 0)
+                assert attempt.loss > 0
 
 
 def universal(value: Any, **sizes: int) -> dict[str, Any]:
@@ -275,7 +264,7 @@ def initialize_error(ds_config: dict[str, Any]) -> tuple[str, str]:
     """Return type and message of the error of `deepspeed.initialize`, or empty strings."""
     try:
         make_engine(ds_config, "plain").destroy()
-    except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+    except Exception as error:  # noqa: BLE001 - the test checks the error
         return type(error).__name__, str(error)
     return "", ""
 

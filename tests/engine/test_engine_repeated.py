@@ -82,8 +82,8 @@ def test_what_zero3_does_not_record_is_named(
 ) -> None:
     held = ucp_worlds.get(1).run(save, str(tmp_path / "it"), 3, unclear=True)[0]
     assert main(["export", str(tmp_path / "it"), str(tmp_path / "out"), "--to", "dcp"]) == 0
-    told = capsys.readouterr().err
+    warnings = capsys.readouterr().err
     written = read_all(tmp_path / "out")["model"]
     assert held.keys() - written.keys() == {*AGAIN}
     assert torch.equal(written["second_norm.weight"], held["second_norm.weight"])
-    assert "again.0.bias" in told and "are not written" in told
+    assert "again.0.bias" in warnings and "are not written" in warnings

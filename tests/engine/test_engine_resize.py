@@ -94,7 +94,7 @@ def save_run(world: World, kind: Kind, folder: Path) -> tuple[CapturedEngine, li
 
 
 def load_runs(world: World, kind: Kind, *folders: Path) -> list[Local]:
-    """Load one folder after the other, and train on where the saved vocabulary fits."""
+    """Load one folder after the other, and train on if the saved vocabulary fits."""
     loads = [Load(str(folder), steps=2 * (kind.rows >= ROWS)) for folder in folders]
     return world.run(load_each, kind.train, loads, read_before=True, catch=True)[0]  # type: ignore[no-any-return]
 
@@ -179,7 +179,7 @@ def test_new_rows_by_other_rules_and_fewer_rows(tmp_path: Path, ucp_worlds: Worl
 
 
 def test_frozen_rows_in_an_unchanged_topology(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Nothing that the optimizer owns has another shape: the plugin loads all the same, in 16 bits too."""
+    """The optimizer's states have the saved shapes: the plugin loads all the same, in 16 bits, too."""
     world, frozen = ucp_worlds.get(2), {"frozen": True}
     saved, losses = save_run(world, Kind(1, "bf16", options=frozen), tmp_path)
     rules = {"resize": [{"match": VOCABULARY, "new": "mean"}]}
@@ -203,7 +203,7 @@ AUTO = ("uneven", "uneven-wider", Plain(2, stage=3, precision="bf16"), (Plain(2,
 def test_vocabularies_under_tensor_parallelism(
     model: str, wider: str, source: Launch, targets: Sequence[Launch], rows: tuple[int, int, int], runs: Runs
 ) -> None:
-    """Rows count by their numbers in the whole; of what Megatron pads 257 mean something. New ones are their mean."""
+    """Rows match by their numbers in the whole; 257 of Megatron's rows are no padding. New rows are their mean."""
     kept, old, new = rows
     rule = {"match": ".*(embed|output_layer|lm_head).*", "new": "mean"}
     saved = join(runs.saved(model, source), model).parameters

@@ -1,4 +1,4 @@
-"""Saves by way of memory: DeepSpeed's own files, whole before anything names them, and loads from memory."""
+"""Saves by way of memory: DeepSpeed's files, complete before `latest` names them, and loads from memory."""
 
 from __future__ import annotations
 

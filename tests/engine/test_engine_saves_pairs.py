@@ -1,4 +1,4 @@
-"""Engines of every kind × ways of saving, each pair of them: the files are DeepSpeed's own, and load as such."""
+"""Pairs of kinds of engines and ways of saving: the files equal DeepSpeed's, and memory loads elsewhere."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_saves(row: tuple[str, ...], memory: str, server: Server, tmp_path: Path
 
 
 def download(url: str, folder: Path) -> None:
-    """Copy a store to a folder in which each tag holds its files itself."""
+    """Copy a store to a folder with the files of each tag in the tag's folder."""
     for name in list_tree(url):
         path = folder / re.sub(rf"{re.escape(UPLOAD)}[^/]+/", "", name)
         if path.name == PUBLISHED:

@@ -41,7 +41,7 @@ class Spread:
     Attributes:
         kind: "alst" passes `deepspeed.runtime.sequence_parallel.parallel_state_sp` as the mpu, as ALST and Accelerate
             do: DeepSpeed then computes its number of data-parallel ranks as a float; "mpu" passes an mpu of Megatron's
-            kind; "none" is data parallelism alone.
+            kind; "none": only data parallelism.
         sp: sequence-parallel ranks.
         way: one of `WAYS`.
     """
@@ -143,7 +143,7 @@ Save = Callable[[Spread], SavedRun]
 
 @pytest.fixture(scope="module")
 def save(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Save:
-    """Train a source, from weights of its own, and save it, once."""
+    """Train a source from distinct weights and save it, once."""
     root = tmp_path_factory.mktemp("sequence")
 
     @functools.cache
@@ -215,5 +215,5 @@ def test_from_data_parallelism_to_alst(check: Callable[..., None]) -> None:
     "target", [Spread("mpu", 1, "micro", sp=2), Spread("mpu", 2, "all", sp=4), Spread("none", 1, world=3)], ids=str
 )
 def test_ulysses(target: Spread, check: Callable[..., None]) -> None:
-    """Below stage 3, where DeepSpeed partitions parameters over the data-parallel ranks of such an mpu alone."""
+    """Below stage 3, which partitions parameters only over the data-parallel ranks of such an mpu."""
     check(list_sources("mpu", (1,)), target)

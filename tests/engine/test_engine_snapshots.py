@@ -1,4 +1,4 @@
-"""Snapshots: saves without a call of the script, from which a killed run resumes."""
+"""Snapshots: saves without a call of the script; a killed run resumes from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Trained:
     """One rank's part of a run.
 
     Attributes:
-        step, client_state: from which it started.
+        step, client_state: at the start.
         begun: state at the start.
         draws: samples of each step, and a random number drawn for them.
         states: at the end of each step.

@@ -194,7 +194,7 @@ def test_a_rank_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         world.run(hang_on, 1, str(here), timeout=500)
     assert 500 >= timeouts[0] > timeouts[1] >= 0
     assert list(caught.value.errors) == [1]
-    assert "hang_on" in caught.value.errors[1]  # where it was
+    assert "hang_on" in caught.value.errors[1]  # the stack of the rank
 
 
 @pytest.mark.parametrize(("which", "code"), [(1, 3), (0, -9)], ids=["in a call", "between two calls"])
@@ -249,7 +249,7 @@ print(pid)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a signal at the end of the parent process")
 def test_a_stopped_rank_ends_with_its_fork_server() -> None:
     pid = int(subprocess.run([sys.executable, "-c", ORPHAN], check=True, stdout=subprocess.PIPE, text=True).stdout)
     wait_until(lambda: state_of(pid) in ENDED)

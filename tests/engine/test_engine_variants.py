@@ -32,7 +32,7 @@ def test_optimizer(optimizer: str, stage: int, resume_each: ResumeEach) -> None:
     resume_each(sources, Case(stage, 2), check, model="plain", optimizer=optimizer)
 
 
-@pytest.mark.timeout(600)  # DeepSpeed may have to compile it first
+@pytest.mark.timeout(600)  # DeepSpeed compiles it at the first time
 @pytest.mark.parametrize("stage", params([3, 2], [1, 2, 3]))
 def test_deepspeed_cpu_adam(stage: int, resume_each: ResumeEach, compiled_op: Callable[[str], None]) -> None:
     compiled_op("CPUAdamBuilder")
@@ -73,7 +73,7 @@ def test_the_stand_ins_compute_what_the_operators_do(
         torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.exhaustive  # a minute to compile, and the states of torch's own Lion
+@pytest.mark.exhaustive  # takes a minute to compile; states as of torch's Lion
 @pytest.mark.timeout(600)
 def test_deepspeed_cpu_lion(resume_each: ResumeEach, compiled_op: Callable[[str], None]) -> None:
     compiled_op("CPULionBuilder")
@@ -147,7 +147,7 @@ def test_fewer_elements_than_ranks(stage: int, dp: int, resume_each: ResumeEach)
 
 @pytest.mark.parametrize(("model", "stage"), all_turns(["empty", "compiled"], [0, 1, 2], 1))
 def test_model_that_stage_3_cannot_train(model: str, stage: int, resume_each: ResumeEach) -> None:
-    """Parameters without elements, and torch.compile'd modules, whose names equal those of other modules."""
+    """Parameters without elements, and torch.compile'd modules, with the names of other modules."""
     sources: list[Any] = [Case((stage + 1) % 3, 3)]
     if model == "compiled":
         sources.append((Case(3, 3), {"model": "plain"}))

@@ -1,4 +1,4 @@
-"""DeepSpeed's fast writer below stage 3: files under names that its own load does not find."""
+"""DeepSpeed's fast writer below stage 3: files under names that DeepSpeed's load does not find."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ class Mutant:
 
 
 def read_mutants() -> list[Mutant]:
-    told = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text())
-    return [Mutant(number, **each) for number, each in enumerate(told, 1)]
+    rows = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text())
+    return [Mutant(number, **each) for number, each in enumerate(rows, 1)]
 
 
 def find_stale(mutants: list[Mutant], root: Path = ROOT) -> list[str]:

@@ -182,10 +182,10 @@ def run_cli(*argv: str) -> tuple[int, dict[str, Any]]:
 
 def verify(folder: Path, source: Source, *options: str) -> Verdict:
     """Run `ds_ucp verify`, without its warnings."""
-    code, told = run_cli("verify", str(folder), *groups_option(source), *options)
-    faults = [fault for fault in told.get("faults", ()) if not fault["warning"]]
-    assert (code == 0) == (not faults and "error" not in told), told
-    text = "\n".join([*(fault["text"] for fault in faults), told.get("error", "")]).strip()
+    code, answer = run_cli("verify", str(folder), *groups_option(source), *options)
+    faults = [fault for fault in answer.get("faults", ()) if not fault["warning"]]
+    assert (code == 0) == (not faults and "error" not in answer), answer
+    text = "\n".join([*(fault["text"] for fault in faults), answer.get("error", "")]).strip()
     return Verdict(text, tuple(fault["file"] for fault in faults if fault["file"]))
 
 
@@ -195,12 +195,12 @@ def groups_option(source: Source) -> list[str]:
 
 def inspect(folder: Path, source: Source) -> Verdict:
     """Run `ds_ucp inspect`."""
-    code, told = run_cli("inspect", str(folder), *groups_option(source))
+    code, answer = run_cli("inspect", str(folder), *groups_option(source))
     if code == 0:
         return Verdict()
-    faults = [each for each in told.get("findings", ()) if each["severity"] == "fault"]
+    faults = [each for each in answer.get("findings", ()) if each["severity"] == "fault"]
     files = tuple(each["file"] for each in faults if each["file"])
-    return Verdict("\n".join([told["error"], *(each["text"] for each in faults)]), files)
+    return Verdict("\n".join([answer["error"], *(each["text"] for each in faults)]), files)
 
 
 def open_folder(folder: Path, source: Source) -> Verdict:

@@ -60,10 +60,10 @@ def drawn(draw: st.DrawFn) -> tuple[Model, State, Topology]:
 
 
 def list_differences(left: Path, right: Path, *options: str) -> list[Any]:
-    code, told = run_cli("diff", str(left), str(right), *options)
-    assert code in (0, 1), told
-    found = [told[key] for key in ("tensors", "values", "only_left", "only_right") if told.get(key)]
-    assert (code == 0) == (not found), told
+    code, answer = run_cli("diff", str(left), str(right), *options)
+    assert code in (0, 1), answer
+    found = [answer[key] for key in ("tensors", "values", "only_left", "only_right") if answer.get(key)]
+    assert (code == 0) == (not found), answer
     return found
 
 
@@ -95,8 +95,8 @@ def test_a_conversion_of_anything_is_no_difference(case: tuple[Model, State, Top
         assert not refused, refused.text
         assert list_differences(path, folder / "out") == []
         for where in (path, folder / "out"):
-            code, told = run_cli("verify", str(where))
-            assert code == 0, told
+            code, answer = run_cli("verify", str(where))
+            assert code == 0, answer
 
 
 def is_common(name: str) -> bool:

@@ -1,1 +1,1 @@
-"""What ranks do in the tests of real engines; most of it is imported on the ranks only."""
+"""Real engines: kinds, models, and the work of the ranks, which alone import most of it."""

@@ -141,12 +141,12 @@ def load_stages(folder: str) -> tuple[str, int]:
         }
         return deepspeed.initialize(model=module, config=config)[0]
 
-    saved, live, told = make_engine(1), make_engine(0), ""
+    saved, live, message = make_engine(1), make_engine(0), ""
     saved.train_batch(iter([(TOKENS[:1], TOKENS[:1])]))
     saved.save_checkpoint(folder)
     try:
         live.load_checkpoint(folder)
     except MismatchError as error:
-        told = str(error)
+        message = str(error)
     live.load_checkpoint(folder, load_module_strict=False)
-    return told, live.global_steps
+    return message, live.global_steps

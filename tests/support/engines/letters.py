@@ -72,16 +72,6 @@ def _batches(engine: Any) -> Iterator[tuple[Any, Any]]:
         yield micro.to(engine.get_data_types()[0]), micro.flip(1)
 
 
-def find_name(name: str, model: str) -> str:
-    """A parameter has one name in every build."""
-    return name
-
-
-def find_blocks(name: str, model: str) -> tuple[int, tuple[int, ...]] | None:
-    """Nothing is cut."""
-    return None
-
-
 class Embedding(nn.Module):
     """DeepSpeed ties `weight`; every stage has a separate `shift`, like Megatron's position embeddings."""
 

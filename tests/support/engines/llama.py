@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tests.support.engines.letters import find_name, group
+from tests.support.engines.letters import group
 
 if TYPE_CHECKING:
     from tests.support.engines.parallel import Launch
-
-__all__ = ["MODELS", "find_blocks", "find_name", "train"]
 
 VOCABULARY = 67  # odd: its rows are cut unevenly
 CUTS_TIED = Version(version("transformers")) >= Version("5")

@@ -78,9 +78,20 @@ class Launch:
 
 
 def find_family(model: str) -> Any:
-    """Return the module that builds a model and describes its names and cuts."""
+    """Return the module that builds a model."""
     families = (each for each in (engine_gpt, engine_llama) if model in each.MODELS)
     return next(families, engine_letters)
+
+
+def find_name(name: str, model: str) -> str:
+    """Return the name of a parameter in one of a model's builds."""
+    return engine_gpt.find_name(name, model) if model in engine_gpt.MODELS else name
+
+
+def find_blocks(name: str, model: str) -> Any:
+    """Return the dimension and blocks along which a parameter is cut; None: replicated."""
+    family = find_family(model)
+    return None if family is engine_letters else family.find_blocks(name, model)
 
 
 def training(model: str, launch: Launch, checkpoint: Mapping[str, Any], seed: int = 2, **options: Any) -> Any:
@@ -251,15 +262,14 @@ def join(locals_: Sequence[Local], model: str) -> CapturedEngine:
         assert not differences, differences
     parameters: dict[str, CapturedParameter] = {}
     buffers: dict[str, Any] = {}
-    family = find_family(model)
     for stage in sorted({stage for stage, _ in by_place}):
         shards = [by_place[place].state for place in sorted(by_place) if place[0] == stage]
         for name in shards[0].parameters:
-            plain = family.find_name(name, model)
+            plain = find_name(name, model)
             whole = _join_parameter([shard.parameters[name] for shard in shards], plain, model)
             parameters[_number(plain, parameters)] = whole
         for name in shards[0].buffers:
-            plain = family.find_name(name, model)
+            plain = find_name(name, model)
             buffers[_number(plain, buffers)] = join_tensors([shard.buffers[name] for shard in shards], plain, model)
     return replace(by_place[0, 0].state, parameters=parameters, buffers=buffers)
 
@@ -275,7 +285,7 @@ def count_copies(name: str, found: Mapping[str, Any]) -> int:
 
 
 def _join_parameter(shards: Sequence[CapturedParameter], name: str, model: str) -> CapturedParameter:
-    if find_family(model).find_blocks(name, model):
+    if find_blocks(name, model):
         shards = [shard for shard in shards if shard.value.numel()]  # DeepSpeed does not optimize empty ones
     first = shards[0]
     assert all(shard.scalars == first.scalars and shard.hyper == first.hyper for shard in shards)
@@ -293,7 +303,7 @@ def _join_parameter(shards: Sequence[CapturedParameter], name: str, model: str) 
 
 def join_tensors(shards: Sequence[Any], name: str, model: str) -> Any:
     """Join the shards of the tensor-parallel ranks."""
-    cut = find_family(model).find_blocks(name, model)
+    cut = find_blocks(name, model)
     if cut is None:
         assert all(torch.equal(shard, shards[0]) for shard in shards), f"{name}: replicas differ"
         return shards[0]

@@ -328,7 +328,7 @@ def _attempt(engine: Any, load: Load) -> Attempt:
     with without_collector():
         try:
             load.run(engine)
-        except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+        except Exception as error:  # noqa: BLE001 - the test checks the error
             result.error, result.message = type(error).__name__, str(error)
             result.kinds = [kind.__name__ for kind in type(error).__mro__]
         result.held = len(_list_exchange_memory() - held)
