@@ -133,7 +133,7 @@ def install_when_imported() -> None:
         else:
             library = "DeepSpeed" if name == _ENGINE else name.partition(".")[0]
             logger.warning(
-                f"deepspeed_ucp was imported by {library}'s own import: call deepspeed_ucp.install() after it."
+                f"deepspeed_ucp was imported by the import of {library}: call deepspeed_ucp.install() after it."
             )
 
 

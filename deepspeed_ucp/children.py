@@ -130,7 +130,7 @@ def _begin(parent: int, signals: Iterable[int]) -> None:
 
 def _hold(signals: set[int], parent: int) -> None:
     """Let the signals take effect that come from the parent, and the others once the parent has ended."""
-    forked_by, held = os.getppid(), set[int]()
+    forked_by, pending = os.getppid(), set[int]()
 
     def has_parent() -> bool:
         # Under a fork server getppid() does not change, and forked siblings keep the sentinel open: check both.
@@ -138,12 +138,12 @@ def _hold(signals: set[int], parent: int) -> None:
         return os.getppid() == forked_by and (process is None or process.is_alive())
 
     while True:
-        received = signal.sigtimedwait(signals, 1.0) if held else signal.sigwaitinfo(signals)
+        received = signal.sigtimedwait(signals, 1.0) if pending else signal.sigwaitinfo(signals)
         alone = not has_parent()
         if alone:
-            for number in held:
+            for number in pending:
                 _take_effect(number)
-            held.clear()
+            pending.clear()
         if received is None:
             continue
         number = received.si_signo
@@ -152,12 +152,12 @@ def _hold(signals: set[int], parent: int) -> None:
         elif alone or received.si_pid in (parent, os.getpid()):
             _take_effect(number, from_parent=received.si_pid == parent)
         else:
-            held.add(number)
+            pending.add(number)
 
 
 def _take_effect(number: int, *, from_parent: bool = False) -> None:
     if from_parent and number == signal.SIGTERM and _is_loader_worker():
-        os._exit(0)  # as torch's own handler does: any other code would be an error in the rank
+        os._exit(0)  # as torch's handler does: any other code would be an error in the rank
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     signal.raise_signal(number)
     signal.pthread_sigmask(signal.SIG_BLOCK, {number})

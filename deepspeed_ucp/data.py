@@ -40,11 +40,6 @@ def _digest(values: Sequence[float] | Ids | None) -> str | None:
     return None if values is None else hashlib.sha256(np.asarray(values, np.float64).tobytes()).hexdigest()[:16]
 
 
-def _can_draw(weights: Sequence[float]) -> bool:
-    total = np.sum(weights)
-    return bool(np.isfinite(total) and total > 0 and np.min(weights) >= 0)
-
-
 def _check_place(rank: int, world: int) -> None:
     if world < 1:
         raise ConfigError(f"world {world} is invalid: pass the number of data-parallel ranks, 1 or more.")
@@ -286,7 +281,7 @@ class ElasticSampler(Order, Sampler[int]):
         for given in (weights, lengths):
             if given is not None and len(given) != self.size:
                 raise ConfigError(f"weights or lengths of {len(given)} samples were given for {self.size}.")
-        if weights is not None and not _can_draw(weights):
+        if weights is not None and not (0 < np.sum(weights) < np.inf and np.min(weights) >= 0):
             raise ConfigError("weights have to be finite, none below 0, and some above.")
         self._digests = {"weights": _digest(weights), "lengths": _digest(lengths)}
         self.weights = None if weights is None else np.asarray(weights, np.float64) / np.sum(weights)

@@ -56,11 +56,6 @@ def read_options(ds_config: Mapping[str, Any]) -> UniversalConfig | None:
     return parse_config(ds_config, defaults)
 
 
-def is_on_by_environment(ds_config: Mapping[str, Any]) -> bool:
-    """Return True if only the environment variable turns the plugin on for this engine."""
-    return parse_config(ds_config, [("", get_default())]) is None
-
-
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """Validate ``checkpoint.universal``, and fit the batch sizes to this world; called with the parsed ds_config."""
     end_with_agent()
@@ -70,7 +65,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
         show_decisions()
         if config.global_rank == 0:
             warn_untested(sys.modules["deepspeed"].__version__)
-            if is_on_by_environment(config._param_dict):
+            if parse_config(config._param_dict, [("", get_default())]) is None:
                 _log_once(f"deepspeed_ucp is on by the environment variable {ENVIRONMENT}")
         shorten_uncaught()
         set_limit(options.hang_timeout_s)

@@ -28,7 +28,7 @@ import numpy as np
 from .children import list_unprotected, protect
 from .comm import Comm, connect
 from .engine_state import Preemption, find_state
-from .platforms import REQUEUED, SLURM_JOB, Platform, find_platform, find_rank, is_first_of_node
+from .platforms import REQUEUED, SLURM_JOB, find_platform, find_rank, is_first_of_node
 from .saves.saver import keep_memory
 from .saves.saving import finish_saves
 from .writer import end_writer, finish_save
@@ -86,7 +86,12 @@ def follow(
         if logs:
             logger.warning("%s runs this in a thread that receives no signals: none is followed here", platform.name)
         return
-    chosen, why = _choose(platform, actions, job)
+    if actions is not None:
+        chosen, reason = actions, "set by the script"
+    elif job:
+        chosen, reason = REQUEUED, f"Slurm, job {job} will be requeued"
+    else:
+        chosen, reason = platform.ends, f"{platform.name}{', as an error' if platform.raises else ''}"
     if names := list_unprotected():
         logger.warning(
             "%s: started before preemption.follow, so a signal to the whole job ends it and may prevent the save. "
@@ -96,26 +101,12 @@ def follow(
     for number in chosen:
         _install_handler(number, logs=logs)
     if logs:
-        logger.info("%s (%s)", "; ".join(_describe(number, chosen[number]) for number in chosen), why)
+        ends = {number: "continues" if code is None else f"exits with {code}" for number, code in chosen.items()}
+        lines = (f"{signal.Signals(number).name}: saves and {end}" for number, end in ends.items())
+        logger.info("%s (%s)", "; ".join(lines), reason)
     raises = platform.raises and actions is None
     preemption = Preemption(os.fspath(save_dir), chosen, client_state, requeue=job, raises=raises)
     find_state(engine).preemption = preemption
-
-
-def _choose(
-    platform: Platform, actions: Mapping[int, int | None] | None, job: str | None
-) -> tuple[Mapping[int, int | None], str]:
-    """Choose the exit code of each signal; returns them and the reason, for the log line."""
-    if actions is not None:
-        return actions, "set by the script"
-    if job:
-        return REQUEUED, f"Slurm, job {job} will be requeued"
-    return platform.ends, f"{platform.name}{', as an error' if platform.raises else ''}"
-
-
-def _describe(number: int, code: int | None) -> str:
-    end = "continues" if code is None else f"exits with {code}"
-    return f"{signal.Signals(number).name}: saves and {end}"
 
 
 def _install_handler(number: int, *, logs: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -94,19 +95,9 @@ def test_a_section_has_every_job_that_ran(offline: ModuleType, found: Any) -> No
     restored = offline.Found.restore(json.loads(json.dumps(found.data())))
     assert restored == found
     section = offline.make_offline_section("convert", {"dp": restored}, {"dp": "ZeRO-1"}, jobs)
-    rows = [line for line in section.splitlines() if line.startswith("| ours, ")]
-    assert [cell.strip() for cell in rows[0].split("|")[1:-1]] == [
-        "ours, `ds_ucp convert`",
-        "1.00 (1.00-1.00)",
-        "1.00",
-        "0.25",
-        "1.010",
-        "1.030",
-        "50 MiB",
-        "1.25",
-        "1.50",
-        "14.00",
-    ]
+    (row,) = [line for line in section.splitlines() if line.startswith("| ours, ")]
+    cells = "1.00 (1.00-1.00) | 1.00 | 0.25 | 1.010 | 1.030 | 50 MiB | 1.25 | 1.50 | 14.00"
+    assert re.sub(" +", " ", row) == f"| ours, `ds_ucp convert` | {cells} |"
     assert "upstream, best workers" not in section  # it did not run
 
 
@@ -283,13 +274,8 @@ def test_missing_measurements_are_named(saves: ModuleType) -> None:
     section = saves.make_section(found)
     assert "A lost node was not measured. DLRover was left out (`--dlrover`).\n" in section
     row = next(line for line in section.splitlines() if "cache cold" in line)
-    assert [cell.strip() for cell in row.split("|")[2:-1]] == [
-        "1.00 s (1.00-1.00)",
-        "from the disk, cache cold",
-        "2.00 s (2.00-2.00)",
-        "0.50",
-        "≤ 0.6",
-    ]
+    cells = "1.00 s (1.00-1.00) | from the disk, cache cold | 2.00 s (2.00-2.00) | 0.50 | ≤ 0.6 |"
+    assert re.sub(" +", " ", row).endswith(f"| {cells}")
     lost = {**found, "lost": [{"seconds": 1.0, "fresh": 0.5, "storage": 7.0}] * 3}
     assert "| 7 bytes (7-7) " in saves.make_section(lost) and "A lost node" not in saves.make_section(lost)
 

@@ -31,7 +31,7 @@ def make_sampler(rank: int, world: int, **more: Any) -> ElasticSampler:
 
 
 def read(shard: int, start: int) -> Iterator[int]:
-    """Samples that tell shard and place."""
+    """Samples that encode shard and position."""
     return iter(range(shard * 1000 + start, shard * 1000 + 1000))
 
 
@@ -44,7 +44,7 @@ def make_stream(rank: int, world: int, **more: Any) -> ElasticStream[int]:
 
 
 def step_ranks(orders: Sequence[Order], steps: int) -> list[list[int]]:
-    """The samples of each step, of all ranks in rank order; a new iteration begins where an epoch ends."""
+    """Draw the samples of each step, of all ranks in order; a new iteration starts after each epoch."""
     found = []
     readers: list[Iterator[int]] = [iter(()) for _ in orders]
     share = BATCH // len(orders)
@@ -69,38 +69,30 @@ KINDS = {
 }
 
 
-@given(HISTORY, st.sampled_from(sorted(KINDS)))
-def test_any_history_of_worlds_trains_on_the_same_samples(history: list[tuple[int, int]], kind: str) -> None:
-    whole = step_ranks([make_sampler(0, 1, **KINDS[kind])], sum(steps for _, steps in history))
+def check_history(make: Callable[..., Order], history: list[tuple[int, int]], **options: Any) -> None:
+    """Run a history of (world, steps); each step has the samples of the uninterrupted run on one rank."""
+    whole = step_ranks([make(0, 1, **options)], sum(steps for _, steps in history))
     done, state = 0, None
     for world, steps in history:
-        orders = [make_sampler(rank, world, **KINDS[kind]) for rank in range(world)]
+        orders = [make(rank, world, **options) for rank in range(world)]
         for order in orders:
             if state is not None:
                 order.set_state(state)
         assert step_ranks(orders, steps) == whole[done : done + steps]
         done += steps
-        # A generator runs ahead of nothing here: it has been asked for whole steps alone.
-        state = orders[0].get_state()
+        state = orders[0].get_state()  # only whole steps have been drawn
         assert state["consumed"] == done * BATCH
 
 
+@given(HISTORY, st.sampled_from(sorted(KINDS)))
+def test_any_history_of_worlds_trains_on_the_same_samples(history: list[tuple[int, int]], kind: str) -> None:
+    check_history(make_sampler, history, **KINDS[kind])
+
+
 @given(HISTORY, st.sampled_from([None, 6]), st.booleans())
-def test_any_history_of_worlds_reads_shards_once(
-    history: list[tuple[int, int]], lanes: int | None, shuffle: bool
-) -> None:
-    options: dict[str, Any] = {"lanes": lanes, "shuffle": shuffle}
+def test_any_history_of_worlds_reads_the_same_shards(history: Any, lanes: int | None, shuffle: bool) -> None:
     history = [(world, steps) for world, steps in history if (lanes or BATCH) % world == 0]
-    whole = step_ranks([make_stream(0, 1, **options)], sum(steps for _, steps in history))
-    done, state = 0, None
-    for world, steps in history:
-        orders = [make_stream(rank, world, **options) for rank in range(world)]
-        for order in orders:
-            if state is not None:
-                order.set_state(state)
-        assert step_ranks(orders, steps) == whole[done : done + steps]
-        done += steps
-        state = orders[0].get_state()
+    check_history(make_stream, history, lanes=lanes, shuffle=shuffle)
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
@@ -110,7 +102,7 @@ def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
     assert list(make_sampler(0, 1)) != list(second)
 
 
-def test_a_stream_leaves_out_less_than_a_step_and_repeats_nothing() -> None:
+def test_a_stream_drops_less_than_a_step_and_repeats_no_sample() -> None:
     stream = make_stream(0, 1)
     taken = list(stream)
     assert len(set(taken)) == len(taken) == sum(SIZES) // BATCH * BATCH
@@ -118,19 +110,19 @@ def test_a_stream_leaves_out_less_than_a_step_and_repeats_nothing() -> None:
 
 
 @given(st.integers(0, 8))
-def test_positions_tell_what_of_each_shard_was_read(steps: int) -> None:
+def test_positions_count_the_samples_of_each_shard(steps: int) -> None:
     stream = make_stream(0, 1)
     taken = np.array(step_ranks([stream], steps), np.int64).reshape(-1)
-    told = np.bincount(taken // 1000, minlength=len(SIZES)) if steps else np.zeros(len(SIZES), int)
-    assert stream.positions() == dict(enumerate(told.tolist()))
+    counts = np.bincount(taken // 1000, minlength=len(SIZES)) if steps else np.zeros(len(SIZES), int)
+    assert stream.positions() == dict(enumerate(counts.tolist()))
 
 
-def test_weights_draw_with_replacement_and_never_what_weighs_nothing() -> None:
+def test_samples_are_drawn_by_weight() -> None:
     drawn = list(make_sampler(0, 1, weights=[0.0] * 50 + [1.0] * 50))
     assert min(drawn) >= 50 and len(set(drawn)) < len(drawn)
 
 
-def test_lengths_put_the_like_together() -> None:
+def test_steps_have_samples_of_similar_length() -> None:
     lengths = np.random.RandomState(0).randint(1, 1000, 1200)
     steps = np.array(list(make_sampler(0, 1, dataset=1200, lengths=lengths))).reshape(-1, BATCH)
     spread = np.ptp(lengths[steps], axis=1).mean()
@@ -181,7 +173,7 @@ def test_prefetched_samples_are_not_consumed() -> None:
     assert trained + list(again) == list(make_sampler(0, 1))
 
 
-def test_a_run_that_has_trained_before_counts_from_where_it_begins_to_follow() -> None:
+def test_samples_before_follow_do_not_count() -> None:
     engine, sampler = Engine(global_samples=5 * BATCH), make_sampler(0, 1)
     sampler.follow(engine)
     assert sampler.consumed == 0
@@ -208,8 +200,8 @@ def test_a_streams_workers_take_turns(workers: int, persistent: bool) -> None:
 def load_stateful(order: Order, **more: Any) -> Any:
     """A `StatefulDataLoader` over the indices of a sampler, or a stream."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    told = {"dataset": order} if isinstance(order, ElasticStream) else {"dataset": range(100), "sampler": order}
-    return torchdata.StatefulDataLoader(**told, batch_size=2, **more)
+    options = {"dataset": order} if isinstance(order, ElasticStream) else {"dataset": range(100), "sampler": order}
+    return torchdata.StatefulDataLoader(**options, batch_size=2, **more)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -252,7 +244,7 @@ def test_a_stateful_loader_does_not_skip_what_an_engine_has_counted(make: Any, w
         list(alone)
 
 
-def test_set_epoch_takes_nothing_back() -> None:
+def test_set_epoch_keeps_the_position_in_an_epoch() -> None:
     sampler = make_sampler(0, 1)
     sampler.set_state({**sampler.get_state(), "consumed": 3 * BATCH})
     sampler.set_epoch(0)
@@ -287,7 +279,7 @@ def test_a_shard_that_ends_early_is_named() -> None:
         list(stream)
 
 
-def test_several_workers_have_to_know_the_micro_batch() -> None:
+def test_several_workers_need_the_batch_size() -> None:
     loader: DataLoader[int] = DataLoader(make_stream(0, 1), batch_size=2, num_workers=2)
     with pytest.raises(ConfigError, match="batch_size"):
         list(loader)
@@ -315,7 +307,7 @@ def test_two_orders_of_an_engine_have_names(caplog: pytest.LogCaptureFixture) ->
     assert "is not saved any more" in caplog.text
 
 
-def test_the_plugins_key_of_a_client_state_is_its_own() -> None:
+def test_the_key_of_the_plugin_is_reserved() -> None:
     with pytest.raises(ConfigError, match='"deepspeed_ucp"'):
         collect(Engine(global_samples=0), {KEY: {"mine": 1}})
 

@@ -182,7 +182,7 @@ def open_index(
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     """Find the tag's folder in each place, in order; collective. The first place in which a rank sees a tag names it.
 
-    A place that is a checkpoint's own folder stands for itself under any name.
+    A place that is the folder of a tag stands for this tag under any name.
 
     Raises:
         UcpError: no rank sees a checkpoint in any place.
@@ -208,10 +208,10 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     pairs = sorted(zip(places, found, strict=True), key=lambda pair: not pair[1])  # places that no rank sees come last
     first, tag = pairs[0]
     if tag == "." and also:  # a copy under another name: further places name the tag
-        own = os.path.basename(normalize(first))
-        below = [os.path.join(place, own) for place in places]
+        name = os.path.basename(normalize(first))
+        below = [os.path.join(place, name) for place in places]
         is_known = any(comm.each(lambda: any(leads_to_folder(each) for each in below)))
-        tag = own if is_known else next((each for each in found if each not in ("", ".")), own)
+        tag = name if is_known else next((each for each in found if each not in ("", ".")), name)
     return [place if each == "." else os.path.join(place, tag) for place, each in pairs]
 
 

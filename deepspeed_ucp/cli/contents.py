@@ -34,7 +34,7 @@ class Parameter:
         kind: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` if no optimizer is known.
         shape, numel: logical shape and number of elements; None if no pattern is known for its shards.
         shards: shape on each tensor-parallel rank.
-        dtype: of the master, or of the module's own tensor.
+        dtype: of the master, or of the module's tensor.
         copy: dtype of the model's copy of a trained parameter.
         states: state → dtype, masters first, copies left out.
         pattern, origin: how tensor parallelism cuts it (None: not known), and the source of the pattern.
@@ -179,7 +179,7 @@ def knows_optimizer(index: AtomicIndex) -> bool:
 
 
 def sort_states(states: Iterable[str]) -> list[str]:
-    """Sort states: masters first, the module's own tensors and copies last, the optimizer's by name."""
+    """Sort states: masters first, the module's tensors and copies last, the optimizer's by name."""
     ends = {MASTER: 0, MODULE: 2, COPY: 3}
     return sorted(states, key=lambda state: (ends.get(state, 1), state))
 
@@ -277,16 +277,17 @@ def _find_limits(
         yield Finding("unsettled", "", text, WARNING, tuple(row.name for row in unsettled), tuple(advice.values()))
     irregular = {f"{key.param}.{key.state}": text for key, text in index.limits.irregular.items()}
     unreadable = {f"{key.param} ({key.state})": text for key, text in index.limits.unreadable.items()}
-    for kind, what, faults in (
+    for kind, problem, faults in (
         ("irregular", "optimizer states that are not element-wise, which other topologies cannot take", irregular),
         ("unreadable", "bytes that cannot be cut", unreadable),
     ):
         for text in dict.fromkeys(faults.values()):
-            yield Finding(kind, "", f"{what}: {text}", WARNING, tuple(name for name in faults if faults[name] == text))
+            names = tuple(name for name in faults if faults[name] == text)
+            yield Finding(kind, "", f"{problem}: {text}", WARNING, names)
     yield from (Finding("rules", "", text, WARNING) for text in settled.unused)
-    if names := {find_file(index, at) for at, record in enumerate(index.stored.records) if record.crc is None}:
+    if files := {find_file(index, at) for at, record in enumerate(index.stored.records) if record.crc is None}:
         text = "files without checksums; damage to them cannot be found"
-        yield Finding("checksums", "", text, NOTE, tuple(sorted(names)))
+        yield Finding("checksums", "", text, NOTE, tuple(sorted(files)))
 
 
 def _advise(index: AtomicIndex, rules: Sequence[RuleSet]) -> str:

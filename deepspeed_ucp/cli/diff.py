@@ -197,12 +197,12 @@ def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
     if worst.kind != "values":
         return (name, worst.state, (worst.text or worst.kind) + dtypes, "", "", "", "")
     in_padding = not worst.tally.differing
-    what = "padding rows" if in_padding else f"values{dtypes}"
+    difference = "padding rows" if in_padding else f"values{dtypes}"
     tallies = [atom.padding if in_padding else atom.tally for atom in atoms]
     counts = [format_count(sum(values)) for values in zip(*((t.differing, t.numel) for t in tallies), strict=True)]
     place = str(list(worst.index)) + (f" of tp rank {worst.shard}" if worst.shard is not None else "")
     sizes = f"{tallies[0].largest:.3g}", f"{tallies[0].relative:.3g}"
-    return (name, worst.state, what, " of ".join(counts), place, *sizes)
+    return (name, worst.state, difference, " of ".join(counts), place, *sizes)
 
 
 def _describe_value(each: ValueDifference) -> str:

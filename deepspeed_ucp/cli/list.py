@@ -62,12 +62,12 @@ def run(options: argparse.Namespace) -> int:
 
     folder = options.folder.rstrip("/") or options.folder
     if is_root(folder):
-        named, found = {}, _list_held(folder, None)
+        named, found = {}, _list_in_memory(folder, None)
         if not found:
             raise CheckpointError("no saves are in this folder of memory.", path=folder)
         resumed = "each folder's own resume is marked"
     else:
-        found = _list_held(options.memory, folder)
+        found = _list_in_memory(options.memory, folder)
         stored = _list_stored(folder, required=not found)
         named = {name: _read_name(folder, name) for name in (LATEST, UNIVERSAL)}
         resumed = _mark_resumed(folder, found, stored)
@@ -101,7 +101,7 @@ def _list_stored(folder: str, *, required: bool) -> list[dict[str, Any]]:
     return [{**_describe(save), "place": STORAGE, "memory": None, "resume": False} for save in saves]
 
 
-def _list_held(memory: str, folder: str | None) -> list[dict[str, Any]]:
+def _list_in_memory(memory: str, folder: str | None) -> list[dict[str, Any]]:
     """List the saves in this node's memory.
 
     Args:
@@ -116,10 +116,10 @@ def _list_held(memory: str, folder: str | None) -> list[dict[str, Any]]:
     except (UcpError, OSError) as error:
         logger.warning("saves in memory are not listed: %s", error)
         return []
-    return [data for save in saves if (data := _describe_held(save, folder)) is not None]
+    return [data for save in saves if (data := _describe_in_memory(save, folder)) is not None]
 
 
-def _describe_held(save: HeldSave, folder: str | None) -> dict[str, Any] | None:
+def _describe_in_memory(save: HeldSave, folder: str | None) -> dict[str, Any] | None:
     """Describe a save in memory; None if its job has removed it meanwhile."""
     from ..examine.tags import look_at_tag
     from ..saves.memory import locate
@@ -147,14 +147,14 @@ def _describe_held(save: HeldSave, folder: str | None) -> dict[str, Any] | None:
     return {**data, "tag": path, "place": MEMORY, "memory": memory, "resume": save.is_taken}
 
 
-def _mark_resumed(folder: str, held: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) -> str:
+def _mark_resumed(folder: str, in_memory: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) -> str:
     """Mark the checkpoint that a resume from the folder takes, in memory or on storage, and name it."""
     from ..comm import Comm
     from ..load.tags import find_tag
 
-    for each in held:
+    for each in in_memory:
         each["resume"] &= each["tag"] in (".", each["memory"]["tag"])  # not one of a subfolder
-    taken = next((each for each in held if each["resume"]), None)
+    taken = next((each for each in in_memory if each["resume"]), None)
     if taken is None:
         try:
             tag = find_tag(folder, None, Comm())
@@ -226,13 +226,13 @@ def _write(found: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
 
 def _write_memory(each: Mapping[str, Any]) -> str:
     """Folder, host, nodes and pending destinations of a save in memory."""
-    held = each["memory"]
-    text = f"in {each['folder']} on {held['host']}, for {held['save_dir']}"
-    if held["nodes"] > 1:
-        numbers = ", ".join(map(str, held["parts"]))
-        text += f"; files of node {numbers} of {held['nodes']} (0 to {held['nodes'] - 1})"
-        if len(held["parts"]) < held["nodes"]:
+    memory = each["memory"]
+    text = f"in {each['folder']} on {memory['host']}, for {memory['save_dir']}"
+    if memory["nodes"] > 1:
+        numbers = ", ".join(map(str, memory["parts"]))
+        text += f"; files of node {numbers} of {memory['nodes']} (0 to {memory['nodes'] - 1})"
+        if len(memory["parts"]) < memory["nodes"]:
             text += ", a resume takes it if the other nodes have the rest"
-    if held["pending"]:
-        text += f"; not written yet to {', '.join(held['pending'])}"
-    return text + ("; its job is running, a resume takes it when that has ended" if held["running"] else "")
+    if memory["pending"]:
+        text += f"; not written yet to {', '.join(memory['pending'])}"
+    return text + ("; its job is running, a resume takes it when that has ended" if memory["running"] else "")

@@ -1,4 +1,4 @@
-"""``ds_ucp plan``: whether a checkpoint loads at another topology; what a model needs; how often to save."""
+"""``ds_ucp plan``: check a resume at another topology, size a model, choose the interval of saves."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def _add_times(
         "save": options.write_gbs and saved / options.write_gbs,
     }
     data["seconds"] = seconds
-    told = [f"a {what} takes at least {format_duration(time)}" for what, time in seconds.items() if time]
-    if not data["possible"] or not told:
+    times = [f"a {name} takes at least {format_duration(time)}" for name, time in seconds.items() if time]
+    if not data["possible"] or not times:
         return data, lines
-    lines = [*lines, "", "; ".join(told)]
+    lines = [*lines, "", "; ".join(times)]
     if options.mtbf:
         data["saves"], table = _plan_saves(options, degrees, states, weights)
         lines += table

@@ -118,7 +118,7 @@ def _to_plain(value: Any) -> Any:
 
 
 @contextmanager
-def show_progress(options: argparse.Namespace, total: int, what: str) -> Iterator[Callable[[int], None]]:
+def show_progress(options: argparse.Namespace, total: int, name: str) -> Iterator[Callable[[int], None]]:
     """Show a progress bar of bytes on stderr; yields a thread-safe callback that takes bytes done.
 
     There is none if stderr is not a terminal, on ranks other than 0, with ``--quiet`` and with ``--json``.
@@ -127,7 +127,7 @@ def show_progress(options: argparse.Namespace, total: int, what: str) -> Iterato
 
     silent = options.quiet or options.json or bool(find_rank()) or not sys.stderr.isatty()
     with tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024,
+        total=total, desc=name, unit="B", unit_scale=True, unit_divisor=1024,
         disable=silent, dynamic_ncols=True, mininterval=0.2, leave=False,
     ) as bar:  # fmt: skip
 

@@ -60,7 +60,7 @@ def _check_script(script: str, *, is_module: bool) -> None:
     """
     if not is_module and not os.access(script, os.R_OK):
         why = "cannot be read" if os.path.exists(script) else "no such file"
-        raise ConfigError(f"{script}: {why} (in {os.getcwd()}). Name the training script, behind ds_ucp's own options.")
+        raise ConfigError(f"{script}: {why} (in {os.getcwd()}). Name the training script, after the options of ds_ucp.")
     if is_module:
         with suppress(ImportError, ValueError):  # of the package of the module
             if importlib.util.find_spec(script) is not None:

@@ -77,11 +77,9 @@ def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
 def _write_values(hyper: Mapping[str, Any]) -> str:
     """Write hyper-parameters without those that are off or unset (``--json`` has all)."""
     shown = {key: value for key, value in hyper.items() if value is not None and value is not False}
-    return ", ".join(f"{key} {_write_value(value)}" for key, value in shown.items())
-
-
-def _write_value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return ", ".join(
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
+    )
 
 
 def _describe_writer(index: AtomicIndex, written: Mapping[str, Any]) -> str:
@@ -190,8 +188,8 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
     ]
     lines = [detail["name"], *(f"  {line}" for line in format_table([f for f in facts if f[1]]))]
     for state in detail["layout"]:
-        what = "the model's own copy" if state["state"] == COPY else state["state"]
-        lines += ["", f"  {what}: {state['dtype']}, {format_bytes(state['bytes'])}"]
+        title = "the model's own copy" if state["state"] == COPY else state["state"]
+        lines += ["", f"  {title}: {state['dtype']}, {format_bytes(state['bytes'])}"]
         for shard in state["shards"]:
             if len(state["shards"]) > 1:
                 lines.append(f"    tensor-parallel rank {shard['rank']}: {list(shard['shape'])}")

@@ -29,10 +29,9 @@ def add_parser(commands: Commands) -> None:
         commands,
         "verify",
         help="check every byte of a checkpoint",
-        description="Look at every file of a checkpoint: the CRC32 of each record, whether every "
-        "element of every parameter is there once, and whether the files belong together (same step, run and world "
-        "size). All faults are named, with the parameters in damaged bytes. Exit code 0: complete; 1: faults; 2: "
-        "nothing that can be looked at.",
+        description="Check every file of a checkpoint: the CRC32 of each record, whether every element of every "
+        "parameter exists once, and whether the files belong together (same step, run and world size). All faults are "
+        "named, with the parameters in damaged bytes. Exit code 0: complete; 1: faults; 2: no readable checkpoint.",
         examples="""
             ds_ucp verify checkpoints/
             ds_ucp verify checkpoints/global_step1000 --headers-only
@@ -45,13 +44,13 @@ def add_parser(commands: Commands) -> None:
     )
     add_checkpoint(parser)
     text = (
-        "hold the files against a seal (ucp_seal.json) or a manifest (ucp_manifest.json, of the checkpoint itself or "
-        "of one that was converted from it), which proves that they are the ones"
+        "compare the files with a seal (ucp_seal.json), or a manifest (ucp_manifest.json) of the checkpoint or of a "
+        "conversion of it"
     )
     parser.add_argument("--against", metavar="FILE", help=text)
-    text = "write ucp_seal.json beside the files of a normal checkpoint that is whole, here or behind a URL"
+    text = "write ucp_seal.json into the folder or URL of a normal checkpoint if it is complete"
     parser.add_argument("--seal", action="store_true", help=text)
-    parser.add_argument("--headers-only", action="store_true", help="a quick look that leaves the tensors' bytes alone")
+    parser.add_argument("--headers-only", action="store_true", help="read only headers, not the bytes of tensors")
     add_shared_options(parser, checkpoint=True, window=64)
 
 

@@ -162,8 +162,8 @@ def _list_partitioned(parameters: list[Any], flat: Tensor) -> Masters:
 
 def _gather_partitions(parameter: Any, start: int, size: int, flat: Tensor) -> Tensor:
     whole = functools.partial(torch.narrow, dim=0, start=0, length=parameter.ds_numel)
-    own = flat.detach().narrow(0, start, size)
-    return _gather_and_cut(parameter.ds_process_group, whole, own).view(parameter.ds_shape)
+    partition = flat.detach().narrow(0, start, size)
+    return _gather_and_cut(parameter.ds_process_group, whole, partition).view(parameter.ds_shape)
 
 
 def _gather_and_cut(process_group: Any, cut: Whole, partition: Tensor) -> Tensor:

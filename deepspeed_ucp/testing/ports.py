@@ -10,7 +10,7 @@ def hold_port() -> socket.socket:
 
     A process group's store can listen on that port at the same time, because both sockets set SO_REUSEADDR.
     """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    return held
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -143,7 +143,9 @@ def load_state(
         refuse_loader_position(folder, job, ", or skip_first_batches")
     schedules = comm.run(lambda: [_convert(*each, job, comm.size) for each in _list_schedulers(accelerator, folder)])
     _keep_total_batch(accelerator, engine, folder, job, config)
-    with _load_without_tag(engine) if is_foreign else nullcontext():
+    load = engine.load_checkpoint
+    without_tag = replace_method(engine, "load_checkpoint", lambda folder, _, **kwargs: load(folder, **kwargs))
+    with without_tag if is_foreign else nullcontext():  # Accelerate passes the tag of a DeepSpeed save
         original(accelerator, folder, *args, **kwargs)
     for scheduler, values in schedules:
         vars(scheduler).update(values)
@@ -166,12 +168,6 @@ def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
             f"{OWN} is missing: the save was interrupted before it wrote this. Use an older checkpoint.", path=folder
         )
     return complete_job(job or look_at_job(check_tag(folder, _TAG)), folder, r"random_states_(\d+)\.pkl")
-
-
-def _load_without_tag(engine: Any) -> AbstractContextManager[None]:
-    """Let the engine load the folder itself, which Accelerate passes with the tag of a DeepSpeed save."""
-    load = engine.load_checkpoint
-    return replace_method(engine, "load_checkpoint", lambda folder, _, **kwargs: load(folder, **kwargs))
 
 
 def _find_folder(accelerator: Any, input_dir: Any) -> str:

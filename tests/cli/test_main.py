@@ -11,8 +11,11 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -150,21 +153,14 @@ def test_secrets_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads(to_json({"folder": "https://me:hunter2@host/run"})) == {"folder": "https://…@host/run"}
 
 
-class FakeConfig:
-    """The fields of a DeepSpeedConfig that the batch hook uses."""
-
-    def __init__(
-        self, section: object, train: int | None = None, micro: int | None = None, gas: int | None = None
-    ) -> None:
-        self._param_dict = {"checkpoint": {"universal": section}} if section != "silent" else {}
-        self.train_batch_size, self.train_micro_batch_size_per_gpu = train, micro
-        self.gradient_accumulation_steps, self.global_rank = gas, 1
-        self.world_size: float = 4
-        self.ucp_config: UniversalConfig | None = None
-        self.configured = False
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def configure(config: FakeConfig) -> FakeConfig:
+def configure(section: object, *sizes: Any, world: float = 4) -> SimpleNamespace:
+    """Call the hook of the batch sizes with the fields of a DeepSpeedConfig that it uses."""
+    values = dict(zip_longest(SIZES, sizes))
+    params = {} if section == "silent" else {"checkpoint": {"universal": section}}
+    config = SimpleNamespace(_param_dict=params, **values, world_size=world, global_rank=1, configured=False)
     hook._configure_train_batch_size(lambda seen: setattr(seen, "configured", True), config)
     assert config.configured
     return config
@@ -173,15 +169,15 @@ def configure(config: FakeConfig) -> FakeConfig:
 def test_options_of_a_run_reach_every_engine(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert configure(FakeConfig("silent")).ucp_config is None
+    assert configure("silent").ucp_config is None
     monkeypatch.setenv("DEEPSPEED_UCP", '{"patterns": "bloom", "fallback": true}')
-    assert configure(FakeConfig("silent")).ucp_config == UniversalConfig(patterns="bloom", fallback=True)
+    assert configure("silent").ucp_config == UniversalConfig(patterns="bloom", fallback=True)
     rules = [{"match": "x", "pattern": "shard-v"}]
     text = json.dumps({"patterns": rules, "trust_pickle": True, "threads": 2})
     (tmp_path / "options.json").write_text(text)
     for config in (text, str(tmp_path / "options.json")):
         assert main(["run", "--config", config, str(script), str(tmp_path / "out.json")]) == 0
-        found = configure(FakeConfig({"threads": 1})).ucp_config
+        found = configure({"threads": 1}).ucp_config
         assert found == UniversalConfig(patterns=rules, trust_pickle=True, fallback=True, threads=1)
     for wrong in ('{"patterns": "blooom"}', '{"verify": "md5"}', '{"window_mb": 1}', '{"patern": 1}', "[1]", "absent"):
         assert main(["run", "--config", wrong, str(script)]) == 2
@@ -189,8 +185,8 @@ def test_options_of_a_run_reach_every_engine(
         assert key in (printed := capsys.readouterr().err) and printed.startswith("ds_ucp run: ")
     monkeypatch.delenv("DEEPSPEED_UCP")
     assert main(["run", "--config", "{}", str(script), str(tmp_path / "out.json")]) == 0
-    assert configure(FakeConfig("silent")).ucp_config == UniversalConfig()
-    assert configure(FakeConfig(False)).ucp_config is None
+    assert configure("silent").ucp_config == UniversalConfig()
+    assert configure(False).ucp_config is None
 
 
 PRESERVE = {"preserve_batch_size": True}
@@ -208,16 +204,14 @@ PRESERVE = {"preserve_batch_size": True}
     ],
 )
 def test_batch_sizes_are_refused_or_changed(section: object, sizes: Any, expected: Any, caplog: Any) -> None:
-    config = FakeConfig(section, *sizes[:3])
-    config.world_size, *_ = *sizes[3:], 4
+    world = {"world": sizes[3]} if sizes[3:] else {}
     if isinstance(expected, str):
         with pytest.raises(deepspeed_ucp.ConfigError, match=expected):
-            configure(config)
+            configure(section, *sizes[:3], **world)
         return
     with caplog.at_level("INFO", logger="deepspeed_ucp"):
-        kept = configure(config)
-    found = (kept.train_batch_size, kept.train_micro_batch_size_per_gpu, kept.gradient_accumulation_steps)
-    assert repr(found) == repr(expected)
+        kept = configure(section, *sizes[:3], **world)
+    assert repr(tuple(getattr(kept, name) for name in SIZES)) == repr(expected)
     text = "train_batch_size 72 kept on 4 ranks: micro batch 4 → 3, gradient accumulation 2 → 6"
     assert (text in caplog.text) is (sizes[0] == 72)
 
@@ -241,16 +235,9 @@ def test_installing_twice_wraps_once_and_uninstalling_restores() -> None:
 # -- all commands -----------------------------------------------------------------------------------------------------
 
 
-def set_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[Namespace], int]) -> None:
+def replace_inspect(monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> None:
     """Replace the function of ``ds_ucp inspect``."""
-    monkeypatch.setattr("deepspeed_ucp.cli.inspect.run", run)
-
-
-def fail(error: BaseException) -> Callable[[Namespace], int]:
-    def run(options: Namespace) -> int:
-        raise error
-
-    return run
+    monkeypatch.setattr("deepspeed_ucp.cli.inspect.run", mock.Mock(**behaviour))
 
 
 def test_help_lists_every_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +259,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "printed"),
     [
         (CheckpointError("x.pt is damaged."), 2, "ds_ucp: error: x.pt is damaged.\n"),
         (
@@ -286,11 +273,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_errors_are_lines_and_exit_codes(
-    error: BaseException, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    set_command(monkeypatch, fail(error))
+    replace_inspect(monkeypatch, side_effect=error)
     assert main(["inspect", "x"]) == code
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == printed
     assert main(["inspect", "x", "--debug"]) == code
     shown = capsys.readouterr().err
     assert "Traceback" in shown
@@ -300,17 +287,7 @@ def test_errors_are_lines_and_exit_codes(
         assert (main(["inspect", "x"]), capsys.readouterr().err) == (2, "")
 
 
-def test_a_closed_pipe_is_no_error() -> None:
-    code = (
-        "import sys\nfrom deepspeed_ucp.cli import inspect, printing\nfrom deepspeed_ucp.cli.dispatch import main\n"
-        "inspect.run = lambda options: printing.write_out('line\\n' * 100000) or 0\nsys.exit(main(['inspect', 'x']))"
-    )
-    line = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("line\n141\n", "")
-
-
-SAYING = """
+PRINTING = """
 import os, sys
 from deepspeed_ucp.cli import dispatch, inspect
 from deepspeed_ucp.cli.printing import emit, print_message
@@ -341,8 +318,14 @@ FULL = b"ds_ucp: error: the output cannot be written: No space left on device\n"
 )
 def test_a_closed_or_full_stdout(redirect: str, code: int, stderr: bytes) -> None:
     """The descriptor of a closed one is not given to a file that is opened later, which would be overwritten."""
-    done = run_python(SAYING, redirect=redirect)
+    done = run_python(PRINTING, redirect=redirect)
     assert (done.returncode, done.stdout, done.stderr) == (code, b"", stderr)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    code = PRINTING.replace("= run\n", "= lambda options: emit(options, {}, ['line'] * 100000) or 0\n")
+    done = run_python(code, redirect="| head -1; echo ${PIPESTATUS[0]}")
+    assert (done.stdout, done.stderr) == (b"line\n141\n", b"")
 
 
 @pytest.mark.parametrize(
@@ -350,9 +333,9 @@ def test_a_closed_or_full_stdout(redirect: str, code: int, stderr: bytes) -> Non
     [("ascii", rb"1 -> 2 ... \xfc"), ("latin-1", b"1 -> 2 ... \xfc"), ("utf-8", "1 → 2 … ü".encode())],
 )
 def test_signs_that_an_encoding_lacks_are_replaced(encoding: str, shown: bytes) -> None:
-    done = run_python(SAYING, encoding=encoding)
+    done = run_python(PRINTING, encoding=encoding)
     assert (done.returncode, done.stdout) == (1, shown + b"\n"), done.stderr
-    done = run_python(SAYING, "--json", encoding=encoding)
+    done = run_python(PRINTING, "--json", encoding=encoding)
     assert json.loads(done.stdout) == {"name": "ü→\U0001f600"}, done.stderr
 
 
@@ -429,11 +412,11 @@ def test_commands_need_neither_torch_nor_deepspeed(line: str, saved: Path, tmp_p
 
 def test_no_line_of_an_error_can_be_forged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     name = "a\nFAULT forged\x1b[2J\u202e"
-    set_command(monkeypatch, fail(CheckpointError(f"{name} is damaged.", "second line")))
+    replace_inspect(monkeypatch, side_effect=CheckpointError(f"{name} is damaged.", "second line"))
     main(["inspect", "x"])
     told = "ds_ucp: error: a\\nFAULT forged\\x1b[2J\\u202e is damaged.\n    second line\n"
     assert capsys.readouterr().err == told
-    set_command(monkeypatch, fail(KeyError(name)))
+    replace_inspect(monkeypatch, side_effect=KeyError(name))
     main(["inspect", "x", "--debug"])
     assert not re.search("^FAULT|\x1b|\u202e", capsys.readouterr().err, re.MULTILINE)
 
@@ -475,7 +458,7 @@ def test_the_library_s_warnings_are_short_lines(
         logging.getLogger("deepspeed_ucp").warning("%d files", 3)
         return 0
 
-    set_command(monkeypatch, run)
+    replace_inspect(monkeypatch, side_effect=run)
     assert main(["inspect", "x"]) == 0
     assert capsys.readouterr().err == "ds_ucp: warning: 3 files\n"
     main(["inspect", "x", "--quiet"])

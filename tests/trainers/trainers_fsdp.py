@@ -245,17 +245,7 @@ def fit(how: str, folder: str, *, steps: int = 3, load: str | None = None) -> li
         mock.patch.dict(os.environ, GROUP_RANK="0", TORCHELASTIC_RUN_ID="x"),
         trainers_lightning._choose_cpu(True) if how == "deepspeed" else nullcontext(),
     ):
-        trainer = pl.Trainer(
-            strategy=_make_strategy(how),
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            plugins=[TorchElasticEnvironment()],
-            max_steps=steps,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = trainers_lightning.make_trainer(_make_strategy(how), TorchElasticEnvironment(), max_steps=steps)
         trainer.fit(Module(), ckpt_path=load, weights_only=False)
         if folder:
             trainer.save_checkpoint(folder)

@@ -163,29 +163,22 @@ def train(
             "train_micro_batch_size_per_gpu": setting.micro,
             "zero_allow_untested_optimizer": True,
         }
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=DeepSpeedStrategy(
-                config=config, process_group_backend="gloo", exclude_frozen_parameters=setting.frozen
-            ),
-            plugins=[LightningEnvironment()],
-            max_steps=steps,
-            accumulate_grad_batches=setting.accumulation,
-            **{
-                "use_distributed_sampler": not setting.elastic,
-                "logger": False,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                **options,
-            },
-        )
+        frozen = {"exclude_frozen_parameters": setting.frozen}
+        strategy = DeepSpeedStrategy(config=config, process_group_backend="gloo", **frozen)
+        options = {"use_distributed_sampler": not setting.elastic, **options}
+        accumulation = {"accumulate_grad_batches": setting.accumulation}
+        trainer = make_trainer(strategy, LightningEnvironment(), max_steps=steps, **accumulation, **options)
         try:
             trainer.fit(net, ckpt_path=load)
         except Exception as error:  # noqa: BLE001 - told to the test
             told.error = "".join(traceback.format_exception(error))
     return told
+
+
+def make_trainer(strategy: Any, environment: Any, **options: Any) -> pl.Trainer:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"accelerator": "cpu", "devices": dist.get_world_size(), **quiet, **options}
+    return pl.Trainer(strategy=strategy, plugins=[environment], **options)
 
 
 @contextmanager
