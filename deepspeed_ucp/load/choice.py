@@ -158,15 +158,13 @@ def _trust_own_files(job: LoadContext, folder: str, why: str) -> LoaderChoice:
         UnsupportedError: they have another one, or hold classes that are not known to be harmless.
     """
     if is_url(folder):
-        raise UnsupportedError(
-            f"{why}, so that only DeepSpeed's own load can read it, which reads no URLs. Copy it to a folder.",
-            path=folder,
-        )
+        text = f"{why}: only DeepSpeed's own load can read it, which reads no URLs. Copy it to a folder."
+        raise UnsupportedError(text, path=folder)
     differences = find_own_differences(job, folder)
     if differences:
         raise UnsupportedError(
-            f"{why}, so that only DeepSpeed's own load can read it, which is right in an unchanged topology "
-            f"alone. Here differ: {shorten(differences, 4)}. Resume in the topology that saved it. {OWN_LOAD}",
+            f"{why}: only DeepSpeed's own load can read it, and only in an unchanged topology. Differences: "
+            f"{shorten(differences, 4)}. Resume in the topology that saved it. {OWN_LOAD}",
             path=folder,
         )
     return _leave_own_files(job, folder, why)

@@ -100,7 +100,7 @@ class CollectiveReader:
             try:
                 return self._read_again()
             except UcpError as error:  # the same on every rank
-                logger.warning("reading into the engine's buffers failed, trying again: %s", error)
+                logger.warning("a read into the engine's buffers failed, retrying: %s", error)
                 clear_frames(error)
                 time.sleep(attempt + _PAUSE)
         return self._read_again()

@@ -639,7 +639,7 @@ def test_the_second_pass_retries_a_failed_read(
     monkeypatch.setattr(exchange, "_ATTEMPTS", 2)
     run_ranks(2, lambda rank, comm: run_load(index, targets[rank], comm, UniversalConfig(threads=1)))
     check_loaded(targets, state)
-    assert "trying again" in caplog.text
+    assert "retrying" in caplog.text
 
 
 def test_a_failed_read_releases_its_memory_before_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
