@@ -231,7 +231,7 @@ class Planner:
                     index, target, comm, UniversalConfig(patterns=job.patterns), strict=True, with_states=True
                 )
             with self.phase("claims, judgement, plan"):
-                choose_memory(work.into.buffers, WINDOW, comm, prefer_memory=False)
+                choose_memory(work.destinations.buffers, WINDOW, comm, prefer_memory=False)
                 near = find_near(self.rank, job.ranks)
                 plan = negotiate(work.wants, work.index, comm, SIZES, near)
             planned_in, clock_seconds = dict(self.phases), time.perf_counter() - began

@@ -128,7 +128,7 @@ def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | Non
     if transfer.work.averaged:
         with transfer.undo_on_error(), report.phase("read"):
             work = transfer.work
-            work.into.averages = average_rows(work.index, work.averaged, comm, config)
+            work.destinations.averages = average_rows(work.index, work.averaged, comm, config)
     if job.arguments.custom_load_fn is not None:
         with transfer.undo_on_error(), report.phase("custom"):
             source = comm.run(lambda: assemble_module(transfer.work.index, config))

@@ -43,7 +43,7 @@ class CollectiveReader:
     """Executes one rank's plans, together with the other ranks.
 
     Args:
-        into: the destinations, and the blanks to zero first.
+        destinations: memory to fill, and the blanks to zero first.
         passes: this rank's plan for each pass; a second one fills what the first leaves out.
         config: window, threads, verification.
         stages: each rank's staging memory, for two rounds; None for ranks whose memory is not visible.
@@ -56,13 +56,13 @@ class CollectiveReader:
     def __init__(
         self,
         index: AtomicIndex,
-        into: Destinations,
+        destinations: Destinations,
         passes: Sequence[LoadPlan],
         comm: Comm,
         config: UniversalConfig,
         stages: Sequence[memoryview | None],
     ) -> None:
-        self.index, self.into, self.passes, self.comm, self.stages = index, into, passes, comm, stages
+        self.index, self.destinations, self.passes, self.comm, self.stages = index, destinations, passes, comm, stages
         window = config.window_mb << 20
         threads = config.threads or count_readers(index.run.state_file)
         self.threads = ReadSizes.within(window).limit_threads(threads, window)
@@ -70,9 +70,9 @@ class CollectiveReader:
         # the other half.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
         self.checksum = config.verify == "crc"
-        self.uploads = choose_uploads(into.sinks, self.threads)
+        self.uploads = choose_uploads(destinations.sinks, self.threads)
         self.pages = LargePages()
-        for memory in (buffer.memory for buffer in into.buffers if buffer.is_untouched):
+        for memory in (buffer.memory for buffer in destinations.buffers if buffer.is_untouched):
             self.pages.add(memory.data_ptr(), memory.nbytes)
         again = (request for plan in passes[1:] for request in plan.requests if self.checksum)
         # The page cache keeps the bytes that the second pass reads again.
@@ -121,11 +121,12 @@ class CollectiveReader:
     def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
         steps = [(number, step) for number, each in enumerate(plan.rounds) for step in range(each.steps)]
         shares = self._share_out(plan.direct, len(steps) + 1)
-        sinks = self.into.pick_sinks(uncommitted=uncommitted)  # bytes for other sinks are read for their checksums
+        # Bytes for other sinks are read for their checksums.
+        sinks = self.destinations.pick_sinks(uncommitted=uncommitted)
         checks, arrived = list[Checked](), list[_Arrived]()
 
         def begin() -> None:
-            self.into.zero_blanks(uncommitted=uncommitted)
+            self.destinations.zero_blanks(uncommitted=uncommitted)
             self.uploads.begin()
 
         def is_read_again(request: Request) -> bool:

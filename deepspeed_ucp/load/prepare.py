@@ -50,7 +50,7 @@ class Work:
     Attributes:
         index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
         wants: of this rank.
-        into: the memory that the wants fill.
+        destinations: filled by the wants.
         states: optimizer states to attach after verification.
         match: this rank's names.
         touched: atoms that some rank needs, the same list on every rank.
@@ -61,7 +61,7 @@ class Work:
 
     index: AtomicIndex
     wants: Wants = field(default_factory=Wants)
-    into: Destinations = field(default_factory=Destinations)
+    destinations: Destinations = field(default_factory=Destinations)
     states: list[States] = field(default_factory=list)
     match: Match = field(default_factory=Match)
     touched: list[AtomKey] = field(default_factory=list)
@@ -172,8 +172,7 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
             tensors[spec.slot] = held.make_data(filled)
         if spec.slot[0] == MASTER:
             copies[spec.slot] = target.find_copies(spec.slot[1])
-    into = bind(wants, tensors, copies)
-    return Work(index, wants, into, states, match, touched)
+    return Work(index, wants, bind(wants, tensors, copies), states, match, touched)
 
 
 _NEW = (

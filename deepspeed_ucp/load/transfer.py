@@ -49,22 +49,24 @@ class Transfer:
     ) -> None:
         window = config.window_mb << 20
         self.work, self.comm, self.config = work, comm, config
-        self.two_passes = not choose_memory(work.into.buffers, window, comm, prefer_memory=prefer_memory)
+        self.two_passes = not choose_memory(work.destinations.buffers, window, comm, prefer_memory=prefer_memory)
         self.sizes = sizes or ReadSizes.within(window)
         self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
         same_node = np.array([stage is not None for stage in self.stages], np.bool_)
         self.plan = negotiate(work.wants, work.index, comm, self.sizes, same_node)
         passes = self._plan_passes(self.plan)
         # The reader allocates memory: an error of one rank reaches all ranks here.
-        self.reader = comm.run(lambda: CollectiveReader(work.index, work.into, passes, comm, config, self.stages))
+        self.reader = comm.run(
+            lambda: CollectiveReader(work.index, work.destinations, passes, comm, config, self.stages)
+        )
 
     def _plan_passes(self, plan: LoadPlan) -> list[LoadPlan]:
         """Return the plan of each pass (collective if there are two).
 
         The first pass reads everything for its checksums, or without checksums what it fills; the second one the rest.
         """
-        checked, into = self.config.verify == "crc", self.work.into
-        sinks = [into.pick_sinks(uncommitted=each) for each in (True, False)]
+        checked, destinations = self.config.verify == "crc", self.work.destinations
+        sinks = [destinations.pick_sinks(uncommitted=each) for each in (True, False)]
         first, rest = ([sink is not None for sink in filled] for filled in sinks)
         if not self.two_passes:
             return [plan if checked else plan.narrow(first)]
@@ -104,7 +106,7 @@ class Transfer:
             yield
         except BaseException:
             self.reader.uploads.close()  # no copy may arrive after the undo
-            self.work.into.undo()
+            self.work.destinations.undo()
             raise
 
     def fill(self) -> list[Checked]:
@@ -113,7 +115,7 @@ class Transfer:
 
         def commit() -> None:
             self.reader.uploads.close()
-            self.work.into.commit()
+            self.work.destinations.commit()
 
         self.comm.run(commit)  # an error of one rank reaches all
         return again

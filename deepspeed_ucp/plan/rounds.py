@@ -196,7 +196,7 @@ class OwnerPlan:
     rounds: list[Round] = field(default_factory=list)
     unclaimed: list[Request] = field(default_factory=list)
 
-    def owner_read(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
+    def serve(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
         """Add claims on a block to the last round, or to a new one if its share is used up."""
         staged = sum(high - low for low, high in gaps)
         sent = sum(row[2] * row[4] for rank, _, row in claims if self.same_node is None or not self.same_node[rank])
@@ -209,7 +209,7 @@ class OwnerPlan:
         for (rank, number, _), place in zip(claims, places, strict=True):
             self.answers[rank][number] = len(self.rounds) - 1, place
 
-    def turn(self, place: int) -> None:
+    def rotate(self, place: int) -> None:
         """Rotate the rounds to begin at a given place."""
         first, count = _find_begin(len(self.rounds), place), len(self.rounds)
         self.rounds = self.rounds[first:] + self.rounds[:first]
@@ -249,10 +249,10 @@ def decide(
         self_read, owner_read = _split(claims, low, sizes.min_direct, blind)
         gaps = find_gaps(self_read, high, low)
         if owner_read:
-            decision.owner_read(record, gaps, owner_read, sizes.share)
+            decision.serve(record, gaps, owner_read, sizes.share)
         else:
             decision.unclaimed += [_read(record, *gap, DISCARD, 0) for gap in gaps]
-    decision.turn(place)
+    decision.rotate(place)
     return decision
 
 
@@ -285,9 +285,9 @@ def _split(
     for claim, follower in zip(claims, [*starts[1:], None], strict=bool(claims)):
         rank, _, (_, low, run, step, count) = claim
         high = low + (count - 1) * step + run
-        apart = low >= reach and (follower is None or follower >= high)
+        is_separate = low >= reach and (follower is None or follower >= high)
         sees = blind is None or not blind[rank]
-        if sees and apart and count == 1 and (alone or run >= min_direct):
+        if sees and is_separate and count == 1 and (alone or run >= min_direct):
             self_read.append((low, high))
         else:
             owner_read.append(claim)

@@ -156,6 +156,8 @@ def test_the_report_of_a_load_into_live_states(
     have_memory(monkeypatch, passes == 1)
     path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
+    for entry in rank.wrapped.state.values():
+        entry["stale"] = 1.0  # no saved state has it
     config = UniversalConfig(verify=verify)
     _, report, _ = run_load(open_for(path, rank), rank, config=config, engine=FakeEngine(rank, steps=1))
     check_loaded([rank], state)
@@ -752,7 +754,7 @@ OWNER = {
     "looks at its buffers": (Buffer, "fill_in_place", lambda buffer: buffer.tensor),
     "looks for its state file": (direct, "_find_own_file", lambda _index, target: first_of(target)),
     "prepares its reads": (exchange, "choose_uploads", lambda sinks, _threads: sinks[0].buffer.tensor),
-    "reads": (CollectiveReader, "_work", lambda reader, *_: reader.into.sinks[0].buffer.tensor),
+    "reads": (CollectiveReader, "_work", lambda reader, *_: reader.destinations.sinks[0].buffer.tensor),
     "fills its buffers": (Destinations, "commit", lambda into: into.buffers[0].tensor),
     "makes its copies": (FakeTarget, "refresh_copies", first_of),
 }

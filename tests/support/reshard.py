@@ -326,7 +326,7 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     with_states = options.with_states and has_masters(target, comm)
     work = prepare(index, target, comm, options.config, strict=options.strict, with_states=with_states)
     rank = Loaded(target, work, target.extras(), comm)
-    into = work.into
+    into = work.destinations
     into.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in into.sinks]
     for number, low, high in into.wants.blanks:
         rank.count_blanks(into.buffers[number].tensor)[low:high] += 1
@@ -369,9 +369,9 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
 
     read_all(transfer)
     assert transfer.verify() == 0
-    rank.work.into.averages = average_rows(rank.work.index, rank.work.averaged, comm, options.config)
+    rank.work.destinations.averages = average_rows(rank.work.index, rank.work.averaged, comm, options.config)
     for mean in rank.work.wants.means:
-        rank.count(rank.work.into.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
+        rank.count(rank.work.destinations.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
     transfer.fill()
     if options.with_states and target.wrapped is not None:
         attach_states(target, rank.work.states, rank.work.match)
