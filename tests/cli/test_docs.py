@@ -7,6 +7,7 @@ import ast
 import os
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -62,8 +63,13 @@ def test_the_help_has_examples_and_describes_all_options(name: str) -> None:
     assert all(action.help for action in list_actions(name))
 
 
-def list_texts() -> Iterator[str]:
+@cache
+def list_texts() -> tuple[str, ...]:
     """All string literals of the package, f-strings without their values."""
+    return tuple(_find_texts())
+
+
+def _find_texts() -> Iterator[str]:
     for path in sorted((DOCS.parent / "deepspeed_ucp").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
@@ -79,6 +85,24 @@ def test_messages_name_existing_commands_and_options() -> None:
     for name, rest in lines:
         assert name in COMMANDS, name
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)) <= list_flags(name), (name, rest)
+
+
+def list_quotes() -> list[str]:
+    """Messages that the guide quotes: its table of errors, and its log lines."""
+    page = (DOCS / "guide.md").read_text(encoding="utf-8")
+    _, _, errors = page.partition("\n## Errors\n")
+    lines = page.partition("\n### Log lines\n")[2].partition("\n`engine.ucp_report`")[0]
+    assert errors and lines
+    quotes = re.findall(r"`([^`\n]+)`", lines)
+    return [*re.findall(r"^\| `([^`]+)`", errors, re.MULTILINE), *(text for text in quotes if " " in text)]
+
+
+@pytest.mark.parametrize("quote", list_quotes())
+def test_the_guide_quotes_messages_of_the_package(quote: str) -> None:
+    """Except for the values in them, which it writes as an ellipsis or as an example."""
+    for part in re.split(r"…|, |: |\d[\d.]*|deepspeed_ucp|DeepSpeed", quote):
+        fragment = part.strip(" ()_,;:")
+        assert len(fragment) < 4 or any(fragment in text for text in list_texts())
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
