@@ -309,14 +309,10 @@ class Run:
     global_samples: int | None = None
     skipped_steps: int = 0
     lr_scheduler: Mapping[str, Any] | None = None
-    data_sampler: Mapping[str, Any] | None = None
-    random_ltd: Mapping[str, Any] | None = None
     client_state: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] | None = None
-    ds_version: str | None = None
     loss_scaler: Any = None
     clip_grad: float = 1.0
-    overflow: bool = False
     garbage: float = 0.0
     parallel_dimensions: bool = True
     nest: Callable[[Mapping[str, torch.Tensor]], Mapping[str, Any]] | None = None

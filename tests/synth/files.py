@@ -15,7 +15,7 @@ from .expertfiles import finish_model_content, fold_optimizer, list_expert_files
 from .experts import held_layers, is_writer, largest_degree, own_models, own_state
 from .layout import Flat, partition_layout
 from .module import frozen_fragments, frozen_shapes, module_state, param_shapes, shared_params
-from .optimizer import optimizer_state, version_of
+from .optimizer import optimizer_state, version
 from .parallel import Local, ShardFunction, split
 from .stages import layer_prefix
 
@@ -156,8 +156,8 @@ def _counters(topology: Topology, run: Run) -> dict[str, Any]:
     samples = run.global_steps * 4 * topology.dp if run.global_samples is None else run.global_samples
     return {
         "lr_scheduler": run.lr_scheduler,
-        "data_sampler": run.data_sampler,
-        "random_ltd": run.random_ltd,
+        "data_sampler": None,
+        "random_ltd": None,
         "skipped_steps": run.skipped_steps,
         "global_steps": run.global_steps,
         "global_samples": samples,
@@ -168,4 +168,4 @@ def _counters(topology: Topology, run: Run) -> dict[str, Any]:
 
 def _provenance(topology: Topology, run: Run) -> dict[str, Any]:
     config = topology.ds_config() if run.ds_config is None else run.ds_config
-    return {"ds_config": config, "ds_version": version_of(run)}
+    return {"ds_config": config, "ds_version": version}

@@ -48,11 +48,6 @@ def loss_scaler(topology: Topology, run: Run) -> Any:
     return scaler
 
 
-def version_of(run: Run) -> str:
-    """Return the DeepSpeed version in the files."""
-    return run.ds_version or version
-
-
 def fill(flat: Flat, sources: Mapping[str, torch.Tensor], padding: float = 0.0) -> torch.Tensor:
     """Fill a flat buffer from the parameters' tensors in `sources`, with zeros for missing parameters."""
     dtype = next(iter(sources.values())).dtype if sources else torch.float32
@@ -90,7 +85,7 @@ def _bf16_state(
         topology.row.keys[0]: [_master(flat, state) for flat in flats],
         "group_paddings": [flat.padding for flat in flats],
         "partition_count": [group.parts for group in groups],
-        "ds_version": version_of(run),
+        "ds_version": version,
         "param_slice_mappings": [
             _slice_mapping(model, group, *model.seat(group.group, topology, rank)) for group in groups
         ],
@@ -197,7 +192,7 @@ def _lean(tensor: torch.Tensor, flat: Flat) -> torch.Tensor:
 
 def _scaling(topology: Topology, run: Run) -> dict[str, Any]:
     scaler = loss_scaler(topology, run)
-    return {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic, "overflow": run.overflow}
+    return {"loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic, "overflow": False}
 
 
 def _slice_mapping(model: Model, group: GroupLayout, part: int, parts: int) -> OrderedDict[str, fragment_address]:
