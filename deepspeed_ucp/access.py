@@ -93,7 +93,7 @@ class PartialAccess(ReadAccess):
     def of(cls, views: Sequence[int], readers: Iterable[Iterable[int]]) -> PartialAccess:
         """Build from each rank's view, and for each file the views that can read it."""
         count, numbers = max(views) + 1, dict[bytes, int]()
-        groups = [numbers.setdefault(_pack(each, count), len(numbers)) for each in readers]
+        groups = [numbers.setdefault(_pack(file_readers, count), len(numbers)) for file_readers in readers]
         seen = np.frombuffer(b"".join(numbers), np.uint8).reshape(len(numbers), -(-count // 8))
         return cls(np.array(views, np.int64), np.array(groups, np.int64), seen)
 

@@ -67,11 +67,23 @@ def meet(store: Any, rank: int, size: int) -> None:
     """
     try:
         came, pause = store.add(_CAME, 1), _PAUSE_PER_RANK * size
-        neighbour, awaited = _Neighbour(store, (rank + 1) % size), came + -came % size
+        awaited, neighbour = came + -came % size, (rank + 1) % size  # each rank checks one other rank
+        heartbeats, silent, unchecked = -1, 0.0, 0.0
         while int(store.get(_CAME)) < awaited:
             time.sleep(pause)
-            neighbour.check(pause)
+            unchecked += pause  # without the time in which this process was stopped
             pause = max(min(pause * _GROWTH, _LONGEST_PAUSE), pause)
+            if unchecked < _EVERY / 5:
+                continue
+            silent, unchecked, before = silent + unchecked, 0.0, heartbeats
+            heartbeats = store.add(_SIGNS.format(neighbour), 0)
+            silent = silent if heartbeats == before else 0.0
+            if silent > _PATIENCE:
+                reason = f"no heartbeat for {_PATIENCE:.0f} s: it has ended or hangs. See its own output."
+                _report(store, neighbour, reason)
+            failure = _find_failure(store)
+            if failure is not None:
+                raise RemoteError(*failure.split("\n"))
     except UcpError:
         raise
     except RuntimeError as error:  # torch's error classes differ between releases
@@ -99,34 +111,6 @@ def _find_failure(store: Any) -> str | None:
         return None
     number, _, reason = store.get(_LEFT).decode().partition(" ")
     return reason if int(number) > _here.left else None
-
-
-class _Neighbour:
-    """Checks the heartbeats of one rank; each rank is checked by one other rank."""
-
-    def __init__(self, store: Any, rank: int) -> None:
-        self.store, self.rank = store, rank
-        self._signs, self._unchecked, self._silent = -1, 0.0, 0.0
-
-    def check(self, pause: float) -> None:
-        """Account for ``pause`` seconds of waiting; time in which this process was stopped does not count.
-
-        Raises:
-            RemoteError: a rank has failed or died.
-        """
-        self._unchecked += pause
-        if self._unchecked < _EVERY / 5:
-            return
-        self._silent, self._unchecked = self._silent + self._unchecked, 0.0
-        signs = self.store.add(_SIGNS.format(self.rank), 0)
-        if signs != self._signs:
-            self._signs, self._silent = signs, 0.0
-        if self._silent > _PATIENCE:
-            reason = f"no heartbeat for {_PATIENCE:.0f} s: it has ended or hangs. See its own output."
-            _report(self.store, self.rank, reason)
-        failure = _find_failure(self.store)
-        if failure is not None:
-            raise RemoteError(*failure.split("\n"))
 
 
 def give_signs() -> None:

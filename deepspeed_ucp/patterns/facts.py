@@ -79,7 +79,7 @@ class Facts:
     def of(cls, hints: Mapping[str, Any] | None, shapes: Mapping[str, Sequence[Shape]]) -> Facts:
         """Collect facts from a checkpoint's hints (with ``args``) and its local shapes by tensor-parallel rank."""
         args = (hints or {}).get("args")
-        first = {name: each[0] for name, each in shapes.items()}
+        first = {name: ranks[0] for name, ranks in shapes.items()}
         return cls(args=args if isinstance(args, Mapping) else {}, hints=hints or {}, shapes=first)
 
     def evaluate(self, expression: str | int) -> Any:
@@ -116,7 +116,7 @@ class Facts:
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.List):
             return self._pick(node.value.elts, self._walk(node.slice, text), text)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-            return self._call(node.func.id, [self._walk(each, text) for each in node.args], text)
+            return self._call(node.func.id, [self._walk(part, text) for part in node.args], text)
         raise ConfigError(f"patterns: {ast.unparse(node)!r} in {text!r} is not supported")
 
     def _calculate(self, kind: type[ast.AST], left: ast.expr, right: ast.expr, text: str) -> Any:
@@ -134,10 +134,10 @@ class Facts:
     def _choose(self, node: ast.BoolOp, text: str) -> Any:
         """Evaluate ``a or b`` (the first with known facts) or ``a and b`` (both true)."""
         if isinstance(node.op, ast.And):
-            return all(self._walk(each, text) for each in node.values)
-        for each in node.values[:-1]:
+            return all(self._walk(part, text) for part in node.values)
+        for part in node.values[:-1]:
             try:
-                return self._walk(each, text)
+                return self._walk(part, text)
             except UnknownError:
                 continue
         return self._walk(node.values[-1], text)

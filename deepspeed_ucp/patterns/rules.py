@@ -89,7 +89,7 @@ class Spec:
     vocab: bool = False
 
     def __post_init__(self) -> None:
-        used = {each.name for each in fields(self) if getattr(self, each.name) != each.default}
+        used = {key.name for key in fields(self) if getattr(self, key.name) != key.default}
         valid = _RULE_KEYS | KINDS[self.pattern]
         if unknown := used - valid:
             odd = sorted(unknown)
@@ -312,7 +312,7 @@ class RuleFile:
         vocab = self.original_vocab_size
         if vocab is not None and (type(vocab) is not int or vocab < 1):
             raise ValueError(f"original_vocab_size is a positive integer, found {vocab!r}")
-        if any(set(each) != {"when", "reason"} for each in self.refuse):
+        if any(set(entry) != {"when", "reason"} for entry in self.refuse):
             raise ValueError("refuse is a list of objects with when and reason")
 
 
@@ -322,11 +322,11 @@ def _read_file(value: object, name: str) -> RuleFile:
     if isinstance(value, (list, tuple)):
         value = {"rules": value}
     if isinstance(value, Mapping):  # empty YAML entries are None
-        value = {key: each for key, each in value.items() if each is not None}
+        value = {key: part for key, part in value.items() if part is not None}
     try:
         return TypeAdapter(RuleFile).validate_python(value)
     except ValidationError as error:
-        keys, rule_keys, others = ([each.name for each in fields(kind)] for kind in (RuleFile, Spec, Resize))
+        keys, rule_keys, others = ([key.name for key in fields(kind)] for kind in (RuleFile, Spec, Resize))
         needed = (
             f"A family, a path, a list of rules or an object with some of {', '.join(keys)} is needed; a rule has "
             f"match, pattern and some of {', '.join(rule_keys)}."
@@ -349,7 +349,7 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
         vocab=file.original_vocab_size,
         renames=parse_renames(file.rename),
         resizes=tuple(
-            replace(each, match=f"(?:{file.prefix})(?:{each.match})") if file.prefix else each for each in file.resize
+            replace(rule, match=f"(?:{file.prefix})(?:{rule.match})") if file.prefix else rule for rule in file.resize
         ),
         by="user",
         reported=True,
@@ -363,12 +363,12 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
 
 def list_renames(rules: Iterable[RuleSet]) -> list[Rename]:
     """List the ``rename`` rules of all sets in order, each with its set's variables."""
-    return [replace(rename, variables=each.variables) for each in rules for rename in each.renames]
+    return [replace(rename, variables=rule_set.variables) for rule_set in rules for rename in rule_set.renames]
 
 
 def find_resize(rules: Iterable[RuleSet], name: str) -> Resize | None:
     """Return the first ``resize`` rule for a parameter, or None."""
-    return next((each for one in rules for each in one.resizes if each.fits(name)), None)
+    return next((resize for rule_set in rules for resize in rule_set.resizes if resize.fits(name)), None)
 
 
 def from_config(value: object) -> tuple[RuleSet, ...]:

@@ -126,9 +126,9 @@ def settle(
             settler.settle(name)
         except MismatchError as error:
             settler.settled.wrong[name] = str(error)
-    for each in rule_sets:
-        idle = settler.settled.unused if each.by == "user" else settler.settled.notes
-        idle.extend(each.find_unused(names))
+    for rule_set in rule_sets:
+        unused = settler.settled.unused if rule_set.by == "user" else settler.settled.notes
+        unused.extend(rule_set.find_unused(names))
     return settler.settled
 
 
@@ -161,7 +161,7 @@ class _Settler:
             sides = _twice(pattern, sides[0][1] if sides else SHAPES)
         sides = sides or self._prove(name, source, target)
         if not sides:
-            why = tuple(f"{each.name}: {each.hints[name]}" for each in self.rule_sets if name in each.hints)
+            why = tuple(f"{one.name}: {one.hints[name]}" for one in self.rule_sets if name in one.hints)
             self.settled.open[name] = Unsettled(name, source, target, why)
             return
         if self.degree is not None:
@@ -175,7 +175,7 @@ class _Settler:
         try:
             self._keep(name, self._find(name) or _twice(Unique(), SAME), source, None)
         except MismatchError:
-            if any(each.by == "user" for each in self.rule_sets):
+            if any(rule_set.by == "user" for rule_set in self.rule_sets):
                 raise
             self._keep(name, _twice(Unique(), SAME), source, None)
 
@@ -222,7 +222,7 @@ class _Settler:
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
         """Return values for expressions: the logical size of each dimension if it is cut, and the vocabulary."""
         totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(len(source[0]))}
-        vocab = next((each.vocab for each in self.rule_sets if each.vocab is not None), None)
+        vocab = next((one.vocab for one in self.rule_sets if one.vocab is not None), None)
         return totals if vocab is None else {**totals, "vocab": vocab}
 
     def _find(self, name: str) -> _Sides | None:
@@ -254,10 +254,10 @@ def _twice(pattern: Pattern, origin: str) -> _Sides:
 
 
 def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
-    rules = dict.fromkeys(json.dumps(each.suggest()) for each in unsettled.values())
+    rules = dict.fromkeys(json.dumps(parameter.suggest()) for parameter in unsettled.values())
     return (
         f"How tensor parallelism cuts the following is not known ({len(unsettled)} "
-        f"parameter{'s' * (len(unsettled) > 1)}): {_fold((n, each.text) for n, each in unsettled.items())}. Name the "
+        f"parameter{'s' * (len(unsettled) > 1)}): {_fold((n, one.text) for n, one in unsettled.items())}. Name the "
         'model\'s family ("checkpoint": {"universal": {"patterns": "<family>"}}; families: '
         f"{', '.join(list_families())}), or give rules. Check and paste: "
         f'"checkpoint": {{"universal": {{"patterns": [{", ".join(rules)}]}}}}'
@@ -270,7 +270,7 @@ def _check_rows(name: str, rule: Resize, sides: _Sides | None) -> None:
     Raises:
         MismatchError: the pattern has several parts, or there is no pattern and the name is that of a fused parameter.
     """
-    parts = any(isinstance(each, ShardNC) and each.dim == 0 for each, _ in sides or ())
+    parts = any(isinstance(pattern, ShardNC) and pattern.dim == 0 for pattern, _ in sides or ())
     if parts or (sides is None and is_fused(name)):
         raise MismatchError(
             f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would belong to its last "

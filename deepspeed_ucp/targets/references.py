@@ -33,7 +33,7 @@ def keep_references(engine: Any) -> Iterator[None]:
     ``torch.optim.Optimizer.load_state_dict`` makes new param groups and states, and ZeRO takes the loss scaler from the
     file. An object that holds the old ones would change and read values that the optimizer no longer uses.
     """
-    held = list(getattr(engine.optimizer, "param_groups", ()))
+    before = list(getattr(engine.optimizer, "param_groups", ()))
     with ExitStack() as stack:
         for optimizer in _list_optimizers(engine.optimizer):
             restore = partial(_set_state_in_place, optimizer, optimizer.__setstate__)
@@ -42,7 +42,7 @@ def keep_references(engine: Any) -> Iterator[None]:
         stack.enter_context(_keep_loss_scaler(engine.optimizer))
         yield
     groups = getattr(engine.optimizer, "param_groups", ())
-    if list(map(id, held)) != list(map(id, groups)) and engine.global_rank == 0:
+    if list(map(id, before)) != list(map(id, groups)) and engine.global_rank == 0:
         logger.warning(
             "%s.load_state_dict has replaced the optimizer's param groups: an object that holds the old ones, as some "
             "schedulers do, no longer changes its learning rate. Create such objects after the load.",
@@ -58,22 +58,22 @@ def keep_scheduler_references(engine: Any) -> Iterator[None]:
     """
     schedulers = list(_list_schedulers(engine.lr_scheduler))
     known = _list_referenced(engine) if schedulers else ()
-    held = [(each, _find_references(each, known)) for each in schedulers]
+    references = [_find_references(scheduler, known) for scheduler in schedulers]
     yield
-    for scheduler, references in held:
-        vars(scheduler).update(references)
+    for scheduler, fields in zip(schedulers, references, strict=True):
+        vars(scheduler).update(fields)
 
 
 def _list_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """List the torch optimizers among an optimizer and the optimizers in its fields (a wrapper, DeepSpeed's Muon)."""
     found, pending = dict[int, Any](), [optimizer]
     while pending:
-        each = pending.pop()
-        if hasattr(each, "param_groups") and id(each) not in found:
-            found[id(each)] = each
-            fields = getattr(each, "__dict__", {}).values()
+        candidate = pending.pop()
+        if hasattr(candidate, "param_groups") and id(candidate) not in found:
+            found[id(candidate)] = candidate
+            fields = getattr(candidate, "__dict__", {}).values()
             pending += [part for field in fields for part in (field if isinstance(field, (list, tuple)) else [field])]
-    return [each for each in found.values() if isinstance(each, torch.optim.Optimizer)]
+    return [optimizer for optimizer in found.values() if isinstance(optimizer, torch.optim.Optimizer)]
 
 
 def _set_state_in_place(optimizer: Any, set_state: Callable[[Any], None], loaded: dict[str, Any]) -> None:
@@ -129,8 +129,8 @@ def _list_schedulers(scheduler: Any) -> Iterator[Any]:
     """List a scheduler and the schedulers inside it (SequentialLR, ChainedScheduler)."""
     if hasattr(scheduler, "__dict__"):
         yield scheduler
-        for each in vars(scheduler).get("_schedulers") or ():
-            yield from _list_schedulers(each)
+        for inner in vars(scheduler).get("_schedulers") or ():
+            yield from _list_schedulers(inner)
 
 
 def _list_referenced(engine: Any) -> set[int]:
@@ -139,7 +139,7 @@ def _list_referenced(engine: Any) -> set[int]:
     for optimizer in _list_optimizers(engine.optimizer):
         groups = optimizer.param_groups
         params = [group["params"] for group in groups]
-        found += [optimizer, groups, optimizer.state, *groups, *params, *(each for part in params for each in part)]
+        found += [optimizer, groups, optimizer.state, *groups, *params, *(param for group in params for param in group)]
     return set(map(id, found))
 
 
@@ -148,7 +148,7 @@ def _find_references(holder: Any, known: Collection[int]) -> dict[str, Any]:
 
     def refers(value: Any) -> bool:
         return id(value) in known or (
-            isinstance(value, (list, tuple)) and bool(value) and all(id(each) in known for each in value)
+            isinstance(value, (list, tuple)) and bool(value) and all(id(part) in known for part in value)
         )
 
     return {key: value for key, value in vars(holder).items() if refers(value)}

@@ -363,7 +363,7 @@ class _Machine(pickle._Unpickler):
             changed.edits.append((pickle.BUILD, [state]))
         elif type(changed) is OrderedItems:
             if changed.state is not None:
-                self.steered.update(each for each in self.globals if each.kind == _ORDERED)
+                self.steered.update(one for one in self.globals if one.kind == _ORDERED)
             changed.state = state
         else:
             self._edit(changed, pickle.BUILD, [state])
