@@ -218,10 +218,9 @@ def find_live(optimizer: Any) -> Wrapper | None:
     return next((row for row in WRAPPERS.values() if row.live_class == kind), None)
 
 
-def list_foreseen(zero: int | None = None, precision: str | None = None) -> list[Wrapper]:
-    """List the wrappers that a user can select, optionally at a ZeRO stage and in a precision."""
-    rows = [row for row in WRAPPERS.values() if row.precisions and (zero is None or zero in row.stages)]
-    return [row for row in rows if precision is None or precision in row.precisions]
+def list_foreseen(zero: int, precision: str) -> list[Wrapper]:
+    """List the wrappers that a user can select at a ZeRO stage and in a precision."""
+    return [row for row in WRAPPERS.values() if zero in row.stages and precision in row.precisions]
 
 
 def choose_wrapper(zero: int, precision: str, *, pipeline: bool) -> Wrapper:

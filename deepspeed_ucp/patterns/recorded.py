@@ -68,14 +68,13 @@ def _make_reader(kind: type[Pattern]) -> Any:
     return TypeAdapter(kind)
 
 
-def from_recorded(recorded: Mapping[str, Mapping[str, Any]], origin: str = ORIGIN) -> RuleSet:
+def from_recorded(recorded: Mapping[str, Mapping[str, Any]]) -> RuleSet:
     """Make rules from the recorded patterns of an atomic checkpoint's tensors.
 
     The pattern of a tensor that was not cut gives no rule, only a vocabulary's size.
 
     Args:
         recorded: parameter → pattern as plain data (``AtomicIndex.recorded``).
-        origin: name of the rule set.
 
     Raises:
         MismatchError: the data is malformed.
@@ -89,4 +88,4 @@ def from_recorded(recorded: Mapping[str, Mapping[str, Any]], origin: str = ORIGI
             literal[name] = (name_rule(name, pattern),)
     vocabs.discard(None)
     vocab = vocabs.pop() if len(vocabs) == 1 else None
-    return RuleSet(origin, literal=literal, vocab=vocab)
+    return RuleSet(ORIGIN, literal=literal, vocab=vocab)

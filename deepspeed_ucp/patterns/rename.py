@@ -44,12 +44,7 @@ class Rename:
     def _regex(self) -> re.Pattern[str]:
         return compile_regex(self.pattern)
 
-    def check(self) -> None:
-        """Check that the pattern is a regular expression without expressions.
-
-        Raises:
-            ConfigError: it is not.
-        """
+    def __post_init__(self) -> None:
         if found := _NUMBER.search(self.pattern):
             raise ConfigError(f"rename: {found[0]} in {self.pattern!r}: expressions are for templates. {_NEEDED}")
         _ = self._regex
@@ -112,9 +107,7 @@ def _parse(item: object) -> Rename:
     pair = item if isinstance(item, dict) and set(item) == {"from", "to"} else {}
     if not pair or not all(isinstance(text, (str, int)) for text in pair.values()):
         raise ConfigError(f"rename: {_NEEDED}; found {item!r}")
-    rule = Rename(str(pair["from"]), str(pair["to"]))
-    rule.check()
-    return rule
+    return Rename(str(pair["from"]), str(pair["to"]))
 
 
 def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[str] | None = None) -> dict[str, str]:

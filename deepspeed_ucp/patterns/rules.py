@@ -119,19 +119,19 @@ class Spec:
             return _PLAIN[self.pattern]()
         vocab = facts.values.get("vocab") if self.vocab else None
         if self.pattern == "shard-hy":
-            return ShardHy(grid=tuple(map(facts.evaluate, self.grid)), vocab=vocab)
+            return ShardHy(grid=tuple(self._evaluate(size, facts) for size in self.grid), vocab=vocab)
         if self.pattern == "shard-nc":
             return self._build_nc(facts, vocab)
-        unit, dim = facts.evaluate(self.unit), 1 if self.dim is None else self.dim
+        unit, dim = self._evaluate(self.unit, facts), 1 if self.dim is None else self.dim
         if self.pattern == "shard-v" or dim == 0:
             return ShardV(unit=unit, vocab=vocab)
         return ShardH(dim=dim, unit=unit, vocab=vocab)
 
     def _build_nc(self, facts: Facts, vocab: int | None) -> ShardNC:
         """Make the pattern of a ``shard-nc`` rule."""
-        dim, blocks = self.dim or 0, facts.evaluate(self.blocks)
+        dim, blocks = self.dim or 0, self._evaluate(self.blocks, facts)
         total = facts.values.get(f"total{dim}", 0) // blocks
-        known = [_measure_part(part, facts) for part in self.parts]
+        known = [self._measure_part(part, facts) for part in self.parts]
         left = total - sum(size for size in known if size is not None)
         unknown = known.count(None)
         if unknown and (left < 0 or left % unknown):
@@ -143,26 +143,34 @@ class Spec:
             dim=dim,
             blocks=blocks,
             sized=any(part != 1 for part in self.parts),
-            unit=facts.evaluate(self.unit),
+            unit=self._evaluate(self.unit, facts),
             widths=self.widths,
             vocab=vocab,
         )
 
+    def _measure_part(self, part: Size, facts: Facts) -> int | None:
+        """Evaluate the size of a part; None for ``rest``, also in ``a or rest`` if ``a`` is unknown."""
+        if part == "rest":
+            return None
+        is_optional = isinstance(part, str) and part.endswith(" or rest")
+        try:
+            return self._evaluate(str(part).removesuffix(" or rest") if is_optional else part, facts, least=0)
+        except UnknownError:
+            if is_optional:
+                return None
+            raise
+
+    def _evaluate(self, size: Size, facts: Facts, least: int = 1) -> int:
+        value = facts.evaluate(size)
+        if not isinstance(value, int) or value < least:
+            raise MismatchError(
+                f"the rule {self.match!r}: {size!r} is {value!r}, a size is an integer from {least} on. Correct the "
+                "rule, or the variables that it uses"
+            )
+        return value
+
 
 _PLAIN: dict[str, type[Pattern]] = {"unique": Unique, "replicate": Replicate, "partial": Partial}
-
-
-def _measure_part(part: Size, facts: Facts) -> int | None:
-    """Evaluate the size of a part; None for ``rest``, also in ``a or rest`` if ``a`` is unknown."""
-    text = str(part)
-    if text == "rest":
-        return None
-    try:
-        return int(facts.evaluate(text.removesuffix(" or rest")))
-    except UnknownError:
-        if text.endswith(" or rest"):
-            return None
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +201,9 @@ class Rule:
 _ANY = re.compile(".*", re.DOTALL)
 
 
-def name_rule(name: str, pattern: Pattern, rank: int = 0) -> Rule:
+def name_rule(name: str, pattern: Pattern) -> Rule:
     """Make a rule for one parameter (for ``RuleSet.literal``, which is faster than an expression for each name)."""
-    return Rule(name, _ANY.fullmatch, pattern, rank)
+    return Rule(name, _ANY.fullmatch, pattern)
 
 
 @dataclass(frozen=True, slots=True)

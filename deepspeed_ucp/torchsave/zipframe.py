@@ -157,9 +157,7 @@ class ZipImage:
         return self.data_offset + self.nbytes + len(self.tail(0))
 
 
-def make_image(
-    tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: tuple[int, ...], *, root: str = ROOT
-) -> ZipImage:
+def make_image(tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: tuple[int, ...]) -> ZipImage:
     """Return the file of ``torch.save({"param": tensor, **tree})`` without the tensor's bytes.
 
     Args:
@@ -177,17 +175,17 @@ def make_image(
             f"dtypes: {', '.join(ITEMSIZE)}"
         )
     tensor = make_tensor("0", dtype, storage_numel, shape)
-    head, entries = _begin(write_pickle({"param": tensor, **tree}), root)
-    data = _Entry(f"{root}/{DATA}0", len(head), storage_numel * ITEMSIZE[dtype])
+    head, entries = _begin(write_pickle({"param": tensor, **tree}))
+    data = _Entry(f"{ROOT}/{DATA}0", len(head), storage_numel * ITEMSIZE[dtype])
     head += data.local(PAGE)
     return ZipImage(head, len(head), data.nbytes, (*entries, data))
 
 
-def _begin(pickled: bytes, root: str) -> tuple[bytes, list[_Entry]]:
+def _begin(pickled: bytes) -> tuple[bytes, list[_Entry]]:
     """Return the bytes and entries of the records in front of the storages."""
     head, entries = b"", []
     for name, data in ((PICKLE, pickled), (BYTEORDER, b"little"), (VERSION, b"3\n")):
-        entry = _Entry(f"{root}/{name}", len(head), len(data), isal_zlib.crc32(data))
+        entry = _Entry(f"{ROOT}/{name}", len(head), len(data), isal_zlib.crc32(data))
         head += entry.local(ALIGNMENT) + data
         entries.append(entry)
     return head, entries
@@ -225,11 +223,11 @@ def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
     stream = io.BytesIO()
     storages = {} if dtype is None else {"0": pack_scalar(dtype, value)}
     root = value if dtype is None else make_tensor("0", dtype, 1, ())
-    crc = _write_file(stream, write_pickle(root), storages, ROOT, "")
+    crc = _write_file(stream, write_pickle(root), storages, "")
     return stream.getvalue(), crc
 
 
-def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream], *, root: str = ROOT) -> int:
+def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream]) -> int:
     """Write a file with its storages in the given order, without fsync and not atomically.
 
     Args:
@@ -244,34 +242,30 @@ def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | S
         OSError: the file cannot be written.
     """
     with open(path, "wb") as file:
-        return _write_file(file, pickled, storages, root, path)
+        return _write_file(file, pickled, storages, path)
 
 
-def _write_file(file: BinaryIO, pickled: bytes, storages: Mapping[str, bytes | Stream], root: str, path: str) -> int:
-    head, entries = _begin(pickled, root)
+def _write_file(file: BinaryIO, pickled: bytes, storages: Mapping[str, bytes | Stream], path: str) -> int:
+    head, entries = _begin(pickled)
     crcs = [entry.crc or 0 for entry in entries]
     file.write(head)
     for key, data in storages.items():
         stream = data if isinstance(data, Stream) else Stream(len(data), (data,))
-        entry = _Entry(f"{root}/{DATA}{key}", file.tell(), stream.nbytes)
-        crcs.append(_write_record(file, entry, stream, path))
+        entry = _Entry(f"{ROOT}/{DATA}{key}", file.tell(), stream.nbytes)
+        file.write(entry.local(ALIGNMENT))
+        crc, written = 0, 0
+        for piece in stream.pieces:
+            file.write(piece)
+            crc = isal_zlib.crc32(piece, crc)
+            written += memoryview(piece).nbytes
+        if written != stream.nbytes:
+            raise CheckpointError(f"record {entry.name} has {written} bytes instead of {stream.nbytes}.", path=path)
+        file.write(entry.describe(crc))
+        crcs.append(crc)
         entries.append(entry)
     closing = _close(entries, crcs, file.tell())
     file.write(closing)
     return int(isal_zlib.crc32(closing))
-
-
-def _write_record(file: BinaryIO, entry: _Entry, stream: Stream, path: str) -> int:
-    file.write(entry.local(ALIGNMENT))
-    crc, written = 0, 0
-    for piece in stream.pieces:
-        file.write(piece)
-        crc = isal_zlib.crc32(piece, crc)
-        written += memoryview(piece).nbytes
-    if written != stream.nbytes:
-        raise CheckpointError(f"record {entry.name} has {written} bytes instead of {stream.nbytes}.", path=path)
-    file.write(entry.describe(crc))
-    return crc
 
 
 class RecordWriter:
@@ -284,8 +278,8 @@ class RecordWriter:
         memory: memory map of the file's first bytes, which are written through it.
     """
 
-    def __init__(self, fd: int, memory: NDArray[np.uint8] | None = None, *, root: str = ROOT) -> None:
-        self._fd, self._root, self._offset = fd, root, 0
+    def __init__(self, fd: int, memory: NDArray[np.uint8] | None = None) -> None:
+        self._fd, self._offset = fd, 0
         self._memory = np.empty(0, np.uint8) if memory is None else memory
         self._entries, self._crcs = list[_Entry](), list[int]()
 
@@ -304,7 +298,7 @@ class RecordWriter:
             CheckpointError: the pieces have another total size.
             OSError: the file cannot be written.
         """
-        entry, crc = _Entry(f"{self._root}/{name}", self._offset, nbytes), 0
+        entry, crc = _Entry(f"{ROOT}/{name}", self._offset, nbytes), 0
         offset = start = self._put(entry.local(ALIGNMENT), self._offset)
         for view in pieces:
             for low in range(0, view.nbytes, _PIECE):

@@ -113,9 +113,9 @@ def test_a_file_that_is_not_yaml(tmp_path):
         from_config(str(tmp_path / "a.yaml"))
 
 
-def use(expression, key="blocks"):
+def use(expression, key="blocks", pattern="shard-nc"):
     """Make a rule for norm.weight with an expression."""
-    return [V, {"match": r"norm\.weight", "pattern": "shard-nc", key: expression}]
+    return [V, {"match": r"norm\.weight", "pattern": pattern, key: expression}]
 
 
 CUT_NORM = {**TARGET, "norm.weight": ((12,),)}
@@ -137,6 +137,16 @@ OTHER_NORM = {**TARGET, "norm.weight": ((7,),)}
             MismatchError,
             "norm.weight: the rule .* needs args.q, .*; write n",
         ),
+        (use(0), CUT_NORM, MismatchError, "norm.weight: the rule .*: 0 is 0, a size is an integer from 1 on"),
+        (use("args.impl"), CUT_NORM, MismatchError, "'args.impl' is 'local', a size is an integer from 1 on"),
+        (use([-1, 1], "grid", "shard-hy"), CUT_NORM, MismatchError, "-1 is -1, a size is an integer from 1 on"),
+        (use([-1, "rest"], "parts"), CUT_NORM, MismatchError, "-1 is -1, a size is an integer from 0 on"),
+        (
+            [V, {**N, "pattern": "shard-v", "unit": 0}],
+            CUT_NORM,
+            MismatchError,
+            "0 is 0, a size is an integer from 1 on",
+        ),
         ([{**V, "match": r"\d\.a"}], TARGET, MismatchError, "is not known"),
         ([{**V, "match": r"a\.weight"}], TARGET, MismatchError, "is not known"),
         ([{**V, "match": r"1\.a\.weigh"}], TARGET, MismatchError, "is not known"),
@@ -146,7 +156,7 @@ OTHER_NORM = {**TARGET, "norm.weight": ((7,),)}
 )
 def test_rules_that_do_not_settle(value, target, error, words):
     with pytest.raises(error, match=words):
-        run(from_config(value), target=target)
+        run(from_config(value), target=target, hints={"args": {"impl": "local"}})
 
 
 def test_a_prefix_is_optional_and_declared():
