@@ -260,23 +260,21 @@ class TorchComm(Comm):
 
     def gather(self, value: Any) -> list[Any]:
         """Gather values in one collective if all are small, as most are."""
+        import torch
+
         self.wait()
         packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        rows = self._gather_rows(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW)
+        row = len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH]
+        data = torch.frombuffer(bytearray(row.ljust(_ROW, b"\0")), dtype=torch.uint8).to(self.device)
+        gathered = torch.empty(self.size, _ROW, dtype=torch.uint8, device=self.device)
+        self.dist.all_gather(list(gathered), data)  # MPI groups do not support all_gather_into_tensor
+        rows = [memoryview(row) for row in gathered.cpu().numpy()]
         sizes = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
         if max(sizes) > _ROW - _LENGTH:
             parts = self._gather_parts(packed, sizes)
         else:
             parts = [row[_LENGTH : _LENGTH + size] for row, size in zip(rows, sizes, strict=True)]
         return [pickle.loads(part) for part in parts]  # noqa: S301 - other ranks of this launch made them
-
-    def _gather_rows(self, row: bytes, width: int) -> list[memoryview]:
-        import torch
-
-        data = torch.frombuffer(bytearray(row.ljust(width, b"\0")), dtype=torch.uint8).to(self.device)
-        rows = torch.empty(self.size, width, dtype=torch.uint8, device=self.device)
-        self.dist.all_gather(list(rows), data)  # MPI groups do not support all_gather_into_tensor
-        return [memoryview(row) for row in rows.cpu().numpy()]
 
     def _gather_parts(self, part: bytes, sizes: list[int]) -> list[memoryview]:
         """Gather parts of any size through rank 0; equal rows would need the longest part's size for every rank."""

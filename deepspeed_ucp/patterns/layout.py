@@ -111,7 +111,8 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
     Raises:
         MismatchError: the two views have no common refinement.
     """
-    if not have_same_axes(source.view, target.view):
+    axes = list(zip(source.view, target.view, strict=False))
+    if len(source.view) != len(target.view) or sum(have != want for have, want in axes) > 1:
         source, target = align(source, target)
     have, want = source.shards[src_rank], target.shards[dst_rank]
     if have == want and source.claims is None:
@@ -122,11 +123,6 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
     for box in _find_boxes(have, want, claim):
         runs.extend(_clip_box(box, 0, 0, 0, low, high))
     return _merge(runs)
-
-
-def have_same_axes(one: Shape, other: Shape) -> bool:
-    """Return True if two views have the same axes, of which at most one differs in length."""
-    return len(one) == len(other) and sum(size != size2 for size, size2 in zip(one, other, strict=True)) < 2
 
 
 def restrict_source(run: Run, low: int, high: int) -> tuple[Run, ...]:

@@ -204,7 +204,10 @@ def _read_parts(info: Mapping[str, Any]) -> Iterator[Rule]:
             size_or_sizes = view[axis]
         except (KeyError, TypeError, IndexError, ValueError):
             raise MismatchError(f"universal_checkpoint_info: {PARTS} has a malformed entry: {entry!r:.200}") from None
-        sizes = tuple(1 if dim == axis else _add(size) for dim, size in enumerate(view))
+        sizes = tuple(
+            1 if dim == axis else sum(size) if isinstance(size, (list, tuple)) else int(size)
+            for dim, size in enumerate(view)
+        )
         for text in texts:
             known = tuple(tuple(map(int, part)) for part in widths.get(text) or ()) or None
             parts = _read_sizes(size_or_sizes, known, version)
@@ -226,10 +229,6 @@ def _read_sizes(value: Any, widths: Any, version: float) -> tuple[int, ...] | in
     if not 0 < int(value) <= _MOST_PARTS:
         raise MismatchError(f"universal_checkpoint_info: {PARTS} has {value} sub-parameters")
     return int(value)
-
-
-def _add(size: Any) -> int:
-    return sum(size) if isinstance(size, (list, tuple)) else int(size)
 
 
 def _read_affine(name: str, info: Mapping[str, Any]) -> Iterator[Rule]:

@@ -36,15 +36,11 @@ def record_pattern(pattern: Pattern) -> dict[str, Any]:
     recorded: dict[str, Any] = {"kind": _NAMES[type(pattern)]}
     for field in sorted(fields(pattern), key=lambda field: bool(field.kw_only)):
         value = getattr(pattern, field.name)
-        if value != field.default:
-            recorded[field.name] = _record(value)
+        if isinstance(value, Layout):
+            recorded[field.name] = {part.name: getattr(value, part.name) for part in fields(value)}
+        elif value != field.default:
+            recorded[field.name] = record_pattern(value) if isinstance(value, Pattern) else value
     return recorded
-
-
-def _record(value: Any) -> Any:
-    if isinstance(value, Layout):
-        return {field.name: getattr(value, field.name) for field in fields(value)}
-    return record_pattern(value) if type(value) in _NAMES else value
 
 
 def read_pattern(recorded: Mapping[str, Any]) -> Pattern:

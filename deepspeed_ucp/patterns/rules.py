@@ -29,7 +29,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, ClassVar, Literal
 
 from ..errors import ConfigError, MismatchError, advise, describe_faults
@@ -249,11 +248,10 @@ class RuleSet:
         """
         facts = replace(facts, variables=self.variables)
         matching = [(r, match) for r in (*self.literal.get(name, ()), *self.rules) if (match := r.match(name))]
-        matching.sort(key=_get_rank)
         patterns: dict[Pattern, Rule] = {}
-        for _, group in groupby(matching, key=_get_rank):
-            for rule, match in group:
-                pattern = rule.make(match, facts)
+        for rank in sorted({rule.rank for rule, _ in matching}):
+            for rule, match in matching:
+                pattern = rule.make(match, facts) if rule.rank == rank else None
                 if pattern is not None:
                     patterns.setdefault(pattern, rule)
             if patterns:
@@ -294,10 +292,6 @@ class RuleSet:
             return [f"{self.name}: {text!r} matches no parameter" for text in idle]
         all_idle = self.rules and not self.literal and len(idle) == len(self.rules)
         return [f"{self.name}: no rule matches any parameter"] if all_idle else []
-
-
-def _get_rank(matching: tuple[Rule, re.Match[str]]) -> int:
-    return matching[0].rank
 
 
 @dataclass(frozen=True)

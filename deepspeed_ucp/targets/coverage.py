@@ -137,22 +137,9 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
         :func:`deepspeed_ucp.sources.ownfiles.compare_own_files`.
     """
     load_dir, tag = os.path.split(os.path.abspath(folder))
-    partitions = hasattr(engine.optimizer, "partition_count")
-    model = engine._get_ckpt_name(load_dir, tag)
-    facts = _describe_degrees(engine)
-    if not partitions:
-        return model, None, facts | _describe_stage0(engine)
-    return model, engine._get_zero_ckpt_name(load_dir, tag), facts | _describe_partitions(engine)
-
-
-def find_declared(engine: Any) -> str:
-    """Return the result of :func:`deepspeed_ucp.topology.find_precision` for the engine's ds_config."""
-    return "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
-
-
-def _describe_degrees(engine: Any) -> dict[str, Any]:
+    model, wrapped = engine._get_ckpt_name(load_dir, tag), engine.optimizer
     layers = [child for child in engine.module.modules() if hasattr(child, PLACEMENT)]
-    return {
+    facts = {
         "ZeRO stage": int(engine.zero_optimization_stage()),
         "precision": find_declared(engine),
         "model-parallel ranks": int(engine.mp_world_size),
@@ -160,18 +147,22 @@ def _describe_degrees(engine: Any) -> dict[str, Any]:
         "use_data_before_expert_parallelism": bool(engine._config.use_data_before_expert_parallel_),
         "AutoEP placement": [getattr(layer, PLACEMENT) for layer in layers],
     }
-
-
-def _describe_partitions(engine: Any) -> dict[str, Any]:
-    wrapped = engine.optimizer
+    if not hasattr(wrapped, "partition_count"):
+        return model, None, facts | _describe_stage0(engine)
     counts, shapes = wrapped.partition_count, engine._get_zero_param_shapes()
     describe_groups = getattr(wrapped, "_zero3_partition_group_metadata", lambda: None)
-    return {
+    facts |= {
         "data-parallel ranks": int(engine.seq_dp_world_size),
         "parameters": [[(name, tuple(shape)) for name, shape in group.items()] for group in shapes],
         "partitions": [int(count) for count in (counts if isinstance(counts, (list, tuple)) else [counts])],
         "partition groups": describe_groups(),
     }
+    return model, engine._get_zero_ckpt_name(load_dir, tag), facts
+
+
+def find_declared(engine: Any) -> str:
+    """Return the result of :func:`deepspeed_ucp.topology.find_precision` for the engine's ds_config."""
+    return "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
 
 
 def _describe_stage0(engine: Any) -> dict[str, Any]:

@@ -116,8 +116,10 @@ def _read_open(path: str, stream: BinaryIO) -> TorchFile:
     single = [ref for ref in pickled.tensors if ref.numel == 1 and ref.dtype in ITEMSIZE]
     places = {ref: _find_element(ref, path, storages) for ref in single}
     read_ahead(stream, [(offset, ITEMSIZE[ref.dtype]) for ref, (_, offset) in places.items()])
-    for ref, place in places.items():
-        ref.data = _read_element(ref, path, stream, *place)
+    for ref, (record, offset) in places.items():
+        ref.data = read_at(stream, ITEMSIZE[ref.dtype], offset)
+        if record.nbytes == ITEMSIZE[ref.dtype]:
+            check_crc(path, record, isal_zlib.crc32(ref.data))
     saved_as = None if records.saved_as == ROOT else records.saved_as
     uses, members = pickled.list_uses()
     return TorchFile(
@@ -239,14 +241,6 @@ def _find_element(ref: TensorRef, path: str, storages: dict[str, FileRecord]) ->
             f"storage {key} of a one-element tensor is missing; the file is damaged. {RESTORE}", path=path
         )
     return record, record.offset + ref.offset * itemsize
-
-
-def _read_element(ref: TensorRef, path: str, stream: BinaryIO, record: FileRecord, offset: int) -> bytes:
-    itemsize = ITEMSIZE[ref.dtype]
-    data = read_at(stream, itemsize, offset)
-    if record.nbytes == itemsize:
-        check_crc(path, record, isal_zlib.crc32(data))
-    return data
 
 
 def name_storages(path: str) -> dict[str, list[str]]:
