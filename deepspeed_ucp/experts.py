@@ -1,7 +1,7 @@
 """Names of mixture-of-experts parameters, and the distribution of experts over ranks.
 
 Every rank numbers its experts of a layer from 0. Atoms have the expert's number in the whole layer, like the expert's
-file. DeepSpeed's own layers (``deepspeed/moe``) have a number in the names of their parameters. AutoEP's layers
+file. DeepSpeed's layers (``deepspeed/moe``) have a number in the names of their parameters. AutoEP's layers
 (``module_inject/auto_ep_layer.py``) have several experts in one parameter ``…experts.w1``, whose part for expert 3 is
 the atom ``…experts.w1.3``.
 """
@@ -59,7 +59,7 @@ def read_name(name: str) -> ExpertName | None:
 
 
 def find_expert(name: str) -> tuple[str, int] | None:
-    """Return the layer and number of an expert's parameter or buffer in DeepSpeed's own layers, or None."""
+    """Return the layer and number of an expert's parameter or buffer in DeepSpeed's layers, or None."""
     found = _EXPERT.match(name)
     return (found[1], int(found[2])) if found else None
 
@@ -145,7 +145,7 @@ def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: bool = True) -> list[list[str]]:
-    """Return each expert-parallel rank's names of a param group in its own order.
+    """Return each expert-parallel rank's names of a param group in the rank's order.
 
     Args:
         names: all ranks' names in a live engine: the first rank's, then each other rank's experts.

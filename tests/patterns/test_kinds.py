@@ -139,19 +139,6 @@ def test_degree_to_degree_and_back(data):
         np.testing.assert_array_equal(got, expected)
 
 
-def test_query_key_value_per_rank():
-    """8 query heads and 2 key/value heads of 4 rows: rank 1 of 2 holds its 4 query heads, then one key, one value."""
-    layout = ShardNC(parts=(32, 8, 8), sized=True, unit=4).join([(24, 16), (24, 16)])
-    assert layout.shards[1][0] == ((16, 32), (36, 40), (44, 48))
-    assert layout.shards[1][1] == ((0, 16),)
-
-
-def test_fused_experts():
-    layout = ShardNC(blocks=3).join([(6, 5), (6, 5)])
-    assert layout.view == (3, 4, 5)
-    assert layout.shards[1] == (((0, 3),), ((2, 4),), ((0, 5),))
-
-
 def test_recorded_widths_are_for_their_own_degree():
     """Three key/value heads on two ranks, [2, 1]; on three ranks the widths follow the shapes."""
     pattern = ShardNC(parts=(6, 3), sized=True, widths=((4, 2), (2, 1)))

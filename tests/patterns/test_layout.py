@@ -177,14 +177,6 @@ def test_claims_take_shared_elements_from_one_rank():
         np.testing.assert_array_equal(got, expected)
 
 
-def test_claims_may_begin_inside_of_an_interval():
-    """Ranks 0 and 1 both have elements 2 and 3; 2 is taken from rank 0, 3 from rank 1."""
-    shards, claims = ((((0, 4),),), (((2, 6),),)), ((((0, 3),),), (((3, 6),),))
-    layout = Layout((6,), (6,), shards, ((4,), (4,)), claims=claims)
-    assert find_faults(layout) == []
-    assert [copy_runs(layout, rank, whole((6,)), 0, 0, 6) for rank in (0, 1)] == [(Run(0, 0, 3),), (Run(1, 3, 3),)]
-
-
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [
