@@ -1,4 +1,4 @@
-"""What transformers and PEFT rename, join and cut as they read is read so here, to the bit."""
+"""Tensors that transformers and PEFT rename, join or cut are loaded as by these libraries, to the bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PAIRS = {
     "experts, more than ten": (Qwen2MoeForCausalLM, Qwen2MoeForCausalLM, QWEN),
     "experts, renamed whole": (GraniteMoeForCausalLM, GraniteMoeForCausalLM, GRANITE),
 }
-"""What is saved, what is live, and the configuration of both."""
+"""Saved class, live class, and their configuration."""
 
 
 def read(folder: Path, module: Any, own: Collection[str] = ()) -> tuple[Reading, AtomicIndex]:
@@ -83,7 +83,7 @@ def read_tensors(index: AtomicIndex) -> dict[str, torch.Tensor]:
 
 
 def check_read(found: dict[str, torch.Tensor], wanted: torch.nn.Module, *alone: str) -> None:
-    """All that the model holds is found, but for ties, and nothing else but what is ``alone``."""
+    """Check for all tensors of the model except tied ones, and no others except ``alone``."""
     held = dict(wanted.state_dict())
     places = {held[name].data_ptr() for name in found.keys() - {*alone}}
     tied = {name for name in held.keys() - found.keys() if held[name].data_ptr() in places}
@@ -111,7 +111,7 @@ def test_names_and_forms_are_transformers_s(tmp_path: Path, case: str) -> None:
 )
 @pytest.mark.parametrize("old", [False, True], ids=["5", "4"])
 def test_a_differing_configuration_is_described(tmp_path: Path, old: bool, live: dict[str, Any], odd: str) -> None:
-    """Of the same shapes, so that nothing else would tell."""
+    """The shapes are equal."""
     LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
     if old:  # as transformers 4 writes it
         told = {**LLAMA.to_dict(), "rope_theta": 10000.0}
@@ -136,7 +136,7 @@ def test_names_and_buffers_of_old_files(tmp_path: Path) -> None:
 
 
 def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None:
-    """A run under transformers 4, whose names in memory were those of files, goes on under 5."""
+    """A run under transformers 4, with the names of files in memory, resumes under 5."""
     Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path / "hf")
     shapes = {name: tuple(held.shape) for name, held in load_file(tmp_path / "hf" / "model.safetensors").items()}
     described = Model(tuple(Param(name, shape) for name, shape in shapes.items()))
@@ -154,7 +154,7 @@ def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None
 
 
 def test_saved_tensors_of_a_run_are_not_replaced(tmp_path: Path) -> None:
-    """A head of its own, that transformers would take for the base's, stays one that the model does not have."""
+    """Names that transformers would map to the base are kept."""
     live = LlamaForCausalLM(LLAMA)
     live._keys_to_ignore_on_load_unexpected = ["mtp", "inv_freq"]
     more = [Param("norm.weight", (16,)), Param("mtp.weight", (2,)), Param("inv_freq", (2,), frozen=True)]
@@ -162,7 +162,7 @@ def test_saved_tensors_of_a_run_are_not_replaced(tmp_path: Path) -> None:
     described = Model((*names, *more))
     path = write_checkpoint(tmp_path, described, random_state(described, 1), Topology(1, 1))
     reading, _ = read(path, live)
-    assert (reading.made, reading.dropped) == ({}, {"inv_freq"})  # of what was trained nothing
+    assert (reading.made, reading.dropped) == ({}, {"inv_freq"})  # no trained tensor
 
 
 def test_transposing_conversions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ class Around(torch.nn.Module):
 
 
 def test_a_model_inside_of_a_module(tmp_path: Path) -> None:
-    """Under its name there; of two models nothing tells whose the file is."""
+    """The names get a prefix; with two models the mapping is ambiguous."""
     Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path)
     live = Qwen2MoeForCausalLM(QWEN)
     found = read_tensors(read(tmp_path, Around(live))[1])

@@ -141,8 +141,8 @@ def select_tensors(
     refuse_unreadable(index, states)
     if index.limits.ambiguous:
         logger.warning(
-            f"{index.run.state_file}: {shorten(index.limits.ambiguous, 3)}: further names of shared modules. ZeRO 3 does "
-            "not record the shared module, so they are not written. Load the export into such a model with "
+            f"{index.run.state_file}: {shorten(index.limits.ambiguous, 3)}: further names of shared modules. ZeRO 3 "
+            "does not record the shared module, so they are not written. Load the export into such a model with "
             "strict=False."
         )
     refuse_scattered(index, "every node of an export reads its part of each")

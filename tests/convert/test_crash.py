@@ -30,7 +30,7 @@ LATEST = "latest_universal"
 @pytest.fixture(autouse=True)
 def _small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_ranges(monkeypatch)
-    # Where it goes to is tests/io/test_staging.py's; here it would wait for everything else that the machine writes.
+    # tests/io/test_staging.py tests it; here it would wait for all other writes of the machine.
     monkeypatch.setattr("deepspeed_ucp.io.staging.sync_tree", lambda _folder: None)
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
 
@@ -45,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(source: Path, tmp_path: Path) -> Callable[[object], Path]:
-    """A fresh copy of the root (hard links: who writes to one writes to all)."""
+    """Make a fresh copy of the root from hard links, so that writes change all copies."""
     return lambda name: Path(shutil.copytree(source, tmp_path / str(name), copy_function=os.link))
 
 
@@ -64,7 +64,7 @@ def check_half_way(root: Path, expected: dict[str, bytes]) -> None:
 
 
 def check_done(root: Path, source: Path, expected: dict[str, bytes]) -> None:
-    """The output as an undisturbed conversion makes it, the source as it was, and nothing else."""
+    """Check for the complete output, the unchanged source, and no other files."""
     assert read_bytes(root / DST) == expected
     assert (root / LATEST).read_text() == DST
     assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()} | {DST, LATEST}
@@ -120,7 +120,7 @@ def test_killed_at_any_time_with_many_workers(source: Path, place: Callable[[obj
 
 @pytest.mark.parametrize("failure", ["interrupt", "input/output error"])
 def test_an_error_leaves_no_files(failure: str, source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
-    """Ctrl-C, or a network file system that goes away for a moment; nobody is locked out."""
+    """Ctrl-C, or a short failure of a network file system; the lock is released."""
     expected = make_reference(source, tmp_path)
     root = place("root")
     half = len(list_calls(lambda: convert(place("dry")))) // 2
@@ -169,7 +169,7 @@ def test_the_folder_of_a_killed_attempt_is_removed(
 
 
 def test_a_limit_of_the_kernel(source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
-    """Whoever writes, by whatever call: no file may grow beyond a few kilobytes."""
+    """RLIMIT_FSIZE limits all writes, whatever the call."""
     root = place("root")
 
     def work(limit: int) -> None:
@@ -202,7 +202,7 @@ def test_a_second_converter_is_refused(source: Path, place: Callable[[object], P
     check_done(root, source, expected)
 
 
-# -- what is there already --------------------------------------------------------------------------------------------
+# -- existing outputs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["zero/layer.bias/exp_avg.pt", "mp_rank_00_model_states.pt", "ucp_manifest.json"])
@@ -243,7 +243,7 @@ def test_an_output_by_other_patterns_is_not_reused(tmp_path: Path) -> None:
 
 
 def test_a_save_converted_in_place_is_never_replaced(place: Callable[[object], Path], source: Path) -> None:
-    """Upstream's script does so where it is asked to: the folder looks atomic, and is the only copy of the run."""
+    """Upstream's script can do so: the folder looks atomic, and is the only copy of the run."""
     root = place("root")
     other = root / "other"
     shutil.copytree(source / "global_step3", other)

@@ -1,4 +1,4 @@
-"""Whole conversions: what is written, whoever writes it; what is reused and refused."""
+"""Whole conversions: output, reuse and refusals."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def convert(index: AtomicIndex, held: Held, source: Path, to: Path, comm: Comm |
 @given(trip=trips(), nodes=st.integers(1, 3))
 @examples(60)
 def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
-    """Opened again, the atoms are those of the run, and everything that belongs to them is there."""
+    """The output has all atoms and all state of the run."""
     held = trip.source
     with temporary_folder() as folder:
         source, to = folder / "tag", folder / "tag_universal"
@@ -103,7 +103,7 @@ def test_torch_loads_the_files(tmp_path: Path) -> None:
 
 
 def convert_tag(folder: Path, tag: str = "tag", to: str | None = None, **options: Any) -> Any:
-    """Convert a tag, by default to the folder beside it."""
+    """Convert a tag, by default to ``TAG_universal``."""
     return convert_checkpoint(
         str(folder / tag), str(folder / to) if to else None, options=ConvertOptions(**{"workers": 1, **options})
     )
@@ -228,7 +228,7 @@ def test_tensors_that_upstream_cannot_cut_are_a_warning(tmp_path: Path, caplog: 
 
 
 def test_a_failed_node_stops_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not write for another hour what nobody will need."""
+    """Otherwise they would keep writing useless files."""
     held = make_source(2)
     index = open_held(held, tmp_path / "tag")
     turns, batches = count(), []

@@ -22,7 +22,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def expected(source: Path, tmp_path: Path) -> dict[str, bytes]:
-    """What one process writes."""
+    """The files of a conversion by one process."""
     convert(source, tmp_path / "expected" / "dst")
     return read_bytes(tmp_path / "expected" / "dst")
 

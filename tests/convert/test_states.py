@@ -1,4 +1,4 @@
-"""The files without atoms: client state as it was saved, and what upstream's loaders take from optimizer_state.pt."""
+"""Files without atoms: client state, and the entries of optimizer_state.pt for upstream's loaders."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def open_index(path, model=MODEL):
 
 
 def convert(tmp_path, topology, model=MODEL, **run):
-    """Index, source state file's content, and the folder of what was written."""
+    """Convert; return the index, the contents of the state files, and the output folder."""
     path, state = write(tmp_path / "src", topology, model, **run)
     index = open_index(path, model)
     out = tmp_path / "out"
@@ -110,7 +110,7 @@ def convert(tmp_path, topology, model=MODEL, **run):
 
 
 def rewrite_optimizer(path, folder):
-    """What ``optimizer_state.pt`` of a source holds that was saved by other means."""
+    """Write and load ``optimizer_state.pt`` for a source."""
     write_states(open_index(path), str(folder))
     return torch.load(folder / OPTIMIZER_STATE, weights_only=False)
 

@@ -351,7 +351,7 @@ def test_scalars_and_hyper_parameters_are_compared_by_parameter(tmp_path: Path, 
 
 
 class Schedule:
-    """A hyper-parameter of the script's own class."""
+    """A hyper-parameter of a class of the script."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate

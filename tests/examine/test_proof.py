@@ -28,7 +28,7 @@ def write(folder: Path, seed: int = 0) -> Path:
 
 @pytest.fixture
 def proofs(tmp_path: Path) -> dict[str, Path]:
-    """The folder, its seal in another place, and the manifest of what was converted from it."""
+    """The folder, its seal in another place, and the manifest of its conversion."""
     folder = write(tmp_path)
     seal_folder(str(folder), Comm())
     shutil.move(folder / SEAL, tmp_path / "kept.json")

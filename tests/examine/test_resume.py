@@ -96,7 +96,7 @@ def test_the_check_counts_the_bytes_of_a_load(source: Topology, target: Topology
 
 
 def compare_trip(trip: Trip, folder: Path) -> None:
-    """A load reads what the check says. What is refused here, a load settles by the shapes of the live model."""
+    """The check counts the bytes of a load, except if only the live model's shapes settle a pattern."""
     config = make_config(trip.source.model)
     targets = expect(trip.source, trip.target).make_targets()
     index, read, state = measure_load(trip.source.write(folder), targets, Options(config=config))

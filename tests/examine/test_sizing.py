@@ -87,7 +87,7 @@ def make_way(stall: float, safe: float, restart: float, least: float = 0.0) -> S
 def test_the_textbook() -> None:
     young = math.sqrt(2 * 50 * 4 * HOUR)
     assert find_daly(50, 4 * HOUR) == pytest.approx(young - 50, rel=0.02)
-    assert find_daly(2 * HOUR, HOUR) == HOUR  # where a save takes longer than what is between two failures
+    assert find_daly(2 * HOUR, HOUR) == HOUR  # a save takes longer than the time between failures
     # T = M e^(R/M) (e^((t + C)/M) - 1) T_s / t (Daly 2006, the complete model)
     t, mtbf = 1000.0, 4 * HOUR
     expected = t / (mtbf * math.exp(300 / mtbf) * (math.exp(1050 / mtbf) - 1))

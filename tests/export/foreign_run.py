@@ -1,4 +1,4 @@
-"""What FSDP2 saves, and engines that go on from it; run on the ranks of a group."""
+"""Save with FSDP2 and resume in engines; run on the ranks of a group."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_engine(
 
 
 class Lines(logging.Handler):
-    """What the plugin logs while it is entered."""
+    """Collect the plugin's log messages in a block."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -125,7 +125,7 @@ def test_an_adapter_is_written_as_by_peft(tmp_path: Path, kind: str, topology: T
 
 
 def test_each_of_two_adapters(tmp_path: Path) -> None:
-    """One of them keeps a module whole, which is the base's own to the other one."""
+    """One adapter saves a whole module, which belongs to the base for the other one."""
     model = make_peft(**LORAS["lora"])
     model.add_adapter(
         "other", LoraConfig(r=2, init_lora_weights=False, target_modules=["k_proj"], modules_to_save=["norm"])

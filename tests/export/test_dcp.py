@@ -1,4 +1,4 @@
-"""FSDP2 and torchtitan take over: torch.distributed.checkpoint reads what an export wrote, and training goes on."""
+"""Exports for torch.distributed.checkpoint: FSDP2 and torchtitan load them and resume."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_weights_only_in_16_bits(tmp_path: Path) -> None:
 
 
 def test_chunks_of_large_tensors(tmp_path: Path) -> None:
-    """Rows in chunks over all workers' files, each source byte read once; a tied name reads its own again."""
+    """Chunks of rows are spread over all workers' files; only bytes of tied names are read twice."""
     model = Model((Param("a", (900, 3000)), Param("b", (4,)), Param("c", (900, 3000), alias_of="a")))
     index = open_model(tmp_path, Topology(2, 3), model)
     report = export_dcp(
@@ -146,14 +146,14 @@ def test_unknown_layout(tmp_path: Path) -> None:
 
 
 def test_memory_stays_in_the_window(tmp_path: Path) -> None:
-    """100 MB, in one large parameter and in many small ones, of which torch would keep each one's last chunk."""
+    """100 MB in one large and many small parameters, whose last chunks torch keeps."""
     many = tuple(Param(f"p{number}", (150, 1000)) for number in range(30))
     model = Model((Param("a", (4_000, 1000)), *many))
     path = write_checkpoint(tmp_path, model, random_state(model, 0), Topology(2, 2))
     assert measure_peak(tmp_path, path, "--to", "dcp", "--window-mb", "12") < (12 + 24) << 20
 
 
-# -- who takes over ---------------------------------------------------------------------------------------------------
+# -- loads by other libraries ------------------------------------------------------------------------------------------
 
 
 def save_trained(folder: Path, topology: Topology, *, scheduled: bool = False, **options: Any) -> Path:
@@ -212,7 +212,7 @@ def test_torchtitans_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_scheduler_made_before_the_load_finds_its_rate(tmp_path: Path, layout: str, scheduled: bool) -> None:
-    """Torch's schedulers note initial_lr in the param groups, and a load asks for what they have."""
+    """Torch's schedulers add initial_lr to the param groups, which a load then requires."""
     folder = save_trained(tmp_path, Topology(1, 2), scheduled=scheduled, layout=layout)
     model, optimizer = fsdp_run.build(seed=1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

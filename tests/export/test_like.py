@@ -64,7 +64,7 @@ def test_another_model_is_refused_before_anything_is_written(tmp_path: Path, wei
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
 def test_tied_tensors_that_fsdp_saves_twice_become_one(tmp_path: Path, weights: bool) -> None:
-    """Where both are the same; else it is refused by name."""
+    """If both are equal; otherwise the export is refused."""
     model = make_gpt2(tmp_path / "hf", tied=True)
     if weights:
         model.save_pretrained(tmp_path / "hf")
@@ -89,7 +89,7 @@ EXPERTS = {"mixtral": (MixtralForCausalLM, MIXTRAL), "qwen2-moe": (Qwen2MoeForCa
 @pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
 @pytest.mark.parametrize("name", EXPERTS)
 def test_fused_experts_get_the_names_of_files(tmp_path: Path, name: str, weights: bool) -> None:
-    """What transformers holds in another form than its files is written as save_pretrained writes it."""
+    """Tensors are written in the form of save_pretrained."""
     kind, config = EXPERTS[name]
     model = kind(config)
     model.save_pretrained(tmp_path / "hf")
@@ -115,7 +115,7 @@ def test_an_adapter_is_not_written_as_a_model(tmp_path: Path) -> None:
 
 
 def test_transposed_tensors_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names in memory are read as well, and nothing is transposed here."""
+    """from_pretrained also accepts the names in memory."""
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -147,7 +147,7 @@ def test_a_folder_of_long_ago_is_no_other_model(tmp_path: Path) -> None:
 
 
 def test_further_files_of_a_model_are_copied(tmp_path: Path) -> None:
-    """What its tokenizer, its processors and its own code need; no adapter, and no word of quantized weights."""
+    """Files of the tokenizer, the processors and the model's code, but no adapter or quantization."""
     wanted = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "source.spm", "spiece.model"]
     wanted += ["chat_template.jinja", "special_tokens_map.json", "video_preprocessor_config.json", "modeling_my.py"]
     wanted += ["generation_config.json", "preprocessor_config.json", "qwen.tiktoken", "target_vocab.json"]

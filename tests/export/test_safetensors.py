@@ -68,7 +68,7 @@ def open_model(folder: Path, topology: Topology, model: Model = MODEL, seed: int
 
 
 def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """What a synthesised run's export has to hold."""
+    """The expected tensors of a synthesised run's export."""
     atoms = random_state(model, seed, precision=topology.precision).atoms
     found = {name: states["fp32"] for name, states in atoms.items()} | dict(model.buffers)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
@@ -134,7 +134,7 @@ def test_any_run_comes_out(case: Case) -> None:
     saved = {name: states["fp32"] for name, states in case.state.atoms.items()}
     buffers = {n: v.float() if v.is_floating_point() else v for n, v in case.model.buffers.items()}
     for name, value in {**saved, **buffers}.items():
-        if name in found or value.numel():  # no file tells of parameters without elements
+        if name in found or value.numel():  # files do not list parameters without elements
             check_same({name: found[name]}, {name: value})
     assert set(found) <= {*saved, *buffers}
 
@@ -176,7 +176,7 @@ def test_padding_rows_of_a_vocabulary(tmp_path: Path, keep: bool, caplog: pytest
 
 
 def test_an_atomic_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
-    """Its manifest tells the patterns, the vocabulary's rows among them."""
+    """Its manifest has the patterns, including the rows of the vocabulary."""
     held = draw_state(make_plain(("word", "qkv", "row", "norm"), frozen=("row",)), Topology(1, 2, "bf16", tp=2))
     index = open_held(held, tmp_path / "in")
     convert_index(index, str(tmp_path / "in"), str(tmp_path / "atomic"), Comm(), ConvertOptions(), rules=rules_of(held))
@@ -202,7 +202,7 @@ def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, nodes: int, wor
 
 
 def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
-    """Those of the records that hold weights; optimizer states are not touched."""
+    """Only records with weights are read, no optimizer states."""
     index = open_model(tmp_path, Topology(1, 3, "bf16", parameter_alignment=True))
     report = export_safetensors(index, str(tmp_path / "out"))
     weights = [atom for atom in index.stored.atoms.values() if atom.state in (MASTER, "module")]
@@ -331,7 +331,7 @@ def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog
     assert torch.equal(load_all(tmp_path / "out")["b.weight"], expected)
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -358,7 +358,7 @@ def test_a_failed_check_on_rank_0_fails_on_all_ranks(tmp_path: Path, monkeypatch
 def test_an_existing_folder(tmp_path: Path) -> None:
     index, out = open_model(tmp_path, Topology(1, 2)), tmp_path / "out"
     out.mkdir()
-    export_safetensors(index, str(out))  # an empty folder is as good as none
+    export_safetensors(index, str(out))  # an empty folder is replaced
     with pytest.raises(StorageError, match="--overwrite"):
         export_safetensors(index, str(out))
     export_safetensors(index, str(out), options=ExportOptions(overwrite=True), max_shard=100)
@@ -413,7 +413,7 @@ print("PEAK", peak() - before)
 
 
 def measure_peak(folder: Path, large: Path, *options: str) -> int:
-    """Bytes of memory that an export takes beyond what a process has that exported something small before."""
+    """Additional peak memory in bytes of an export, after a small one in the same process."""
     model = Model((Param("a", (4, 10)),))
     small = write_checkpoint(folder / "small", model, random_state(model, 0), Topology(1))
     command = [sys.executable, "-c", PEAK, str(small), str(large), str(folder / "out"), *options]
@@ -433,7 +433,7 @@ def test_memory_stays_in_the_window(tmp_path: Path, dtype: str) -> None:
 
 
 def make_gpt2(folder: Path, *, tied: bool) -> Any:
-    """A small GPT-2 with its configuration beside, as a user has it."""
+    """Make a small GPT-2, and save its configuration."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=40, n_positions=16, n_embd=12, n_layer=2, n_head=2, tie_word_embeddings=tied)

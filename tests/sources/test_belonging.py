@@ -1,4 +1,4 @@
-"""Files of two saves in one folder that agree in step and hyper-parameters: what tells them, and what does not."""
+"""Files of two saves with equal steps and hyper-parameters in one folder: marks, times and seals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write(folder: Path, files: Files) -> Path:
 
 
 def mix(folder: Path, change: Callable[[dict[str, Any]], object], rank: int = 2, topology: Topology = ZERO3) -> Path:
-    """A checkpoint of four ranks, one of which has files of another run that is changed in one thing."""
+    """A checkpoint of four ranks, with changed files of another run on one rank."""
     files, other = make(0, topology), make(1, topology)
     for name, content in other.items():
         if f"zero_pp_rank_{rank}_" in name:
@@ -156,7 +156,7 @@ def test_the_time_for_all_files_of_a_large_save_is_tolerated() -> None:
 @pytest.mark.parametrize("file", ["model.safetensors", "adapter_model.bin", "training_args.bin"])
 @pytest.mark.parametrize("topology", [ZERO2, Topology(0)], ids=lambda t: t.label)
 def test_newer_weights_in_the_parent_folder_are_a_warning(file: str, topology: Topology, tmp_path: Path) -> None:
-    """A trainer's folder into which it has saved weights alone since; an export made later is none."""
+    """A trainer has saved only weights into the folder since; a later export is no reason for a warning."""
     path = write(tmp_path, make(topology=topology))
     (tmp_path / file).touch()
     (tmp_path / "trainer_state.json").write_text("{}")

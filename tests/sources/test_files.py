@@ -392,7 +392,7 @@ def test_files_named_by_sequence_parallel_rank(tmp_path: Path, topology: Topolog
 
 
 def test_missing_shards_of_tensor_parallel_ranks_are_not_taken_for_sequence_ranks(tmp_path: Path) -> None:
-    """What is left is numbered as under sequence parallelism."""
+    """The remaining files are numbered as under sequence parallelism."""
     model = Model((Param("a", (4, 5)), Param("b", (8,))))
     topology = Topology(1, 2, tp=2)
     files = build_files(model, random_state(model, 0), topology, cut=lambda _, tensor, tp, rank: tensor.chunk(tp)[rank])

@@ -1,4 +1,4 @@
-"""Foreign checkpoints as indexes: what they tell, what is missing of them, and what is made to harm."""
+"""Foreign checkpoints as indexes: contents, damage and hostile files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def nest(weights: Any, states: Any) -> Any:
 
 
 def put_apart(weights: Any, states: Any) -> Any:
-    """As torchtitan: the model's own names on top."""
+    """As torchtitan, with the model's names at the top."""
     train = {"step": torch.tensor(3, dtype=torch.int32)}
     return {**weights, "optimizer": states, "lr_scheduler": {"last_epoch": 3}, "train_state": train}
 
@@ -164,7 +164,7 @@ def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, 
 
 
 def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path, trained: Any) -> None:
-    """Even where they have as many elements."""
+    """Also with equal numbers of elements."""
     weights, states = get_state_dict(*trained)
     held = states["state"]["first.weight"]
     states["state"]["first.weight"] = {**held, "exp_avg": held["exp_avg"].T.contiguous()}
@@ -204,7 +204,7 @@ def test_several_models_or_optimizers_are_ambiguous(tmp_path: Path, trained: Any
 def test_files_of_another_step_or_time_are_a_warning(
     tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model beside the optimizer of an older save, a trainer's state, torchtitan's own count."""
+    """The optimizer of an older save, a trainer's state, and torchtitan's counter."""
     weights, states = get_state_dict(*trained)
     for name, tree in (("pytorch_model_fsdp_0", {"model": weights}), ("optimizer_0", {"optimizer": states})):
         dcp.save(tree, checkpoint_id=tmp_path / name, no_dist=True)
@@ -552,7 +552,7 @@ def test_weights_of_an_adapter_get_the_names_of_its_states(tmp_path: Path, adapt
 
 
 def test_weights_of_a_base_keep_their_names(tmp_path: Path) -> None:
-    """A model's own tensor may be called as a tensor of PEFT's files is."""
+    """A model's tensor may have a name of PEFT's files."""
     weights = {"a.lora_A.weight": torch.zeros(2), "a.weight": torch.zeros(2)}
     dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
     index = open_it(tmp_path)

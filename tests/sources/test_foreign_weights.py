@@ -18,7 +18,7 @@ from tests.sources.test_foreign import open_it, read_whole
 
 
 def write_header(path: Path, header: Any, nbytes: int) -> None:
-    """A file with a header: what becomes JSON, or text as it is."""
+    """Write a file with a header, given as text or as a value for JSON."""
     text = (header if isinstance(header, str) else json.dumps(header)).encode("utf-8", "surrogateescape")
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
 
@@ -27,7 +27,7 @@ FORM = "a form that is not supported"
 
 
 def tell(**changed: Any) -> dict[str, Any]:
-    """What a header tells of two numbers."""
+    """The entry of two numbers in a header."""
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changed}
 
 
@@ -66,7 +66,7 @@ def tell(**changed: Any) -> dict[str, Any]:
     ],
 )
 def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, says: str) -> None:
-    """Over 20 bytes: holes, overlaps, numbers that are none, JSON that means two things; told in one line."""
+    """Of 20 bytes of data: holes, overlaps, invalid numbers, ambiguous JSON. The message has one line."""
     write_header(tmp_path / "model.safetensors", header, 20)
     with pytest.raises((CheckpointError, UnsupportedError), match=says) as found:
         open_it(tmp_path)

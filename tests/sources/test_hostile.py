@@ -1,4 +1,4 @@
-"""Folders in which things are not what their names say: nothing blocks, nothing leads out, everything is named."""
+"""Special files and hostile names in a checkpoint's folder: opening neither blocks nor leaves the folder."""
 
 from __future__ import annotations
 

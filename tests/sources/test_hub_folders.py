@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's libraries: which of their files are the model's, and what is no plain weight."""
+"""Folders of Hugging Face's libraries: the files of the model, and quantized weights."""
 
 from __future__ import annotations
 

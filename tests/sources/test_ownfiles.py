@@ -1,4 +1,4 @@
-"""A rank's own files against the live engine, where only DeepSpeed's own load can read them."""
+"""Compare a rank's files with the live engine before a load by DeepSpeed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ FUSED = {"bias_correction": True, "step": 0}
 
 
 def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, half: str = "") -> AtomicIndex:
-    """A save of stage 0 whose parameters have these steps (None: no state); one may have states in 16 bit."""
+    """Open a stage-0 save with these steps (None: no state); ``half`` names a parameter with 16-bit states."""
     files = build_files(MODEL, random_state(MODEL, 0), Topology(0))
     optimizer = files["mp_rank_00_model_states.pt"]["optimizer"]
     for place, (param, step) in enumerate(zip(MODEL.params, steps, strict=True)):

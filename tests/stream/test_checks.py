@@ -1,4 +1,4 @@
-"""Records are held against their checksums, whoever has read which parts of them."""
+"""Compare records with their checksums after reads of any parts by any ranks."""
 
 from __future__ import annotations
 

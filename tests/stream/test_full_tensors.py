@@ -1,4 +1,4 @@
-"""What wholes give back is what the shards were cut from, for every pattern, topology and range."""
+"""Full tensors equal the tensors that were cut, for every pattern, topology and range."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_unknown_patterns_are_refused_with_suggested_rules(tmp_path: Path) -> No
 
 
 def test_patterns_of_whole_tensors_are_kept(tmp_path: Path) -> None:
-    """Whoever cuts the atoms later wants to know it."""
+    """A later load may cut them."""
     held = make_plain_source(1)
     wholes = assemble_full_tensors(open_held(held, tmp_path), rules_of(held))
     assert wholes.patterns["body.row"] == ShardH()

@@ -1,4 +1,4 @@
-"""What of masters and copies each rank holds against each other."""
+"""Samples of masters and copies that each rank compares."""
 
 from __future__ import annotations
 

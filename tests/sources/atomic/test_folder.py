@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed's own converter, made from synthesised checkpoints: what is read from them, what is refused."""
+"""Folders of DeepSpeed's converter, made from synthesised checkpoints: contents and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ZERO3 = Topology(3, 3, "bf16", sub_group_size=40)
 
 
 def write(folder: Path, topology: Topology, *, legacy: bool = False, **run: Any) -> Path:
-    """A checkpoint and what the converter makes of it."""
+    """Write a checkpoint and convert it."""
     state = random_state(MODEL, 5, precision=topology.precision)
     write_files(folder / "tag", build_files(MODEL, state, topology, Run(**run)), legacy=legacy)
     return to_universal(folder / "tag", folder / "universal")
@@ -79,7 +79,7 @@ SOURCES = [ZERO1, Topology(2, 3, "fp16", round_robin=True), Topology(1, 2, "bf16
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda t: t.label)
 def test_everything_is_there_and_loads(source: Topology, made: Callable[[Topology], Path]) -> None:
-    """Frozen parameters and buffers come from the copied model states in their own dtype."""
+    """Frozen parameters and buffers come from the copied model states in their saved dtype."""
     folder, state = made(source), random_state(MODEL, 5, precision=source.precision)
     index = open_alone(folder)
     normal = open_alone(folder.with_name("tag"))
@@ -131,7 +131,7 @@ def _note(work: Callable[[str], Any], asked: list[str], url: str) -> Any:
 
 
 def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
-    """Releases of torch differ in how they save; what they save is the same."""
+    """Archives of several torch releases have equal contents."""
     before = open_alone(folder)
     for number, path in enumerate(sorted(folder.glob("zero/*/*.pt"))):
         content = torch.load(path, weights_only=False)
@@ -163,7 +163,7 @@ def test_a_group_without_gradients_has_only_masters(tmp_path: Path) -> None:
     assert set(index.run.scalars) == {ParamKey("a.weight")}
 
 
-# --- what is refused
+# --- refusals
 
 
 def remove(*paths: str) -> Callable[[Path], None]:
@@ -278,7 +278,7 @@ def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog
         index = open_alone(folder)
     assert read_pattern(index.model.recorded["body.column"]) == ShardV()
     assert read_pattern(index.model.recorded["body.row"]) == ShardH(dim=1)
-    assert "body.norm" not in index.model.recorded  # the converter marks what is replicated by nothing at all
+    assert "body.norm" not in index.model.recorded  # the converter has no mark for replicated parameters
     assert index.stored.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that both ranks have alike
     assert not index.find("body.bias", "module")
     assert "does not unite the tensor-parallel shards of frozen parameters and buffers: body.bias" in caplog.text
@@ -292,7 +292,7 @@ def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog
 @pytest.mark.parametrize("target", [Topology(1, 1, tp=4), Topology(3, 3)], ids=lambda t: f"→{t.label}")
 @pytest.mark.parametrize("source", [Topology(2, 2, "bf16", tp=2), Topology(3, 2, tp=2)], ids=lambda t: t.label)
 def test_tensor_parallel_sources_load(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """By what the converter's files and the model states say, without patterns of the user's."""
+    """Without the user's patterns, by the converter's files and the model states."""
     held, folder = convert_parallel(make_plain(["column", "row", "norm", "bias"]), source, tmp_path)
     wanted = expect(held, target)
     _, ranks = load_all(folder, wanted.make_targets(), UniversalConfig(threads=1))

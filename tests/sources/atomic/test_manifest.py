@@ -1,4 +1,4 @@
-"""The manifest: everything comes back to the bit, and nothing that was changed is taken."""
+"""The manifest: values are preserved to the bit, and changed manifests are refused."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_any_values_come_back(
 
 
 def test_equal_sources_give_equal_bytes() -> None:
-    """Whatever the order in which things were found."""
+    """Independent of the order of discovery."""
     turned = INDEX.change(
         files=INDEX.stored.files[::-1],
         counters=dict(reversed(INDEX.run.counters.items())),
@@ -203,7 +203,7 @@ def test_another_file_is_another_fingerprint(file: FileRef) -> None:
     assert make(other).to_json() != make().to_json()
 
 
-# --- what is refused
+# --- refusals
 
 
 def change(**fields: Any) -> str:
@@ -344,7 +344,7 @@ def test_odd_values_anywhere_are_refused_or_harmless(tmp_path: Path) -> None:
 
 
 def test_an_atom_larger_than_its_file_is_refused(tmp_path: Path) -> None:
-    """However large it says that the tensor, or the file is."""
+    """Also if the manifest claims a larger file."""
     (tmp_path / "zero/w").mkdir(parents=True)
     (tmp_path / "zero/w/fp32.pt").write_bytes(bytes(4096))
     for size, file in ((0, MANIFEST), (4096, MANIFEST), (8 << 40, "zero/w/fp32.pt")):

@@ -1,4 +1,4 @@
-"""The keys beside ``param`` make upstream's own loader cut a parameter as the pattern does."""
+"""Keys in parameter files: upstream's loader cuts a parameter as the pattern does."""
 
 import types
 import zlib
@@ -42,14 +42,14 @@ def cut_blocks(tensor, blocks, sizes, tp, rank):
 
 
 def write_param(folder, stored, keys, rows=None, state="fp32"):
-    """A parameter's file as the converter makes it: the tensor views the first ``rows`` rows of what is stored."""
+    """Write a parameter's file as the converter does: the tensor views the first ``rows`` stored rows."""
     shape = (stored.shape[0] if rows is None else rows, *stored.shape[1:]) if stored.dim() else ()
     image, data = make_image(keys, "float32", stored.numel(), shape), stored.contiguous().numpy().tobytes()
     (folder / f"{state}.pt").write_bytes(image.head + data + image.tail(zlib.crc32(data)))
 
 
 def load_upstream(folder, local_shape, rank, tp):
-    """What upstream's loader gives rank ``rank`` of ``tp``."""
+    """Load the shard of rank ``rank`` of ``tp`` with upstream's loader."""
     param = torch.nn.Parameter(torch.empty(local_shape))
     fragment = torch.full((param.numel(),), float("nan"))
     address = SimpleNamespace(start=0, numel=param.numel())
@@ -106,7 +106,7 @@ def test_upstream_cuts_as_the_pattern(case, tp, tmp_path):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("pattern", [ShardV(vocab=13), Unique(vocab=13)], ids=["shard-v", "unique"])
 def test_a_vocabulary_is_padded_anew(pattern, tp, tmp_path):
-    """The file's tensor has the 13 rows that mean something; 16 and 24 rows are the two sides' own padding."""
+    """The file's tensor has 13 rows without padding; source and target pad to 16 and 24 rows."""
     stored = draw(16, 2)
     write_param(tmp_path, stored, upstream_keys(pattern, (16, 2)), rows=13)
     wanted = torch.nn.functional.pad(stored[:13], (0, 0, 0, 11))
