@@ -317,10 +317,6 @@ def _join(
     Args:
         new: name of its first output.
         held: names of its inputs, by its patterns.
-
-    Raises:
-        UnsupportedError: the converter does more than stack, join or cut whole rows.
-        MismatchError: inputs are missing.
     """
     steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
     names, experts = [*chain.from_iterable(held)], len(held[0])

@@ -232,11 +232,7 @@ def _begin(work: _Conversion, stack: ExitStack) -> bool:
 
 
 def _reuse(work: _Conversion) -> bool:
-    """Return True if the destination is the same conversion and complete (rank 0 only).
-
-    Raises:
-        StorageError: it is something else.
-    """
+    """Return True if the destination is the same conversion and complete (rank 0 only)."""
     staging, options = work.staging, work.options
     manifest = None if options.overwrite else _read_own(staging.destination)
     if manifest is not None:

@@ -177,11 +177,7 @@ def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str])
 def _settle_both(
     left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[AtomKey, AtomKey]], rules: Sequence[RuleSet]
 ) -> Settled:
-    """Both sides' layouts by A's names; what is wrong has logical shapes of two sizes.
-
-    Raises:
-        MismatchError: unknown patterns of parameters that both cut differently; all in one message.
-    """
+    """Both sides' layouts by A's names; what is wrong has logical shapes of two sizes."""
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # the weights' shapes count
     source = {a.name: _local(left.stored.atoms[a]) for a, _ in keys}
     target = {a.name: _local(right.stored.atoms[b]) for a, b in keys}

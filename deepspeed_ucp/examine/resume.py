@@ -110,11 +110,7 @@ def _check_load(
 
 
 def _check_experts(index: AtomicIndex, degrees: Degrees) -> None:
-    """Check the degrees as DeepSpeed's expert layers do.
-
-    Raises:
-        MismatchError: an engine cannot have these experts at these degrees.
-    """
+    """Check the degrees as DeepSpeed's expert layers do."""
     names, ep = [read for key in index.stored.atoms if (read := read_name(key.name))], degrees.ep
     layers = {read.layer: read.number + 1 for read in sorted(names)}  # the highest number of a layer is the last
     if ep > 1 and not names:
@@ -128,11 +124,7 @@ def _check_experts(index: AtomicIndex, degrees: Degrees) -> None:
 def _measure(
     saved: AtomicIndex, named: AtomicIndex, renamed: Mapping[str, str], found: ResumeCheck, rules: Sequence[RuleSet]
 ) -> None:
-    """Plan the wants of all tensor-parallel ranks, before ZeRO and pipelines divide them.
-
-    Raises:
-        MismatchError: a parameter cannot be cut for the target, or no pattern is known for it.
-    """
+    """Plan the wants of all tensor-parallel ranks, before ZeRO and pipelines divide them."""
     index, tp = named, found.degrees.tp
     names = dict.fromkeys(key.name for key in index.stored.atoms if key.state in (MASTER, MODULE))
     local, layouts = _settle(saved, renamed, list(names), tp, rules, found)
@@ -182,11 +174,7 @@ def _lay_out(index: AtomicIndex, match: Match, local: settling.Shapes, rank: int
 
 
 def _fit_batch(saved: Mapping[str, Any], dp: int, train: int | None) -> dict[str, Any]:
-    """Batch sizes of the saved ds_config (or ``train`` alone), and how ``preserve_batch_size`` would change them.
-
-    Raises:
-        ConfigError: ``dp`` data-parallel ranks cannot make them.
-    """
+    """Batch sizes of the saved ds_config (or ``train`` alone), and how ``preserve_batch_size`` would change them."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     sizes = [value if isinstance(value := to_integer(saved.get(key)), int) and value > 0 else None for key in keys]
     batch, micro, gas = sizes if train is None else (train, None, None)

@@ -126,11 +126,7 @@ def _is_opened(name: str) -> bool:
 
 
 def _find_files(folders: Sequence[str], comm: Comm) -> tuple[FileTable, list[str]]:
-    """Find all files of a checkpoint, and the names of other files that this rank sees; collective.
-
-    Raises:
-        CheckpointError: no rank finds any; the first place's error.
-    """
+    """Find all files of a checkpoint, and the names of other files that this rank sees; collective."""
     further = set[str]()
 
     def look(folder: str) -> dict[str, Entry]:

@@ -181,11 +181,7 @@ def select_tensors(
 
 
 def _find_frozen(index: AtomicIndex) -> set[str]:
-    """Return the parameters that the saved run did not train.
-
-    Raises:
-        ConfigError: the files do not record it.
-    """
+    """Return the parameters that the saved run did not train."""
     atoms = index.stored.atoms
     trained = atoms.list_names((MASTER, COPY))
     if not trained:

@@ -110,11 +110,7 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
 
 
 def _read_tracked(folder: str) -> str | None:
-    """Return the folder of Megatron's newest iteration; None without its tracker.
-
-    Raises:
-        CheckpointError: the tracker holds no iteration.
-    """
+    """Return the folder of Megatron's newest iteration; None without its tracker."""
     path = os.path.join(folder, _TRACKER)
     try:
         iteration = read_tag(path)
@@ -221,9 +217,6 @@ def _check_bucket(load_dir: str) -> None:
     """Raise if the bucket does not exist, so that a typo does not silently restart training.
 
     A missing folder in the bucket is fine: the first save creates it.
-
-    Raises:
-        CheckpointError: the bucket does not exist.
     """
     if (match := _BUCKET.match(load_dir)) is None:
         return

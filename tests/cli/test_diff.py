@@ -13,8 +13,7 @@ import pytest
 
 from deepspeed_ucp.cli import diff as command
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.examine.diff import AtomDifference, Difference
-from deepspeed_ucp.examine.elements import Tally
+from deepspeed_ucp.examine.diff import AtomDifference, Difference, Tally
 from deepspeed_ucp.examine.values import ValueDifference
 from tests.cli.samples import PATTERNS, cut, make_gpt, write_sample
 from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, diff_checkpoints
-from deepspeed_ucp.examine.elements import Tally, compare
+from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, Tally, compare, diff_checkpoints
 from deepspeed_ucp.examine.values import ABSENT
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import conversion

@@ -19,7 +19,7 @@ from tests.export import fsdp_run
 
 
 def save(folder: str, steps: int, *, flatten: bool = False) -> list[float]:
-    """Train under FSDP2 and save; the losses."""
+    """Train under FSDP2 and save; return the losses."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -74,7 +74,7 @@ class Lines(logging.Handler):
 def go_on(
     folder: str, stages: tuple[int, ...], steps: range, **options: Any
 ) -> list[tuple[CapturedEngine, list[float], list[str], tuple[Any, Any]]]:
-    """Load into engines of some stages, look, and train; of each what it held, its losses, what was logged."""
+    """Load into engines of some stages and train; return the loaded state, losses and log of each."""
     found = []
     for stage in stages:
         engine, heard = start(stage, **options), Lines()
@@ -88,10 +88,10 @@ def go_on(
 
 
 def refuse(folders: list[str], stage: int) -> tuple[list[str], list[str], list[float], list[float]]:
-    """Have an engine that has trained load each of some folders, which it has to refuse.
+    """Load folders that a trained engine must refuse.
 
     Returns:
-        Of each what was said, and what changed; the losses of training on, and those of an engine that had none of it.
+        Error message and changes for each folder; the losses of further training, and those of an untouched engine.
     """
     engine, twin = start(stage), start(stage)
     losses = [_train(each, range(2)) for each in (engine, twin)]
@@ -122,7 +122,7 @@ def _train(engine: Any, steps: range) -> list[float]:
 
 
 def save_engine(folder: str, stage: int, *, load: str = "", steps: int = 0) -> CapturedEngine:
-    """Load or train, and save as DeepSpeed does; what the engine holds."""
+    """Load or train, and save with DeepSpeed; return the engine's state."""
     engine = start(stage)
     if load:
         engine.load_checkpoint(load)
@@ -134,7 +134,7 @@ def save_engine(folder: str, stage: int, *, load: str = "", steps: int = 0) -> C
 
 
 def load_adapter(base: str, folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
-    """Load a base, and then PEFT's folder into engines whose model has an adapter; the parameters, and the log."""
+    """Load a base and PEFT's folder into engines with an adapter; return parameters and log."""
     from tests.export.test_adapter import LORAS, make_peft
 
     found = []

@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 
 class Net(torch.nn.Module):
-    """Matrices, of which one has rows that do not divide by two, a norm, a buffer.
+    """Matrices (one with an odd number of rows), a norm and a buffer.
 
-    Shards have multiples of 32 elements, or fewer than 32 where the whole has: torch's vectorised loops round
-    otherwise than its loops for what is left over, so that halves of other sizes would differ from wholes by a bit.
+    Shards have multiples of 32 elements, or the whole has fewer than 32: torch's vectorised loops round
+    differently from its loops for the remainder, so other halves would differ from wholes by a bit.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def build(seed: int = 0, shard: Any = None) -> tuple[torch.nn.Module, torch.opti
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> list[float]:
-    """A batch per step, the same on every rank; the losses.
+    """Train on a batch per step, equal on all ranks; return the losses.
 
     With one thread: gradients of a norm are summed up in an order that depends on the threads.
     """
@@ -68,7 +68,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 
 
 def load(checkpoint: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """On every rank of a group: the model under FSDP2 with other weights, and then with those of a checkpoint."""
+    """Load a checkpoint under FSDP2 into a model with other weights; on all ranks of a group."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -81,7 +81,7 @@ def load(checkpoint: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def resume(checkpoint: str) -> dict[str, Any]:
-    """On every rank of a group: load, take steps 3 and 4; the losses and, on rank 0, what came out."""
+    """Load and take steps 3 and 4; return the losses and, on rank 0, the state; on all ranks of a group."""
     model, optimizer = load(checkpoint)
     losses = train(model, optimizer, range(3, 5))
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
@@ -89,6 +89,6 @@ def resume(checkpoint: str) -> dict[str, Any]:
 
 
 def copy(checkpoint: str, folder: str) -> None:
-    """On every rank of a group: load, and save as FSDP2 has it."""
+    """Load, and save with FSDP2; on all ranks of a group."""
     weights, states = get_state_dict(*load(checkpoint))
     dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)

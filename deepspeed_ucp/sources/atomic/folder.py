@@ -70,11 +70,7 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
 
 
 def _choose_places(where: FileTable) -> list[int]:
-    """Return the places where every rank sees an atomic checkpoint.
-
-    Raises:
-        CheckpointError: there is no such place; equal on all ranks.
-    """
+    """Return the places where every rank sees an atomic checkpoint."""
     views = [view.list_entries() for view in where.views] or [where.own]
     common = [place for place in range(len(where.folders)) if all(holds_atoms(each[place]) for each in views)]
     if not common:

@@ -104,11 +104,7 @@ def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHea
 
 
 def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
-    """List ``zero``; in an object store, which lists a thousand files at once, including its subfolders.
-
-    Raises:
-        CheckpointError: the conversion was not finished.
-    """
+    """List ``zero``; in an object store, which lists a thousand files at once, including its subfolders."""
     if _TEMPORARY in sizes:
         raise CheckpointError(
             f"holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
@@ -155,12 +151,7 @@ def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, Param
 
 
 def _read_file(folder: str, name: str) -> ParamHeader:
-    """Read the header of a parameter's file.
-
-    Raises:
-        CheckpointError: the file is damaged, or holds no tensor.
-        UnsupportedError: the parameter's experts are not supported.
-    """
+    """Read the header of a parameter's file."""
     path = os.path.join(folder, name)
     file = read_header(path)
     with explain_form(path):
@@ -202,9 +193,6 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
     """Read the optimizer's header of a converted checkpoint, and the ZeRO stage of its source.
 
     For stage 3 it includes the states of data-parallel rank 0, else only the param groups.
-
-    Raises:
-        CheckpointError: the file is damaged, or of another kind.
     """
     path = os.path.join(folder, OPTIMIZER)
     file = read_header(path)
@@ -221,11 +209,7 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
 
 
 def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
-    """Read the copied model states of all ranks.
-
-    Raises:
-        CheckpointError: files are missing or of another run.
-    """
+    """Read the copied model states of all ranks."""
     listing, main = comm.run(lambda: _find_main(folder, sizes, stage))
     first = comm.once(lambda: read_file(folder, main))
     # The converter does not copy experts' files.

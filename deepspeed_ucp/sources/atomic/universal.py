@@ -50,11 +50,7 @@ def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[Atom
 
 
 def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
-    """Build the index; return it with notes for warnings.
-
-    Raises:
-        CheckpointError: a parameter lacks files, or has files of another run.
-    """
+    """Build the index; return it with notes for warnings."""
     save, builder = part.save, Builder(part.save)
     notes: list[str] = []
     for name in part.shapes:
@@ -125,11 +121,7 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
 
 
 def _check_states(part: UniversalHeaders) -> None:
-    """Check that all parameters of a flat buffer have equal states (a group without gradients has none).
-
-    Raises:
-        CheckpointError: some parameters lack files, or a folder with states belongs to no parameter.
-    """
+    """Check that all parameters of a flat buffer have equal states (a group without gradients has none)."""
     groups: dict[int | None, list[str]] = {}
     for name, flat in part.flats.items():
         if any(count(shape) for shape in part.shapes[name].values()):

@@ -22,7 +22,6 @@ from ..table import FileTable
 from . import adapter, dcp, names, safetensors, statedict
 from .contents import NEITHER, Contents, list_ignored, make_index
 from .headers import read_once
-from .states import add_states
 
 _UNNAMED = "states by number, without the names of their parameters"
 
@@ -80,7 +79,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     chosen = where.choose(taken.__contains__)
     contents, findings = READERS[kind](chosen, comm)
     if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
-        contents = add_states(contents, where, comm)
+        contents = statedict.add_states(contents, where, comm)
     contents = adapter.name_as_live(contents)
 
     def build() -> AtomicIndex:

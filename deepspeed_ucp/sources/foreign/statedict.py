@@ -1,22 +1,30 @@
-"""State dicts in ``torch.save`` files: ``pytorch_model.bin``, whole or sharded, also of ``zero_to_fp32.py``."""
+"""State dicts in ``torch.save`` files: ``pytorch_model.bin``, whole or sharded, and ``optimizer.bin`` of Accelerate."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...atoms import ITEMSIZE
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError
 from ...torchsave import torchfile
-from ...torchsave.objects import TensorRef, describe
+from ...torchsave.objects import TensorRef, describe, is_short, to_number
 from ...torchsave.records import FileRecord
 from ..findings import Finding
+from ..reading import read_hyper
 from ..table import FileTable
-from .contents import Contents, StoredTensor, TensorBlock
-from .headers import read_with
-from .names import STATE_DICT
+from .contents import Contents, StoredTensor, TensorBlock, count_steps, is_number, read_name
+from .headers import read_once, read_with
+from .names import OPTIMIZER, STATE_DICT
 from .weights import find_shards
+
+_UNNAMED = (
+    "its optimizer states have numbers, not names, as without FSDP, so their parameters are unknown. Load only the "
+    "weights (load_optimizer_states=False)"
+)
 
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which scripts store a state dict."""
@@ -99,3 +107,54 @@ def _list_tensors(tree: Any, path: str) -> Iterator[tuple[str, TensorRef]]:
             yield str(key), value
         elif not inside and not str(key).endswith("_extra_state"):
             raise UnsupportedError(f"holds {describe(value)} under {describe(key)}: it is no state dict.", path=path)
+
+
+def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
+    """Add the states of the optimizer's file to contents; collective.
+
+    Raises:
+        CheckpointError: the file is damaged.
+        UnsupportedError: the file holds no optimizer's state dict.
+    """
+
+    def parse(path: str) -> Contents:
+        file = torchfile.read_header(path)
+        tree = file.tree
+        if not (isinstance(tree, dict) and isinstance(tree.get("state"), dict) and "param_groups" in tree):
+            raise UnsupportedError(f"holds {describe(tree)}, not an optimizer's state dict.", path=path)
+        members = (name for group in tree["param_groups"] for name in group["params"])
+        if any(isinstance(name, int) for name in (*tree["state"], *members)):
+            return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}.")
+        return _take_apart(contents, tree, file, path)
+
+    return read_once(parse, where, OPTIMIZER, comm)
+
+
+def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.TorchFile, path: str) -> Contents:
+    states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+    dtypes: dict[str, str] = {}
+    for name, held in tree["state"].items():
+        weight = contents.weights.get(name)
+        for state, value in held.items():
+            if isinstance(value, TensorRef) and not is_number(state, value.shape, weight.shape if weight else None):
+                states[name][state] = store_tensor(f"{name}: {state}", value, file.storages, OPTIMIZER, path)
+                continue
+            scalars[name][state] = _read_number(value)
+            dtypes |= {state: value.dtype} if isinstance(value, TensorRef) else {}
+    groups = [
+        (
+            tuple(map(read_name, group["params"])),
+            {str(key): read_hyper(each, path) for key, each in group.items() if key != "params"},
+        )
+        for group in tree["param_groups"]
+    ]
+    counters = count_steps(held["step"] for held in scalars.values() if "step" in held)
+    return replace(contents, states=states, scalars=scalars, groups=groups, counters=counters, scalar_dtypes=dtypes)
+
+
+def _read_number(value: Any) -> int | float:
+    number = to_number(value)
+    if not (isinstance(number, float) or is_short(number)):
+        raise ValueError(f"{describe(value)} for a number of the optimizer's")
+    return number  # type: ignore[no-any-return]
