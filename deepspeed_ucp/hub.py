@@ -71,8 +71,8 @@ class Reading:
     def describe(self) -> str:
         """Describe the changed names; empty without changes."""
         texts = [f"{name} is of no use to this model" for name in sorted(self.dropped)]
-        for name, held in self.made.items():
-            first, *more = dict.fromkeys(piece.name for piece in held.slices)
+        for name, made in self.made.items():
+            first, *more = dict.fromkeys(piece.name for piece in made.slices)
             texts.append(f"{first}{' and others' if more else ''} → {name}")
         return f"read as Hugging Face's libraries do: {shorten(texts, 3)}" if texts else ""
 
@@ -94,7 +94,7 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     if found is None:
         return Reading()
     outer, model, is_wrapped = found
-    shapes = {name: held[0] for name, held in list_shapes(index).items() if name in saved}
+    shapes = {name: shapes_by_rank[0] for name, shapes_by_rank in list_shapes(index).items() if name in saved}
     if is_wrapped and any(map(adapters.read_live, shapes)):
         return _rename_adapter(shapes, {*live}, outer)
     memory: dict[str, list[str]] = defaultdict(list)
@@ -141,9 +141,9 @@ def _follow_ties(reading: Reading, module: Any, memory: Mapping[str, Sequence[st
     """
     params = {strip_compiled(name): id(param) for name, param in module.named_parameters(remove_duplicate=False)}
     taken = {params[name]: made for name, made in reading.made.items() if name in params}
-    for held in memory.values():
-        made = next((taken[params[name]] for name in held if params.get(name) in taken), None)
-        new = [name for name in held if name not in reading.made and params.get(name) not in taken]
+    for names in memory.values():
+        made = next((taken[params[name]] for name in names if params.get(name) in taken), None)
+        new = [name for name in names if name not in reading.made and params.get(name) not in taken]
         reading.made |= dict.fromkeys(new, made) if made is not None else {}
 
 
@@ -163,14 +163,14 @@ def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> d
     if not _is_pretrained(model) or not getattr(model.config, "tie_word_embeddings", True):
         return {}  # an untied head has other values
     family = vars(sys.modules[type(model).__module__]).values()
-    own = getattr(type(model), "config_class", None)
-    kinds = [each for each in family if isinstance(each, type) and getattr(each, "config_class", None) is own]
+    config_class = getattr(type(model), "config_class", None)
+    kinds = [each for each in family if isinstance(each, type) and getattr(each, "config_class", None) is config_class]
     tables = [table for kind in kinds if isinstance(table := getattr(kind, "_tied_weights_keys", None), dict)]
     found = {}
     for name in missing:
         ties = {target for table in tables for target, source in table.items() if source == name}
-        if len(held := ties & {*saved}) == 1:
-            found[name] = held.pop()
+        if len(candidates := ties & {*saved}) == 1:
+            found[name] = candidates.pop()
     return found
 
 
@@ -273,9 +273,9 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
         if new not in known and pattern is None and useless is not None and useless.search(new):
             reading.made.pop(new, None)
             reading.dropped.add(name)
-    for new, held in joined.items():
-        converter = next(each for each in converters if next(iter(held)) in each.source_patterns)
-        reading.made.update(_join(converter, new, [held[each] for each in converter.source_patterns], saved))
+    for new, inputs in joined.items():
+        converter = next(each for each in converters if next(iter(inputs)) in each.source_patterns)
+        reading.made.update(_join(converter, new, [inputs[each] for each in converter.source_patterns], saved))
     return reading
 
 
@@ -295,8 +295,8 @@ def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedPa
             parts[piece.name][piece.number] = Slice(new, at, total, width)
             at += width
     return {
-        name: DerivedParam(tuple(held[number] for number in sorted(held)), len(shapes[name]))
-        for name, held in parts.items()
+        name: DerivedParam(tuple(slices[number] for number in sorted(slices)), len(shapes[name]))
+        for name, slices in parts.items()
     }
 
 
@@ -310,25 +310,25 @@ def _find_useless(model: Any) -> re.Pattern[str] | None:
 
 
 def _join(
-    converter: Any, new: str, held: Sequence[Sequence[str]], saved: Mapping[str, Shape]
+    converter: Any, new: str, inputs: Sequence[Sequence[str]], saved: Mapping[str, Shape]
 ) -> dict[str, DerivedParam]:
     """Return the outputs of a converter.
 
     Args:
         new: name of its first output.
-        held: names of its inputs, by its patterns.
+        inputs: names of its inputs, by its patterns.
     """
     steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
-    names, experts = [*chain.from_iterable(held)], len(held[0])
+    names, experts = [*chain.from_iterable(inputs)], len(inputs[0])
     inner, targets = len(saved[names[0]]), converter.target_patterns
-    if len(held) > 1 and len({*map(len, held)}) > 1:
+    if len(inputs) > 1 and len({*map(len, inputs)}) > 1:
         raise MismatchError(
             f"{new} is made of {shorten(converter.source_patterns)}: only {shorten(names, 2)} are there."
         )
-    if steps == [("MergeModulelist", 0)] and len(held) == 1:
+    if steps == [("MergeModulelist", 0)] and len(inputs) == 1:
         return {new: DerivedParam(tuple(map(Slice, names)), inner + 1, (experts,))}
     if steps == [("MergeModulelist", 0), ("Concatenate", 1)]:
-        ordered = chain.from_iterable(zip(*held, strict=True))
+        ordered = chain.from_iterable(zip(*inputs, strict=True))
         return {new: DerivedParam(tuple(map(Slice, ordered)), inner + 1, (experts,))}
     if steps == [("Concatenate", 0)]:
         return {new: DerivedParam(tuple(map(Slice, names)), inner)}

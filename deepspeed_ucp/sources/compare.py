@@ -139,10 +139,10 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     for stage in range(save.pp):
         ranks = slice(stage * save.tp, (stage + 1) * save.tp)
         of_stage = [header for (mp, _), header in save.expert_optims.items() if mp // save.tp == stage]
-        for held in (of_stage, chain(*save.models[ranks]), chain(*save.shards[ranks])):
-            yield held, "groups", _read_groups, FAULT
+        for headers in (of_stage, chain(*save.models[ranks]), chain(*save.shards[ranks])):
+            yield headers, "groups", _read_groups, FAULT
     for each in ("partition_count", "alignment"):
-        yield from ((held, each, _read_optim(each), FAULT) for held in save.shards)
+        yield from ((headers, each, _read_optim(each), FAULT) for headers in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
     versions, configs = ([header for header in files if mark in header.marks] for mark in (_VERSION, _CONFIG))
     yield versions, _VERSION, _read_mark(_VERSION), FAULT  # older releases write neither with experts
@@ -177,8 +177,8 @@ def _read_groups(header: FileHeader) -> Any:
 def _read_step(header: FileHeader) -> Any:
     """Return the highest step of the optimizer's parameters."""
     optim = header.optim
-    held = [*(each.scalars for each in optim.tensors), *optim.groups] if optim else []
-    return max((each["step"] for each in held if isinstance(each.get("step"), (int, float))), default=None)
+    values = [*(each.scalars for each in optim.tensors), *optim.groups] if optim else []
+    return max((each["step"] for each in values if isinstance(each.get("step"), (int, float))), default=None)
 
 
 def _compare(
@@ -188,12 +188,12 @@ def _compare(
     for header in headers:
         value = read(header)
         # NaN is not equal to itself
-        same = (held for known, held in alike if known is value or known == value or repr(known) == repr(value))
-        held = next(same, None)
-        if held is None:
+        same = (group for known, group in alike if known is value or known == value or repr(known) == repr(value))
+        group = next(same, None)
+        if group is None:
             alike.append((value, [header]))
         else:
-            held.append(header)
+            group.append(header)
     if len(alike) < 2:
         return
     usual, most = max(alike, key=lambda each: len(each[1]))
@@ -281,14 +281,14 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
 
 def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
     """Find weights that a trainer saved into the parent folder after the tag, at time ``written``."""
-    held = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
-    late = sorted(name for name, each in held.items() if each.changed > written + slack)
+    entries = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
+    late = sorted(name for name, each in entries.items() if each.changed > written + slack)
     weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
     if not weights or TRAINER_STATE not in late:
         return []
     text = (
         f"{folder}: {shorten(weights)} and {TRAINER_STATE} beside it were written "
-        f"{_name_span(held[weights[0]].changed - written)} later. If they are of a save of weights alone "
+        f"{_name_span(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
         f"(save_only_model), what this tag holds is older; to begin with them, move the tag and `{LATEST}` away."
     )
     return [Finding("times", weights[0], text, WARNING)]

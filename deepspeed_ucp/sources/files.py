@@ -258,10 +258,10 @@ def _merge_sequence_ranks(listing: Listing) -> None:
     """
     optim = {(mp, rank): prefix for prefix, mp, rank in listing.optim}
     sp = max((mp for mp, _ in (*optim, *listing.model_zero3)), default=0) + 1
-    held = [{*each} for each in (optim, listing.model_zero3) if each]
+    sets = [{*each} for each in (optim, listing.model_zero3) if each]
     if sp == 1 or len(listing.model) > 1 or len(optim) < len(listing.optim):
         return
-    if all(len(each) % sp == 0 and each == {(rank % sp, rank) for rank in range(len(each))} for each in held):
+    if all(len(each) % sp == 0 and each == {(rank % sp, rank) for rank in range(len(each))} for each in sets):
         listing.sp = sp
         listing.optim = {(prefix, 0, rank): name for (prefix, _, rank), name in listing.optim.items()}
         listing.model_zero3 = {(0, rank): name for (_, rank), name in listing.model_zero3.items()}
@@ -305,17 +305,17 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
         match = _COPY.fullmatch(name)
         role, writer, writers = match.groups() if match else (name, 0, 0)
         found[role].append((-int(writers), int(writer), name))
-    for role, held in found.items():
-        held.sort()
-        if len(held) > 1 and (_OPTIM.fullmatch(role) or held[-1][2] == role):
-            two = f"{held[0][2]} and {held[-1][2]}"
+    for role, group in found.items():
+        group.sort()
+        if len(group) > 1 and (_OPTIM.fullmatch(role) or group[-1][2] == role):
+            two = f"{group[0][2]} and {group[-1][2]}"
             raise CheckpointError(
                 f"holds the files of two saves ({two}). Remove the older save's files; DeepSpeed's fast "
                 "writer leaves them, with other numbers of writers, where a tag is saved into that was there already.",
                 path=folder,
             )
-    chosen = {role: held[0][2] for role, held in found.items()}
-    return chosen, {name: held[0][2] for held in found.values() for _, _, name in held[1:]}
+    chosen = {role: group[0][2] for role, group in found.items()}
+    return chosen, {name: group[0][2] for group in found.values() for _, _, name in group[1:]}
 
 
 def _refuse_unsupported(folder: str, name: str) -> None:

@@ -237,5 +237,5 @@ def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]
     found = find_late_files(where.folder, where.entries, names)
     if not found or not hold_copies(where, {header.name: header.crc for header in headers}):
         return found
-    each = zip(where.folders, where.own, strict=True)
+    each = zip(where.folders, where.visible, strict=True)
     return [finding for folder, entries in each for finding in find_late_files(folder, entries, names)]

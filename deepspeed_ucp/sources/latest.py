@@ -202,9 +202,9 @@ def find_siblings(folder: str) -> list[str]:
     Raises:
         CheckpointError: the parent cannot be listed.
     """
-    parent, own = os.path.split(normalize(folder))
-    names = [name for name, entry in scan_if_there(parent).items() if entry.is_folder and name not in (LOST, own)]
-    names.sort(key=lambda name: (-SequenceMatcher(None, name, own).ratio(), name))
+    parent, base = os.path.split(normalize(folder))
+    names = [name for name, entry in scan_if_there(parent).items() if entry.is_folder and name not in (LOST, base)]
+    names.sort(key=lambda name: (-SequenceMatcher(None, name, base).ratio(), name))
     found = []
     for name in names[:_SIBLINGS]:
         path = os.path.join(parent, name)
@@ -252,8 +252,8 @@ def check_tag(load_dir: str, tag: str) -> str:
             near = suggest(tag, tags)
             known = f"the folder holds {shorten(tags)}{f' ({near})' if near else ''}"
             advice = 'Name one of them, or a place that has this tag ("also", --also).'
-        held = scan_if_there(load_dir).keys()  # weights in a folder with `latest` are not the tag
-        if held and not (tags or {LATEST, UNIVERSAL} & held) and (kind := find_foreign(list_entries(load_dir))):
+        names = scan_if_there(load_dir).keys()  # weights in a folder with `latest` are not the tag
+        if names and not (tags or {LATEST, UNIVERSAL} & names) and (kind := find_foreign(list_entries(load_dir))):
             known, advice = f"the folder is itself a checkpoint, {kind}", "Load it without a tag."
         raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {advice}", path=folder)
     return folder

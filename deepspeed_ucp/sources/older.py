@@ -52,7 +52,7 @@ def list_older(places: Sequence[str], tag: str) -> list[str]:
     for place in places:
         for each in find_tags(os.path.join(place, above)):
             folders[os.path.join(above, each)].append(os.path.join(place, above, each))
-    ages = {each: find_age(held) for each, held in folders.items()}
+    ages = {each: find_age(copies) for each, copies in folders.items()}
     newest = ages.pop(tag, None)
     older = [each for each, age in ages.items() if newest is None or age.is_before(newest)]
     return [tag, *sorted(older, key=ages.__getitem__, reverse=True)]
@@ -60,10 +60,10 @@ def list_older(places: Sequence[str], tag: str) -> list[str]:
 
 def find_age(folders: Sequence[str]) -> Age:
     """Return the age of a tag with copies in some folders."""
-    listed = [(found, sorted(held.items())) for found, held in map(list_published, folders)]
-    times = [entry.changed for _, held in listed for name, entry in held if is_state_file(name)]
+    listed = [(found, sorted(entries.items())) for found, entries in map(list_published, folders)]
+    times = [entry.changed for _, entries in listed for name, entry in entries if is_state_file(name)]
     time = min(filter(None, times), default=0.0)  # 0 if unknown
-    step = next((step for folder, held in listed for step in _read_steps(folder, [name for name, _ in held])), -1)
+    step = next((step for folder, entries in listed for step in _read_steps(folder, [name for name, _ in entries])), -1)
     return Age(step, any(_exists(os.path.join(folder, SEAL)) for folder, _ in listed), time)
 
 

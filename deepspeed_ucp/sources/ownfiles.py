@@ -46,10 +46,10 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
     pattern = re.escape(name)
     if run.topology.tp == run.topology.pp == 1:  # ALST's files may have the sequence-parallel rank there
         pattern = pattern.replace("_mp_rank_00_", r"_mp_rank_\d+_")
-    held = [file.path for file in index.stored.files if re.fullmatch(pattern, os.path.basename(file.path))]
+    candidates = [file.path for file in index.stored.files if re.fullmatch(pattern, os.path.basename(file.path))]
     if index.stored.access.is_partial:
-        return next((path for path in held if path != run.state_file), None)
-    paths = (*held, os.path.join(folder, name), os.path.join(folder, CLIENT, name))
+        return next((path for path in candidates if path != run.state_file), None)
+    paths = (*candidates, os.path.join(folder, name), os.path.join(folder, CLIENT, name))
     return next((path for path in paths if path != run.state_file and is_file(path)), None)
 
 
@@ -119,9 +119,9 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
 
 def _list_unpickled(folder: str) -> list[str]:
     """List the files that DeepSpeed may unpickle: state files and the files of atoms."""
-    held = scan_folder(folder)
-    names = [name for name in held if name.endswith(_STATE_ENDINGS)]
-    atoms = scan_folder(os.path.join(folder, ZERO), deep=True) if ZERO in held else {}
+    entries = scan_folder(folder)
+    names = [name for name in entries if name.endswith(_STATE_ENDINGS)]
+    atoms = scan_folder(os.path.join(folder, ZERO), deep=True) if ZERO in entries else {}
     names += [f"{ZERO}/{name}" for name in atoms if name.endswith(".pt")]
     return sorted(os.path.join(folder, name) for name in names)
 

@@ -65,13 +65,13 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
 
     def look() -> tuple[list[str], bytes, bytes, bool, list[str]]:
         looks.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
-        own = [each.entries for each in looks]
+        listings = [each.entries for each in looks]
         errors = [str(each.error or "") for each in looks]
         below = [each.folder.removeprefix(folder) for each, folder in zip(looks, folders, strict=True)]
-        return below, _digest(own, lambda entry: entry.size), _digest(own, _pick), any(own), errors
+        return below, _digest(listings, lambda entry: entry.size), _digest(listings, _pick), any(listings), errors
 
     reports = comm.each(look)
-    own = tuple(each.entries for each in looks)
+    listings = tuple(each.entries for each in looks)
     if not any(some for *_, some, _ in reports):
         comm.run(lambda: _refuse_nothing(each.error for each in looks))
     below = [max(each) for each in zip(*(each for each, *_ in reports), strict=True)]
@@ -81,7 +81,7 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
         for folder, path, each in zip(folders, below, looks, strict=True)
     ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
-    found = FileTable(tuple(folders), _join(own), own, tuple(near))
+    found = FileTable(tuple(folders), _join(listings), listings, tuple(near))
     views = [view for _, _, view, *_ in reports]
     if len({sizes for _, sizes, *_ in reports}) > 1 or not (len(set(views)) == 1 or _is_one_save(found, views, comm)):
         found = _unite(found, views, comm)
@@ -110,7 +110,7 @@ def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
     Args:
         sums: file name → CRC32 of the zip directory.
     """
-    first, *others = zip(table.folders, table.own, strict=True)
+    first, *others = zip(table.folders, table.visible, strict=True)
     for folder, entries in others:
         both = [name for name in sums if name in entries and name in first[1]]
         both = [name for name in both if first[1][name].size == entries[name].size]
@@ -122,21 +122,21 @@ def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
 
 def list_by_host(table: FileTable) -> dict[str, list[str]]:
     """Return the names of the files on each machine; empty if all ranks see the same."""
-    held: dict[str, set[str]] = defaultdict(set)
+    names_by_host: dict[str, set[str]] = defaultdict(set)
     for view in table.views:
         names = (name for place in view.places for name in place)
-        held[view.host] |= {name for name in names if name != SEAL and table.entries[name].size >= 0}
-    return {host: sorted(names) for host, names in sorted(held.items())}
+        names_by_host[view.host] |= {name for name in names if name != SEAL and table.entries[name].size >= 0}
+    return {host: sorted(names) for host, names in sorted(names_by_host.items())}
 
 
 def describe_hosts(table: FileTable) -> str:
     """Describe the data-parallel ranks whose files each machine has; empty if all ranks see the same."""
-    held = {
+    by_host = {
         host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
         for host, names in list_by_host(table).items()
     }
-    texts = [f"{host} has the files of data-parallel ranks {_describe_ranks(ranks)}" for host, ranks in held.items()]
-    return shorten(texts, 16).replace(", ", "; ") if any(held.values()) else ""
+    texts = [f"{host} has the files of data-parallel ranks {_describe_ranks(ranks)}" for host, ranks in by_host.items()]
+    return shorten(texts, 16).replace(", ", "; ") if any(by_host.values()) else ""
 
 
 def list_variants(table: FileTable) -> list[tuple[str, str]]:
@@ -180,15 +180,15 @@ def _refuse_nothing(errors: Iterable[CheckpointError | None]) -> None:
 
 def _warn_others(found: FileTable) -> None:
     """Warn of files that differ from those in an earlier place."""
-    for folder, entries in zip(found.folders[1:], found.own[1:], strict=True):
+    for folder, entries in zip(found.folders[1:], found.visible[1:], strict=True):
         others = [name for name, entry in entries.items() if entry.size != found.entries[name].size]
         if others:
             text = "%s: these files differ from the places before it and are read only if those are unreadable: %s"
             logger.warning(text, folder, shorten(others))
 
 
-def _digest(own: Sequence[Entries], pick: Callable[[Entry], object]) -> bytes:
-    rows = [sorted((name, pick(entry)) for name, entry in entries.items()) for entries in own]
+def _digest(listings: Sequence[Entries], pick: Callable[[Entry], object]) -> bytes:
+    rows = [sorted((name, pick(entry)) for name, entry in entries.items()) for entries in listings]
     return hashlib.sha256(repr(rows).encode()).digest()
 
 
@@ -214,7 +214,7 @@ def _is_one_save(found: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
     turn, turns = among.index(comm.rank), min(Counter(views).values())
     files = [
         (join_path(folder, name), entry)
-        for folder, entries in zip(found.folders, found.own, strict=True)
+        for folder, entries in zip(found.folders, found.visible, strict=True)
         for name, entry in sorted(entries.items())
         if not (entry.is_folder or is_url(folder))
     ]
@@ -243,10 +243,10 @@ def _sum(path: str) -> int | None:
         return None
 
 
-def _join(own: Sequence[Entries]) -> dict[str, Entry]:
+def _join(listings: Sequence[Entries]) -> dict[str, Entry]:
     """Join the entries of all places; the first place of a file counts."""
     joined: dict[str, Entry] = {}
-    for entries in reversed(own):
+    for entries in reversed(listings):
         joined |= entries
     return dict(sorted(joined.items()))
 
@@ -260,7 +260,7 @@ def _unite(found: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
     ranks = [numbers.setdefault(digest, len(numbers)) for digest in digests]
     mine, among = ranks[comm.rank], [rank for rank, view in enumerate(ranks) if view == ranks[comm.rank]]
     is_first = among[0] == comm.rank
-    places = tuple({name: _pick(entry) for name, entry in entries.items()} for entries in found.own)
+    places = tuple({name: _pick(entry) for name, entry in entries.items()} for entries in found.visible)
     views = comm.gather(NodeView(socket.gethostname(), places) if is_first else None)
     union = _Union(found.folders, [view for view in views if view is not None])
     part = [at for at, (_, copy) in enumerate(union.doubts) if copy.view == mine][among.index(comm.rank) :: len(among)]
@@ -302,10 +302,10 @@ class _Union:
         self.folders, self.views = folders, views
         self.copies: dict[str, list[Copy]] = defaultdict(list)
         for view, each in enumerate(views):
-            for place, held in enumerate(each.places):
-                for name in held:
+            for place, files in enumerate(each.places):
+                for name in files:
                     self.copies[name].append(Copy(place, view))
-        self.homes = {name: min(held, key=lambda copy: self._rank(name, copy)) for name, held in self.copies.items()}
+        self.homes = {name: min(files, key=lambda copy: self._rank(name, copy)) for name, files in self.copies.items()}
         self.doubts = [doubt for name in sorted(self.homes) for doubt in self._list_doubts(name)]
         self.sums: dict[tuple[str, Copy], int | None] = {}
 

@@ -59,7 +59,7 @@ class Save:
     @property
     def headers(self) -> list[FileHeader]:
         """All headers: model states, optimizer states, layers, experts, swap files."""
-        layers, swaps = (held.values() for held in self.layers), (held.values() for held in self.swaps.values())
+        layers, swaps = (each.values() for each in self.layers), (each.values() for each in self.swaps.values())
         files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
         files += [*self.experts.values(), *self.expert_optims.values(), *chain(*swaps)]
         return files
@@ -233,8 +233,8 @@ def count_expert_tp_shards(listing: Listing, first: Sequence[FileHeader], tp: in
                 return 1 if degree * count > dp else tp
     if listing.expert_optim:
         return tp if any(mp % tp != rank % tp for mp, rank in listing.expert_optim) else 1
-    held = {(layer, expert, mp // tp) for layer, expert, mp in listing.experts}
-    return tp if len(listing.experts) > len(held) else 1
+    whole = {(layer, expert, mp // tp) for layer, expert, mp in listing.experts}
+    return tp if len(listing.experts) > len(whole) else 1
 
 
 def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
@@ -251,7 +251,7 @@ def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
     degree = max(map(_find_degree, optim.groups), default=0)
     if not degree or dp * tp % degree or count_expert_tp_shards(listing, first, tp) > 1:
         return set()
-    writers = {held[0] for held in place_experts(dp, degree, tp, data_first=bool(header.config.get(DATA_FIRST)))}
+    writers = {ranks[0] for ranks in place_experts(dp, degree, tp, data_first=bool(header.config.get(DATA_FIRST)))}
     return {name for mp, name in enumerate(name_model_files(listing, header)) if mp % tp not in writers}
 
 
@@ -266,8 +266,8 @@ def _name_expert_optims(listing: Listing, optim: OptimHeader | None, places: ran
     degrees = [degree for group in (optim.groups if optim else ()) if (degree := _find_degree(group))]
     count = max(degrees, default=max((rank for mp, rank in listing.expert_optim if mp in places), default=-1) + 1)
     for rank in range(count):
-        held = [mp for mp in places if tp_shards > 1 or (mp, rank) in listing.expert_optim]
-        for mp in held or [places[rank % len(places)]]:
+        holders = [mp for mp in places if tp_shards > 1 or (mp, rank) in listing.expert_optim]
+        for mp in holders or [places[rank % len(places)]]:
             yield f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
 
 
@@ -318,12 +318,12 @@ def _name_experts(listing: Listing, layers: Sequence[int], places: range, tp_sha
         layers: number of experts by layer of a pipeline stage.
         places: the stage's model-parallel ranks. At least one of them has the file of a whole expert.
     """
-    keys = [(layer, expert) for layer, held in enumerate(layers) for expert in range(held)]
+    keys = [(layer, expert) for layer, experts in enumerate(layers) for expert in range(experts)]
     if listing.experts and all(layer == NO_LAYER for layer, _, _ in listing.experts):
         keys = [(NO_LAYER, expert) for expert in range(max(layers, default=0))]
     for key in keys:
-        held = [mp for mp in places if tp_shards > 1 or (*key, mp) in listing.experts]
-        for mp in held or places[:1]:
+        holders = [mp for mp in places if tp_shards > 1 or (*key, mp) in listing.experts]
+        for mp in holders or places[:1]:
             yield name_expert(*key, mp)
 
 
@@ -345,10 +345,10 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
         (save.models, ((mp, name) for (mp, _), name in sorted(listing.model_zero3.items()))),
         (save.shards, ((mp, name) for (_, mp, _), name in sorted(listing.optim.items()))),
     )
-    for held, names in roles:
+    for headers_by_rank, names in roles:
         for mp, name in names:
             if name in by_name:
-                held[mp].append(by_name[name])
+                headers_by_rank[mp].append(by_name[name])
     for (layer, rank), name in sorted(listing.layers.items()):
         if name in by_name:
             layers[max(rank, 0)][layer] = by_name[name]
@@ -357,7 +357,7 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     optims = sorted(listing.expert_optim.items())
     save.expert_optims.update({key: by_name[name] for key, name in optims if name in by_name})
     for mp, models in enumerate(save.models):
-        beside = [*save.shards[mp], *(held for (each, _), held in save.expert_optims.items() if each == mp)]
+        beside = [*save.shards[mp], *(header for (each, _), header in save.expert_optims.items() if each == mp)]
         models[:1] = [complete_experts(header, *beside[:1]) for header in models[:1]]
     save.expert_tp_shards = count_expert_tp_shards(listing, [headers[0], *save.shards[0][:1]], tp)
     return save
@@ -381,16 +381,16 @@ def align_save(save: Save) -> None:
     DeepSpeed creates groups of several expert-parallel degrees in the order of a set of strings, which differs between
     processes; groups of one degree keep their order (``moe/utils.py``).
     """
-    for mp, held in enumerate(save.shards):
+    for mp, shards in enumerate(save.shards):
         stage = save.shards[mp // save.tp * save.tp]
         first = stage[0].optim if stage else None
-        if not (held and first):
+        if not (shards and first):
             continue
-        model, order = save.models[mp][0].model if save.models[mp] else None, find_order(held[0].optim, first)
+        model, order = save.models[mp][0].model if save.models[mp] else None, find_order(shards[0].optim, first)
         if model and model.param_shapes and len(order) == len(model.param_shapes):
             shapes = tuple(model.param_shapes[group] for group in order)
             save.models[mp][0] = replace(save.models[mp][0], model=replace(model, param_shapes=shapes))
-        save.shards[mp] = [align_groups(header, first) for header in held]
+        save.shards[mp] = [align_groups(header, first) for header in shards]
 
 
 def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:

@@ -40,7 +40,7 @@ class FileTable:
     Attributes:
         folders: the tag's folder by place. Messages name the first.
         entries: all files by name, equal on all ranks; of several copies the one in the first place.
-        own: entries that this rank sees, by place.
+        visible: entries that this rank sees, by place.
         near: the places, nearest first.
         access: the ranks that can read each file, in the order of ``entries``.
         odd: (place, name) of files that this rank sees and that differ from ``entries``.
@@ -50,7 +50,7 @@ class FileTable:
 
     folders: tuple[str, ...]
     entries: Entries
-    own: tuple[Entries, ...]
+    visible: tuple[Entries, ...]
     near: tuple[int, ...] = (0,)
     access: ReadAccess = READ_ALL
     odd: frozenset[tuple[int, str]] = frozenset()
@@ -70,25 +70,27 @@ class FileTable:
 
     def choose(self, keep: Callable[[str], bool]) -> FileTable:
         """Return a table of the files whose names pass a filter."""
-        entries, *own = ({name: each[name] for name in each if keep(name)} for each in (self.entries, *self.own))
-        return replace(self, entries=entries, own=tuple(own), access=self.see([*entries]))
+        entries, *visible = (
+            {name: each[name] for name in each if keep(name)} for each in (self.entries, *self.visible)
+        )
+        return replace(self, entries=entries, visible=tuple(visible), access=self.see([*entries]))
 
     def path(self, name: str, size: int | None = None) -> str:
         """Return the first path of a file, of ``size`` bytes if given; by default its path in the first place."""
-        held = (path for path, nbytes in self.list_copies(name).items() if size in (None, nbytes))
-        return next(held, join_path(self.folder, name))
+        paths = (path for path, nbytes in self.list_copies(name).items() if size in (None, nbytes))
+        return next(paths, join_path(self.folder, name))
 
     def list_copies(self, name: str, *, near: bool = False) -> dict[str, int]:
         """Return path → bytes of this rank's copies of a file, by place or (``near``) the nearest first."""
-        places = self.near if near else range(len(self.own))
-        held = [place for place in places if name in self.own[place] and (place, name) not in self.odd]
-        return {join_path(self.folders[place], name): self.own[place][name].size for place in held}
+        places = self.near if near else range(len(self.visible))
+        holders = [place for place in places if name in self.visible[place] and (place, name) not in self.odd]
+        return {join_path(self.folders[place], name): self.visible[place][name].size for place in holders}
 
     def find(self, name: str) -> list[str]:
         """Return the folders in which this rank finds a file, by place; folders with a different file come last."""
-        held = [place for place, entries in enumerate(self.own) if name in entries]
-        held.sort(key=lambda place: (place, name) in self.odd)
-        return [self.folders[place] for place in held] or [self.folder]
+        holders = [place for place, entries in enumerate(self.visible) if name in entries]
+        holders.sort(key=lambda place: (place, name) in self.odd)
+        return [self.folders[place] for place in holders] or [self.folder]
 
     def read(self, name: str, work: Callable[[str], T]) -> T:
         """Call ``work`` with the folders that have a file, until one call succeeds.

@@ -58,7 +58,7 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
     if isinstance(manifest, Finding):
         return None, [manifest]
     if manifest is None:
-        return open_universal(folder, {name: entry.size for name, entry in where.own[place].items()}, comm)
+        return open_universal(folder, {name: entry.size for name, entry in where.visible[place].items()}, comm)
     findings = _find_all_faults(folder, manifest.files, comm)
     header = comm.once(lambda: _read_state_file(folder, manifest, findings))
     if isinstance(header, Finding):
@@ -71,7 +71,7 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
 
 def _choose_places(where: FileTable) -> list[int]:
     """Return the places where every rank sees an atomic checkpoint."""
-    views = [view.list_entries() for view in where.views] or [where.own]
+    views = [view.list_entries() for view in where.views] or [where.visible]
     common = [place for place in range(len(where.folders)) if all(holds_atoms(each[place]) for each in views)]
     if not common:
         raise CheckpointError(
@@ -154,9 +154,9 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequ
     records: list[Record] = []
     atoms: list[Atom] = []
     for each in manifest.atoms:
-        held = (Fragment(0, count(each.shape), len(records), 0),) if count(each.shape) else ()
+        fragments = (Fragment(0, count(each.shape), len(records), 0),) if count(each.shape) else ()
         records.append(Record(numbers[each.file], each.offset, each.nbytes, each.crc))
-        atoms.append(Atom(each.name, each.state, each.dtype, (Shard(each.shape, held),), each.instance))
+        atoms.append(Atom(each.name, each.state, each.dtype, (Shard(each.shape, fragments),), each.instance))
     others = header.model.others if header.model else ()
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[manifest.state_file], blob.offset, blob.nbytes, blob.crc) for blob in others]

@@ -92,9 +92,9 @@ def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHea
         CheckpointError: the folder is incomplete, damaged, or of several runs.
         UnsupportedError: the kind of checkpoint is not supported.
     """
-    held = comm.once(lambda: _list_params(folder, sizes))
-    note_listed(os.path.join(folder, ZERO), held)  # any rank may read a file whose header another rank has read
-    files = _sort_by_param(held)
+    entries = comm.once(lambda: _list_params(folder, sizes))
+    note_listed(os.path.join(folder, ZERO), entries)  # any rank may read a file whose header another rank has read
+    files = _sort_by_param(entries)
     names = [*files]
     params = comm.share(names, lambda name: _read_param(folder, name, files[name]), choose_map(folder))
     optim, stage = comm.once(lambda: _read_optimizer(folder))
@@ -111,9 +111,9 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
             "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder.",
             path=folder,
         )
-    held = scan_folder(os.path.join(folder, ZERO), deep=is_url(folder))
-    found = _sort_by_param(held)
-    if not found or os.path.basename(OPTIMIZER) not in held:
+    entries = scan_folder(os.path.join(folder, ZERO), deep=is_url(folder))
+    found = _sort_by_param(entries)
+    if not found or os.path.basename(OPTIMIZER) not in entries:
         lacking = OPTIMIZER if found else "every parameter's folder"
         raise CheckpointError(
             f"{lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
@@ -121,13 +121,13 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
             path=folder,
             kind="missing",
         )
-    return held
+    return entries
 
 
-def _sort_by_param(held: Mapping[str, Entry]) -> dict[str, list[str]]:
+def _sort_by_param(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
     """Return the listed files by parameter."""
     found = defaultdict[str, list[str]](list)
-    for name, entry in sorted(held.items()):
+    for name, entry in sorted(entries.items()):
         param, _, file = name.partition("/")
         if file or entry.is_folder:
             found[param] += [file] * bool(file)

@@ -227,7 +227,7 @@ def _check_entries(found: Manifest, path: str) -> None:
     sizes: dict[str, set[int]] = defaultdict(set)
     for each in found.atoms:
         sizes[each.file].add(each.size)
-    if two := sorted(name for name, held in sizes.items() if len(held) > 1):
+    if two := sorted(name for name, values in sizes.items() if len(values) > 1):
         raise CheckpointError(f"gives a file two sizes: {shorten(two)}.", path=path)
     kinds = {name: kind for name, kind in get_type_hints(Topology).items() if name != "flats"}
     if odd := [name for name in {**kinds, **found.source} if type(found.source.get(name)) is not kinds.get(name)]:
@@ -361,10 +361,10 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
         if name.startswith(os.pardir):  # in another place
             name = os.path.basename(each.path)
         entry: SourceFile = {"name": name, "size": each.size, "header_crc": each.header_crc}
-        held = sorted(records.get(number, ()), key=lambda record: record.offset)
+        ordered = sorted(records.get(number, ()), key=lambda record: record.offset)
         if each.header_crc is None:
-            entry["records"] = [[record.offset, record.nbytes, record.crc] for record in held]
-        if any(record.crc is None for record in held):
+            entry["records"] = [[record.offset, record.nbytes, record.crc] for record in ordered]
+        if any(record.crc is None for record in ordered):
             entry["changed"] = find_change(each.path)
         files.append(entry)
     files.sort(key=lambda entry: entry["name"])

@@ -71,13 +71,13 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     groups, recorded = _make_groups(part, notes), _record_cuts(part)
     index = make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped)
     index = replace(index, run=replace(index.run, degrees=(save.tp, save.pp)))
-    held = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
-    return split_experts(index, {name: each.experts for name, each in held.items() if each and each.experts}), notes
+    files = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
+    return split_experts(index, {name: each.experts for name, each in files.items() if each and each.experts}), notes
 
 
 def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
-    shapes, held = part.shapes[name], part.params.get(name, {})
-    master = held.get(MASTER)
+    shapes, states = part.shapes[name], part.params.get(name, {})
+    master = states.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
         nothing = Piece(FileRecord("", 0, 0, None), 0, shapes[min(shapes)], "float32")
         builder.add(SavedRank(), name, MASTER, part.save.main, nothing)
@@ -90,7 +90,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
         )
         raise CheckpointError(text, findings=[Finding("missing", file, text)])
     shape = _find_shape(part, master, master.piece, shapes)
-    for state, header in held.items():
+    for state, header in states.items():
         if state == _STEP:
             continue
         if header.piece is None or header.piece.numel != count(shape):
@@ -138,7 +138,7 @@ def _check_states(part: UniversalHeaders) -> None:
                 path=f"{part.folder}/zero",
                 kind="missing",
             )
-    strangers = [name for name, held in part.params.items() if set(held) - {MASTER} and name not in part.shapes]
+    strangers = [name for name, states in part.params.items() if set(states) - {MASTER} and name not in part.shapes]
     if strangers:
         raise CheckpointError(
             f"{shorten(strangers)} have optimizer states, but {part.save.main.name} does not list them. The folder "
@@ -176,11 +176,11 @@ def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int)
             "run.",
             path=f"{part.folder}/zero/optimizer_state.pt",
         )
-    held = tensors[flat]
-    builder.add_scalars(ParamKey(name), dict(held.scalars), part.save.main)
-    for scalar, piece in held.zero_dim.items():
+    tensor = tensors[flat]
+    builder.add_scalars(ParamKey(name), dict(tensor.scalars), part.save.main)
+    for scalar, piece in tensor.zero_dim.items():
         builder.scalar_dtypes.setdefault(scalar, piece.dtype)
-    for state, kind in held.other.items():
+    for state, kind in tensor.other.items():
         builder.irregular.setdefault(AtomKey(name, state), kind)
 
 
@@ -217,8 +217,8 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
     for name, piece in ranks[0].items():
         if name in others or (part.save.is_sharded and name not in buffers):
             continue
-        held = [rank[name] for rank in ranks if name in rank]
-        if name in buffers and len(held) == len(ranks) and are_alike(each.contents for each in held):
+        pieces = [rank[name] for rank in ranks if name in rank]
+        if name in buffers and len(pieces) == len(ranks) and are_alike(each.contents for each in pieces):
             builder.add(SavedRank(), name, MODULE, part.save.main, piece)
         elif name not in missing:
             missing.append(name)
@@ -244,7 +244,7 @@ def _describe_copies(part: UniversalHeaders) -> list[str]:
         for name in save.model(stage * save.tp).owned:
             stages[name] = stages.get(name, 0) + 1
     shared = _read_shared(part)
-    copies = sorted(n for n, held in stages.items() if held > 1 and not any(match(n) for match in shared))
+    copies = sorted(n for n, number in stages.items() if number > 1 and not any(match(n) for match in shared))
     text = "the converter kept the values of an arbitrary stage for parameters that several pipeline stages hold"
     return [f"{text}: {shorten(copies)}"] if copies else []
 

@@ -1,1 +1,1 @@
-"""Checkpoints that are not DeepSpeed's own: one reader a format."""
+"""Readers of foreign checkpoints, one per format."""

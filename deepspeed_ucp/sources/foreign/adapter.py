@@ -64,13 +64,13 @@ def name_as_live(contents: Contents) -> Contents:
     FSDP saves only an adapter in this way (``adapter_only`` of Accelerate's ``save_fsdp_model``).
     """
     weights = contents.weights
-    held = [*filter(None, map(read_live, contents.states))]
-    known = {tensor.in_file: tensor.live for tensor in held}
+    tensors = [*filter(None, map(read_live, contents.states))]
+    known = {tensor.in_file: tensor.live for tensor in tensors}
     if not any(map(is_added_in_file, weights)) or not all(
         name in known or name in contents.states or is_added_in_file(name) or read_live(name) for name in weights
     ):
         return contents  # no adapter, or an adapter with its base, under the names of a live model
-    adapter = next((tensor.adapter for tensor in held), _NAME)
+    adapter = next((tensor.adapter for tensor in tensors), _NAME)
     live = {
         name: known.get(name) or (read_in_file(name, adapter).live if is_added_in_file(name) else name)
         for name in weights

@@ -168,7 +168,7 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> DcpFold
     comm.alike(lambda: _check_files(where, by_file, heads[0]))
     names = sorted(by_file)
     found = where.share(names, lambda name: _read_entries(where, name, by_file[name], metadata), comm)
-    pairs = (zip(by_file[name], held, strict=True) for name, held in zip(names, found, strict=True))
+    pairs = (zip(by_file[name], entries, strict=True) for name, entries in zip(names, found, strict=True))
     return DcpFolder(metadata, {key: entry for each in pairs for key, entry in each}, where, heads[0])
 
 
@@ -209,12 +209,12 @@ def _parse_metadata(root: Any, path: str, folder: str) -> Metadata:
     for name, item in root.get("state_dict_metadata", {}).items():
         key = read_name(name)
         if item.kind.endswith(".TensorStorageMetadata"):
-            held = _read_fields(item)
-            properties = held["properties"].state
+            fields = _read_fields(item)
+            properties = fields["properties"].state
             dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-            chunks = map(_read_fields, held["chunks"])
+            chunks = map(_read_fields, fields["chunks"])
             blocks = [(read_shape(each["offsets"]), read_shape(each["sizes"])) for each in chunks]
-            metadata.tensors[key] = _name_dtype(dtype), read_shape(held["size"]), blocks
+            metadata.tensors[key] = _name_dtype(dtype), read_shape(fields["size"]), blocks
         elif item.kind.endswith(".BytesStorageMetadata"):
             metadata.values.append(key)
         else:
@@ -280,11 +280,11 @@ def _join(metadata: Metadata, more: Metadata) -> None:
             )
         known[2][:] = dict.fromkeys([*known[2], *blocks])
     for part in more.places:
-        held = [posixpath.dirname(each.places[part].file) for each in (metadata, more) if part in each.places]
-        if len({*held}) > 1:  # several ranks of one save may write equal data
+        folders = [posixpath.dirname(each.places[part].file) for each in (metadata, more) if part in each.places]
+        if len({*folders}) > 1:  # several ranks of one save may write equal data
             raise CheckpointError(
-                f"{' and '.join(each or 'the folder' for each in held)} both hold {part[0]}: they are several models "
-                "or saves. Put model and optimizer that belong together into a folder of their own."
+                f"{' and '.join(each or 'the folder' for each in folders)} both hold {part[0]}: they are several "
+                "models or saves. Put a model and its optimizer into a separate folder."
             )
     metadata.values[:] = dict.fromkeys([*metadata.values, *more.values])
     metadata.places |= more.places

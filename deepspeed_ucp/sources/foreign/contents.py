@@ -198,9 +198,9 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
         state = COPY if MASTER in contents.states.get(name, ()) else MASTER if name in trained else MODULE
         maker.add(strip_compiled(name), state, tensor)
     irregular: dict[AtomKey, str] = {}
-    for name, held in contents.states.items():
+    for name, states in contents.states.items():
         weight = contents.weights.get(contents.aliases.get(name, name))
-        for state, tensor in held.items():
+        for state, tensor in states.items():
             if state in (MODULE, COPY):
                 raise UnsupportedError(f"{name} has an optimizer state {state!r}.", path=where.path(contents.head))
             if weight is None or tensor.shape == weight.shape:
@@ -216,7 +216,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     unchecked = _UNCHECKED if any(each.crc is None for each in maker.records if each.nbytes) else contents.unchecked
     dtypes = [tensor.dtype for name, tensor in contents.weights.items() if tensor.dtype.startswith(("float", "bf"))]
     precision = max(dtypes, key=dtypes.count, default="float32")
-    masters = [held[MASTER].dtype for held in contents.states.values() if MASTER in held] or [precision]
+    masters = [states[MASTER].dtype for states in contents.states.values() if MASTER in states] or [precision]
     groups = [
         GroupInfo(tuple(ParamKey(strip_compiled(name)) for name in names), dict(hyper))
         for names, hyper in contents.groups
@@ -227,7 +227,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
             topology=Topology(zero_stage=0, wrapper=ATOMIC, precision=precision, master=masters[0]),
             state_file=where.path(contents.head),
             counters=dict(contents.counters),
-            scalars={ParamKey(strip_compiled(name)): dict(held) for name, held in contents.scalars.items()},
+            scalars={ParamKey(strip_compiled(name)): dict(values) for name, values in contents.scalars.items()},
             groups=tuple(groups),
             scalar_dtypes=dict(contents.scalar_dtypes),
             format=contents.format,
@@ -275,18 +275,18 @@ class _Maker:
                     f"{name} is cut irregularly, into more than {_MOST_RUNS} pieces with the others.",
                     path=self.where.folder,
                 )
-            held = sorted((run for tile in tiles for run in tile.list_runs(shape, itemsize)), key=lambda run: run.start)
-            atom = Atom(name, state, tensor.dtype, (Shard(shape, tuple(held)),))
+            cut = sorted((run for tile in tiles for run in tile.list_runs(shape, itemsize)), key=lambda run: run.start)
+            atom = Atom(name, state, tensor.dtype, (Shard(shape, tuple(cut)),))
             check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
         self.atoms.append(atom)
 
     def _check(self, name: str, tensor: StoredTensor, chunk: TensorBlock) -> None:
         chunk.check(name, tensor.shape, self.where)
         nbytes = count(chunk.shape) * ITEMSIZE[tensor.dtype]
-        held = self.where.entries[chunk.file].size
-        if not 0 <= chunk.begin <= chunk.record.nbytes - nbytes or chunk.record.offset + chunk.record.nbytes > held:
+        size = self.where.entries[chunk.file].size
+        if not 0 <= chunk.begin <= chunk.record.nbytes - nbytes or chunk.record.offset + chunk.record.nbytes > size:
             raise CheckpointError(
-                f"{name}: {nbytes} bytes do not fit into {chunk.record.nbytes} of the file's {held}; it is truncated, "
+                f"{name}: {nbytes} bytes do not fit into {chunk.record.nbytes} of the file's {size}; it is truncated, "
                 "or of another save.",
                 path=self.where.path(chunk.file),
             )

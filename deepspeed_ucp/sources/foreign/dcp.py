@@ -111,7 +111,7 @@ class _Interpreter:
                 path=self.where.path(self.head),
             )
         states, scalars, dtypes = self._read_states(weights)
-        steps = [held["step"] for held in scalars.values() if "step" in held]
+        steps = [values["step"] for values in scalars.values() if "step" in values]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
         by_megatron = any(_MEGATRON in key for key in (*self.metadata.tensors, *self.metadata.values))
         reason = _UNNAMED if numbered else _BY_MEGATRON if by_megatron else ""
@@ -189,18 +189,18 @@ class _Interpreter:
             if root is not None and key.startswith(_GROUPS, len(root)):
                 owner, _, name = key[len(root) + len(_GROUPS) :].rpartition(".")
                 optimizers[root][owner][name] = self.blocks.find_value(key)
-        for _, held in sorted(optimizers.items()):
-            if all(isinstance(hyper.get(_MEMBERS), (list, tuple)) for hyper in held.values()):
-                for number in sorted(held, key=int):
-                    hyper = held[number]
+        for _, groups in sorted(optimizers.items()):
+            if all(isinstance(hyper.get(_MEMBERS), (list, tuple)) for hyper in groups.values()):
+                for number in sorted(groups, key=int):
+                    hyper = groups[number]
                     members = hyper.pop(_MEMBERS)
                     yield tuple(map(str, members)), hyper
                 continue
             alike: dict[str, list[str]] = defaultdict(list)
-            for owner, hyper in held.items():
+            for owner, hyper in groups.items():
                 alike[repr(sorted(hyper.items()))].append(owner)
             for owners in alike.values():
-                yield tuple(owners), held[owners[0]]
+                yield tuple(owners), groups[owners[0]]
 
     def _list_ignored(self, prefix: str, weights: Mapping[str, str]) -> list[Finding]:
         """Warn of contents that are not loaded."""

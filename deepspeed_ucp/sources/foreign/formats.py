@@ -101,7 +101,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
 
 def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
     """Warn if optimizer states are of another save than the weights."""
-    tensors = chain(contents.weights.values(), *(held.values() for held in contents.states.values()))
+    tensors = chain(contents.weights.values(), *(states.values() for states in contents.states.values()))
     if not contents.states:  # weights may be downloaded at any time
         return []
     used = {contents.head, *(chunk.file for tensor in tensors for chunk in tensor.chunks)}
@@ -111,13 +111,15 @@ def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
 
 def _find_beside(where: FileTable) -> list[Finding]:
     """Warn of a trainer's files, for which the engine has no place, and of DeepSpeed's checkpoints in subfolders."""
-    held = scan_if_there(where.folder)
-    tags = sorted(name for name, each in held.items() if each.is_folder and find_tags(os.path.join(where.folder, name)))
+    entries = scan_if_there(where.folder)
+    tags = sorted(
+        name for name, each in entries.items() if each.is_folder and find_tags(os.path.join(where.folder, name))
+    )
     text = f"{where.folder}: this folder is read, not DeepSpeed's checkpoints in {shorten(tags)}. Name one of them"
     runs = [Finding("extra", tags[0], f"{text} to resume.", WARNING)] if tags else []
-    ignored = sorted(filter(names.TRAINERS.fullmatch, held))
-    ignored += [f"{names.META} (schedulers, loops)"] if names.META in held else []
-    numbered = sorted(filter(names.NUMBERED.fullmatch, held))
+    ignored = sorted(filter(names.TRAINERS.fullmatch, entries))
+    ignored += [f"{names.META} (schedulers, loops)"] if names.META in entries else []
+    numbered = sorted(filter(names.NUMBERED.fullmatch, entries))
     return [*runs, *list_ignored(ignored, NEITHER, where.folder), *list_ignored(numbered, _UNNAMED, where.folder)]
 
 

@@ -47,10 +47,12 @@ Held = dict[str, tuple[StoredTensor, str]]
 """Name → tensor, and an earlier name of the same bytes (empty without one)."""
 
 
-def split_ties(held: Held) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def split_ties(tensors: Held) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Split tensors into those with data, and tied name → name with the data."""
-    ties = {name: first for name, (tensor, first) in held.items() if first in held and held[first][0] == tensor}
-    return {name: tensor for name, (tensor, _) in held.items() if name not in ties}, ties
+    ties = {
+        name: first for name, (tensor, first) in tensors.items() if first in tensors and tensors[first][0] == tensor
+    }
+    return {name: tensor for name, (tensor, _) in tensors.items() if name not in ties}, ties
 
 
 def read_header(where: FileTable, name: str) -> Held:
@@ -101,8 +103,8 @@ def _list_tensors(tree: Any, path: str) -> Iterator[tuple[str, TensorRef]]:
     if not isinstance(tree, dict):
         raise UnsupportedError(f"holds {describe(tree)}, not a state dict.", path=path)
     inside = [key for key in _INSIDE if isinstance(tree.get(key), dict)]
-    held = tree[inside[0]] if inside else tree
-    for key, value in held.items():
+    content = tree[inside[0]] if inside else tree
+    for key, value in content.items():
         if isinstance(value, TensorRef):
             yield str(key), value
         elif not inside and not str(key).endswith("_extra_state"):
@@ -134,9 +136,9 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
     states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     scalars: dict[str, dict[str, Any]] = defaultdict(dict)
     dtypes: dict[str, str] = {}
-    for name, held in tree["state"].items():
+    for name, values in tree["state"].items():
         weight = contents.weights.get(name)
-        for state, value in held.items():
+        for state, value in values.items():
             if isinstance(value, TensorRef) and not is_number(state, value.shape, weight.shape if weight else None):
                 states[name][state] = store_tensor(f"{name}: {state}", value, file.storages, OPTIMIZER, path)
                 continue
@@ -149,7 +151,7 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
         )
         for group in tree["param_groups"]
     ]
-    counters = count_steps(held["step"] for held in scalars.values() if "step" in held)
+    counters = count_steps(values["step"] for values in scalars.values() if "step" in values)
     return replace(contents, states=states, scalars=scalars, groups=groups, counters=counters, scalar_dtypes=dtypes)
 
 

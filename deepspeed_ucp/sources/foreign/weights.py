@@ -45,22 +45,22 @@ class Shards:
         Raises:
             CheckpointError: a tensor is in two files, or not in the file that the index names.
         """
-        held: dict[str, T] = {}
+        merged: dict[str, T] = {}
         for file, tensors in zip(self.files, found, strict=True):
             for name, tensor in tensors.items():
                 if self.weight_map is not None and self.weight_map.get(name) != file:
                     continue  # Hugging Face's libraries look up each name in the index too
-                if name in held:
+                if name in merged:
                     raise CheckpointError(f"{name} is in {file} and in another file.", path=where.folder)
-                held[name] = tensor
-        missing = [name for name in self.weight_map or () if name not in held]
+                merged[name] = tensor
+        missing = [name for name in self.weight_map or () if name not in merged]
         if missing:
             raise CheckpointError(
                 f"tells of {shorten(missing)}, which the named files do not hold. The folder mixes files of "
                 "several saves, or a copy was cut short.",
                 path=where.path(self.head),
             )
-        return held
+        return merged
 
 
 def find_shards(where: FileTable, ending: str, comm: Comm) -> Shards:
