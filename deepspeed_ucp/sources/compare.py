@@ -139,8 +139,8 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     for stage in range(save.pp):
         ranks = slice(stage * save.tp, (stage + 1) * save.tp)
         of_stage = [header for (mp, _), header in save.expert_optims.items() if mp // save.tp == stage]
-        for headers in (of_stage, chain(*save.models[ranks]), chain(*save.shards[ranks])):
-            yield headers, "groups", _read_groups, FAULT
+        for same_stage in (of_stage, chain(*save.models[ranks]), chain(*save.shards[ranks])):
+            yield same_stage, "groups", _read_groups, FAULT
     for each in ("partition_count", "alignment"):
         yield from ((headers, each, _read_optim(each), FAULT) for headers in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT

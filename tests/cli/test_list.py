@@ -86,7 +86,7 @@ def test_weights_besides_tags_are_not_tags(tmp_path: Path, run_json: Any, caplog
     bare = {each["tag"]: each["bytes"] for each in found["checkpoints"][2:]}
     assert bare == dict.fromkeys([".", "other"], (tmp_path / "model.safetensors").stat().st_size)
     open_checkpoint(find_checkpoint(str(tmp_path)), Comm())
-    assert any("not the checkpoints of DeepSpeed's in checkpoint-4, checkpoint-8" in line for line in caplog.messages)
+    assert any("not DeepSpeed's checkpoints in checkpoint-4, checkpoint-8" in line for line in caplog.messages)
     (tmp_path / "checkpoint-8" / "latest").unlink()
     with pytest.raises(CheckpointError, match=r"latest is missing, but .*checkpoint-8 holds checkpoints: global_step8"):
         find_checkpoint(str(tmp_path / "checkpoint-8"))
