@@ -95,4 +95,4 @@ def test_deepspeeds_load_would_add_clusters(tmp_path: Path) -> None:
         assert not has_drawn(make_engine(sampler))
     saved = copy.deepcopy(trained.state_dict())
     trained.load_state_dict(saved)
-    assert trained.data_cluster_sizes == [*SIZES, *SIZES], "DeepSpeed mended it: nothing needs to be told"
+    assert trained.data_cluster_sizes == [*SIZES, *SIZES], "DeepSpeed has fixed it: remove the warning"

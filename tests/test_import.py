@@ -99,7 +99,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.insert(0, Finder())
 
-def told():
+def show():
     engine = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     config = sys.modules["deepspeed.runtime.config"].DeepSpeedConfig
     methods = engine.load_checkpoint, config._configure_train_batch_size
@@ -107,12 +107,12 @@ def told():
 """
 
 ORDERS = {
-    "ours-first": "import deepspeed_ucp, deepspeed; told()",
-    "deepspeed-first": "import deepspeed, deepspeed_ucp; told()",
-    "from-within-deepspeed's-import": "hooks.early = lambda: __import__('deepspeed_ucp'); import deepspeed; told()",
-    "explicit": "import deepspeed_ucp; deepspeed_ucp.install(); told()",
+    "ours-first": "import deepspeed_ucp, deepspeed; show()",
+    "deepspeed-first": "import deepspeed, deepspeed_ucp; show()",
+    "from-within-deepspeed's-import": "hooks.early = lambda: __import__('deepspeed_ucp'); import deepspeed; show()",
+    "explicit": "import deepspeed_ucp; deepspeed_ucp.install(); show()",
     "explicit-after-uninstalling": (
-        "import deepspeed_ucp; deepspeed_ucp.uninstall(); import deepspeed; deepspeed_ucp.install(); told()"
+        "import deepspeed_ucp; deepspeed_ucp.uninstall(); import deepspeed; deepspeed_ucp.install(); show()"
     ),
     "after-an-import-that-failed": """
 def fail(): raise RuntimeError
@@ -120,7 +120,7 @@ hooks.inner = fail
 import deepspeed_ucp
 try: import deepspeed
 except RuntimeError: hooks.inner = lambda: None
-import deepspeed; told()
+import deepspeed; show()
 """,
     "while-another-thread-imports-deepspeed": """
 entered = threading.Event()
@@ -129,7 +129,7 @@ hooks.late = slowly
 thread = threading.Thread(target=__import__, args=("deepspeed",)); thread.start()
 entered.wait()
 import deepspeed_ucp
-told(); thread.join()
+show(); thread.join()
 """,
 }
 
@@ -142,8 +142,8 @@ def test_the_hook_is_there_in_any_order(order: str) -> None:
 @pytest.mark.parametrize(
     "order",
     [
-        "import deepspeed_ucp; deepspeed_ucp.uninstall(); import deepspeed; told()",
-        "import deepspeed_ucp, deepspeed; deepspeed_ucp.uninstall(); told()",
+        "import deepspeed_ucp; deepspeed_ucp.uninstall(); import deepspeed; show()",
+        "import deepspeed_ucp, deepspeed; deepspeed_ucp.uninstall(); show()",
     ],
     ids=["before", "after"],
 )
@@ -157,8 +157,8 @@ def test_an_import_from_within_the_engines_module_is_a_warning() -> None:
         + """
 import logging; logging.basicConfig(stream=sys.stdout, format="%(message)s")
 hooks.inner = lambda: __import__("deepspeed_ucp")
-import deepspeed; told()
-deepspeed_ucp = sys.modules["deepspeed_ucp"]; deepspeed_ucp.install(); told()
+import deepspeed; show()
+deepspeed_ucp = sys.modules["deepspeed_ucp"]; deepspeed_ucp.install(); show()
 """
     )
     warning, before, after = printed.splitlines()

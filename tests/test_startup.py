@@ -17,7 +17,7 @@ from tests.test_import import FAKE
 ROOT = Path(__file__).parents[1]
 START = f"import site, sys; site.addsitedir({str(ROOT)!r})\n"
 """The start of Python with the ``.pth`` file of this checkout, which an installation has in site-packages."""
-TELL = "print([name for name in ('deepspeed_ucp_startup', 'deepspeed_ucp') if name in sys.modules])\n"
+SHOW = "print([name for name in ('deepspeed_ucp_startup', 'deepspeed_ucp') if name in sys.modules])\n"
 
 
 def run(code: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -31,13 +31,13 @@ def run(code: str, *flags: str, **variables: str) -> subprocess.CompletedProcess
 
 
 def test_without_the_variable_nothing_is_imported() -> None:
-    assert run(TELL).stdout == "[]\n"
+    assert run(SHOW).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("flag", ["-B", "-I", "-E"])
 def test_with_the_variable_the_plugin_comes_with_deepspeed(flag: str) -> None:
     """Not before, since it takes a while to import; once, although an environment may run the line twice."""
-    code = TELL + START + TELL + "import deepspeed; told()\n" + TELL
+    code = SHOW + START + SHOW + "import deepspeed; show()\n" + SHOW
     code += "print(sum(type(each).__name__ == '_Waker' for each in sys.meta_path))"
     before, again, wrapped, after, wakers = run(code, flag, DEEPSPEED_UCP='{"seal": true}').stdout.splitlines()
     assert before == again == "['deepspeed_ucp_startup']"
@@ -48,7 +48,7 @@ def test_with_the_variable_the_plugin_comes_with_deepspeed(flag: str) -> None:
 
 @pytest.mark.parametrize("word", ["0", " False ", "off"])
 def test_off_is_off(word: str) -> None:
-    assert run("import deepspeed; told(); " + TELL, DEEPSPEED_UCP=word).stdout.splitlines() == [
+    assert run("import deepspeed; show(); " + SHOW, DEEPSPEED_UCP=word).stdout.splitlines() == [
         "[False, False] absent",
         "['deepspeed_ucp_startup']",
     ]
@@ -71,7 +71,7 @@ def test_every_library_that_is_wrapped_wakes_it() -> None:
 
 def test_an_error_is_one_line() -> None:
     broken = "sys.modules['deepspeed_ucp'] = None\n"
-    done = run(broken + "import deepspeed; told()", DEEPSPEED_UCP="1")
+    done = run(broken + "import deepspeed; show()", DEEPSPEED_UCP="1")
     assert done.stdout.splitlines() == ["[False, False] absent"]
     (line,) = done.stderr.splitlines()
     assert line.startswith("deepspeed_ucp: not switched on in this process (ModuleNotFoundError: ")

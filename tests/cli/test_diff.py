@@ -69,9 +69,9 @@ def test_differences_exit_1_the_worst_first(
     assert "counter global_steps: 3 ≠ 5" in out
     assert run(left, right, "--all") == 1
     assert len([line for line in capsys.readouterr().out.splitlines()[1:] if " values " in line]) == 3
-    code, told = run_json("diff", left, right)
-    assert (code, [atom["name"] for atom in told["tensors"]][:2]) == (1, [name for name, _ in reversed(by)])
-    first = told["tensors"][0]
+    code, found = run_json("diff", left, right)
+    assert (code, [atom["name"] for atom in found["tensors"]][:2]) == (1, [name for name, _ in reversed(by)])
+    first = found["tensors"][0]
     assert (first["kind"], first["state"], first["first"], first["differing"]) == ("values", "fp32", [0, 0], 64 * 16)
     assert first["largest"] == pytest.approx(2.0)
 

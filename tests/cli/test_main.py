@@ -414,8 +414,8 @@ def test_no_line_of_an_error_can_be_forged(monkeypatch: pytest.MonkeyPatch, caps
     name = "a\nFAULT forged\x1b[2J\u202e"
     replace_inspect(monkeypatch, side_effect=CheckpointError(f"{name} is damaged.", "second line"))
     main(["inspect", "x"])
-    told = "ds_ucp: error: a\\nFAULT forged\\x1b[2J\\u202e is damaged.\n    second line\n"
-    assert capsys.readouterr().err == told
+    printed = "ds_ucp: error: a\\nFAULT forged\\x1b[2J\\u202e is damaged.\n    second line\n"
+    assert capsys.readouterr().err == printed
     replace_inspect(monkeypatch, side_effect=KeyError(name))
     main(["inspect", "x", "--debug"])
     assert not re.search("^FAULT|\x1b|\u202e", capsys.readouterr().err, re.MULTILINE)

@@ -15,9 +15,9 @@ import job
 from deepspeed_ucp import preemption
 
 
-def hold(engine: Any, told: Any, log: job.Log, log_step: Any = job.log_step) -> None:
+def hold(engine: Any, record: Any, log: job.Log, log_step: Any = job.log_step) -> None:
     """Log a step, then wait while the file of the step exists and no signal has been received."""
-    log_step(engine, told, log)
+    log_step(engine, record, log)
     while Path(f"{log.path}-{engine.global_steps + 1}").exists() and not any(preemption._arrived.values()):
         time.sleep(0.02)
 

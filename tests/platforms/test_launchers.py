@@ -58,8 +58,8 @@ def test_a_killed_rank_is_restarted(launcher: str, reference: Steps, tmp_path: P
     run = Run(tmp_path)
     held = run.hold(SAVE_EVERY + 2)
     options = f"--no_local_rank --num_gpus 1 --master_port {find_port()}"
-    told = {"RANKS_PER_NODE": "1", "RENDEZVOUS": str(tmp_path / "rdzv"), "LAUNCHER": options, "PAUSE": "0"}
-    with start(launcher, run, make_environment(**told)) as started:
+    variables = {"RANKS_PER_NODE": "1", "RENDEZVOUS": str(tmp_path / "rdzv"), "LAUNCHER": options, "PAUSE": "0"}
+    with start(launcher, run, make_environment(**variables)) as started:
         run.wait_for_step(SAVE_EVERY + 2, starts=1, tell=(tmp_path / "output").read_text)
         os.kill(run.read("started")[-1]["pid"], signal.SIGKILL)
         held.unlink()
@@ -81,8 +81,8 @@ def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(re
         (programs / name).chmod(0o755)
     (tmp_path / "hostfile").write_text("# all\n\nhost-a slots=1\nhost-b slots=1\n")
     options = f"--no_local_rank --master_addr 127.0.0.1 --master_port {find_port()}"
-    told = {"HOSTFILE": str(tmp_path / "hostfile"), "HOSTS": str(hosts), "LAUNCHER": options, "PAUSE": "0"}
-    environment = make_environment(**told)
+    variables = {"HOSTFILE": str(tmp_path / "hostfile"), "HOSTS": str(hosts), "LAUNCHER": options, "PAUSE": "0"}
+    environment = make_environment(**variables)
     environment["PATH"] = f"{programs}:{environment['PATH']}"
     run = Run(tmp_path)
     held = run.hold(SAVE_EVERY + 2)
@@ -96,13 +96,13 @@ def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(re
     run.check(reference)
 
 
-def run_with_stub(folder: Path, deepspeed: str, **told: str) -> subprocess.Popen[str]:
+def run_with_stub(folder: Path, deepspeed: str, **variables: str) -> subprocess.Popen[str]:
     """Start the recipe with a stub of the launcher."""
     (folder / "deepspeed").write_text(f"#!/bin/bash\n{deepspeed}\n")
     (folder / "ssh").write_text("#!/bin/bash\nexit 255\n")
     for name in ("deepspeed", "ssh"):
         (folder / name).chmod(0o755)
-    environment = make_environment(**told)
+    environment = make_environment(**variables)
     environment["PATH"] = f"{folder}:{environment['PATH']}"
     recipe = RECIPES / "deepspeed" / "train.sh"
     return subprocess.Popen([str(recipe), "train.py"], env=environment, stdout=subprocess.PIPE, text=True, cwd=folder)

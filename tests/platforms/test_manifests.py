@@ -46,10 +46,10 @@ def find(node: Any, key: str) -> Iterator[Any]:
 def find_unknown(asked: Any, known: Any, place: str = "") -> list[str]:
     """List the fields that the models dropped as unknown, or read differently."""
     if isinstance(asked, dict) and isinstance(known, dict):
-        return [told for key in asked for told in find_unknown(asked[key], known.get(key), f"{place}.{key}")]
+        return [fault for key in asked for fault in find_unknown(asked[key], known.get(key), f"{place}.{key}")]
     if isinstance(asked, list) and isinstance(known, list) and len(asked) == len(known):
         pairs = enumerate(zip(asked, known, strict=True))
-        return [told for at, (a, b) in pairs for told in find_unknown(a, b, f"{place}[{at}]")]
+        return [fault for at, (a, b) in pairs for fault in find_unknown(a, b, f"{place}[{at}]")]
     return [] if asked == known else [f"{place}: {asked!r}, {known!r}"]
 
 
@@ -61,14 +61,14 @@ def test_kubernetes_manifests_match_their_schemas() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api: make test-platforms")
     documents = [each for name in MANIFESTS[:2] for each in read(name)]
     assert [each["kind"] for each in documents] == ["JobSet", "TrainingRuntime", "TrainJob"]
-    assert [told for each in documents for told in check_model(models, each["kind"], each)] == []
+    assert [fault for each in documents for fault in check_model(models, each["kind"], each)] == []
     # HyperPod's own resource has no public schema; its pods are Kubernetes'.
     (job,) = read("hyperpod/train.yaml")
-    assert [told for each in find(job, "template") for told in check_model(models, "PodTemplate", each)] == []
+    assert [fault for each in find(job, "template") for fault in check_model(models, "PodTemplate", each)] == []
     # The comparison detects an unknown field.
     documents[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["gracePeriod"] = 3
-    (told,) = check_model(models, "JobSet", documents[0])
-    assert told.endswith("gracePeriod: 3, None")
+    (fault,) = check_model(models, "JobSet", documents[0])
+    assert fault.endswith("gracePeriod: 3, None")
 
 
 def test_skypilots_task_matches_its_schema() -> None:
@@ -140,8 +140,8 @@ def test_skypilots_variables_become_torchruns_arguments(rank: int, tmp_path: Pat
     (task,) = read("skypilot/train.yaml")
     ips = "10.0.0.7\n10.0.0.8\n10.0.0.9\n10.0.0.10"
     variables = {"NUM_NODES": "4", "NODE_RANK": f"{rank}", "NODE_IPS": ips, "NUM_GPUS_PER_NODE": "8"}
-    told = {f"SKYPILOT_{name}": value for name, value in variables.items()}
-    lines = run_stand_in(tmp_path, task["run"], **task["envs"], **told, SKYPILOT_TASK_ID="sky-managed-1_train_7-0")
+    skypilot = {f"SKYPILOT_{name}": value for name, value in variables.items()}
+    lines = run_stand_in(tmp_path, task["run"], **task["envs"], **skypilot, SKYPILOT_TASK_ID="sky-managed-1_train_7-0")
     options = dict(each[2:].split("=", 1) for each in lines if re.match("--.*=", each))
     expected = {"nnodes": "4", "node-rank": f"{rank}", "nproc-per-node": "8", "master-addr": "10.0.0.7"}
     assert {name: options[name] for name in expected} == expected

@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_the_available_workers(cluster: Any, tmp_path: Path) 
         job.wait_for(starts=2, world=1, steps=2)
         going = cluster.add_node(num_cpus=1)
         job.wait_for(starts=3, world=2, steps=2)
-        told = job.find_starts()[-1][2]
+        notified = job.find_starts()[-1][2]
         drain(cluster.address, going.node_id)
         job.wait_for(starts=4, world=1, steps=2)
         code = job.process.wait(timeout=120)
@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_the_available_workers(cluster: Any, tmp_path: Path) 
     for begun, before in ((second, ended), (third, alone)):  # Ray may take a moment to count a save
         assert (begun - 1) % SAVE_EVERY == 0 and 0 <= before - (begun - 1) < 2 * SAVE_EVERY
     assert 1 < second < third
-    assert fourth - 1 >= told
+    assert fourth - 1 >= notified
     losses = find_losses()
     taken = job.read()
     assert {each["step"] for each in taken} == set(losses)

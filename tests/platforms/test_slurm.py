@@ -52,14 +52,14 @@ def test_failed_jobs_are_restarted_and_cancelled_ones_are_not(cluster: Cluster, 
 @pytest.mark.exhaustive  # Slurm looks every half minute
 def test_a_signal_comes_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm may send the signal up to 60 s early: in a job of a minute, at once."""
-    told = f'echo "told at ${{SLURM_RESTART_COUNT:-0}}" >> {tmp_path}/told; exit 143'
+    trap = f'echo "signalled at ${{SLURM_RESTART_COUNT:-0}}" >> {tmp_path}/signals; exit 143'
     rank = write_stand_in(
-        tmp_path, f"[ \"$SLURM_RESTART_COUNT\" ] && exit 0; trap '{told}' TERM; while :; do sleep 0.1; done"
+        tmp_path, f"[ \"$SLURM_RESTART_COUNT\" ] && exit 0; trap '{trap}' TERM; while :; do sleep 0.1; done"
     )
     job = cluster.submit(tmp_path / "out", "x", options=("--time=1", "--signal=B:USR1@50"), PYTHON=rank)
     ended = cluster.wait_for_end(job, cluster.tell)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (tmp_path / "out").read_text()
-    assert set((tmp_path / "told").read_text().splitlines()) == {"told at 0"}
+    assert set((tmp_path / "signals").read_text().splitlines()) == {"signalled at 0"}
 
 
 FOLLOWING = """

@@ -71,7 +71,7 @@ def test_goes_on(
         agree(whole, rest, first)
         assert rest[0].accumulation == 2
         kept = "total batch 8 kept on 1 rank: gradient accumulation 1 → 2"
-        assert [kept in text for text in rest[0].told].count(True) == (accumulation == 1)
+        assert [kept in text for text in rest[0].warnings].count(True) == (accumulation == 1)
 
 
 @pytest.mark.parametrize("stage", [2, 3], ids=["same", "other"])
@@ -89,17 +89,17 @@ def wait_then_decay(step: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"), [(wait_then_decay, True), (lambda _: 1.0, False)], ids=["later", "never"]
+    ("function", "warns"), [(wait_then_decay, True), (lambda _: 1.0, False)], ids=["later", "never"]
 )
 def test_an_ambiguous_learning_rate_is_a_warning(
-    function: Callable[[int], float], told: bool, caplog: pytest.LogCaptureFixture
+    function: Callable[[int], float], warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), function)
     wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=False)
     state = {**inner.state_dict(), "last_epoch": 20, "_last_lr": [0.1]}
     _, changes = accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), 2)
     assert (changes["last_epoch"], changes["_ucp_rate"]) == (10, 2)
-    assert ("both" in caplog.text) is told
+    assert ("both" in caplog.text) is warns
 
 
 @pytest.mark.parametrize("scheduler", ["plain", "cosine", "one-cycle"])
@@ -123,9 +123,9 @@ def test_a_partial_step_is_repeated(saved: tuple[Path, list[Trained]], ucp_world
         options: dict[str, Any] = {"micro": micro, "accumulation": 2, "resume": str(folder / "middle")}
         rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(1), **options)
         agree(whole, rest, 7)
-        assert ["repeat the last 1 micro batches" in text for text in rest[0].told].count(True) == 1
-    assert ["saving after 1 of the 2 micro batches" in text for text in whole[0].told] == [True]
-    assert not whole[1].told
+        assert ["repeat the last 1 micro batches" in text for text in rest[0].warnings].count(True) == 1
+    assert ["saving after 1 of the 2 micro batches" in text for text in whole[0].warnings] == [True]
+    assert not whole[1].warnings
 
 
 @pytest.mark.parametrize(
@@ -171,11 +171,11 @@ def test_every_stage_on_any_world(
 def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Accelerate removes older ones before it saves. A checkpoint without its own files is refused."""
     config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60}})
-    (told, steps), _ = ucp_worlds.get(2).run(trainers_accelerate.rotate, str(tmp_path / "out"), config)
+    (saves, steps), _ = ucp_worlds.get(2).run(trainers_accelerate.rotate, str(tmp_path / "out"), config)
     first, second, third = ({f"checkpoint_{number}": number == 0} for number in range(3))
-    assert told[1] == first | second and told[2] == first | second | third
-    assert {"checkpoint_2": True} | {"checkpoint_3": told[3]["checkpoint_3"]} == told[3]
-    assert (told[4], steps) == ({"checkpoint_2": True, "checkpoint_3": True}, 4)
+    assert saves[1] == first | second and saves[2] == first | second | third
+    assert {"checkpoint_2": True} | {"checkpoint_3": saves[3]["checkpoint_3"]} == saves[3]
+    assert (saves[4], steps) == ({"checkpoint_2": True, "checkpoint_3": True}, 4)
     (tmp_path / "out" / "checkpoints" / "checkpoint_3" / accelerating.OWN).unlink()
     resume = str(tmp_path / "out" / "checkpoints" / "checkpoint_3")
     arguments = (trainers_accelerate.train, str(tmp_path), config)
@@ -186,5 +186,5 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
 def test_a_folder_that_holds_a_save_is_written_before_training_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """A crash would leave engine state and Accelerate's files of different saves."""
     config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60}})
-    (told,) = ucp_worlds.get(1).run(trainers_accelerate.save_twice, str(tmp_path / "out"), config)
-    assert "not all saves are written after" in told
+    (error,) = ucp_worlds.get(1).run(trainers_accelerate.save_twice, str(tmp_path / "out"), config)
+    assert "not all saves are written after" in error

@@ -473,7 +473,7 @@ def test_a_lost_machine_leaves_the_last_complete_checkpoint(tmp_path: Path, ucp_
 @pytest.mark.skipif(not V5, reason="transformers 4 has no enable_jit_checkpoint")
 def test_one_of_two_saves_on_a_signal_acts(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """The Trainer would save 3 s later, on each rank separately."""
-    options = {"enable_jit_checkpoint": True, "told_at": 2, "per_device_train_batch_size": 4}
+    options = {"enable_jit_checkpoint": True, "signal_at": 2, "per_device_train_batch_size": 4}
     run = train(ucp_worlds, 2, tmp_path, make_config(2), **options)
     assert [each.code for each in run] == [0, 0]
     assert (tmp_path / "preempted" / "latest").read_text() == "global_step2"

@@ -140,10 +140,10 @@ def test_own_classes_and_frozen_layers(tmp_path: Path, ucp_worlds: WorldPool) ->
 def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Training does not wait; at the end all saves are written, and older ones removed."""
     folder, options = str(tmp_path / "out"), {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60.0}}
-    (told, error), _ = ucp_worlds.get(2).run(trainers_lightning.rotate, set_up(1, 2, 1), folder, options)
+    (saves, error), _ = ucp_worlds.get(2).run(trainers_lightning.rotate, set_up(1, 2, 1), folder, options)
     assert error == ""
-    assert told[4:7] == [{"step=2.ckpt": True}] * 3  # as steps 5, 6 and 7 begin
-    assert told[-1] == {"step=8.ckpt": True}
+    assert saves[4:7] == [{"step=2.ckpt": True}] * 3  # as steps 5, 6 and 7 begin
+    assert saves[-1] == {"step=8.ckpt": True}
     resumed = ucp_worlds.get(1).run(
         trainers_lightning.train, set_up(2, 1, 1), 9, load=f"{folder}/step=8.ckpt", default_on=options
     )

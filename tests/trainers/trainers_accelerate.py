@@ -21,7 +21,7 @@ class Trained:
         samples, rates, losses, random: of every step; a loss is the mean of the rank's micro batches.
         steps: of the engine, at the end.
         custom: what the registered object counts.
-        told: warnings of the plugin.
+        warnings: warnings of the plugin.
     """
 
     samples: dict[int, list[int]] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Trained:
     steps: int = 0
     custom: int = 0
     accumulation: int = 0
-    told: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 class Count:
@@ -82,17 +82,17 @@ def train(
     Args:
         save: by micro batch (of all epochs, from 1 on) a folder.
     """
-    told = Trained()
-    with choose_gloo(), listen(told.told):
+    record = Trained()
+    with choose_gloo(), listen(record.warnings):
         accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler)
         if resume is not None:
             accelerator.load_state(resume)
-        told.random[count.steps + 1] = torch.get_rng_state().tolist()
-        _train(told, accelerator, count, net, *prepared, save or {})
-        told.steps, told.custom = prepared[0].global_steps, count.steps
-        told.accumulation, told.weights = accelerator.gradient_accumulation_steps, gather_weights(prepared[0])
+        record.random[count.steps + 1] = torch.get_rng_state().tolist()
+        _train(record, accelerator, count, net, *prepared, save or {})
+        record.steps, record.custom = prepared[0].global_steps, count.steps
+        record.accumulation, record.weights = accelerator.gradient_accumulation_steps, gather_weights(prepared[0])
         prepared[0].destroy()
-    return told
+    return record
 
 
 def _prepare(
@@ -118,7 +118,7 @@ def _prepare(
 
 
 def _train(
-    told: Trained,
+    record: Trained,
     accelerator: Any,
     count: Count,
     net: Net,
@@ -145,8 +145,8 @@ def _train(
             losses.append(loss.item())
             if accelerator.sync_gradients:
                 count.steps += 1
-                told.samples[count.steps], told.rates[count.steps] = list(net.seen), rate
-                told.losses[count.steps] = sum(losses) / len(losses)
+                record.samples[count.steps], record.rates[count.steps] = list(net.seen), rate
+                record.losses[count.steps] = sum(losses) / len(losses)
                 net.seen.clear()
                 losses.clear()
             if done in save:
@@ -161,7 +161,7 @@ def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]
     """
     from accelerate.utils import ProjectConfiguration
 
-    told = list[dict[str, bool]]()
+    saves = list[dict[str, bool]]()
     with choose_gloo():
         accelerator, count, _, (model, optimizer, loader, scheduler) = _prepare(ds_config, 4, 1, "plain")
         accelerator.project_configuration = ProjectConfiguration(
@@ -176,16 +176,16 @@ def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]
             if number == 1:
                 holding.__enter__()
             accelerator.save_state()
-            told.append(list_saves(os.path.join(folder, "checkpoints")))
+            saves.append(list_saves(os.path.join(folder, "checkpoints")))
             if number == 2:
                 holding.__exit__(None, None, None)
                 finish_writes()
                 accelerator.wait_for_everyone()
         count.steps = 0
         accelerator.load_state()
-        told.append(list_saves(os.path.join(folder, "checkpoints")))
+        saves.append(list_saves(os.path.join(folder, "checkpoints")))
         model.destroy()
-    return told, count.steps
+    return saves, count.steps
 
 
 def save_twice(folder: str, ds_config: dict[str, Any]) -> str:

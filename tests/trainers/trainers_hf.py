@@ -52,10 +52,10 @@ class Sums(Net):
     """Divides by the number of items in a step, as causal language models do."""
 
     def forward(
-        self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor, **told: Any
+        self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor, **options: Any
     ) -> dict[str, torch.Tensor]:
         made = super().forward(x, labels, number)
-        items = told.get("num_items_in_batch")
+        items = options.get("num_items_in_batch")
         assert items is None or not isinstance(items, int)
         return made if items is None else {**made, "loss": made["loss"] * len(labels) / items.to(labels.device)}
 
@@ -103,7 +103,7 @@ class Trained:
     code: object = None
 
 
-def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
+def make_notes(net: Net, record: Trained, stop: int | None) -> Any:
     """A callback that records the run of a rank, and ends it at the step ``stop``."""
     from transformers import TrainerCallback
 
@@ -113,17 +113,17 @@ def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             states = (random.getstate(), torch.get_rng_state().tolist())
-            told.random[state.global_step + 1] = hashlib.sha256(repr(states).encode()).hexdigest()
+            record.random[state.global_step + 1] = hashlib.sha256(repr(states).encode()).hexdigest()
             net.seen.clear()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            told.samples[state.global_step] = list(net.seen)
+            record.samples[state.global_step] = list(net.seen)
             control.should_training_stop |= state.global_step == stop
 
     return Notes()
 
 
-def make_follower(trainer: Any, folder: str, told_at: int) -> Any:
+def make_follower(trainer: Any, folder: str, signal_at: int) -> Any:
     """A callback that follows SIGTERM, and sends it in a step."""
     from transformers import TrainerCallback
 
@@ -132,7 +132,7 @@ def make_follower(trainer: Any, folder: str, told_at: int) -> Any:
             preemption.follow(trainer.deepspeed, folder)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step + 1 == told_at:
+            if state.global_step + 1 == signal_at:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     return Follower()
@@ -178,7 +178,7 @@ def train(
     model: str = "Net",
     most: int = 1 << 30,
     held: tuple[int, ...] = (),
-    told_at: int | None = None,
+    signal_at: int | None = None,
     betas: bool = False,
     **options: Any,
 ) -> Trained:
@@ -188,13 +188,13 @@ def train(
         model: name of the class of the model.
         most: samples that fit into the memory of a rank.
         held: first and last step between which writes are held back; if the run ends in between, they are lost.
-        told_at: step in which this rank gets SIGTERM; it saves to ``folder/preempted``.
+        signal_at: step in which this rank gets SIGTERM; it saves to ``folder/preempted``.
         betas: use :class:`MovesBetas`.
     """
-    told = Trained()
+    record = Trained()
     with (
         choose_gloo(),
-        listen(told.warnings),
+        listen(record.warnings),
         mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True),
     ):
         from transformers import Trainer, TrainingArguments
@@ -232,26 +232,28 @@ def train(
             args=args,
             train_dataset=Samples(size),
             eval_dataset=Samples(8),
-            callbacks=[make_notes(net, told, stop)],
+            callbacks=[make_notes(net, record, stop)],
         )
         holder = None
         if held:
-            holder = make_holder(folder, held, told.folders)
+            holder = make_holder(folder, held, record.folders)
             trainer.add_callback(holder)
-        if told_at is not None:
-            trainer.add_callback(make_follower(trainer, f"{folder}/preempted", told_at))
+        if signal_at is not None:
+            trainer.add_callback(make_follower(trainer, f"{folder}/preempted", signal_at))
         try:
             trainer.train(resume_from_checkpoint=resume)
         except SystemExit as end:
-            told.code = end.code
+            record.code = end.code
             trainer.deepspeed.destroy()
-            return told
+            return record
         if holder is not None:
             holder.lose()
-        told.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
-        told.judged = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+        record.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+        record.judged = {
+            entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry
+        }
         engine = trainer.deepspeed
-        told.sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, engine.train_batch_size())
-        told.best, told.weights = trainer.state.best_model_checkpoint, gather_weights(engine)
+        record.sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, engine.train_batch_size())
+        record.best, record.weights = trainer.state.best_model_checkpoint, gather_weights(engine)
         engine.destroy()
-    return told
+    return record

@@ -87,9 +87,9 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 class Net(pl.LightningModule):
     """Records its training."""
 
-    def __init__(self, setting: Setting, told: Trained, save: tuple[int, str] | None) -> None:
+    def __init__(self, setting: Setting, record: Trained, save: tuple[int, str] | None) -> None:
         super().__init__()
-        self.setting, self.told, self.save = setting, told, save
+        self.setting, self.record, self.save = setting, record, save
         self.layers = torch.nn.Sequential(torch.nn.Linear(FEATURES, 17), torch.nn.Tanh(), torch.nn.Linear(17, 1))
         self.layers[0].requires_grad_(not setting.frozen)
         self.strict_loading = not setting.frozen
@@ -119,16 +119,16 @@ class Net(pl.LightningModule):
         inputs, numbers = batch
         step = self.trainer.strategy.deepspeed_engine.global_steps + 1
         loss = self.layers(inputs).square().mean()
-        if step not in self.told.samples:
-            self.told.rates[step] = self.trainer.optimizers[0].param_groups[0]["lr"]
-            self.told.counted[step] = self.trainer.global_step
-            self.told.drawn[step] = torch.rand(1).item()
-        self.told.samples.setdefault(step, []).extend(numbers.tolist())
-        self.told.losses.setdefault(step, []).append(loss.item())
+        if step not in self.record.samples:
+            self.record.rates[step] = self.trainer.optimizers[0].param_groups[0]["lr"]
+            self.record.counted[step] = self.trainer.global_step
+            self.record.drawn[step] = torch.rand(1).item()
+        self.record.samples.setdefault(step, []).extend(numbers.tolist())
+        self.record.losses.setdefault(step, []).append(loss.item())
         return loss
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.told.loaded = type(checkpoint.get("hyper_parameters", {}).get("own")).__name__
+        self.record.loaded = type(checkpoint.get("hyper_parameters", {}).get("own")).__name__
 
     def on_train_batch_end(self, *_: Any) -> None:
         steps = self.trainer.strategy.deepspeed_engine.global_steps
@@ -153,11 +153,11 @@ def train(
         default_on: options of the plugin.
         options: of the Trainer.
     """
-    told = Trained()
+    record = Trained()
     torch.manual_seed(7)
-    net = Net(setting, told, save)
+    net = Net(setting, record, save)
     torch.manual_seed(100 * bool(load) + dist.get_rank())
-    with _choose_cpu(default_on), listen(told.log):
+    with _choose_cpu(default_on), listen(record.log):
         config = {
             "zero_optimization": {"stage": setting.stage},
             "train_micro_batch_size_per_gpu": setting.micro,
@@ -170,9 +170,9 @@ def train(
         trainer = make_trainer(strategy, LightningEnvironment(), max_steps=steps, **accumulation, **options)
         try:
             trainer.fit(net, ckpt_path=load)
-        except Exception as error:  # noqa: BLE001 - told to the test
-            told.error = "".join(traceback.format_exception(error))
-    return told
+        except Exception as error:  # noqa: BLE001 - for the test
+            record.error = "".join(traceback.format_exception(error))
+    return record
 
 
 def make_trainer(strategy: Any, environment: Any, **options: Any) -> pl.Trainer:
@@ -238,11 +238,11 @@ def rotate(setting: Setting, folder: str, options: dict[str, Any]) -> tuple[list
     Returns:
         The checkpoints at the begin of each step, and an error.
     """
-    told, holding = list[dict[str, bool]](), hold_writes()
+    saves, holding = list[dict[str, bool]](), hold_writes()
 
     class Holder(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            told.append(list_saves(folder))
+            saves.append(list_saves(folder))
             if trainer.global_step == 6:
                 holding.__exit__(None, None, None)
                 finish_writes()
@@ -254,4 +254,4 @@ def rotate(setting: Setting, folder: str, options: dict[str, Any]) -> tuple[list
 
     keep = ModelCheckpoint(folder, "{step}", save_top_k=1, every_n_train_steps=2)
     trained = train(setting, 8, default_on=options, enable_checkpointing=True, callbacks=[Holder(), keep])
-    return [*told, list_saves(folder)], trained.error
+    return [*saves, list_saves(folder)], trained.error

@@ -80,24 +80,24 @@ def pretrain(
     trainer = Trainer(config, Degrees(tp, pp, pipeline=pipeline), ds_config)
     args.tensor_rank = trainer.parallel.tensor.rank
     checkpointing.seed_tensor_ranks(SEED)
-    told = Pretrained([], [], 0, 0, False, ds_config.get("checkpoint"))
+    record = Pretrained([], [], 0, 0, False, ds_config.get("checkpoint"))
     try:
-        told.begin = training.resume(trainer.engine)
+        record.begin = training.resume(trainer.engine)
     except AssertionError as error:
-        told.error = str(error)
-    while not told.error and trainer.step < steps:
+        record.error = str(error)
+    while not record.error and trainer.step < steps:
         with get_cuda_rng_tracker().fork(checkpointing.TRACKER):
-            told.drawn.append(torch.rand(1).item())
-        told.losses.append(trainer.train_step())
+            record.drawn.append(torch.rand(1).item())
+        record.losses.append(trainer.train_step())
         args.consumed_train_samples += BATCH
         if trainer.step == save:
             client_state = {**trainer.make_client_state(), "tokens": 1}
             checkpointing.save_checkpoint(trainer.step, [trainer.engine], client_state)
-    told.consumed, told.universal = args.consumed_train_samples, args.universal_checkpoint
+    record.consumed, record.universal = args.consumed_train_samples, args.universal_checkpoint
     trainer.engine.destroy()
     dist.barrier()
     install(default_on=False)
-    return told
+    return record
 
 
 def _make_args(degrees: tuple[int, int, bool], folder: str, flag: bool, stage: int, section: Any) -> Any:

@@ -39,8 +39,8 @@ def check_checkpoint_args(saved: Namespace) -> None:
         assert getattr(saved, name) == getattr(args, name), name
     if not args.universal_checkpoint:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-            told = f"{name} value from checkpoint ({getattr(saved, name)}) is not equal to the input argument value"
-            assert getattr(saved, name) == getattr(args, name), told
+            message = f"{name} value from checkpoint ({getattr(saved, name)}) is not equal to the input argument value"
+            assert getattr(saved, name) == getattr(args, name), message
 
 
 def load_checkpoint(model: list[Any], _optimizer: Any, _scheduler: Any, strict: bool = True) -> int:
