@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.examine.degrees import parse_degrees
+from deepspeed_ucp.examine.resume import check_resume
+from deepspeed_ucp.sources import open_checkpoint
 from tests.releases import find_reason
 from tests.support.engines import experts as engine_experts
 from tests.support.engines.driving import Engines, Refusal, list_rows
@@ -133,3 +139,43 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, engines: Engines, tmp_path: Path) -> None:
     REFUSED[name].check(engines, tmp_path)
+
+
+# --- `ds_ucp plan` predicts the bytes that a resume of experts reports
+
+PLANNED: list[tuple[Any, list[Any]]] = [
+    (
+        Spread(4, 1, "bf16", (2, 4)),
+        [Spread(2, 2, "fp32", (2, 1), data_first=True), Spread(4, 1, "bf16", (4, 4)), Spread(2, 0, "bf16", (2, 2))],
+    )
+]
+if find_spec("deepspeed.module_inject.auto_ep_layer"):
+    from tests.support.engines.autoep import Spread as AutoEP
+
+    PLANNED.append(
+        (
+            AutoEP(4, 3, "bf16", 2),
+            [AutoEP(2, 3, "fp32", 2, data_first=True), AutoEP(4, 1, "bf16", 4), AutoEP(2, 2, "fp32", 1)],
+        )
+    )
+
+
+@pytest.mark.parametrize(("source", "targets"), PLANNED, ids=["deepspeed", "autoep"][: len(PLANNED)])
+def test_a_plan_is_what_the_load_reports(
+    source: Any, targets: list[Any], engines: Engines, subtests: pytest.Subtests
+) -> None:
+    folder = engines.saved(source).folder
+    index = open_checkpoint(f"{folder}/global_step3", Comm())
+    for target in targets:
+        with subtests.test(target=str(target)):
+            (outcome,) = engines.load(target, folder)
+            found = check_resume(index, parse_degrees(describe(target), index.run.topology))
+            assert found.obstacles == []
+            assert sum(rank.bytes_read for rank in outcome.ranks) == found.read
+            assert {rank.state_bytes for rank in outcome.ranks} == {found.state}
+
+
+def describe(spread: Any) -> str:
+    """Return the degrees for `--target`."""
+    ep = max(spread.degrees) if hasattr(spread, "degrees") else spread.ep
+    return f"dp={spread.world},ep={ep},zero={spread.stage},precision={spread.precision}"

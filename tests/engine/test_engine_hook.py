@@ -185,6 +185,26 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, ucp_worlds: WorldP
         assert compare(one.state, two.state)[1] == []
 
 
+def test_an_engine_loads_from_a_store(sources: Any, ucp_worlds: WorldPool) -> None:
+    """Into a trained engine, too; the server fails sometimes."""
+    pytest.importorskip("moto")
+    from tests.stores.server import BUCKET, fail_first, serve_bucket
+    from tests.support.memory import put_folder
+
+    source, options = Case(1, 3), {**PLAIN, "scheduler": True}
+    folder = sources.get(source, **options).folder
+    loads = [Load(f"s3://{BUCKET}/run"), Load(f"s3://{BUCKET}/run/", before=1)]
+    with serve_bucket() as server:
+        put_folder(folder, f"s3://{BUCKET}/run")
+        with server.failing(fail_first(1, "503", having="optim")):
+            for case in (Case(3, 2), source):
+                target = case.on(storage_options=server.options)
+                ranks = ucp_worlds.get(target.dp).run(load_each, target.training(**options), loads)
+                for local in (local for each in ranks for local in each):
+                    assert local.direct and str(local.path).startswith(f"s3://{BUCKET}/run/")
+                    assert differences(folder, local.state) == []
+
+
 @pytest.mark.parametrize("config", [{}, {"checkpoint": {"universal": False}}, {"checkpoint": {}}], ids=str)
 def test_without_the_flag(config: dict[str, Any], sources: Any, ucp_worlds: WorldPool) -> None:
     case, folder = Case(1, 2, config=config), sources.get(Case(1, 2), **PLAIN).folder

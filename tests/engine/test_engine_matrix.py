@@ -6,15 +6,23 @@ combined, and all four under `-m exhaustive`, at every size; `load/test_reshard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Generator
+from functools import partial
+from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from deepspeed_ucp.testing import ResumeReport
+from deepspeed_ucp.testing import ResumeReport, WorldPool
+from deepspeed_ucp.testing.resume import resume_each as resume_runs
+from deepspeed_ucp.testing.resume import save_run
 from tests.support.covering import cover, params
-from tests.support.engines.cases import Case, is_direct, pair_id, saves_states
+from tests.support.engines.cases import Case, is_direct, pair_id, saves_states, train, training
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -156,6 +164,73 @@ def test_decoupled_writer(resume_each: Callable[..., None]) -> None:
     """Its process reads the tensors after the save: the model must not change buffers in the next forward pass."""
     source = Case(3, 2, config={"checkpoint": {"writer": {**REPLICA, "decoupled": True}}})
     resume_each([source], Case(2, 3), model="plain")
+
+
+# --- DeepSpeed's fast writer below stage 3: files under names that DeepSpeed's load does not find
+
+
+class Handle:
+    """The part of `aio_handle` that the writer calls; a write is done when it returns."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def get_alignment(self) -> int:
+        return 512
+
+    def async_pwrite(self, buffer: torch.Tensor, fd: int, offset: int) -> int:
+        assert os.pwrite(fd, buffer.numpy().tobytes(), offset) == buffer.numel()
+        return 0
+
+    def wait(self) -> int:
+        return 1
+
+
+def train_with_fast_writer(ds_config: dict[str, Any], **options: Any) -> Generator[Any, None, None]:
+    """As `cases.train`, with the fast writer made to work here; all ranks are on one machine."""
+    from deepspeed.io import fast_file_writer
+    from deepspeed.runtime.model_checkpointing import writer_factory
+
+    module = SimpleNamespace(aio_handle=Handle, cast_to_byte_tensor=None)
+    builder = lambda: SimpleNamespace(load=lambda: module)  # noqa: E731
+    writer_factory.AsyncIOBuilder = fast_file_writer.UtilsBuilder = builder
+    writer_factory.get_accelerator = lambda: SimpleNamespace(pin_memory=lambda it, **_: it, is_pinned=lambda _: True)
+    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")
+    direct, os.O_DIRECT = os.O_DIRECT, 0  # needs aligned memory, which its real handle has
+    try:
+        yield from train(ds_config, **options)
+    finally:
+        os.O_DIRECT = direct
+
+
+def fast(stage: int, dp: int, unit: str, precision: str = "fp32", **more: object) -> Case:
+    """A case whose files are written by one rank per `unit`; all on this one `machine` write the same file at once."""
+    writer = {"type": "fast", "data_parallel": unit, "io_buffer_size": 1 << 16, **more}
+    return Case(stage, dp, precision, config={"checkpoint": {"writer": writer}})
+
+
+FAST_SOURCES = [
+    fast(1, 2, "replica"),
+    fast(2, 3, "replica", "bf16"),
+    fast(2, 2, "socket", io_multiplier=3),
+    fast(1, 4, "machine"),
+    fast(0, 2, "replica", "bf16"),
+]
+
+
+@pytest.mark.skipif(not find_spec("deepspeed.io"), reason="DeepSpeed before its fast writer")
+def test_every_unit_that_shares_the_writing(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    saves = [
+        save_run(
+            partial(train_with_fast_writer, model="plain"), case.launch, (3, 3), tmp_path / str(number), ucp_worlds
+        )
+        for number, case in enumerate(FAST_SOURCES)
+    ]
+    for judge in resume_runs(training(model="plain"), saves, Case(1, 2).launch, ucp_worlds):
+        assert judge().direct
+
+
+# --- all combinations
 
 
 @pytest.mark.exhaustive
