@@ -13,7 +13,7 @@ from deepspeed_ucp.testing import ResumeReport, WorldPool
 from deepspeed_ucp.testing.resume import SavedRun, save_run
 from deepspeed_ucp.testing.resume import resume_each as resume_each_of
 from tests.support.engines.cases import Case, build_op, is_direct, training
-from tests.support.engines.driving import Engines
+from tests.support.engines.driver import Engines
 from tests.support.engines.parallel import Runs
 
 STEPS = (3, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.releases import find_reason
-from tests.support.engines.driving import Engines, Refusal, edit, list_rows
+from tests.support.engines.driver import Engines, Refusal, edit, list_rows
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 

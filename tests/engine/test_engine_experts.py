@@ -17,7 +17,7 @@ from deepspeed_ucp.examine.resume import check_resume
 from deepspeed_ucp.sources import open_checkpoint
 from tests.releases import find_reason
 from tests.support.engines import experts as engine_experts
-from tests.support.engines.driving import Engines, Refusal, list_rows
+from tests.support.engines.driver import Engines, Refusal, list_rows
 from tests.support.engines.experts import Spread
 
 BELOW = "expert_layer"

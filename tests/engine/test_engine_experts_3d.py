@@ -11,7 +11,7 @@ import torch
 from deepspeed_ucp.convert import convert_checkpoint
 from tests.support.covering import params
 from tests.support.engines import experts_3d as engine_experts_3d
-from tests.support.engines.driving import Engines, edit, list_rows
+from tests.support.engines.driver import Engines, edit, list_rows
 from tests.support.engines.experts_3d import Spread
 
 SOURCES = [

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from deepspeed_ucp.testing import WorldPool
 from tests.export.test_dcp import read_all
 from tests.support.covering import params, turns
-from tests.support.engines.going_on import States
+from tests.support.engines.kinds import States
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 

@@ -13,7 +13,7 @@ from deepspeed_ucp.cli import main
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import params
-from tests.support.engines.driving import Engines, Saved
+from tests.support.engines.driver import Engines, Saved
 from tests.support.upstream import to_universal
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.driving import Engines, Refusal, edit, list_rows
+from tests.support.engines.driver import Engines, Refusal, edit, list_rows
 from tests.support.engines.muon import Kind
 
 SOURCES = [

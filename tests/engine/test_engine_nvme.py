@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import params
-from tests.support.engines.driving import Engines, list_rows
+from tests.support.engines.driver import Engines, list_rows
 from tests.support.engines.nvme import LEAST, Kind
 from tests.support.engines.ranks import Load, load_each
 

@@ -17,7 +17,7 @@ from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.resume import Launch as Job
 from deepspeed_ucp.testing.resume import SavedRun, resume_each, save_run
 from tests.support.engines.cases import Case, saves_states, training
-from tests.support.engines.driving import Engines, Saved
+from tests.support.engines.driver import Engines, Saved
 from tests.support.engines.experts import Spread
 from tests.support.engines.parallel import Launch, Route, Runs
 

@@ -20,7 +20,7 @@ from deepspeed_ucp.testing import World, WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from tests.export.test_safetensors import check_same
 from tests.support.engines.cases import allow_fp16_on_cpu, enable, forget_autocast
-from tests.support.engines.going_on import take_step
+from tests.support.engines.kinds import take_step
 from tests.support.engines.parallel import Launch, Runs, join
 from tests.support.engines.ranks import Load, Local, load_each, save
 

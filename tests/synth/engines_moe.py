@@ -40,7 +40,7 @@ class CaseMoE(RealSave):
     def save(self, folder: Path) -> None:
         import deepspeed
 
-        from tests.support.engines.going_on import forget_groups
+        from tests.support.engines.kinds import forget_groups
 
         forget_groups()
         module, params = self._make_groups()

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support.engines import experts as engine_experts
-from tests.support.engines import going_on
+from tests.support.engines import kinds
 from tests.support.engines.cases import enable
-from tests.support.engines.going_on import Kind, States, forget_groups, mean_square, read_optimizer, train_on_noise
+from tests.support.engines.kinds import Kind, States, forget_groups, mean_square, read_optimizer, train_on_noise
 
 EXPERTS = 4
 BATCH = 8
@@ -68,7 +68,7 @@ class Spread(Kind):
         return "-".join([*parts, f"ep{self.ep}", *marks, *["muon"] * self.muon])
 
     def join(self, parts: Sequence[States]) -> States:
-        return going_on.join(parts, lambda name: CUT.get(".".join(name.split(".")[-3:])), self.tp)
+        return kinds.join(parts, lambda name: CUT.get(".".join(name.split(".")[-3:])), self.tp)
 
     def is_direct(self, source: Any) -> bool:
         return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer

@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from tests.support.engines.cases import enable
-from tests.support.engines.going_on import Kind, States, forget_groups, read_optimizer, train_on_noise
+from tests.support.engines.kinds import Kind, States, forget_groups, read_optimizer, train_on_noise
 
 EXPERTS = 4
 BATCH = 8

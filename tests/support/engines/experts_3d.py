@@ -22,9 +22,9 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_mode
 from torch import Tensor, nn
 
 from tests.support.engines import experts as engine_experts
-from tests.support.engines import going_on
+from tests.support.engines import kinds
 from tests.support.engines.cases import enable
-from tests.support.engines.going_on import Kind, States, forget_groups, train_on_noise
+from tests.support.engines.kinds import Kind, States, forget_groups, train_on_noise
 
 sys.path.append(str(Path(__file__).parents[3] / "examples" / "megatron_gpt"))
 from parallel import Line, ParallelState, copy_to, reduce_from  # type: ignore[import-not-found]
@@ -91,7 +91,7 @@ class Spread(Kind):
         def find_cut(name: str) -> int | None:
             return CUT.get(name.rpartition(".")[2]) if self.cut or ".experts." not in name else None
 
-        return going_on.join(parts, find_cut, self.tp)
+        return kinds.join(parts, find_cut, self.tp)
 
     def is_direct(self, source: Any) -> bool:
         return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer

@@ -17,7 +17,7 @@ from deepspeed_ucp.atoms import strip_compiled
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines.autoep import BATCH, EXPERTS, HIDDEN, Stack, make_block, make_pipeline
 from tests.support.engines.cases import allow_fp16_on_cpu, enable
-from tests.support.engines.going_on import Kind, States, forget_groups, mean_square
+from tests.support.engines.kinds import Kind, States, forget_groups, mean_square
 
 STEPS = 3
 MATRICES, VECTORS = {"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}

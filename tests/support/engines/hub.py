@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from deepspeed_ucp.errors import MismatchError
-from tests.support.engines.going_on import forget_groups
+from tests.support.engines.kinds import forget_groups
 from tests.support.hub import SIZES
 
 COMMON = {**SIZES, "max_position_embeddings": 32, "attention_dropout": 0.0}

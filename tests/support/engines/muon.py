@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.engines import going_on
+from tests.support.engines import kinds
 from tests.support.engines.cases import enable
-from tests.support.engines.going_on import States, read_optimizer, train_on_noise
+from tests.support.engines.kinds import States, read_optimizer, train_on_noise
 
 BATCH = 8
 
 
 @dataclass(frozen=True)
-class Kind(going_on.Kind):
+class Kind(kinds.Kind):
     """An engine: ranks, ZeRO stage, precision, where states are kept, the dtype that gradients are summed in."""
 
     world: int

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from deepspeed_ucp.sources import swapped
 from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import aio as aio_standin
-from tests.support.engines import going_on
+from tests.support.engines import kinds
 from tests.support.engines.cases import enable
-from tests.support.engines.going_on import States, train_on_noise
+from tests.support.engines.kinds import States, train_on_noise
 
 BATCH = 8
 AS_DEEPSPEED = bool({"UCP_EXHAUSTIVE", "UCP_TEST_AIO"} & os.environ.keys())
@@ -29,7 +29,7 @@ NARROW = WIDTH // 64
 
 
 @dataclass(frozen=True)
-class Kind(going_on.Kind):
+class Kind(kinds.Kind):
     """An engine: ranks, ZeRO stage, precision, devices of optimizer and parameters.
 
     Attributes:

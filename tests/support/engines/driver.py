@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import params
-from tests.support.engines.going_on import Kind, States
+from tests.support.engines.kinds import Kind, States
 from tests.support.engines.ranks import Load, Local, load_each, save
 
 
