@@ -12,7 +12,7 @@ from ..config import UniversalConfig
 from ..errors import UcpError, shorten
 from ..sources.latest import read_latest
 from .memory import Job, find_root, list_jobs, locate
-from .saver import finish_dead, keeps_folder, list_settings
+from .saver import finish_dead, list_settings, owns_memory
 from .search import Found, search_memory
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -31,13 +31,13 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     if options is None:
         return None
     root = comm.run(lambda: find_root(options.memory))
-    is_first = keeps_folder(config, comm)
+    is_owner = owns_memory(config, comm)
     is_empty = False
     if comm.rank == 0:  # before a writer writes pending saves there
         with suppress(UcpError, OSError):
             is_empty = read_latest(load_dir) is None
-    comm.run(lambda: finish_dead(root, list_settings(config)) if is_first else None)
-    found = search_memory(root, load_dir, tag, comm, is_first=is_first)
+    comm.run(lambda: finish_dead(root, list_settings(config)) if is_owner else None)
+    found = search_memory(root, load_dir, tag, comm, is_owner=is_owner)
     if found is not None and is_empty:
         _warn_removed(root, load_dir, found)
     return found

@@ -23,7 +23,7 @@ from ..io.store import exists
 from ..sources.latest import LATEST, read_tag
 from ..sources.older import find_age
 from .memory import Job, find_root, list_jobs, locate
-from .saver import finish_dead, keeps_folder, list_savers, list_settings
+from .saver import finish_dead, list_savers, list_settings, owns_memory
 from .writer import POLLED, STARTING, is_locked, list_late
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -188,11 +188,11 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
     options = config.save
     if options is None:
         return
-    is_first, above = keeps_folder(config, comm), locate(os.fspath(beside))
+    is_owner, above = owns_memory(config, comm), locate(os.fspath(beside))
 
     def finish() -> None:
         _finish_savers()
-        if not is_first:
+        if not is_owner:
             return
         root = find_root(options.memory)
         finish_dead(root, list_settings(config))

@@ -102,23 +102,23 @@ class Neighbours:
             self.listener.close()
 
 
-def find_neighbours(options: SaveOptions, job: Job, first: Sequence[int], comm: Comm) -> Neighbours | None:
+def find_neighbours(options: SaveOptions, job: Job, owners: Sequence[int], comm: Comm) -> Neighbours | None:
     """Let each node's saves be copied to the next node; return None, with a warning, on a single node (collective).
 
     Args:
-        first: by node the rank that keeps its folder.
+        owners: by node the rank that owns its folder in memory.
     """
-    if len(first) == 1:
+    if len(owners) == 1:
         if comm.rank == 0:
             logger.warning('"save": {"copies": 1}: there is only one node, and no other node to keep a copy')
         return None
     secret = comm.broadcast(secrets.token_hex(32))
-    described = comm.each(lambda: _describe_node(options) if comm.rank in first else None)
+    described = comm.each(lambda: _describe_node(options) if comm.rank in owners else None)
     nodes = [_Node(*node) for node in filter(None, described)]
     if comm.rank == 0:
         pairs = [f"{node.host} → {after.host}" for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
         logger.info("each node's part of a save is copied to the next node's memory: %s", shorten(pairs, 8))
-    node = first.index(comm.rank) if comm.rank in first else -1
+    node = owners.index(comm.rank) if comm.rank in owners else -1
     address = find_address(nodes, node) if node >= 0 else ""
     listener = comm.run(lambda: _listen(address) if node >= 0 else None)
     addresses = comm.each(lambda: (address, listener.getsockname()[1]) if listener else None)

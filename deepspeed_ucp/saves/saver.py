@@ -67,15 +67,15 @@ class Saver:
     """One engine's saves on one rank.
 
     Args:
-        first: for each rank the first rank of its node, which shares its folder in memory.
+        owners: for each rank the first rank that shares its folder in memory, and owns it.
     """
 
-    def __init__(self, config: UniversalConfig, name: str, rank: int, first: Sequence[int]) -> None:
+    def __init__(self, config: UniversalConfig, name: str, rank: int, owners: Sequence[int]) -> None:
         options = config.save or SaveOptions()
         self.settings = list_settings(config)
-        firsts = list(dict.fromkeys(first))
         self.options, self.rank = options, rank
-        self.is_first, self.node, self.nodes = first[rank] == rank, firsts.index(first[rank]), len(firsts)
+        nodes = list(dict.fromkeys(owners))
+        self.is_owner, self.node, self.nodes = owners[rank] == rank, nodes.index(owners[rank]), len(nodes)
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
         self.neighbours: Neighbours | None = None
@@ -99,9 +99,9 @@ class Saver:
 
     def is_lost(self) -> bool:
         """Return True if this job's folder was deleted."""
-        return self.is_first and not self.job.is_there()
+        return self.is_owner and not self.job.is_there()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release a folder that was deleted; another saver replaces this one."""
         self.mapped.tidy(everything=True)
         self._end_writer()
@@ -228,7 +228,7 @@ class Saver:
         Returns:
             An error message if there is no room for it, else an empty string.
         """
-        if not self.is_first:
+        if not self.is_owner:
             return ""
         for number in self.job.list_numbers():  # left by saves that failed
             if self.job.is_unfinished(number):
@@ -248,12 +248,12 @@ class Saver:
         """Agree on the save that is copied to other nodes, and free older ones (collective, before the next save)."""
         if self.neighbours is not None:
             self.neighbours.agree(self.number + 1, comm)
-            for save in drop_unwanted(self.job, self.options.keep) if self.is_first else ():
+            for save in drop_unwanted(self.job, self.options.keep) if self.is_owner else ():
                 save.spare()
 
     def list_written(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""
-        return set(list_late(self.job.list_saves())) if self.is_first else set()
+        return set(list_late(self.job.list_saves())) if self.is_owner else set()
 
     def end(self, save_dir: str, tag: str, step: int, *, latest: bool, by_itself: bool) -> None:
         """Record that all of the node's files of the save are in memory, and notify the writer."""
@@ -269,7 +269,7 @@ class Saver:
         self.needed = int(SPARE * measure(self.folder))
         if places and not by_itself:
             self._requested[self.number] = tag
-        self.tell_writer()
+        self.notify_writer()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
         if latest and (self.neighbours is None or self.neighbours.safe):
             self.drop_dead(save_dir, tag, by_itself=by_itself)
@@ -298,10 +298,10 @@ class Saver:
 
         These are written later, but must not replace the new save in ``latest`` or under its tag.
         """
-        if not self.is_first:
+        if not self.is_owner:
             return
         if list_late(self.job.list_saves()):
-            self.tell_writer()
+            self.notify_writer()
             self.wait(self.options.wait_s, lambda: False)
         for save in self.job.list_saves():
             for place in save.list_pending():
@@ -316,14 +316,14 @@ class Saver:
         if self.is_lost():
             why = f"{self.job.folder} was removed, perhaps before it was written"
             missing |= dict.fromkeys(self._requested.values(), why)
-        for save in self.job.list_saves() if self.is_first else ():
+        for save in self.job.list_saves() if self.is_owner else ():
             for place in save.list_pending() if not save.by_itself else ():
                 faults = {**save.read_failed(), **save.list_refused()}
                 fault = faults.get(place.folder) or f"see {self.job.folder}/log"
                 missing[save.tag] = f"missing at {place.folder} ({fault})"
         return missing
 
-    def tell_writer(self) -> None:
+    def notify_writer(self) -> None:
         """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""
         if self._reach_writer():
             return
@@ -399,7 +399,7 @@ class Saver:
             if is_locked(self.job):
                 seen = now
             elif self._pipe is not None:
-                self.tell_writer()  # it is starting, or was killed
+                self.notify_writer()  # it is starting, or was killed
             if not before:
                 named = describe_late(self.job.list_saves())
                 logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, named)
@@ -425,7 +425,7 @@ class Saver:
     def finish(self) -> bool:
         """Wait for ``wait_s`` as :meth:`wait` does; restart a writer that was killed."""
         if list_late(self.job.list_saves()):
-            self.tell_writer()
+            self.notify_writer()
         return self.wait(self.options.wait_s)
 
     def close(self) -> None:
@@ -434,11 +434,11 @@ class Saver:
         After a normal end the writer frees the memory if every destination has all saves; otherwise the next run finds
         the saves there.
         """
-        if not self.is_first:
+        if not self.is_owner:
             return
         is_finished = not self.keeps_memory and getattr(sys, "last_value", None) is None and self.job.is_there()
         if is_finished or list_late(self.job.list_saves()):
-            self.tell_writer()
+            self.notify_writer()
         if is_finished and self._pipe is not None:
             with suppress(OSError):
                 self._pipe.write(FINISHED)
@@ -455,12 +455,12 @@ class Saver:
         self.job.disown()
 
 
-def keeps_folder(config: UniversalConfig, comm: Comm) -> bool:
+def owns_memory(config: UniversalConfig, comm: Comm) -> bool:
     """Return True if this rank is the first of its node, which owns the folder in memory (collective)."""
-    return list_first(config, comm)[comm.rank] == comm.rank
+    return list_owners(config, comm)[comm.rank] == comm.rank
 
 
-def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
+def list_owners(config: UniversalConfig, comm: Comm) -> list[int]:
     """Return for each rank the first rank that shares its folder in memory (collective).
 
     Local ranks may differ: they depend on the launcher.

@@ -24,7 +24,7 @@ from ..wrappers import find_live
 from ..writer import is_decoupled
 from .memory import count_free, find_root, list_jobs, name_job
 from .neighbours import find_neighbours
-from .saver import ADVICE, SPARE, Saver, list_first
+from .saver import ADVICE, SPARE, Saver, list_owners
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -76,12 +76,12 @@ def save_into_memory(
     if why:
         saver.number -= 1
         saved = _write_slowly(saver, save_dir, tag, why, write, comm, by_itself=by_itself)
-        comm.run(lambda: saver.drop_dead(save_dir, tag, by_itself=False) if saver.is_first and latest else None)
+        comm.run(lambda: saver.drop_dead(save_dir, tag, by_itself=False) if saver.is_owner and latest else None)
         return saved, False
     step = engine.global_steps
 
     def end() -> None:
-        if saver.is_first:
+        if saver.is_owner:
             saver.job.drop_spare()
             saver.warn_late(step)
             saver.end(save_dir, tag, step, latest=latest, by_itself=by_itself)
@@ -97,7 +97,7 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
         saved = write(saver.folder)
     failed = next(filter(None, comm.each(lambda: saver.failed)), "")
     if failed:
-        comm.run(lambda: delete_own(saver.folder) if saver.is_first else None)
+        comm.run(lambda: delete_own(saver.folder) if saver.is_owner else None)
     return saved, f"memory is full by now: {failed}. {ADVICE}" if failed else ""
 
 
@@ -163,7 +163,7 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
     saver = find_state(engine).saver
 
     def finish() -> None:
-        if saver.is_first:
+        if saver.is_owner:
             saver.finish()
         if required and (missing := saver.list_missing()):
             named = "; ".join(f"{tag}: {why}" for tag, why in missing.items())
@@ -197,18 +197,18 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
             logger.warning(
                 "%s: was deleted with all saves in it while the job runs; new saves continue", lost.job.folder
             )
-        lost.leave()
+        lost.release()
         state.saver = None
     if state.saver is None:
-        name, first = comm.broadcast(name_job()), list_first(config, comm)
-        saver = comm.run(partial(Saver, config, name, comm.rank, first))
+        name, owners = comm.broadcast(name_job()), list_owners(config, comm)
+        saver = comm.run(partial(Saver, config, name, comm.rank, owners))
         if lost is not None:
             saver.made = lost.made
             saver.lost |= lost.list_missing()
-        comm.run(lambda: saver.open() if saver.is_first else None)
+        comm.run(lambda: saver.open() if saver.is_owner else None)
         if saver.options.copies and not engine.use_node_local_storage():
-            saver.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(first)), comm)
-        comm.run(lambda: saver.tell_writer() if saver.is_first else None)  # it starts while the first save is made
+            saver.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(owners)), comm)
+        comm.run(lambda: saver.notify_writer() if saver.is_owner else None)  # it starts while the first save is made
         state.saver = saver
     found: Saver = state.saver
     return found

@@ -38,25 +38,25 @@ class Found(NamedTuple):
     copies: tuple[str, ...] = ()
 
 
-def search_memory(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool = True) -> Found | None:
+def search_memory(root: str, load_dir: str, tag: Any, comm: Comm, *, is_owner: bool = True) -> Found | None:
     """Like :func:`find_in_memory`, but read-only (collective).
 
     Args:
         root: folder of the jobs in memory (:func:`~.memory.find_root`).
-        is_first: this rank reads its node's memory for all ranks of the node.
+        is_owner: this rank reads its node's memory for all ranks of the node.
     """
-    found = _find(root, load_dir, tag, comm, is_first=is_first)
+    found = _find(root, load_dir, tag, comm, is_owner=is_owner)
     if found is None and tag is None:
-        found = _find(root, *os.path.split(normalize(load_dir)), comm, is_first=is_first)
+        found = _find(root, *os.path.split(normalize(load_dir)), comm, is_owner=is_owner)
     return found
 
 
-def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool) -> Found | None:
+def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_owner: bool) -> Found | None:
     """Find the newest save of exactly this folder and tag (collective)."""
     wanted = locate(load_dir)
 
     def look() -> list[tuple[Snapshot, str | None]]:
-        if not is_first:
+        if not is_owner:
             return []
         # A living job's next save writes over the memory of an older one.
         jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()]

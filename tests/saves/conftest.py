@@ -43,6 +43,6 @@ def _leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     note(Saver, "open")
     yield
     for saver in used[Saver]:
-        saver.leave()
+        saver.release()
     for job in used[Job]:
         job.disown()

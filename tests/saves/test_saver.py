@@ -153,7 +153,7 @@ def test_a_save_waits_once_for_a_place_that_fails(
     assert training.save("first") and training.save("again")
     wait_until(lambda: "not written" in training.log)
     monkeypatch.setattr(savers, "count_free", lambda _: -1)
-    with mock.patch.object(savers.Saver, "tell_writer"), mock_clock(PATIENCE / 4) as clock:
+    with mock.patch.object(savers.Saver, "notify_writer"), mock_clock(PATIENCE / 4) as clock:
         assert not training.save("again", write=write_here)
         waited = clock.monotonic()
         assert not training.save("last", write=write_here)
@@ -179,7 +179,7 @@ def test_snapshots_are_counted_apart_from_saves_of_a_script(tmp_path: Path) -> N
     def list_places(to: list[SaveTier], *, by_itself: bool) -> list[list[tuple[str, int | None]]]:
         found, training = [], Training(tmp_path, to=to)
         for each in (True, True, False, True, False):
-            with mock.patch.object(savers.Saver, "tell_writer"):
+            with mock.patch.object(savers.Saver, "notify_writer"):
                 training.save(by_itself=each)
             made = training.job.list_saves()[-1]
             assert made.by_itself is each
@@ -348,9 +348,9 @@ def test_the_first_rank_that_shares_a_memory_owns_it(tmp_path: Path) -> None:
             return [value, (self._pack((identify_host(), found.st_dev, found.st_ino)), None)]
 
     config, comm = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"))), TwoRanks()
-    assert savers.list_first(config, comm) == [0, 0]
+    assert savers.list_owners(config, comm) == [0, 0]
     comm.others = tmp_path / "container"
-    assert savers.list_first(config, comm) == [0, 1]
+    assert savers.list_owners(config, comm) == [0, 1]
 
 
 def test_only_the_rank_that_owns_the_memory_starts_a_writer(job: Job, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def list_saves(folder: str) -> dict[str, bool]:
 def finish_writes() -> None:
     """Wait until the saves in memory are written."""
     for saver in list_savers():
-        assert not saver.is_first or saver.finish()
+        assert not saver.is_owner or saver.finish()
 
 
 @contextmanager
@@ -110,9 +110,9 @@ def hold_writes() -> Iterator[None]:
     former = [(saver, saver.options) for saver in list_savers()]
     for saver, options in former:
         saver.options = options.model_copy(update={"wait_s": 1.0})
-    with mock.patch.object(Saver, "tell_writer"):
+    with mock.patch.object(Saver, "notify_writer"):
         yield
     for saver, options in former:
         saver.options = options
-        if saver.is_first:
-            saver.tell_writer()
+        if saver.is_owner:
+            saver.notify_writer()
