@@ -118,10 +118,10 @@ def _is_flat(value: Any) -> bool:
 def join_hints(hints: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Merge the hints of every model-parallel rank's file.
 
-    Ranks may describe only their own parameters: dicts and lists are merged. ``args`` are those of the first rank.
+    Ranks may describe only their local parameters: dicts and lists are merged. ``args`` come from the first rank.
 
     Args:
-        hints: (path, hints) of each file, first those of the first model-parallel rank.
+        hints: (path, hints) of each file, starting with the first model-parallel rank.
 
     Raises:
         CheckpointError: two files contradict each other.

@@ -95,8 +95,8 @@ def _describe_stateless(save: Save) -> str:
     in_fp32 = (save.main.config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
     if not save.zero.get("stage") or (in_bf16 and in_fp32):  # these releases skip the states of BF16_Optimizer
         return (
-            f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 write none in bf16 without ZeRO or with "
-            f"fp32 gradients, and what they were is lost. {remedy}, or load a tag that another release saved."
+            f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 do not write them in bf16 without ZeRO "
+            f"or with fp32 gradients, so they are lost. {remedy}, or load a tag that another release saved."
         )
     names = [(name, None) for name in name_shards(save.listing, "bf16_" * in_bf16, len(save.models), save.dp)]
     missing = shorten(name for name, _ in fold_names(names, lambda _: None))
@@ -119,7 +119,7 @@ def make_index(
     recorded: Mapping[str, dict[str, Any]] | None = None,
     dropped: str = "",
 ) -> AtomicIndex:
-    """Combine a builder's parts with those of the model states.
+    """Combine a builder's parts with the model states.
 
     Args:
         builder: with all files added.
@@ -183,7 +183,7 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Itera
     if builder.save.listing.sp > 1:
         yield f"files named by sequence-parallel rank, of {builder.save.listing.sp}"
     if any(map(is_expert, builder.aliases)):
-        yield "tied experts, of which DeepSpeed's own load gives every rank the first one's"
+        yield "tied experts, which DeepSpeed's load replaces by those of the first rank"
     if topology.traits.form is Form.PARTITIONS and any(
         "expert" in param.name
         and not any(COPY in each.states for each in held)
@@ -203,7 +203,7 @@ def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
 
 
 def _find_optim(save: Save) -> OptimHeader | None:
-    """Return the first optimizer header with parameters, as a pipeline stage may have none; or None."""
+    """Return the first optimizer header with parameters, which some pipeline stages lack; or None."""
     found = [model.optim for model in save.first_models if model.optim]
     found = found or [shards[0].optim for shards in save.shards if shards and shards[0].optim]
     return next((optim for optim in found if optim.masters), found[0] if found else None)
@@ -215,7 +215,7 @@ def find_saved_precision(
     flats: tuple[FlatBuffer, ...] = (),
     groups: Sequence[GroupInfo] = (),
 ) -> str:
-    """Return the dtype of the model's parameters: that of the ds_config, else of the first optimized parameter."""
+    """Return the dtype of the model's parameters, from the ds_config or the first optimized parameter."""
     model, precision = save.model(0), find_precision(save.main.config)
     if precision != "float32":
         return precision
@@ -247,7 +247,7 @@ def _refuse_engines(save: Save, naming: Naming) -> None:
             "ZeRO 3 has transposed partitions there besides: take the weights from the run itself, with "
             "deepspeed.zero.GatheredParameters."
             if save.is_sharded
-            else "The module's own weights are whole: load them with load_optimizer_states=False."
+            else "The module's weights are complete: load them with load_optimizer_states=False."
         )
         raise UnsupportedError(
             "was saved by ZenFlow. The moments of the columns that it selects, which ones it selects, the "
@@ -258,9 +258,8 @@ def _refuse_engines(save: Save, naming: Naming) -> None:
     autoep = enabled(save.main.config, "expert_parallel") and save.model(0).experts
     if autoep and not save.model(0).placements:
         raise UnsupportedError(
-            "is a mixture-of-experts checkpoint of AutoEP without a description of which rank has which "
-            "experts, which this release does not convert. It can be resumed by DeepSpeed itself in the topology that "
-            "wrote it.",
+            "is a mixture-of-experts checkpoint of AutoEP without a placement of the experts, which this release does "
+            "not convert. DeepSpeed itself can resume it in the topology that wrote it.",
             path=path,
         )
     sliced = [name for model in save.first_models for name in _list_sliced_bases(model)]

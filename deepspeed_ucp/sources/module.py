@@ -34,7 +34,7 @@ def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
 
     Args:
         builder: with ranks that have the optimizers' parameters.
-        tied: names of parameters of a pipeline's tied modules, if the model states name none.
+        tied: names of parameters of a pipeline's tied modules, if the model states lack them.
 
     Raises:
         CheckpointError: a layer with parameters has no file.
@@ -73,7 +73,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
                 builder.add(rank, name, COPY, header, piece)
         if is_sharded and mp == 0:
             ties, ambiguous = _tie_repeated(held[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
-            builder.ambiguous = (*builder.ambiguous, *ambiguous)
+            builder.ambiguous = tuple(ambiguous)
         builder.aliases = {**ties, **builder.aliases}
     _add_experts(builder, optimized)
 
@@ -88,7 +88,7 @@ def _tie_repeated(
 
     Args:
         tensors: the module's state dict, in its order.
-        owned: names of parameters and buffers that have tensors of their own.
+        owned: names of parameters and buffers with separate tensors.
         ties: the known ties.
 
     Returns:
@@ -148,9 +148,9 @@ def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
 
 
 def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:
-    """Find the ties of experts in model states, where DeepSpeed leaves the experts of a layer with a second name.
+    """Find the ties of experts in model states, which keep the experts of a layer with a second name.
 
-    They belong to the first expert-parallel rank, so that their numbers are those of the whole layer.
+    They belong to the first expert-parallel rank, whose numbers are valid for the whole layer.
 
     Raises:
         UnsupportedError: no file of an expert has the same bytes.
@@ -197,7 +197,7 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
 def _add_expert(
     builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece], optimized: set[str]
 ) -> None:
-    """Add the tensors of one expert's file; compare those that another tensor-parallel rank has as well (``seen``)."""
+    """Add the tensors of one expert's file; compare tensors that another tensor-parallel rank also has (``seen``)."""
     folds, tensors = builder.save.experts_over_tp, header.layer or {}
     rank.experts_over_tp.update(tensors if folds else ())
     for name, piece in tensors.items():
@@ -210,7 +210,7 @@ def _add_expert(
 
 
 def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
-    """Raise CheckpointError if a file has tensors of another expert than its file name says."""
+    """Raise CheckpointError if a file has tensors of another expert than in its file name."""
     tensors = header.layer or {}
     if isinstance(tensors, ExpertTensors) and tensors.number == expert:
         return
@@ -250,7 +250,7 @@ def find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
 
 
 def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable[tuple[str, Piece]]:
-    """Yield the tensors with own bytes; add those that share another tensor's bytes to ``aliases``."""
+    """Yield the tensors that share no bytes with an earlier one; add the others to ``aliases``."""
     seen: dict[tuple[object, ...], str] = {}
     for name, piece in tensors.items():
         if name in aliases:
@@ -307,7 +307,7 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
 
 
 def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
-    """Map keys of a nested module dict to parameter names: the only pair in which one is the other plus a prefix.
+    """Map keys of a nested module dict to parameter names if exactly one pair differs only by a prefix.
 
     If all names match with the same prefix, it also applies to keys without known name (frozen parameters, which ZeRO
     1 does not list).
@@ -394,7 +394,7 @@ class _LayerFiles:
         return max(before, default=-1) < layer < min(after, default=layer + 1)
 
     def add(self) -> None:
-        """Add all tensors, those of a tied module on a stage from one of its files."""
+        """Add all tensors; a tied module on a stage uses one of its files."""
         self._check_missing()
         aliases = self.builder.aliases = dict(self.save.model(0).shared)
         places: dict[int, list[Place]] = {}

@@ -29,7 +29,7 @@ _LAST = (1 << 62, 0)
 
 
 def _name_form(name: str) -> str:
-    """Return the form of a name: that of the layer's first expert for all its experts, else the name."""
+    """Return the name, or for an expert the name of its layer's first expert."""
     found = read_name(name)
     if found is None:
         return name
@@ -57,8 +57,8 @@ class ModuleOrder:
         now: places in the live module.
         before: places in the saved module.
         shapes: form of a name → shape in the saved module.
-        pipeline: each layer's file orders only its own parameters.
-        record: returns the places in the live module's state dict, which may have an order of its own.
+        pipeline: each layer's file orders only the layer's parameters.
+        record: returns the places in the live module's state dict, whose order may differ.
     """
 
     path: str
@@ -109,15 +109,15 @@ class ModuleOrder:
         """Explain why the saved optimizer's order is uncertain; empty if it is certain."""
         affected = [name for names in (*moved, *swapped) for name in names]
         if _sort(affected, recorded) != _sort(affected, self.now):
-            return "the model's state_dict has an order of its own, so that the saved module's is not known"
+            return "the model's state_dict has a different order, which hides the saved module's"
         if self.pipeline:
-            return "how the optimizers of a pipeline's stages had them is not known"
+            return "their order in the optimizers of a pipeline's stages is not known"
         if swapped:
             return "param groups of the same sizes may have changed places as well"
         if any(map(is_expert, affected)):
-            return "where experts were among them is not known"
+            return "the places of experts among them are not known"
         if not all(map(self._is_sorted, moved)):
-            return "the optimizer has them in an order of its own"
+            return "the optimizer has them in a different order"
         return ""
 
     def _list_known(self, group: Iterable[tuple[str, bool]]) -> list[str]:
@@ -150,7 +150,7 @@ def _sort(names: Iterable[str], places: Places) -> list[str]:
 
 
 def compare_modules(save: Save, naming: Naming) -> ModuleOrder:
-    """Compare the live module's order with that of the saved module and its experts' files."""
+    """Compare the order of the live module with the saved module and its experts' files."""
     tensors = dict(read_module(save, save.main, naming.order))
     layers = {layer: file.layer or {} for (layer, *_), file in save.experts.items()}
     for layer in sorted(layers):

@@ -38,7 +38,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
     save, naming = builder.save, naming.translate(builder.save)
     live = naming.live
     wrapper = save.model(0).optim
-    if wrapper is None or wrapper.traits.is_cut or not naming.optimizer:  # BF16_Optimizer has files of its own
+    if wrapper is None or wrapper.traits.is_cut or not naming.optimizer:  # BF16_Optimizer has separate files
         owned = [model.owned for model in save.first_models]  # ZeRO records the trained parameters
         builder.ranks, builder.instances = list_ranks(save, [list(shapes) for shapes in owned])
         for rank, shapes in zip(builder.ranks, owned, strict=True):
@@ -54,7 +54,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
 
 
 def _warn_lost(save: Save, lost: Collection[str]) -> None:
-    if lost:  # a layer with a forward_fn has no file, and without masters each stage has values of its own
+    if lost:  # a layer with a forward_fn has no file, and without masters the stages have different values
         logger.warning(
             "%s: %s: no file has the values of some pipeline stages; those of the stage that saved them are taken",
             *(save.listing.folder, shorten(lost)),
@@ -231,7 +231,7 @@ def _pick_live(
 
 
 def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | None) -> list[GroupNames]:
-    """Divide the live groups of ``ep`` expert-parallel ranks among those of the saved run.
+    """Divide the live groups of ``ep`` expert-parallel ranks among the saved run's expert-parallel ranks.
 
     Raises:
         MismatchError: the files do not record which rank had which experts.
@@ -319,7 +319,7 @@ def share_steps(optim: OptimHeader) -> list[TensorStates]:
         steps = [found[place].scalars.get("step") for place in members]
         dtypes = {piece.dtype for place in members for piece in found[place].states.values()}
         if any(step != 0 for step in steps[:-1]) or len(dtypes) > 1:
-            continue  # some parameters had no gradients at times, or several dtypes: each has a count of its own
+            continue  # some parameters had no gradients at times, or there are several dtypes: separate counts
         for place in members:
             found[place] = replace(found[place], scalars={**found[place].scalars, "step": steps[-1]})
     return found

@@ -28,7 +28,7 @@ _LEAST = 1 << 20
 """Least bytes of a swapped sub-group (swap_tensor/utils.py ``MIN_AIO_BYTES``)."""
 
 _ALIGNED = 1024
-"""Bytes to which each thread of asynchronous I/O pads (``AIO_ALIGNED_BYTES``)."""
+"""Alignment in bytes for each thread of asynchronous I/O (``AIO_ALIGNED_BYTES``)."""
 
 Span = tuple[int, int]
 """DeepSpeed's numbers of the first and the last parameter of a sub-group."""
@@ -87,7 +87,7 @@ def adopt_sums(save: Save, sums: Mapping[str, int]) -> None:
 
 
 def _list_swapped(save: Save) -> list[SubGroup]:
-    """List the swapped sub-groups, which their size determines; none if the engine swaps nothing."""
+    """List the swapped sub-groups, which their size determines; empty if the engine does not swap."""
     first = save.shards[0][0].optim if save.shards[0] else None
     if first is None or first.traits.form is not Form.RESERVED or not describe_offload(save.zero).startswith("nvme/"):
         return []
@@ -245,7 +245,7 @@ def _list_parameters(save: Save) -> list[str]:
 
 
 def _order_as_constructed(names: Iterable[str]) -> list[str]:
-    """Order parameters after those of their module's children."""
+    """Order parameters after the parameters of their module's children."""
     places: dict[tuple[int, str], int] = {}
 
     def find_key(name: str) -> list[tuple[bool, int]]:

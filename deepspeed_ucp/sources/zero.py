@@ -195,7 +195,7 @@ def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
 
 @dataclass(frozen=True)
 class _LocalBuffer:
-    """A flat buffer under the ranks' own parameter names, which are the same on all expert-parallel ranks."""
+    """A flat buffer under the ranks' local parameter names, which are equal on all expert-parallel ranks."""
 
     buffer: FlatBuffer
 
@@ -219,7 +219,7 @@ def _lay_out(
     owner: int,
     known: _LocalBuffer | None,
 ) -> _LocalBuffer:
-    """Lay out the flat buffer of some ranks; reuse ``known``, that of other ranks, if it is the same.
+    """Lay out the flat buffer of some ranks; reuse ``known`` of other ranks if it is equal.
 
     ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
     """
@@ -274,7 +274,7 @@ class _BufferAdder:
 
     Attributes:
         index: number of the flat buffer in each file.
-        local: the buffer under the ranks' own names.
+        local: the buffer under the ranks' local names.
         buffer: the buffer under the whole model's names.
         found: state → dtype, record of each partition, and byte in the record at which the partition begins.
     """

@@ -101,7 +101,7 @@ def test_a_tied_parameter_is_where_the_first_of_its_names_is(wrapper: Topology, 
 @WRAPPERS
 def test_an_order_of_the_optimizers_own_is_known_of_the_same_module_alone(wrapper: Topology, tmp_path: Path) -> None:
     save(tmp_path, define(SAVED), wrapper)
-    refuse(tmp_path, Backwards(define(OTHER), Topology(1), 0), "the optimizer has them in an order of its own")
+    refuse(tmp_path, Backwards(define(OTHER), Topology(1), 0), "the optimizer has them in a different order")
     alike = define(["a.weight", "b.weight", "c.weight"])
     save(tmp_path / "alike", alike, wrapper)
     index = open_for(tmp_path / "alike", Backwards(alike, Topology(1), 0))
@@ -138,7 +138,7 @@ def test_a_state_dict_in_an_order_of_its_own_tells_none(wrapper: Topology, tmp_p
     assert not compare(index, target)
     other = FakeTarget(define(OTHER), wrapper, 0)
     other.recorded = lambda: sorted(SAVED, reverse=True)
-    refuse(tmp_path, other, "the model's state_dict has an order of its own")
+    refuse(tmp_path, other, "the model's state_dict has a different order")
 
 
 def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[list[str]]:
@@ -160,7 +160,7 @@ def test_experts_are_held_against_their_files_alone() -> None:
     expert = "moe.deepspeed_moe.experts.deepspeed_experts"
     names = ["in", f"{expert}.0.w", f"{expert}.0.b", f"{expert}.1.w", f"{expert}.1.b", "out"]
     assert follow(["in", "out", f"{expert}.3.w", f"{expert}.3.b"], names) == [names]
-    with pytest.raises(MismatchError, match="where experts were among them is not known"):
+    with pytest.raises(MismatchError, match="the places of experts among them are not known"):
         follow(["out", "in", *names[1:5]], names)
     with pytest.raises(MismatchError, match="experts.0.w before .*experts.0.b; in the checkpoint behind it"):
         follow(["in", "out", f"{expert}.0.b", f"{expert}.0.w"], names)

@@ -128,22 +128,6 @@ LOOSE = Model(
 )
 
 
-@pytest.mark.parametrize(
-    "topology",
-    [
-        Topology(1, 2, tp=2, pp=2, placement=interleaved(7, 2, 2)),
-        Topology(1, 1, "bf16", pp=2, placement=interleaved(7, 2, 3)),
-        Topology(1, 2, pp=2, placement=bidirectional(7, 2)),
-        Topology(1, 1, "bf16", tp=2, pp=4, placement=bidirectional(7, 4)),
-    ],
-    ids=["interleaved-tp2", "interleaved-3", "bidirectional", "bidirectional-tp2-pp4"],
-)
-def test_placements_that_are_no_runs_of_layers(tmp_path: Path, topology: Topology) -> None:
-    state = draw(LOOSE, topology)
-    index = write_and_open(tmp_path, LOOSE, state, topology)
-    check_parallel(index, LOOSE, state, topology)
-
-
 # -- copies and ties --------------------------------------------------------------------------------------------------
 
 

@@ -64,7 +64,7 @@ def test_autoep(stage: int, tmp_path: Path) -> None:
         files["layer_0_expert_0_mp_rank_00_model_states.pt"] = {"experts.w1.0": torch.ones(2)}
         optimizer = files["mp_rank_00_model_states.pt"]["optimizer"]
         files["expp_rank_0_mp_rank_00_optim_states.pt"] = {"optimizer": optimizer}
-    text = "mixture-of-experts checkpoint of AutoEP without a description of which rank has which"
+    text = "mixture-of-experts checkpoint of AutoEP without a placement of the experts"
     with pytest.raises(UnsupportedError, match=text):
         open_files(tmp_path, files)
 
