@@ -144,6 +144,13 @@ class Objections:
         raise type(first)(*first.args, *lines).copy(shared=first.shared, echo=first.echo, rank=first.rank) from first
 
 
+def raise_first(errors: Iterable[BaseException | None]) -> None:
+    """Raise the first error, if any."""
+    for error in errors:
+        if error is not None:
+            raise error
+
+
 def escape(text: str) -> str:
     """Return text as one printable line: escapes line breaks, terminal codes, bidi marks; hides secrets in URLs."""
     text = hide_secrets(text)

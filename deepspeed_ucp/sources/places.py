@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ..access import READ_ALL, PartialAccess
 from ..comm import Comm
-from ..errors import CheckpointError, UcpError, join_numbers, shorten
+from ..errors import CheckpointError, UcpError, join_numbers, raise_first, shorten
 from ..io.filesystems import choose_map, measure_distance
 from ..io.paths import Entry, is_url, join_path
 from ..io.read import sum_range
@@ -73,7 +73,7 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
     reports = comm.each(look)
     listings = tuple(each.entries for each in looks)
     if not any(some for *_, some, _ in reports):
-        comm.run(lambda: _refuse_nothing(each.error for each in looks))
+        comm.run(lambda: raise_first(each.error for each in looks))
     below = [max(each) for each in zip(*(each for each, *_ in reports), strict=True)]
     # A rank that sees none of a tag's files does not know their subfolder.
     folders = [
@@ -135,7 +135,10 @@ def describe_hosts(table: FileTable) -> str:
         host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
         for host, names in list_by_host(table).items()
     }
-    texts = [f"{host} has the files of data-parallel ranks {_describe_ranks(ranks)}" for host, ranks in by_host.items()]
+    texts = [
+        f"{host} has the files of data-parallel ranks {join_numbers(sorted(ranks)).replace(',', ' and ') or 'none'}"
+        for host, ranks in by_host.items()
+    ]
     return shorten(texts, 16).replace(", ", "; ") if any(by_host.values()) else ""
 
 
@@ -143,11 +146,6 @@ def list_variants(table: FileTable) -> list[tuple[str, str]]:
     """Return (folder, name) of this machine's files that every node writes, and that differ from the ones in use."""
     odd = sorted(table.odd) if table.is_first else []
     return [(table.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
-
-
-def _describe_ranks(ranks: Iterable[int]) -> str:
-    """``0-3 and 8``; ``none``."""
-    return join_numbers(sorted(ranks)).replace(",", " and ") or "none"
 
 
 class _Look(NamedTuple):
@@ -170,12 +168,6 @@ def _list_published(folder: str, list_place: Callable[[str], Entries]) -> tuple[
     entries = list_place(folder)
     found = resolve_published(folder, entries)
     return found, entries if found == folder else list_place(found)
-
-
-def _refuse_nothing(errors: Iterable[CheckpointError | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise error
 
 
 def _warn_others(found: FileTable) -> None:

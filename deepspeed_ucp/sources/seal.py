@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -51,19 +51,12 @@ class Seal(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-S = TypeVar("S", bound=Seal)
-
 _MOST_BYTES = 1 << 28
 """Size limit of a seal."""
 
 
 def read_seal(path: str) -> Seal:
-    """Read a seal; raises the errors of :func:`read_sealed`."""
-    return read_sealed(path, Seal)
-
-
-def read_sealed(path: str, form: type[S]) -> S:
-    """Read a seal, or a model that extends it, and check its digest.
+    """Read a seal and check its digest.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -71,12 +64,11 @@ def read_sealed(path: str, form: type[S]) -> S:
     """
     data = read_bounded(path, _MOST_BYTES)
     try:
-        seal = form.model_validate(parse_json(data, path, strict=True))
+        seal = Seal.model_validate(parse_json(data, path, strict=True))
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         fact = f"{where} is missing or of another form" if where else "it is no JSON of that form"
-        kind = form.__name__.lower()
-        raise CheckpointError(f"is not the {kind} that was written ({fact}); it is damaged.", path=path) from None
+        raise CheckpointError(f"is not the seal that was written ({fact}); it is damaged.", path=path) from None
     if seal.digest != seal.make_digest():
         raise CheckpointError("its digest is not that of its contents; it is damaged or was edited.", path=path)
     return seal
@@ -93,18 +85,10 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
         DiskFullError: the disk is full.
     """
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
-    write_sealed(os.path.join(folder, SEAL), Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {})))
-
-
-def write_sealed(path: str, seal: Seal) -> None:
-    """Write a seal with its digest atomically.
-
-    Raises:
-        OSError: it cannot be written.
-        DiskFullError: the disk is full.
-    """
+    seal = Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
     seal = seal.model_copy(update={"digest": seal.make_digest()})
-    write_small(path, seal.model_dump_json(exclude=None if seal.hosts else {"hosts"}).encode())
+    data = seal.model_dump_json(exclude=None if seal.hosts else {"hosts"}).encode()
+    write_small(os.path.join(folder, SEAL), data)
 
 
 def remove_seal(folder: str) -> None:

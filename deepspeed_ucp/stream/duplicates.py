@@ -211,13 +211,8 @@ def _list_runs(total: int) -> list[Span]:
     """Return disjoint runs [low, high) of ``total`` elements, spread evenly."""
     if total <= _RUNS * _WIDTH:
         return [(at, at + 1) for at in range(total)]
-    return [(low, low + _WIDTH) for low in spread_evenly(total - _WIDTH + 1, _RUNS)]
-
-
-def spread_evenly(total: int, most: int) -> list[int]:
-    """Return at most ``most`` of ``total`` places, including the first and the last."""
-    count = min(total, most)
-    return [number * (total - 1) // max(count - 1, 1) for number in range(count)]
+    begins = (number * (total - _WIDTH) // (_RUNS - 1) for number in range(_RUNS))  # the first and the last included
+    return [(low, low + _WIDTH) for low in begins]
 
 
 def _cast(data: bytearray, source: str, target: str) -> bytearray:

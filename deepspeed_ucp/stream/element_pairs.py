@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..atoms import ITEMSIZE, Atom, AtomicIndex, StoredAtoms
+from ..atoms import ITEMSIZE, Atom, AtomicIndex
 from ..comm import Comm
-from ..errors import UcpError
+from ..errors import UcpError, raise_first
 from ..io.filesystems import choose_map
 from ..io.read import MemorySink
 from ..plan.claims import Part, Request, list_requests
@@ -71,11 +71,7 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
             failed.append(error)
         first += len(batch)
 
-    def raise_first() -> None:
-        for error in failed:
-            raise error
-
-    comm.run(raise_first)
+    comm.run(lambda: raise_first(failed))
 
 
 def cut_pair(first: Elements, other: Elements) -> Iterator[Pair]:
@@ -117,7 +113,9 @@ def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[V
     stored, elements = index.stored, [each for pair in pairs for each in pair]
     requests = [list_requests([each.want]) for each in elements]
     asked = [request for one in requests for request in one]
-    ranks = choose_readers(stored, [stored.records[request.record].file for request in asked], comm)
+    files = [stored.records[request.record].file for request in asked]
+    turns = stored.access.take_turns(files, comm.size)
+    ranks = np.where(stored.access.can_read(comm.rank, files), comm.rank, turns).tolist()
     questions = [(request.record, request.offset, request.nbytes) for request in asked]
     with CopyReader(stored) as reader:
 
@@ -140,10 +138,3 @@ def _put_together(each: Elements, requests: Iterable[Request], answers: Iterator
             whole[low : low + part.nbytes] = data[used : used + part.nbytes]
             used += part.nbytes
     return whole
-
-
-def choose_readers(stored: StoredAtoms, files: Sequence[int], comm: Comm) -> list[int]:
-    """Choose a rank to read each file: this rank if it can, else in turn the ranks that can."""
-    mine = stored.access.can_read(comm.rank, files)
-    chosen: list[int] = np.where(mine, comm.rank, stored.access.take_turns(files, comm.size)).tolist()
-    return chosen

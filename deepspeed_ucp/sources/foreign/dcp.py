@@ -127,7 +127,7 @@ class _Interpreter:
             scalar_dtypes=dtypes,
             unchecked=UNCHECKED,
         )
-        findings, run = self._list_ignored(prefix, weights), contents.counters.get("global_steps")
+        findings, run = self._list_ignored(weights), contents.counters.get("global_steps")
         for key in (key for key, (_, shape, _) in self.metadata.tensors.items() if key.endswith(_STEP) and not shape):
             findings += find_other_step(self.where.path(self.head), run, self.blocks.find_value(key))
         return contents, findings
@@ -202,7 +202,7 @@ class _Interpreter:
             for owners in alike.values():
                 yield tuple(owners), groups[owners[0]]
 
-    def _list_ignored(self, prefix: str, weights: Mapping[str, str]) -> list[Finding]:
+    def _list_ignored(self, weights: Mapping[str, str]) -> list[Finding]:
         """Warn of contents that are not loaded."""
         taken = {*weights.values(), *self.names}
         keys = [key for key in (*self.metadata.tensors, *self.metadata.values) if key not in taken]
