@@ -44,7 +44,7 @@ class Degrees:
 
     @property
     def traits(self) -> Wrapper:
-        """The row of the wrapper."""
+        """Properties of the wrapper."""
         return find_wrapper(self.wrapper)
 
     def describe(self) -> str:
@@ -54,7 +54,7 @@ class Degrees:
         return f"ZeRO-{self.zero} dp={self.dp}{more} {self.precision} ({self.wrapper}), {ranks}"
 
     def to_topology(self, source: Topology) -> Topology:
-        """The topology without flat buffers; fields that the degrees do not name are those of ``source``."""
+        """Return the topology without flat buffers; other fields are copied from ``source``."""
         traits = self.traits
         return replace(
             source,

@@ -1,4 +1,4 @@
-"""Compares two checkpoints of any topologies and kinds, atom by atom."""
+"""Compare two checkpoints of any topologies and kinds, atom by atom."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class AtomDifference:
     """An atom that differs.
 
     Attributes:
-        name, state: the atom's, as A names it.
+        name, state: name in A, and state.
         kind: ``values``, ``shape``, ``only in A`` or ``only in B``.
-        dtypes: of A and B; values of two dtypes are compared as numbers.
-        tally: what comparing the elements has found, padding rows of a vocabulary left out.
-        padding: the same of the padding rows that both have.
-        index: of the first element that differs, in the logical tensor; if the pattern is unknown, in the shard of rank
-            ``shard``.
-        text: shapes that differ.
+        dtypes: dtypes in A and B; different dtypes are compared as numbers.
+        tally: result for the elements without padding rows of a vocabulary.
+        padding: result for the common padding rows.
+        index: index of the first different element in the logical tensor; if the pattern is unknown, in the shard of
+            rank ``shard``.
+        text: description of different shapes.
         instance: number of the copy, if several pipeline stages hold the parameter with different values.
     """
 
@@ -97,7 +97,7 @@ class AtomDifference:
 
     @property
     def label(self) -> str:
-        """Its parameter, for people."""
+        """Parameter for messages."""
         return str(ParamKey(self.name, self.instance))
 
     def is_within(self, tolerance: float) -> bool:
@@ -110,14 +110,14 @@ class Difference:
     """The result of a comparison.
 
     Attributes:
-        compared: atoms that both have, of one logical shape.
-        numel: elements of these.
-        converted: how many of them differ in dtype, and so are compared as numbers.
-        atoms: those that are not the same, the worst first.
-        values: scalars, hyper-parameters, counters and other state that differ.
-        notes: what differs without being a difference: topology, padding rows.
-        unused: rules of the user's that match nothing.
-        tolerance: the largest absolute difference of values that is let pass.
+        compared: number of common atoms with equal logical shapes.
+        numel: number of their elements.
+        converted: number of atoms with different dtypes, compared as numbers.
+        atoms: different atoms, the largest difference first.
+        values: different scalars, hyper-parameters, counters and other state.
+        notes: information: topology, padding rows.
+        unused: the user's rules without a match.
+        tolerance: largest accepted absolute difference.
     """
 
     compared: int
@@ -140,10 +140,9 @@ class DiffOptions(WorkOptions):
     """Options of a comparison.
 
     Attributes:
-        only: regular expression for names (searched for anywhere in them); then the run's counters, client state and
-            the like are left out.
-        states: names of states; then everything but tensors is left out.
-        tolerance: absolute; values that differ by no more are reported, and let pass.
+        only: regular expression for parts of names; counters, client state and similar values are then omitted.
+        states: names of states; only tensors are then compared.
+        tolerance: largest absolute difference that is reported but accepted.
     """
 
     only: str = ""
@@ -152,7 +151,7 @@ class DiffOptions(WorkOptions):
     window: int = 64 << 20
 
     def wants(self, name: str, state: str = "") -> bool:
-        """Whether an atom is compared (or a parameter, without ``state``)."""
+        """Return True if an atom (or a parameter, without ``state``) is compared."""
         return bool(compile_regex(self.only).search(name)) and (not state or not self.states or state in self.states)
 
 
@@ -196,13 +195,13 @@ def diff_checkpoints(
 
 
 Tallies = dict[int, tuple[Tally, Tally]]
-"""By pair: of the elements that mean something, and of padding rows."""
+"""Pair → results without and for padding rows."""
 
 
 def _compare_share(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], options: DiffOptions, comm: Comm
 ) -> Tallies:
-    """Compare this rank's batches, in the order of A's files; each thread holds both sides of one."""
+    """Compare this rank's batches in the order of A's files; each thread holds both sides of a batch."""
     threads, most = options.divide(left.run.state_file)
     outputs = [Output(pair.numel, max(pair.left.itemsize, pair.right.itemsize), pair.left.place) for pair in pairs]
     batches = cut_batches(outputs, most)[comm.rank :: comm.size]
@@ -232,7 +231,7 @@ def _join(parts: Iterable[tuple[int, tuple[Tally, Tally]]]) -> Tallies:
 def _compare_rest(
     left: AtomicIndex, right: AtomicIndex, pairs: Pairs, options: DiffOptions
 ) -> tuple[list[ValueDifference], list[str]]:
-    """Compare all but tensors; returns differences and notes."""
+    """Compare everything except tensors; return differences and notes."""
     weights = is_weights_alone(left, right)
     values = [] if options.states or weights else compare_values(left, right, pairs.names, options.wants)
     if left.run.format or right.run.format:  # foreign formats do not record the topology
@@ -256,7 +255,7 @@ def _compare_rest(
 
 
 def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
-    """Compare a range: its elements that mean something, and those in padding rows."""
+    """Compare a range without and in padding rows."""
     border = min(max(pair.meaning - mine.start, 0), mine.numel)
     found = []
     for low, high in ((0, border), (border, mine.numel)):
@@ -283,7 +282,7 @@ def _describe(atom: Atom, kind: str, **more: Any) -> AtomDifference:
 
 
 def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]:
-    """The worst first: what is not comparable, then by the largest difference; names in their natural order."""
+    """Sort key: incomparable atoms first, then by the largest difference and the natural order of names."""
     parts = [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d{1,18})", atom.name))]
     return atom.kind == "values", -atom.tally.largest, -atom.tally.differing, parts, atom.state
 

@@ -1,4 +1,4 @@
-"""Faults of a file's bytes, and the tensors in damaged records."""
+"""Find faults of a file's bytes, and the tensors in damaged records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import name_storages
 
 NAMED = 8
-"""Atoms of a damaged record that a fault's text names; ``Finding.names`` has all."""
+"""Maximum number of atoms in a fault's text; ``Finding.names`` has all."""
 
 
 def find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index: AtomicIndex | None) -> list[Finding]:
@@ -38,7 +38,7 @@ def find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index:
 def _compare_records(
     name: str, records: Sequence[FileRecord], scan: Scanned
 ) -> Iterator[tuple[str, str, FileRecord | None]]:
-    """(kind, text without its end, record) of each fault."""
+    """Yield (kind, first part of the text, record) of each fault."""
     for offset, text in scan.errors[:1]:
         inside = next((r for r in records if r.offset <= offset < r.offset + r.nbytes), None)
         more = f", nor at {len(scan.errors) - 1} other places" if len(scan.errors) > 1 else ""
@@ -59,7 +59,7 @@ def _describe_contents(held: Sequence[str], record: FileRecord | None) -> str:
 
 
 def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict[int, list[str]]:
-    """Record offset → atoms with fragments in it."""
+    """Map record offsets to the atoms with fragments in these records."""
     files = {number for number, file in enumerate(index.stored.files) if path in file.copies}
     records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
     found: dict[int, dict[str, None]] = {}

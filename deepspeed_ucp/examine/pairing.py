@@ -1,4 +1,4 @@
-"""Which atom of one checkpoint is which of another, and how the shards of both make up the same logical tensor."""
+"""Pair the atoms of two checkpoints, with the layouts of both sides' shards."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Pair:
     """One logical atom of two checkpoints.
 
     Attributes:
-        left, right: of A and of B. With ``kept`` both are the shards one behind the other.
-        vocab: rows that mean something, where the rest of dimension 0 is padding; None: no padding is known.
+        left, right: full tensors of A and B. With ``kept`` both are concatenated shards.
+        vocab: rows of a vocabulary without padding; None without known padding.
         kept: local shapes by tensor-parallel rank, if both sides are cut alike by an unknown pattern.
     """
 
@@ -32,18 +32,18 @@ class Pair:
 
     @property
     def numel(self) -> int:
-        """Elements that both sides have."""
+        """Number of common elements."""
         shape = self.left.shape
         rows = min(shape[0], self.right.shape[0]) if shape else 1
         return rows * count(shape[1:])
 
     @property
     def meaning(self) -> int:
-        """Elements in front of the padding."""
+        """Number of common elements before the padding."""
         return self.numel if self.vocab is None else min(self.vocab * count(self.left.shape[1:]), self.numel)
 
     def locate(self, position: int) -> tuple[tuple[int, ...], int | None]:
-        """Index of an element in the logical tensor and None; or, of ``kept``, in a rank's shard, and the rank."""
+        """Return the index of an element in the logical tensor and None; with ``kept``, in a shard, and its rank."""
         for rank, shape in enumerate(self.kept):
             if position < count(shape):
                 return _find_index(position, shape), rank
@@ -63,8 +63,8 @@ class Pairs:
         both: in A and in B.
         only_left, only_right: in one of them.
         shapes: (atom of A, description) of atoms with different logical shapes.
-        names: A's name → B's, of those that differ.
-        unused: rules of the user's that match nothing.
+        names: A's name → B's name, if they differ.
+        unused: the user's rules without a match.
     """
 
     both: list[Pair]
@@ -177,8 +177,8 @@ def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str])
 def _settle_both(
     left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[AtomKey, AtomKey]], rules: Sequence[RuleSet]
 ) -> Settled:
-    """Both sides' layouts by A's names; what is wrong has logical shapes of two sizes."""
-    keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # the weights' shapes count
+    """Settle the layouts of both sides by A's names; ``wrong`` has parameters with different logical shapes."""
+    keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # weights determine the shapes
     source = {a.name: _local(left.stored.atoms[a]) for a, _ in keys}
     target = {a.name: _local(right.stored.atoms[b]) for a, b in keys}
     theirs = [replace(each, by="target") for each in order_rules(right, ())]
@@ -200,7 +200,7 @@ def _local(atom: Atom) -> tuple[Shape, ...]:
 def _compare_shapes(
     settled: Settled, source: Shapes, target: Shapes, rules: Sequence[RuleSet], left: AtomicIndex
 ) -> dict[str, str]:
-    """What is wrong with parameters whose logical shapes are known: a finding of the comparison, not an error."""
+    """Describe parameters with different known shapes, which are a difference and not an error."""
     names = sorted({*settled.open, *settled.wrong})
     mine, theirs = (settle(names, side, None, rules, left.model.hints).layouts for side in (source, target))
     wrong = {}

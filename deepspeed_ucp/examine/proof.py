@@ -1,4 +1,4 @@
-"""Compares a folder's files with a seal, or with the manifest of an atomic checkpoint."""
+"""Compare a folder's files with a seal, or with the manifest of an atomic checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Proof = Seal | Manifest
 
 
 def read_proof(path: str) -> Proof:
-    """A seal or a manifest from its file, whichever it is.
+    """Read a seal or a manifest.
 
     Raises:
-        ConfigError: it is neither, or cannot be read.
+        ConfigError: the file is neither, or cannot be read.
     """
     faults = []
     for read in (read_seal, read_manifest_file):
@@ -69,10 +69,10 @@ def compare_proof(
 
 
 def make_seal(manifest: Manifest) -> Seal:
-    """The seal of the files that a manifest's checkpoint was converted from.
+    """Return a seal for the source files of a manifest's conversion.
 
     Raises:
-        ConfigError: their checksums were not known.
+        ConfigError: a checksum is unknown.
     """
     files = manifest.fingerprint["files"]
     sealed = {f["name"]: SealedFile(size=f["size"], crc=crc) for f in files if (crc := f.get("header_crc")) is not None}

@@ -1,4 +1,4 @@
-"""Whether a checkpoint can be resumed at other degrees: the checks and wants of a load, without an engine."""
+"""Check whether a checkpoint can be resumed at other degrees, with the checks and requests of a load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ResumeCheck:
     """The outcome of :func:`check_resume`.
 
     Attributes:
-        obstacles: why the resume would fail; empty if it is possible.
+        obstacles: reasons why the resume would fail; empty if it is possible.
         loader: ``DeepSpeed`` in the saved topology, else ``deepspeed_ucp``.
         differences: differences between the topologies.
         batch: saved ``train``, ``micro`` and ``gas`` sizes, and ``change``: what ``preserve_batch_size`` would change.

@@ -1,4 +1,4 @@
-"""Compares ds_configs, of saves or of files, and hyper-parameters."""
+"""Compare ds_configs of saves or files, and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUTO = "auto"
 """Value that a trainer replaces; a save has the replaced value."""
 
 _MOST = 16 << 20
-"""Bytes of a file of a ds_config at most."""
+"""Maximum bytes of a ds_config's file."""
 
 
 def read_config(path: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Arithmetic of a run without its files: memory and disk of a model, and how often to save it."""
+"""Estimate memory and disk of a model without files, and the best interval between saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tags of a folder: of which step each is, whether it is whole, and why not; headers alone are read."""
+"""Describe the tags of a folder by their headers: step, completeness and faults."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _TRAINERS = re.compile(r"checkpoint-\d+")
 
 @dataclass(frozen=True, slots=True)
 class TagReport:
-    """A tag as its headers tell.
+    """Description of a tag by its headers.
 
     Attributes:
-        path: of it in the folder that was looked into; ``.`` where it is that folder.
-        folder: its own.
-        fault: why it is not whole; None if it is whole, or of an unsupported kind without another fault.
+        path: path relative to the searched folder; ``.`` for this folder.
+        folder: full path.
+        fault: fault that makes it incomplete; None if it is whole, or only of an unsupported kind.
         topology: description of the saving topology; None if unknown.
-        weights_only: it lacks its optimizer states alone, all of them.
-        files: that lie in it and below it.
+        weights_only: whether it lacks only the optimizer states, and all of them.
+        files: all files of its tree.
     """
 
     path: str
@@ -47,7 +47,7 @@ class TagReport:
     files: Mapping[str, Entry]
 
     def describe_fault(self) -> str | None:
-        """Why it is not whole, without its folder in front."""
+        """Return the fault without the folder's path."""
         return str(self.fault).removeprefix(self.folder).lstrip("/: ") if self.fault else None
 
 
@@ -81,7 +81,7 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
         CheckpointError, OSError: it cannot be listed.
     """
     where = folder if path == "." else os.path.join(folder, path)
-    trees = [list_tree(each) for each in (*also, where)]  # before they are read
+    trees = [list_tree(each) for each in (*also, where)]  # before any file is read
     files = {name: entry for tree in trees for name, entry in tree.items() if not entry.is_folder}
     index, fault = None, None
     try:
