@@ -163,7 +163,7 @@ def test_weights_alone_need_no_complete_set_of_states(
     assert not caplog.records
     index = open_checkpoint(str(tmp_path), Comm(), weights_only=True)
     assert index.limits.stateless and not index.find("a", "fp32") and index.find("a", "copy")
-    assert [record.getMessage() for record in caplog.records if "the weights alone" in record.getMessage()]
+    assert [record.getMessage() for record in caplog.records if "only weights are loaded" in record.getMessage()]
 
 
 def test_weights_of_zero_3_are_in_the_files_of_states(tmp_path: Path) -> None:
