@@ -128,7 +128,7 @@ def test_invalid_hints_are_ignored(tmp_path: Path, document: str) -> None:
     path.write_bytes({**NO_OBJECTS, **OBJECTS}[document])
     assert find_other_step(str(path), 3) == []
     with path.open("rb") as file:
-        assert "not told its name" in lock._read_holder(file.fileno())
+        assert "not written its name" in lock._read_holder(file.fileno())
 
 
 def test_a_document_beyond_the_limit_is_refused(tmp_path: Path) -> None:
