@@ -207,7 +207,7 @@ def test_a_file_of_another_expert_parallel_rank_is_refused(tmp_path: Path) -> No
     content = torch.load(changed, weights_only=False)
     content["folding"]["ep_rank"] = 0
     torch.save(content, changed)
-    text = rf"{changed.name}: is of tensor- and expert-parallel rank \(1, 0\), by its name .* of \(1, 3\)"
+    text = rf"{changed.name}: is of tensor- and expert-parallel rank \(1, 0\), but its name .* require \(1, 3\)"
     with pytest.raises(CheckpointError, match=text):
         open_and_compare(path)
 
