@@ -116,12 +116,12 @@ def read_file(folder: str, name: str) -> FileHeader:
 
 def list_globals(file: TorchFile) -> tuple[Use, ...]:
     """Return the uncommon classes and functions that a file's pickle names."""
-    rare = [use for use in file.uses.values() if use.steered or not _is_common(use.kind)]
+
+    def is_common(kind: str) -> bool:
+        return kind in _COMMON_GLOBALS or is_storage(kind) or is_dtype(kind)
+
+    rare = [use for use in file.uses.values() if use.steered or not is_common(use.kind)]
     return tuple(dict.fromkeys([*rare, *file.members]))
-
-
-def _is_common(name: str) -> bool:
-    return name in _COMMON_GLOBALS or is_storage(name) or is_dtype(name)
 
 
 WRITERS = "writers"

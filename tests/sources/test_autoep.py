@@ -35,7 +35,7 @@ def describe(ranks: Sequence[Sequence[int]]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "ranks", [[[0, 1, 2, 3, 4, 5]], [[0, 1, 2], [3, 4, 5]], [[5, 0], [2, 1], [3, 4]], [[1, 3, 5], [4, 2, 0]]]
 )
-def test_placements_of_any_order_are_read_and_held_against_the_affine_maps(ranks: list[list[int]]) -> None:
+def test_placements_of_any_order_agree_with_the_affine_maps(ranks: list[list[int]]) -> None:
     assert read_placements([describe(ranks)]) == {"m.0.mlp.experts.": tuple(map(tuple, ranks))}
 
 
@@ -70,14 +70,14 @@ def _swap(layer: dict[str, Any]) -> None:
         (lambda layer: layer.update(num_experts=1 << 40), "experts in a layer"),
     ],
 )
-def test_descriptions_that_cannot_be(change: Callable[[dict[str, Any]], object], words: str) -> None:
+def test_invalid_descriptions_are_refused(change: Callable[[dict[str, Any]], object], words: str) -> None:
     layer = copy.deepcopy(describe([[0, 1, 2], [3, 4, 5]]))
     change(layer)
     with pytest.raises(ValueError, match=words):
         read_placements([layer])
 
 
-def test_the_routers_second_name_is_an_alias_where_the_bytes_are_the_same() -> None:
+def test_the_routers_second_name_is_an_alias_if_the_bytes_are_equal() -> None:
     def piece(crc: int, shape: tuple[int, ...] = (6, 3)) -> Piece:
         return Piece(FileRecord(str(crc), 0, 72, crc), 0, shape, "float32")
 

@@ -23,7 +23,7 @@ def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
     return builder
 
 
-def test_every_atom_with_a_gap_is_told_on_a_line_of_its_own() -> None:
+def test_each_atom_with_a_gap_has_a_line_in_the_error() -> None:
     cuts = {"whole": Cut("whole", 0, 8, 0), "first": Cut("first", 0, 5, 8), "second": Cut("second", 2, 6, 16)}
     with pytest.raises(CheckpointError) as caught:
         build(cuts).finish_atoms()

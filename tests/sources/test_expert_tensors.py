@@ -26,7 +26,7 @@ def make_header(tensors: dict[str, Piece], name: str = "expert", size: int = 1) 
     return FileHeader(name, size, layer=tensors)
 
 
-def test_headers_come_back_as_they_were_and_files_share_a_template() -> None:
+def test_decoded_headers_equal_the_originals_and_share_a_template() -> None:
     files = [make_tensors(0, "0"), make_tensors(1, "12", at=640, crc=None)]
     headers = [make_header(tensors, f"file{number}", number) for number, tensors in enumerate(files)]
     codec = HeaderCodec(FileHeader("first", 1))
@@ -60,7 +60,7 @@ PLAIN = make_tensors(0, "0")
     ],
     ids=["two experts", "dense too", "another spelling", "empty", "faulty", "nothing"],
 )
-def test_other_files_stay_as_they_are(tensors: dict[str, Piece]) -> None:
+def test_other_headers_are_not_encoded(tensors: dict[str, Piece]) -> None:
     header = make_header(tensors)
     assert HeaderCodec(FileHeader("first", 1)).encode(header) is header
 
@@ -89,7 +89,7 @@ def unfold(header: FileHeader) -> FileHeader:
     return replace(header, optim=optim and replace(optim, masters=(*optim.masters,), tensors=(*optim.tensors,)))
 
 
-def test_optimizers_headers_come_back_as_they_were_and_make_up_a_table() -> None:
+def test_decoded_optimizer_headers_equal_the_originals_and_form_a_table() -> None:
     first, *others = headers = [make_optim(rank, numel) for rank, numel in enumerate((8, 5, 8))]
     odd = make_optim(3, 8, "bfloat16")
     codec = HeaderCodec(first)

@@ -56,7 +56,7 @@ def test_files_of_another_number_of_experts(experts: int) -> None:
         deal(make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], experts), 0)
 
 
-def test_without_such_files_a_name_alone_makes_no_expert() -> None:
+def test_a_name_alone_does_not_make_an_expert() -> None:
     (dealt,) = deal(make_save((4,), [[f"{LAYER}0.w"]], 0), 0)
     assert [list(part.ranks) for part in dealt] == [[0, 1, 2, 3]]
 

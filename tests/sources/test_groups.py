@@ -48,7 +48,7 @@ def test_named_groups_are_as_good_as_an_engine(model: Model, groups: Any, wrappe
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda t: t.label)
-def test_without_names_it_is_told_how_to_give_them(wrapper: Topology, tmp_path: Path) -> None:
+def test_the_error_says_how_to_give_names(wrapper: Topology, tmp_path: Path) -> None:
     folder = write(tmp_path, ONE_GROUP, wrapper)
     with pytest.raises(MismatchError, match="stage 0 saves no parameter names.*--groups module"):
         open_named(folder, None)
@@ -64,7 +64,7 @@ def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", ["modules", [], ["body.weight"], [[1]]], ids=str)
-def test_other_values_are_refused(groups: Any, tmp_path: Path) -> None:
+def test_invalid_groups_are_refused(groups: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="list of lists of parameter names is needed, found"):
         open_named(write(tmp_path, ONE_GROUP, WRAPPERS[0]), groups)
 

@@ -42,7 +42,7 @@ def open_with(folder: Path, *states: dict[str, Any], topology: Topology | None =
     return open_checkpoint(str(folder), Comm()).model.hints
 
 
-def test_a_checkpoint_without_client_state_tells_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_without_client_state_has_no_hints(tmp_path: Path) -> None:
     assert open_with(tmp_path, {"epoch": 3}) == {}
 
 
@@ -102,11 +102,11 @@ def test_only_plain_arguments_remain(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "info", [torch.ones(2), "text", Color.RED, open_with], ids=["tensor", "text", "enum", "function"]
 )
-def test_what_is_no_dict_tells_nothing(tmp_path: Path, info: Any) -> None:
+def test_values_other_than_dicts_are_ignored(tmp_path: Path, info: Any) -> None:
     assert INFO not in open_with(tmp_path, {INFO: info})
 
 
-def test_each_rank_may_tell_about_its_own_parameters(tmp_path: Path) -> None:
+def test_hints_of_all_ranks_are_merged(tmp_path: Path) -> None:
     first = {"version": 0.4, "rows": ["a", "b"], "affine_map": {"params": {"a": 1, "b": [2]}}, "only": None}
     second = {"version": 0.4, "rows": ["b", "c"], "affine_map": {"params": {"b": [2], "c": 3}}, "only": "here"}
     found = open_with(tmp_path, {INFO: first}, {INFO: second})[INFO]

@@ -64,7 +64,7 @@ def wrap(module: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("nest", [strip, wrap], ids=["shorter", "longer"])
 @pytest.mark.parametrize("topology", TOPOLOGIES[:3], ids=lambda t: t.label)
-def test_names_with_another_prefix_are_told(tmp_path: Path, topology: Topology, nest: Any) -> None:
+def test_names_with_another_prefix_are_recognized(tmp_path: Path, topology: Topology, nest: Any) -> None:
     """The frozen parameter, which ZeRO 1 lists nowhere, takes the prefix that all others have."""
     check_parallel(open_nested(tmp_path, topology, nest), GPT, draw(topology), topology)
 

@@ -69,7 +69,7 @@ class Backwards(FakeTarget):
 
 @WRAPPERS
 @pytest.mark.parametrize("group", [lambda name: 0, by_decay], ids=["one-group", "decay"])
-def test_states_go_by_the_order_of_the_saved_module(
+def test_states_follow_the_order_of_the_saved_module(
     wrapper: Topology, group: Callable[[str], int], tmp_path: Path
 ) -> None:
     """The topologies differ, as DeepSpeed's load would follow the live order."""
@@ -87,7 +87,7 @@ def test_states_go_by_the_order_of_the_saved_module(
 
 
 @WRAPPERS
-def test_a_tied_parameter_is_where_the_first_of_its_names_is(wrapper: Topology, tmp_path: Path) -> None:
+def test_a_tied_parameter_has_the_place_of_its_first_name(wrapper: Topology, tmp_path: Path) -> None:
     middle = define(["a.weight", "b.weight"]).params
     saved = Model((Param("head", (3, 3)), *middle, Param("embed", (3, 3), alias_of="head")))
     live = Model((*middle[::-1], Param("embed", (3, 3)), Param("head", (3, 3), alias_of="embed")))
@@ -99,7 +99,7 @@ def test_a_tied_parameter_is_where_the_first_of_its_names_is(wrapper: Topology, 
 
 
 @WRAPPERS
-def test_an_order_of_the_optimizers_own_is_known_of_the_same_module_alone(wrapper: Topology, tmp_path: Path) -> None:
+def test_an_optimizer_in_another_order_needs_the_saved_module(wrapper: Topology, tmp_path: Path) -> None:
     save(tmp_path, define(SAVED), wrapper)
     refuse(tmp_path, Backwards(define(OTHER), Topology(1), 0), "the optimizer has them in a different order")
     alike = define(["a.weight", "b.weight", "c.weight"])
@@ -125,7 +125,7 @@ def test_groups_of_the_same_sizes_may_have_changed_places(wrapper: Topology, tmp
 
 
 @WRAPPERS
-def test_a_state_dict_in_an_order_of_its_own_tells_none(wrapper: Topology, tmp_path: Path) -> None:
+def test_a_reordered_state_dict_hides_the_order(wrapper: Topology, tmp_path: Path) -> None:
     """Both state dicts are sorted by name; a live one in the saved order shows no change."""
     saved = define(SAVED)
     files = build_files(saved, random_state(saved, 3, precision=wrapper.precision), wrapper)
@@ -148,7 +148,7 @@ def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[l
     return [[name for name, _ in group] for group in order.follow([[(name, True) for name in now]], ())]
 
 
-def test_a_pipelines_layers_are_held_each_against_its_own_file() -> None:
+def test_each_layer_of_a_pipeline_is_compared_with_its_file() -> None:
     """The order of stages, which register tied modules first, is inferred elsewhere."""
     layers = ["0.w", "0.v", "1.w", "1.v"]
     assert follow(layers, layers[2:] + layers[:2], pipeline=True) == [layers[2:] + layers[:2]]
@@ -156,7 +156,7 @@ def test_a_pipelines_layers_are_held_each_against_its_own_file() -> None:
         follow(layers, ["0.w", "0.v", "1.v", "1.w"], pipeline=True)
 
 
-def test_experts_are_held_against_their_files_alone() -> None:
+def test_experts_are_compared_only_with_their_files() -> None:
     expert = "moe.deepspeed_moe.experts.deepspeed_experts"
     names = ["in", f"{expert}.0.w", f"{expert}.0.b", f"{expert}.1.w", f"{expert}.1.b", "out"]
     assert follow(["in", "out", f"{expert}.3.w", f"{expert}.3.b"], names) == [names]

@@ -148,7 +148,7 @@ def test_a_tied_modules_copy_belongs_to_the_stage_that_wrote_it(tmp_path: Path) 
         check_copy(index, param)
 
 
-def test_copies_are_left_out_where_the_stage_of_a_tied_file_cannot_be_told(tmp_path: Path) -> None:
+def test_copies_are_omitted_if_the_stage_of_a_tied_file_is_ambiguous(tmp_path: Path) -> None:
     topology = Topology(1, 1, pp=2, placement=interleaved(7, 2, 3))
     model = Model(LOOSE.params, LOOSE.buffers, TWICE.layers)
     index = write_and_open(tmp_path, model, draw(model, topology), topology)
@@ -171,7 +171,7 @@ def test_buffers_of_tied_files_that_are_equal_are_taken_once(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["other value", "no checksums"])
-def test_buffers_of_tied_files_that_may_differ_are_not_guessed(tmp_path: Path, legacy: bool) -> None:
+def test_buffers_of_tied_files_that_may_differ_are_refused(tmp_path: Path, legacy: bool) -> None:
     files = build_files(TWICE, draw(TWICE, BIDIRECTIONAL), BIDIRECTIONAL)
     if not legacy:
         files["layer_06-model_states.pt"]["scale"] += 1

@@ -109,7 +109,7 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -
     ],
     ids=str,
 )
-def test_a_grad_scaler_that_no_save_holds_is_told(section: dict[str, Any], told: int, tmp_path: Path) -> None:
+def test_an_unsaved_grad_scaler_is_a_warning(section: dict[str, Any], told: int, tmp_path: Path) -> None:
     files = make_files(Topology(1, 2))
     for tree in files.values():
         tree["ds_config"]["torch_autocast"] = section
@@ -123,7 +123,7 @@ def test_a_grad_scaler_that_no_save_holds_is_told(section: dict[str, Any], told:
     [({"super_offload": True}, "SuperOffload", "superoffload/none"), ({"ratio": 0.5}, "ratio 0.5", "cpu/none")],
     ids=["superoffload", "partial"],
 )
-def test_moments_that_no_save_holds(options: dict[str, Any], told: str, offload: str, tmp_path: Path) -> None:
+def test_unsaved_moments_are_irregular(options: dict[str, Any], told: str, offload: str, tmp_path: Path) -> None:
     files = make_files(Topology(3, 2), offload_optimizer={"device": "cpu", **options})
     assert open_files(tmp_path / "whole", files).limits.irregular == {}
     for name, tree in files.items():
@@ -152,7 +152,7 @@ def test_where_a_configuration_offloads_to(zero: dict[str, Any], told: str) -> N
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_compression_errors_are_rank_0s_own_whatever_their_size(padding: int, tmp_path: Path) -> None:
+def test_compression_errors_of_any_size_are_irregular(padding: int, tmp_path: Path) -> None:
     """1-bit Adam (up to DeepSpeed 0.18) pads them to the number of ranks, which may add nothing."""
     files = make_files(Topology(1, 2))
     for name, tree in files.items():

@@ -173,7 +173,7 @@ def test_a_value_that_deepspeed_writes_is_read(
 @pytest.mark.parametrize(
     ("field", "topology", "value"), [pytest.param(*row, id=f"{row[0]}-{str(row[2])[:20]}") for row in UNKNOWN]
 )
-def test_a_value_that_nobody_writes_is_named_and_not_called_damage(
+def test_an_unknown_value_is_named_and_not_called_damage(
     tmp_path: Path, field: Field, topology: Topology, value: Any
 ) -> None:
     files = make(topology)

@@ -133,7 +133,7 @@ def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.label)
-def test_the_files_are_deepspeeds(real_saves: Path, tmp_path: Path, case: RealSave) -> None:
+def test_files_equal_deepspeeds(real_saves: Path, tmp_path: Path, case: RealSave) -> None:
     folder = real_saves / case.label / f"global_step{case.steps}"
     real, models = _read_contents(folder), local_models(case.model, case.topology, case.cut)
     states, layers = read_locals(folder, models, case.topology), placement_of(case.model, case.topology)
@@ -174,7 +174,7 @@ def _are_getters_right(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", list(filter(_are_getters_right, CASES)), ids=lambda case: case.label)
-def test_the_layout_is_deepspeeds(real_saves: Path, case: Case) -> None:
+def test_layout_equals_deepspeeds(real_saves: Path, case: Case) -> None:
     """The atoms that the layout extracts are what DeepSpeed's own getters gave before the save."""
     folder = real_saves / case.label
     state = read_state(folder / f"global_step{case.steps}", case.model, case.topology)

@@ -108,7 +108,7 @@ def test_reading_inverts_writing(tmp_path: Path, model: Model, topology: Topolog
 
 @pytest.mark.parametrize("layers", range(1, 14))
 @pytest.mark.parametrize("pp", [1, 2, 3, 5, 8])
-def test_contiguous_stages_are_deepspeeds_uniform_ones(layers: int, pp: int) -> None:
+def test_contiguous_stages_equal_deepspeeds_uniform_ones(layers: int, pp: int) -> None:
     bounds = partition_uniform(layers, pp)
     assert contiguous(layers, pp) == tuple(tuple(range(bounds[rank], bounds[rank + 1])) for rank in range(pp))
 
@@ -143,7 +143,7 @@ def test_instances_of_a_real_run_have_equal_states() -> None:
     assert not torch.equal(state.atoms[f"{POSITION}#1"]["fp32"], state.atoms[POSITION]["fp32"])
 
 
-def test_an_instance_that_the_state_does_not_have_is_the_plain_one() -> None:
+def test_a_missing_instance_has_the_values_of_the_plain_name() -> None:
     first, last = split(PIPE, random_state(PIPE, 0), Topology(1, pp=2)).values()
     assert torch.equal(first.state.atoms[POSITION]["exp_avg"], last.state.atoms[POSITION]["exp_avg"])
 
@@ -162,7 +162,7 @@ def test_ranks_are_edited_apart() -> None:
     assert right.state.atoms["norm"]["fp32"].all()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_topologies_are_refused() -> None:
     state = _draw(PIPE, Topology(1))
     with pytest.raises(ValueError, match="'fused' is no wrapper of stage 1 in bf16"):
         Topology(1, 2, "bf16", "fused")
