@@ -114,7 +114,10 @@ class Facts:
         if isinstance(node, ast.BoolOp):
             return self._choose(node, text)
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.List):
-            return self._pick(node.value.elts, self._walk(node.slice, text), text)
+            items, number = node.value.elts, self._walk(node.slice, text)
+            if type(number) is not int or not 0 <= number < len(items):
+                raise MismatchError(f"{text!r} has {len(items)} items and no item {number!r}; the first is item 0")
+            return self._walk(items[number], text)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
             return self._call(node.func.id, [self._walk(part, text) for part in node.args], text)
         raise ConfigError(f"patterns: {ast.unparse(node)!r} in {text!r} is not supported")
@@ -125,11 +128,6 @@ class Facts:
             return _ARITHMETIC[kind](first, second)
         except (TypeError, ZeroDivisionError) as error:
             raise MismatchError(f"{text!r} with {first!r} and {second!r}: {error}") from None
-
-    def _pick(self, listed: Sequence[ast.expr], number: Any, text: str) -> Any:
-        if type(number) is not int or not 0 <= number < len(listed):
-            raise MismatchError(f"{text!r} has {len(listed)} items and no item {number!r}; the first is item 0")
-        return self._walk(listed[number], text)
 
     def _choose(self, node: ast.BoolOp, text: str) -> Any:
         """Evaluate ``a or b`` (the first with known facts) or ``a and b`` (both true)."""

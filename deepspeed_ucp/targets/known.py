@@ -88,7 +88,10 @@ def _list_options(target: Any) -> Iterator[str]:
     yield from (option for option, is_on in found.items() if is_on)
     if not target.has_copies:  # else masters are loaded, and weights made from them (`refresh_after_own_load`)
         yield from (f"{name} (in no layer file)" for name in target.unfiled())
-    yield from _list_fields(engine._config.zero_config)
+    zero, harmless = engine._config.zero_config, _HARMLESS.split()
+    for name, field in type(zero).model_fields.items():
+        if name not in harmless and getattr(zero, name) != field.get_default(call_default_factory=True):
+            yield f"zero_optimization.{name}"
 
 
 _READER = "TorchCheckpointEngine"
@@ -104,10 +107,3 @@ def _describe_experts(target: Any) -> str:
     is_regular = all(not layer.over_tp or layer.degree % target.place.tp == 0 for layer in layers)
     is_regular = is_regular and len({layer.degree for layer in layers}) <= 1
     return "experts" if is_regular else "experts of other ranks or degrees"
-
-
-def _list_fields(zero: Any) -> Iterator[str]:
-    harmless = _HARMLESS.split()
-    for name, field in type(zero).model_fields.items():
-        if name not in harmless and getattr(zero, name) != field.get_default(call_default_factory=True):
-            yield f"zero_optimization.{name}"

@@ -91,7 +91,8 @@ class _Entry:
         if align > 1:
             padding = -(self.offset + LOCAL.size + len(name) + len(extra) + 4) % align
             extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
-        fixed = (self._version(), self._flags(), 0, 0, _DATE, crc, size, size, len(name), len(extra))
+        version = 45 if self.wide else 20
+        fixed = (version, self._flags(), 0, 0, _DATE, crc, size, size, len(name), len(extra))
         return LOCAL.pack(LOCAL_MAGIC, *fixed) + name + extra
 
     def describe(self, crc: int) -> bytes:
@@ -113,9 +114,6 @@ class _Entry:
 
     def _flags(self) -> int:
         return _UTF8 | (STREAMED if self.crc is None else 0)
-
-    def _version(self) -> int:
-        return 45 if self.wide else 20
 
 
 def _close(entries: Sequence[_Entry], crcs: Iterable[int], offset: int) -> bytes:
