@@ -301,7 +301,6 @@ class Timers:
 
     def __init__(self, path: Path) -> None:
         self.pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-        self.pids: list[int] = []
 
     def read(self) -> list[float | None]:
         try:
@@ -363,18 +362,16 @@ def test_the_agents_timer_starts_with_the_first_step_and_pauses_in_loads_and_sav
     assert timers.read() == [None]
 
 
-def test_a_timer_is_not_renewed_with_each_phase(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchelastic, "_RENEWALS", 20)
+@pytest.mark.parametrize(("name", "value", "sent"), [("_RENEWALS", 20, 3), ("_limit", 0.0, 0)], ids=["rare", "off"])
+def test_timers_are_sent_rarely_or_never(
+    name: str, value: float, sent: int, timers: Timers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timer is renewed after each save, because a save releases it."""
+    monkeypatch.setattr(torchelastic, name, value)
     for _ in range(3):
         take_step()
-    ends = [each for each in timers.read() if each is not None]
-    assert len(ends) == 3  # after each save
-
-
-def test_no_length_is_no_timer(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchelastic, "_limit", 0.0)
-    take_step()
-    assert timers.read() == []
+    ends = timers.read()
+    assert len([each for each in ends if each is not None]) == sent and bool(ends) is bool(sent)
 
 
 def test_an_agent_that_has_ended_is_a_warning(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:

@@ -108,19 +108,22 @@ def run_with_stub(folder: Path, deepspeed: str, **variables: str) -> subprocess.
     return subprocess.Popen([str(recipe), "train.py"], env=environment, stdout=subprocess.PIPE, text=True, cwd=folder)
 
 
-def test_the_loop_around_the_deepspeed_launcher_ends_after_the_most_restarts(tmp_path: Path) -> None:
-    started = run_with_stub(tmp_path, "echo start >>starts; exit 3", MOST_RESTARTS="2", PAUSE="0")
-    started.communicate(timeout=30)
-    assert started.returncode == 1
-    assert (tmp_path / "starts").read_text() == "start\n" * 3
-
-
-def test_the_loop_around_the_deepspeed_launcher_ends_with_too_few_hosts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("deepspeed", "variables", "starts", "message"),
+    [
+        ("exit 3", {"MOST_RESTARTS": "2", "PAUSE": "0"}, 3, ""),
+        ("exit 0", {"HOSTFILE": "hostfile"}, 0, "fewer than 1 hosts answer"),
+    ],
+    ids=["most-restarts", "too-few-hosts"],
+)
+def test_the_loop_around_the_deepspeed_launcher_ends(
+    deepspeed: str, variables: dict[str, str], starts: int, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "hostfile").write_text("host-a slots=1\n")
-    started = run_with_stub(tmp_path, "echo start >>starts", HOSTFILE=str(tmp_path / "hostfile"))
-    assert "fewer than 1 hosts answer" in started.communicate(timeout=30)[0]
-    assert started.returncode == 1
-    assert not (tmp_path / "starts").exists()
+    (tmp_path / "starts").touch()
+    started = run_with_stub(tmp_path, f"echo start >>starts; {deepspeed}", **variables)
+    assert message in started.communicate(timeout=30)[0]
+    assert (started.returncode, (tmp_path / "starts").read_text()) == (1, "start\n" * starts)
 
 
 def test_the_loop_around_the_deepspeed_launcher_passes_sigterm_to_ranks_and_ends(tmp_path: Path) -> None:
