@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
@@ -20,13 +21,12 @@ from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
 from ..patterns import RuleSet, list_renames
 from ..plan.conversion import Batch, Output, plan_conversion
-from ..sources.foreign.names import ADAPTER_STEM, WEIGHTS_INDEX
+from ..sources.foreign.names import ADAPTER_CONFIG, ADAPTER_STEM, WEIGHTS_INDEX
 from ..sources.foreign.safetensors import DTYPES
 from ..stream.batches import stream
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
-from .adapter import write_config
 from .like import LikeModel
 from .output import Export, stage_export
 from .tensors import ExportOptions, Tensor, select_tensors
@@ -160,9 +160,16 @@ def export_safetensors(
     with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
         comm.once(lambda: _prepare(export.folder, layout, model, export.report.dtypes))
         if options.adapter:
-            comm.once(lambda: write_config(export.folder, options.adapter_config))
+            comm.once(lambda: _write_config(export.folder, options.adapter_config))
         export.verify(selection.weights, _fill(export, selection.weights, layout))
     return export.report
+
+
+def _write_config(folder: str, config: Mapping[str, Any]) -> None:
+    """Write a configuration for inference, as PEFT does."""
+    path = os.path.join(folder, ADAPTER_CONFIG)
+    with explain_full(path), open(path, "x", encoding="utf-8") as stream:
+        stream.write(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
 
 def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Collection[str]) -> None:

@@ -13,13 +13,12 @@ from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorte
 from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
 from ..patterns import Rename, RuleSet, list_renames, rename_names
-from ..patterns.adapters import is_kept_whole
+from ..patterns.adapters import is_kept_whole, list_adapted, read_live
 from ..patterns.layout import Shape
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import FullTensor, assemble_full_tensors
-from .adapter import choose_adapter
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -214,3 +213,30 @@ def name_tensors(names: Collection[str], renames: Sequence[Rename], strip: str) 
         clashes = [f"{seen[new]} and {name}" for name, new in renamed.items() if seen.setdefault(new, name) != name]
         raise MismatchError(f"--strip-prefix {strip!r}: these become one name: {shorten(clashes)}.")
     return renamed
+
+
+def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return saved name → name in PEFT's file, for the tensors of an adapter.
+
+    Args:
+        config: the adapter's configuration, with the trained biases of the base.
+
+    Raises:
+        CheckpointError: the adapter does not exist.
+    """
+    written = dict[str, str]()
+    mode, biases = config.get("bias", "none"), {f"{module}.base_layer.bias" for module in list_adapted(names)}
+    for name in names:
+        tensor = read_live(name)
+        if tensor is not None and tensor.adapter == adapter:
+            written[name] = tensor.in_file
+        elif tensor is None and (name.endswith(".bias") if mode == "all" else mode != "none" and name in biases):
+            written[name] = name
+    if any(map(read_live, written)):
+        return written
+    known = {tensor.adapter for tensor in map(read_live, names) if tensor}
+    raise CheckpointError(
+        f"holds no adapter {adapter!r}; it has {shorten(sorted(known))}. Name one with --adapter-name."
+        if known
+        else "holds no adapter of PEFT's (no lora_A, lora_B, modules_to_save)."
+    )

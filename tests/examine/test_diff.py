@@ -24,9 +24,10 @@ from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.sources import open_checkpoint
 from tests.sources.test_index import name_groups
+from tests.stream.test_full_tensors import open_held, rules_of
 from tests.support.ranks import run_ranks
-from tests.support.reshard import examples, open_for, temporary_folder
-from tests.support.reshard3d import VOCAB, Held, draw_state, expect, make_config, make_pipeline, make_plain, trips
+from tests.support.reshard import examples, temporary_folder
+from tests.support.reshard3d import VOCAB, Held, draw_state, expect, make_pipeline, make_plain, trips
 from tests.synth import (
     Model,
     Param,
@@ -43,19 +44,8 @@ RUN = Run(global_samples=100, garbage=math.nan, client_state={"epoch": 2})
 KINDS = ("norm", "row", "qkv", "column", "gate_up", "few")
 
 
-def open_held(held: Held, folder: Path, run: Run = RUN) -> AtomicIndex:
-    """Write and open, with the names that a stage-0 source needs."""
-    held.write(folder, run)
-    targets = held.make_targets()
-    return run_ranks(len(targets), lambda rank, comm: open_for(folder, targets[rank], comm))[0]
-
-
-def rules_of(held: Held) -> Any:
-    return from_config(make_config(held.model).patterns)
-
-
 def diff_held(a: Held, b: Held, folder: Path, rules: Any = None, **options: Any) -> Difference:
-    left, right = open_held(a, folder / "a"), open_held(b, folder / "b")
+    left, right = open_held(a, folder / "a", RUN), open_held(b, folder / "b", RUN)
     return diff_checkpoints(left, right, None, DiffOptions(**options), rules=rules_of(a) if rules is None else rules)
 
 
@@ -136,10 +126,10 @@ def test_differing_replicas_are_refused_or_located(tmp_path: Path) -> None:
     parted[1].state.atoms["body.norm"]["fp32"][3] += 1.0
     write_files(tmp_path / "a", build_local_files(parted, held.topology, RUN))
     a = open_checkpoint(str(tmp_path / "a"), Comm())
-    b = open_held(expect(held, Topology(1, 2)), tmp_path / "b")
+    b = open_held(expect(held, Topology(1, 2)), tmp_path / "b", RUN)
     with pytest.raises(MismatchError, match=rf"^{tmp_path}/a: body.norm \(fp32\) is replicated"):
         diff_checkpoints(a, b, rules=rules_of(held))
-    (atom,) = diff_checkpoints(a, open_held(held, tmp_path / "c"), rules=rules_of(held)).atoms
+    (atom,) = diff_checkpoints(a, open_held(held, tmp_path / "c", RUN), rules=rules_of(held)).atoms
     assert (atom.name, atom.index, atom.shard, atom.tally.differing) == ("body.norm", (3,), 1, 1)
 
 
@@ -484,7 +474,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(conversion, "ALIGNMENT", 512)
     monkeypatch.setattr("deepspeed_ucp.stream.batches.ALIGNMENT", 512)
     held = draw_state(make_plain(KINDS), Topology(2, 3, tp=2))
-    a, b = open_held(held, tmp_path / "a"), open_held(expect(held, Topology(3, 2)), tmp_path / "b")
+    a, b = open_held(held, tmp_path / "a", RUN), open_held(expect(held, Topology(3, 2)), tmp_path / "b", RUN)
     done: list[int] = []
     totals: list[int] = []
 

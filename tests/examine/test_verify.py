@@ -29,6 +29,7 @@ from deepspeed_ucp.sources.files import MANIFEST
 from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
+from tests.properties.faults import flip
 from tests.sources.parallel import tail_cut
 from tests.sources.test_index import count_read_bytes
 from tests.sources.test_parallel import PIPE, PLAIN
@@ -87,13 +88,6 @@ def tell(found: Verification) -> list[tuple[str, str]]:
 
 def verify_folder(path: Path, *also: Path, **options: Any) -> list[tuple[str, str]]:
     return tell(verify_checkpoint(str(path), also=[*map(str, also)], **options))
-
-
-def flip(path: Path, offset: int) -> None:
-    """Change a bit of a byte."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 4
-    path.write_bytes(bytes(data))
 
 
 def flip_largest(path: Path) -> None:

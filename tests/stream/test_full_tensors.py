@@ -22,14 +22,14 @@ from deepspeed_ucp.stream.reader import AtomReader, Item
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, open_for, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_config, make_plain, trips
-from tests.synth import Topology, write_files
+from tests.synth import Run, Topology, write_files
 from tests.synth.files import build_local_files
 from tests.synth.stages import atom_key
 
 
-def open_held(held: Held, folder: Path) -> AtomicIndex:
+def open_held(held: Held, folder: Path, run: Run | None = None) -> AtomicIndex:
     """Write and open, with the names that a stage-0 source needs."""
-    held.write(folder)
+    held.write(folder, run)
     targets = held.make_targets()
     return run_ranks(len(targets), lambda rank, comm: open_for(folder, targets[rank], comm))[0]
 
