@@ -118,5 +118,5 @@ def test_json_of_no_checkpoint_is_json(tmp_path: Path, command: str, capsys: pyt
     import json
 
     assert main([command, str(tmp_path), "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert str(tmp_path) in told["error"] and told["kind"] == "CheckpointError"
+    output = json.loads(capsys.readouterr().out)
+    assert str(tmp_path) in output["error"] and output["kind"] == "CheckpointError"

@@ -42,7 +42,7 @@ def tag(tmp_path: Path) -> Path:
     return made
 
 
-def test_it_is_found_and_read_as_any_other(tag: Path, tmp_path: Path) -> None:
+def test_a_published_tag_is_found_and_read(tag: Path, tmp_path: Path) -> None:
     place, name = str(tmp_path), tag.name
     assert find_tags(place) == [name] and check_tag(place, name) == str(tag) and find_checkpoint(place) == str(tag)
     assert not holds_foreign(str(tag)) and is_sealed([place], name) and find_mark(place, name)
