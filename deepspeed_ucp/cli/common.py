@@ -233,7 +233,7 @@ def read_groups(value: str | None) -> str | list[list[str]] | None:
     is_nested = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if not is_nested or not all(isinstance(name, str) for group in groups for name in group):
         raise ConfigError(
-            f"--groups: {value} has to hold a list of names per param group, such as [[a.weight], [a.bias]]."
+            f"--groups: {value} must have a list of names per param group, such as [[a.weight], [a.bias]]."
         )
     return [list(group) for group in groups]
 
@@ -248,7 +248,7 @@ def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
     for each in given:
         key, equals, value = each.partition("=")
         if not key or not equals:
-            raise ConfigError("--storage-option: KEY=VALUE is wanted, such as anon=true.")
+            raise ConfigError("--storage-option: use KEY=VALUE, such as anon=true.")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:

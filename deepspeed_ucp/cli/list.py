@@ -163,7 +163,7 @@ def _mark_resumed(folder: str, in_memory: Sequence[dict[str, Any]], stored: Sequ
         tags = {each["tag"]: each for each in stored}
         taken = None if tag is None else tags.get(os.path.normpath(tag), tags.get("."))
         if taken is None:
-            return "no checkpoint is named: give a resume the folder of one"
+            return "no checkpoint is named: a resume needs the folder of one"
         taken["resume"] = True
     doubt = "" if _is_usable(taken) else ", which is not complete"
     return f"a resume takes {taken['tag']} from {taken['place']}{doubt}"

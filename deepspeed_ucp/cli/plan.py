@@ -90,7 +90,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plan and print; 1 if the resume is not possible."""
     if (options.checkpoint is None) == (options.params is None):
-        raise ConfigError("Name a checkpoint and --target, or give --params and --ranks.")
+        raise ConfigError("Pass a checkpoint and --target, or --params and --ranks.")
     for needed, names in _NEEDS.items():
         given = [f"--{name}" for name in names if getattr(options, name.replace("-", "_"))]
         if given and getattr(options, needed.replace("-", "_")) is None:

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     from ..stream.batches import WorkOptions
 
     if options.seal and options.also:
-        raise ConfigError("--seal writes the seal of one folder, which has to be whole by itself: leave --also out.")
+        raise ConfigError("--seal needs a folder that is complete without other places. Remove --also.")
     how = WorkOptions(**read_work_options(options, least=1))
     with join_launch() as comm:
         try:

@@ -201,4 +201,4 @@ def test_a_running_jobs_saves_are_listed_and_not_taken(
         fcntl.flock(owner, fcntl.LOCK_EX)  # as the process that saves holds it
         assert main(["list", str(tmp_path / "run"), "--memory", str(tmp_path / "memory")]) == 0
     out = capsys.readouterr().out
-    assert "its job is running" in out and out.splitlines()[0].endswith("give a resume the folder of one")
+    assert "its job is running" in out and out.splitlines()[0].endswith("a resume needs the folder of one")

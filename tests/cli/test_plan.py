@@ -123,8 +123,8 @@ def test_the_memory_of_a_model(run_json: Plan) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--ranks", "4"], "Name a checkpoint and --target, or give --params"),
-        (["folder", "--target", "dp=2", "--params", "1B"], "Name a checkpoint and --target, or give --params"),
+        (["--ranks", "4"], "Pass a checkpoint and --target, or --params"),
+        (["folder", "--target", "dp=2", "--params", "1B"], "Pass a checkpoint and --target, or --params"),
         (["--params", "1B", "--ranks", "3", "--target", "tp=2"], "--ranks 3 is not the product of the degrees"),
         (["--params", "1B", "--ranks", "3", "--mtbf", "8h"], "--mtbf: give --restart too"),
         (["--params", "1B", "--ranks", "3", "--stall", "8s"], "--stall: give --mtbf too"),
