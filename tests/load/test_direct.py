@@ -277,7 +277,8 @@ def test_states_of_one_side_alone_are_logged_once(live: bool, tmp_path: Path, ca
     """A schedule that restarts, or a state that no object of the engine takes."""
     names = ("lr_scheduler", "random_ltd", "data_sampler")
     saved: dict[str, Any] = {} if live else {key: {"last": 11} for key in names}
-    path, _ = write(tmp_path, ZERO1, run=Run(global_steps=12, **saved))
+    path, _ = write(tmp_path, ZERO1, run=Run(global_steps=12))
+    change_file(path / STATES, lambda tree: tree.update(saved))
 
     def work(number: int, comm: Comm) -> None:
         rank = FakeTarget(PLAIN, Topology(2, 2), number)
