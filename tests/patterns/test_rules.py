@@ -129,6 +129,7 @@ OTHER_NORM = {**TARGET, "norm.weight": ((7,),)}
         (use("__import__('os')"), CUT_NORM, ConfigError, "unknown function '__import__'"),
         (use("(1, 2)[0]"), CUT_NORM, ConfigError, "is not supported"),
         (use("own.shape"), CUT_NORM, ConfigError, "is not supported"),
+        (use("[2][3]"), CUT_NORM, MismatchError, "has 1 items and no item 3; the first is item 0"),
         (use("own('rows')"), CUT_NORM, ConfigError, "own in .* has arguments of a wrong type"),
         (use("shape(1, 0)"), CUT_NORM, ConfigError, "shape in .* has arguments of a wrong type"),
         (
