@@ -193,10 +193,8 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
     warn_unknown_batch(job, folder, live.total)
     if job.total_batch is None or live.is_kept(job, config):
         return
-    fit = live.fit(job)
+    fit = live.fit(folder, job)
     changed = job.ranks == connect().size and job.asked != live.micro * was
-    if fit is None:
-        live.refuse(folder, job, "Use a number of ranks that divides it")
     if changed or fit[0] != live.micro:
         advice = f"Use a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
         live.refuse(folder, job, advice)

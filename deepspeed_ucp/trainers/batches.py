@@ -52,9 +52,14 @@ class BatchSizes:
         """Return True if the saved total batch needs no change, or ``total_batch`` is ``live``."""
         return config.total_batch == "live" or job.total_batch in (None, self.total)
 
-    def fit(self, job: SavedJob) -> tuple[int, int] | None:
-        """Find (micro batch, accumulation) that make the saved total batch; None if these ranks cannot."""
-        return adapt_batch(job.total_batch or self.total, self.micro, self.ranks)
+    def fit(self, folder: str, job: SavedJob) -> tuple[int, int]:
+        """Find (micro batch, accumulation) that make the saved total batch.
+
+        Raises:
+            MismatchError: these ranks cannot make it.
+        """
+        found = adapt_batch(job.total_batch or self.total, self.micro, self.ranks)
+        return found or self.refuse(folder, job, "Use a number of ranks that divides it")
 
     def refuse(self, folder: str, job: SavedJob, advice: str) -> NoReturn:
         """Raise a :class:`MismatchError` about another total batch."""

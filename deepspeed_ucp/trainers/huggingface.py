@@ -223,11 +223,9 @@ def choose_batch(
         MismatchError: the ds_config has another total batch, the script has changed its batch sizes in an unchanged
             world, or the ranks cannot make the total batch.
     """
-    fit = live.fit(job)
     if written not in (None, job.total_batch):
         live.refuse(folder, job, f'Write train_batch_size {job.total_batch} or "auto" into the ds_config')
-    if fit is None:
-        live.refuse(folder, job, "Use a number of ranks that divides it")
+    fit = live.fit(folder, job)
     if job.ranks == connect().size and job.asked != live.micro * live.accumulation and not found:
         advice = f"Set per_device_train_batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
         live.refuse(folder, job, advice)

@@ -155,11 +155,9 @@ def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: Universa
     live = BatchSizes.of(engine)
     if live.is_kept(job, config):
         return
-    fit, advice = live.fit(job), "Use a number of ranks that divides it"
-    if fit is not None:
-        loader = "" if fit[0] == live.micro else f" and a data loader with batch_size={fit[0]}"
-        advice = f"Use Trainer(accumulate_grad_batches={fit[1]}){loader}"
-    live.refuse(folder, job, advice)
+    fit = live.fit(folder, job)
+    loader = "" if fit[0] == live.micro else f" and a data loader with batch_size={fit[0]}"
+    live.refuse(folder, job, f"Use Trainer(accumulate_grad_batches={fit[1]}){loader}")
 
 
 def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> int:

@@ -202,7 +202,7 @@ def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
     sizes = {"train_batch_size": 12.0, "train_micro_batch_size_per_gpu": 3.0, "gradient_accumulation_steps": 2.0}
     live = BatchSizes.of(SimpleNamespace(**{name: partial(float, size) for name, size in sizes.items()}))
     assert repr(live) == "BatchSizes(micro=3, accumulation=2, ranks=2)" and live.total == 12
-    assert live.fit(SavedJob(4, 1, 5, 24, 1)) == (3, 4)
+    assert live.fit("folder", SavedJob(4, 1, 5, 24, 1)) == (3, 4)
 
 
 def test_ranks_that_cannot_share_it_are_refused() -> None:
