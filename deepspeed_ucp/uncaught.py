@@ -50,7 +50,7 @@ def _report_uncaught(
 
 
 def _summarize(error: UcpError, trace: TracebackType | None) -> UcpError | None:
-    """Return the form in which this rank prints an error of all ranks, or None if it prints nothing."""
+    """Return the form in which this rank prints an error of all ranks, or None for no output."""
     if not error.echo:
         ranks = int(os.environ.get("WORLD_SIZE") or 1)
         if ranks > 1:
