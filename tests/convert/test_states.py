@@ -269,7 +269,7 @@ def test_a_second_copy_without_hard_links(tmp_path, monkeypatch):
 def test_damaged_client_tensors_and_a_full_disk_are_errors(tmp_path, monkeypatch):
     index = open_index(write(tmp_path / "src", Topology(1, 2))[0])
     with monkeypatch.context() as patch:
-        patch.setattr("deepspeed_ucp.torchsave.zipframe._write_record", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        patch.setattr("deepspeed_ucp.torchsave.zipframe._write_file", Mock(side_effect=OSError(errno.ENOSPC, "full")))
         with pytest.raises(StorageError, match="disk full"):
             write_states(index, str(tmp_path))
     records = (index.stored.records[number] for number in index.run.client_records)
