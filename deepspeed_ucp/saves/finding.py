@@ -21,8 +21,9 @@ logger = logging.getLogger("deepspeed_ucp")
 def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
     """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
 
-    Returns None as well if the folder has a later save. Pending saves of dead jobs are written meanwhile. Rank 0 warns
-    if the folder had saves of that job and was emptied: the user may want to start from scratch.
+    Returns None as well if the folder has a later save, or else the first of the further places that has a checkpoint.
+    Pending saves of dead jobs are written meanwhile. Rank 0 warns if the folder had saves of that job and was emptied:
+    the user may want to start from scratch.
 
     Args:
         load_dir: the folder of all tags, or without ``tag`` the folder of one tag; it may not exist yet.
@@ -37,7 +38,7 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         with suppress(UcpError, OSError):
             is_empty = read_latest(load_dir) is None
     comm.run(lambda: finish_dead(root, list_settings(config)) if is_owner else None)
-    found = search_memory(root, load_dir, tag, comm, is_owner=is_owner)
+    found = search_memory(root, load_dir, tag, comm, also=config.with_tiers().also, is_owner=is_owner)
     if found is not None and is_empty:
         _warn_removed(root, load_dir, found)
     return found

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..comm import Comm
 from ..errors import UcpError
 from ..io.paths import normalize
+from ..io.store import is_folder
 from ..sources.latest import read_latest
 from ..sources.older import find_age
 from .memory import Job, Snapshot, find_root, list_jobs, locate
@@ -38,24 +39,27 @@ class Found(NamedTuple):
     copies: tuple[str, ...] = ()
 
 
-def search_memory(root: str, load_dir: str, tag: Any, comm: Comm, *, is_owner: bool = True) -> Found | None:
+def search_memory(
+    root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str] = (), is_owner: bool = True
+) -> Found | None:
     """Like :func:`find_in_memory`, but read-only (collective).
 
     Args:
         root: folder of the jobs in memory (:func:`~.memory.find_root`).
+        also: further places that the load reads.
         is_owner: this rank reads its node's memory for all ranks of the node.
     """
-    found = _find(root, load_dir, tag, comm, is_owner=is_owner)
+    found = _find(root, load_dir, tag, comm, also=also, is_owner=is_owner)
     if found is None and tag is None:
-        found = _find(root, *os.path.split(normalize(load_dir)), comm, is_owner=is_owner)
+        found = _find(root, *os.path.split(normalize(load_dir)), comm, also=also, is_owner=is_owner)
     return found
 
 
-def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_owner: bool) -> Found | None:
+def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str], is_owner: bool) -> Found | None:
     """Find the newest save of exactly this folder and tag (collective)."""
     wanted = locate(load_dir)
 
-    def look() -> list[tuple[Snapshot, str | None]]:
+    def look() -> list[tuple[Snapshot, dict[str, str]]]:
         if not is_owner:
             return []
         # A living job's next save writes over the memory of an older one.
@@ -63,11 +67,9 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_owner: bool) -> 
         saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
         saves = [save for save in saves if (save.latest if tag is None else save.tag == str(tag))]
         mine = [save for save in saves if wanted in list_places(save)]
-        return [
-            (replace(save, folder=os.path.relpath(save.folder, root)), save.read_done().get(wanted)) for save in mine
-        ]
+        return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read_done()) for save in mine]
 
-    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, str | None]]()
+    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, dict[str, str]]]()
     listed = comm.each(look)
     for save, mark in sorted((each for own in listed for each in own), key=lambda each: -each[0].node):
         nodes[save.key].add(save.node)
@@ -76,8 +78,14 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_owner: bool) -> 
     whole.sort(key=lambda save: (save.step, save.number), reverse=True)
 
     def choose() -> Snapshot | None:
-        marks = {save.key: _find_mark(save, found, load_dir) for save in whole}
-        return next((save for save in whole if _is_newer(save, marks[save.key], load_dir, tag)), None)
+        if not whole:
+            return None
+        stored = _find_stored((load_dir, *also), tag)
+        if stored is None:
+            return whole[0]
+        return next(
+            (save for save in whole if _is_newer(save, _find_mark(save, found, stored.place), stored, tag)), None
+        )
 
     newest = comm.once(choose)
     if newest is None:
@@ -89,41 +97,60 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_owner: bool) -> 
     return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
 
 
+class Stored(NamedTuple):
+    """The place whose checkpoint a load takes if it takes none from memory, and its tag; None if it has none."""
+
+    place: str
+    tag: str | None
+
+
+def _find_stored(places: Sequence[str], tag: Any) -> Stored | None:
+    """Return the first place that has the tag, or without one a ``latest``; None if a place cannot be read."""
+    try:
+        for place in places:
+            named = read_latest(place) if tag is None else tag if is_folder(os.path.join(place, tag)) else None
+            if named is not None:
+                return Stored(place, named)
+    except (UcpError, OSError):
+        return None
+    return Stored(places[0], tag)
+
+
 def _find_mark(
-    save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, str | None]], load_dir: str
+    save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, Mapping[str, str]]], place: str
 ) -> str | None:
-    """Return the mark of a save at a destination.
+    """Return the mark of a save at a place.
 
     A save that was dropped for later ones counts as pending unless one of them has been written there.
     """
-    mark = found[save.key][1]
+    key = locate(place)
+    mark = found[save.key][1].get(key)
     if mark != "":
         return mark
     later = [each for each in found.values() if each[0].job == save.job and each[0].number > save.number]
     # The mark of another node does not mean that the first node has published the save.
-    is_written = any(other and (each.node == 0 or find_mark(load_dir, each.tag)) for each, other in later)
+    is_written = any(done.get(key) and (each.node == 0 or find_mark(place, each.tag)) for each, done in later)
     return None if later and not is_written else mark
 
 
-def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:
-    """Return True if a load takes the save from memory rather than the destination's checkpoint.
+def _is_newer(save: Snapshot, mark: str | None, stored: Stored, tag: Any) -> bool:
+    """Return True if a load takes the save from memory rather than the stored checkpoint.
 
-    A save that has been written counts as long as the destination names it and has its seal: a user who writes another
-    tag into ``latest``, or other files under this tag, wants those. A missing destination has no checkpoint.
+    A save that has been written counts as long as the place names it and has its seal: a user who writes another tag
+    into ``latest``, or other files under this tag, wants those. A missing place has no checkpoint.
 
     Args:
-        mark: the save's mark at the destination; None if it is pending, empty if it was dropped.
+        mark: the save's mark at the place; None if it is pending, empty if it was dropped.
         tag: the tag of the load; None for the tag in ``latest``.
     """
     try:
-        named = tag if tag is not None else read_latest(load_dir)
         if mark == "" and tag is None:
             return False
-        if mark and named is not None:
-            return named == save.tag and mark == find_mark(load_dir, save.tag)
-        return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step
+        if mark and stored.tag is not None:
+            return stored.tag == save.tag and mark == find_mark(stored.place, save.tag)
+        return stored.tag is None or find_age([os.path.join(stored.place, stored.tag)]).step <= save.step
     except (UcpError, OSError):
-        return True  # the destination cannot be read, and memory has a complete save
+        return True  # the place cannot be read, and memory has a complete save
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +201,10 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
             found[place, save.key].append(save)
     running = {job.name for job in jobs if job.is_owned()}
     loads = {place: place if wanted is None or wanted == os.path.dirname(place) else wanted for place, _ in found}
-    searched = {place: search_memory(root, load_dir, None, Comm()) for place, load_dir in loads.items()}
+    also = {place: tuple(each.folder for save in parts for each in save.places) for (place, _), parts in found.items()}
+    searched = {
+        place: search_memory(root, load_dir, None, Comm(), also=also[place]) for place, load_dir in loads.items()
+    }
     taken = {place: save.folder for place, save in searched.items() if save is not None}
     return [
         HeldSave(

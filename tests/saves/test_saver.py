@@ -28,7 +28,7 @@ from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.finding import find_in_memory
-from deepspeed_ucp.saves.memory import Job, find_root, list_jobs, name_job
+from deepspeed_ucp.saves.memory import Destination, Job, find_root, list_jobs, name_job
 from deepspeed_ucp.saves.saving import finish_saves
 from deepspeed_ucp.saves.search import Found
 from deepspeed_ucp.saves.writer import is_locked
@@ -460,6 +460,22 @@ def test_a_later_save_that_was_rolled_back_hides_no_other(job: Job, find: Find, 
     assert find() is None
     make_save(job, str(place), tag="next", step=5)
     assert find() == "next"
+
+
+@pytest.mark.parametrize("is_tag_given", [False, True])
+@pytest.mark.parametrize(("stored", "expected"), [(9, None), (3, "a"), (2, "a")])
+def test_a_later_save_at_a_destination_precedes_an_older_one_in_memory(
+    stored: int, expected: str | None, is_tag_given: bool, job: Job, tmp_path: Path
+) -> None:
+    """With ``to`` the folder that the script names stays empty."""
+    place, tier = tmp_path / "place", tmp_path / "tier"
+    options = SaveOptions(memory=str(tmp_path / "memory"), to=[{"place": str(tier)}])
+    made = make_save(job, str(place), tag="a", step=3, places=(Destination(str(tier)),))
+    set_counter(write_source(tier).rename(tier / made.tag), "global_steps", stored)
+    (tier / "latest").write_text(made.tag)
+    tag = made.tag if is_tag_given else None
+    found = find_in_memory(UniversalConfig(save=options), str(place), tag, Comm())
+    assert (found and found.tag) == expected
 
 
 @pytest.mark.parametrize("step", [9, 4])
