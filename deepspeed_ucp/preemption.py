@@ -69,7 +69,7 @@ def follow(
         engine: each of its steps ends with a reduction of a few bytes, to compare the signals of all ranks.
         save_dir: as for ``engine.save_checkpoint``.
         actions: signal → exit code of every rank after the save; None continues training. By default SIGUSR1 continues,
-            and SIGTERM exits with a code after which the platform restarts the job (docs/guide.md).
+            and SIGTERM exits with a code after which the platform restarts the job (docs/restarts.md).
         requeue: in a Slurm job, exit on SIGUSR1 too, and let rank 0 requeue the job after the save (``scontrol
             requeue``) unless it is being cancelled.
         client_state: makes the client state of the save.
