@@ -1,0 +1,47 @@
+"""Writes saves to a small disk that fails and is repaired: ``-m tests.saves.small_disk FOLDER FAULT``.
+
+Runs in a separate mount namespace (``unshare --map-root-user --mount``).
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from deepspeed_ucp.saves.memory import Job
+from deepspeed_ucp.saves.writer import is_locked, list_late, start_writer
+from tests.saves.saving import SETTINGS, is_whole, make_save
+from tests.support.until import wait_until
+
+folder, fault = Path(sys.argv[1]), sys.argv[2]
+place = folder / "place"
+
+
+def mount(options: str) -> None:
+    """Mount the disk over the place."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small", str(place)], check=True)
+
+
+place.mkdir()
+mount("size=96k")
+job = Job(str(folder / "memory" / "job"))
+job.own()
+lines = start_writer(job, SETTINGS)
+make_save(job, str(place), tag="first")
+lines.write(b"\n")
+lines.flush()
+wait_until(lambda: not list_late(job.list_saves()) and job.read_written())  # the writer has finished with the place
+if fault == "ro":
+    mount("remount,ro")
+make_save(job, str(place), tag="second")
+lines.write(b"\n")
+lines.flush()
+wait_until(lambda: "not written, to be tried again" in Path(job.folder, "log").read_text())
+assert (place / "latest").read_text() == "first"
+assert is_whole(str(place / "first"))
+mount("remount,rw,size=4m")
+lines.close()
+wait_until(lambda: not is_locked(job))
+assert (place / "latest").read_text() == "second"
+assert is_whole(str(place / "first")) and is_whole(str(place / "second"))
+assert not list(place.glob(".*"))
+print(Path(job.folder, "log").read_text())
