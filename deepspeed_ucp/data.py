@@ -32,7 +32,7 @@ _Reader = tuple[int, int, Iterator[Sample]]
 _LONG = 50
 """Number of batches that are sorted by length together."""
 
-_RESTART = "To start the data anew, follow the engine after the load."
+_RESTART = "To start the data from its beginning, follow the engine after the load."
 
 
 def _digest(values: Sequence[float] | Ids | None) -> str | None:
@@ -282,7 +282,7 @@ class ElasticSampler(Order, Sampler[int]):
             if given is not None and len(given) != self.size:
                 raise ConfigError(f"weights or lengths of {len(given)} samples were given for {self.size}.")
         if weights is not None and not (0 < np.sum(weights) < np.inf and np.min(weights) >= 0):
-            raise ConfigError("weights have to be finite, none below 0, and some above.")
+            raise ConfigError("weights must be finite and not negative, and at least one must be positive.")
         self._digests = {"weights": _digest(weights), "lengths": _digest(lengths)}
         self.weights = None if weights is None else np.asarray(weights, np.float64) / np.sum(weights)
         self.lengths = None if lengths is None else np.asarray(lengths)

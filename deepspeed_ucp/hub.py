@@ -338,6 +338,6 @@ def _join(
     how = ", ".join(type(each).__name__ for each in converter.operations)
     raise UnsupportedError(
         f"{shorten(names, 2)} → {new}: transformers converts this as it reads ({how}), which is not done here. Load "
-        "the folder with from_pretrained before deepspeed.initialize; or save what that loads by "
-        "save_pretrained(…, save_original_format=False), and load that folder."
+        "the folder with from_pretrained before deepspeed.initialize; or save that model by save_pretrained(…, "
+        "save_original_format=False), and load that folder."
     )

@@ -172,7 +172,7 @@ def _warn(state: Snapshots, engine: Any, error: UcpError) -> None:
     if not is_shared(error):
         raise error
     if not state.fails and connect().rank == 0:
-        logger.warning("no snapshot of step %d, training goes on: %s", engine.global_steps, error)
+        logger.warning("no snapshot of step %d, training continues: %s", engine.global_steps, error)
     state.fails = True
 
 

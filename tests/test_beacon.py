@@ -209,7 +209,7 @@ def test_a_failing_kubeflow_controller_is_a_warning(controller: Any, caplog: pyt
         beacon.report_step(step)
         wait_until(lambda step=step: len(controller.posts) == step + 1)  # type: ignore[misc]
     (message,) = caplog.messages
-    assert message.endswith("to Kubeflow Trainer, training goes on: HTTP Error 503: Service Unavailable")
+    assert message.endswith("to Kubeflow Trainer, training continues: HTTP Error 503: Service Unavailable")
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_nvrx_without_its_monitor_or_library_is_a_warning(
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext.fault_tolerance", None)
     take_step()
     unreachable, missing = caplog.messages
-    assert "cannot be reached, training goes on" in unreachable and "Install nvidia-resiliency-ext" in missing
+    assert "cannot be reached, training continues" in unreachable and "Install nvidia-resiliency-ext" in missing
     assert socket.getdefaulttimeout() is None and not nvrx._is_connected("nowhere")
 
 

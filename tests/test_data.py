@@ -367,9 +367,9 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: make_sampler(0, 1, dataset=11), "fewer than the 12 .* or a smaller total batch"),
     (lambda: make_stream(0, 1, lanes=8), "8 lanes"),
     (lambda: make_sampler(0, 1, weights=[1, 2, 3]), "3 samples were given for 100"),
-    (lambda: make_sampler(0, 1, weights=[0] * 100), "weights have to be finite"),
-    (lambda: make_sampler(0, 1, weights=[1] * 99 + [-1]), "weights have to be finite"),
-    (lambda: make_sampler(0, 1, weights=[1] * 99 + [float("nan")]), "weights have to be finite"),
+    (lambda: make_sampler(0, 1, weights=[0] * 100), "weights must be finite"),
+    (lambda: make_sampler(0, 1, weights=[1] * 99 + [-1]), "weights must be finite"),
+    (lambda: make_sampler(0, 1, weights=[1] * 99 + [float("nan")]), "weights must be finite"),
     (lambda: make_sampler(0, 1, total_batch=24).follow(Engine(global_samples=0)), "12 samples a step"),
     (lambda: make_sampler(0, 1).follow(Engine(global_samples=6.5)), r"global_samples is 6\.5.*train_batch_size"),
     *((lambda make=make: make(0, 0), "world 0 is invalid") for make in (make_sampler, make_stream)),
@@ -389,7 +389,9 @@ def test_invalid_arguments_are_refused(call: Callable[[], object], message: str)
 def test_an_invalid_state_is_refused_and_changes_nothing(make: Any, value: Any) -> None:
     order = make(0, 1)
     before, ((name, value),) = order.get_state(), (value if isinstance(value, dict) else {"consumed": value}).items()
-    with pytest.raises(CheckpointError, match=f"has {name} {value!r}, expected an integer.* To start the data anew"):
+    with pytest.raises(
+        CheckpointError, match=f"has {name} {value!r}, expected an integer.* To start the data from its beginning"
+    ):
         order.set_state({**before, name: value})
     with pytest.raises(CheckpointError, match=f"has {name} None"):
         order.set_state({key: each for key, each in before.items() if key != name})

@@ -1,6 +1,6 @@
 """Report this rank's steps and phases to the monitors that the environment names, also for engines without the plugin.
 
-A listener that raises is dropped with a warning; training goes on.
+A listener that raises is dropped with a warning; training continues.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _find_listeners() -> list[tuple[str, Listener]]:
 def _call(name: str, method: Any, *args: Any) -> None:
     try:
         method(*args)
-    except Exception as error:  # noqa: BLE001 - training goes on
+    except Exception as error:  # noqa: BLE001 - training continues
         logger.warning("rank %d: %s gets no further reports of this rank: %s", find_rank(), name, error)
         mute(name)
 

@@ -73,7 +73,7 @@ class Kubeflow(Listener):
                 self.fails = False
             except (OSError, ValueError) as error:  # includes the errors of urllib and ssl
                 if not self.fails:
-                    logger.warning("the progress cannot be posted to Kubeflow Trainer, training goes on: %s", error)
+                    logger.warning("the progress cannot be posted to Kubeflow Trainer, training continues: %s", error)
                 self.fails = True
 
     def _post(self, status: Mapping[str, Any]) -> None:

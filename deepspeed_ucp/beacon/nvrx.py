@@ -86,8 +86,8 @@ def find(environment: Mapping[str, str]) -> NVRx | None:
     socket.setdefaulttimeout(_TIMEOUT)  # the client sets no timeout
     try:
         client.init_workload_monitoring()
-    except Exception as error:  # noqa: BLE001 - training goes on
-        logger.warning("rank %d: NVRx's rank monitor cannot be reached, training goes on: %s", find_rank(), error)
+    except Exception as error:  # noqa: BLE001 - training continues
+        logger.warning("rank %d: NVRx's rank monitor cannot be reached, training continues: %s", find_rank(), error)
         return None
     finally:
         socket.setdefaulttimeout(former)

@@ -290,7 +290,7 @@ def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]
 def _note_padding(pairs: Sequence[Pair]) -> list[str]:
     return [
         f"{pair.left.name} ({pair.left.atom.state}): {pair.left.shape[0]} rows in A, {pair.right.shape[0]} in B, of "
-        f"which {pair.vocab} are the vocabulary; further padding rows are not compared"
+        f"which {pair.vocab} are the vocabulary; other padding rows are not compared"
         for pair in pairs
         if pair.left.shape != pair.right.shape
     ]

@@ -123,11 +123,11 @@ def _compare_atoms(atoms: Iterable[AtomRecord], listed: Mapping[str, FileRecords
             record = records.get((atom.offset, atom.nbytes))
             fault = ""
             if record is None and atom.nbytes:
-                fault = f"has to be {atom.nbytes} bytes at byte {atom.offset}; the file has no such record."
+                fault = f"must be {atom.nbytes} bytes at byte {atom.offset}; the file has no such record."
             elif record is not None and record.crc is not None and record.crc != atom.crc:
                 fault = (
-                    f"has CRC32 {record.crc:08x}, the manifest says {atom.crc:08x}; it is not what was written "
-                    "(another parameter's or another checkpoint's file)."
+                    f"has CRC32 {record.crc:08x}, the manifest says {atom.crc:08x}; it is the file of another "
+                    "parameter or checkpoint, or damaged."
                 )
             if fault:
                 label = f"{atom.name} ({atom.state})"

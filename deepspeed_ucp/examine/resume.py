@@ -81,7 +81,7 @@ def check_resume(
         if renamed:
             found.differences.append("parameters under other names by rename rules")
         if not found.differences and any(read_name(key.name) for key in index.stored.atoms):
-            found.differences.append("experts, whose ranks only the load knows")
+            found.differences.append("experts, whose ranks are known only to a load")
         if not found.differences:
             found.loader = DEEPSPEED
         else:

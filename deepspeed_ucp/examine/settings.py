@@ -48,7 +48,7 @@ def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[
             continue
         a, b = (describe_value(path, value) for value in values)
         if AUTO in values:
-            notes.append(f"ds_config {path}: {a}, {b}; a trainer fills in what is {AUTO}")
+            notes.append(f"ds_config {path}: {a}, {b}; a trainer replaces {AUTO}")
         else:
             found.append(ValueDifference("ds_config", path, a, b))
     return found, notes

@@ -35,14 +35,14 @@ def write_beside(export: Export) -> None:
     is_trainers = TRAINER_STATE in names
     if has_states and is_trainers and _SCHEDULER not in names:  # the Trainer ignores the optimizer without it
         _save(export, _SCHEDULER, make_schedule(step, [group.hyper.get("lr") for group in run.groups]))
-        text = "%s: the saved run's scheduler was DeepSpeed's; %s has its step, %d, alone, for that of the arguments"
+        text = "%s: the saved run's scheduler was DeepSpeed's; %s has only its step, %d, for this run's scheduler"
         logger.warning(text, report.destination, _SCHEDULER, step)
     wanted = ("rng_state",) if is_trainers else ("scheduler.bin", "random_states")
     lacking = [name for name in wanted if not any(each.startswith(name) for each in names)]
     if "scheduler.bin" in lacking:
         lacking[0] += f" (which load_state wants for a prepared scheduler: prepare it afterwards, at step {step})"
     if lacking:
-        logger.warning("%s: not beside the checkpoint, so not here: %s", report.destination, ", ".join(lacking))
+        logger.warning("%s: not in the checkpoint's folder, so not copied: %s", report.destination, ", ".join(lacking))
 
 
 def _save(export: Export, name: str, held: dict[str, Any]) -> None:

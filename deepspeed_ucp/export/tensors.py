@@ -167,7 +167,7 @@ def select_tensors(
     chosen = [kept[key] for key in _order_weights(index) if key in kept]
     if not chosen:
         raise CheckpointError(
-            "there are no weights to export. Export a tag whose model states are whole.", path=index.run.state_file
+            "there are no weights to export. Export a tag with complete model states.", path=index.run.state_file
         )
     return Selection(
         index,

@@ -31,7 +31,7 @@ RETRIES = {
 READING, WRITING = "60s", "10min"
 """Timeouts of one request. A read that is cut continues at the next byte; a write starts again."""
 
-ABSENT = "it is not there, or was removed"
+ABSENT = "it does not exist, or was removed"
 READ_ONLY = "cannot be written to; such URLs are read only. Write elsewhere."
 
 _S3 = {

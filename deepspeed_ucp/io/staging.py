@@ -58,7 +58,7 @@ class OutputKind:
             StorageError: it is something else, or exists without ``overwrite``.
         """
         if not is_ours:
-            raise StorageError(f"exists and is not {self.name}, so it is left alone. Write elsewhere.", path=folder)
+            raise StorageError(f"exists and is not {self.name}, so it stays. Write elsewhere.", path=folder)
         self.refuse_foreign(folder, names)
         if not overwrite:
             raise StorageError("exists already. --overwrite (overwrite=True) replaces it.", path=folder)
@@ -72,8 +72,7 @@ class OutputKind:
         foreign = [name for name in names if not (self.parts.fullmatch(name) or self.kept.fullmatch(name))]
         if foreign:
             raise StorageError(
-                f"holds files that no {self.maker} wrote ({shorten(sorted(foreign))}), so it is left alone. "
-                "Write elsewhere.",
+                f"holds files that no {self.maker} wrote ({shorten(sorted(foreign))}), so it stays. Write elsewhere.",
                 path=folder,
             )
 
@@ -198,7 +197,7 @@ class Staging:
         if not os.path.lexists(self.folder):
             return
         if os.path.islink(self.folder) or not os.path.isdir(self.folder):
-            raise StorageError("is not a folder, so it is left alone. Remove it.", path=self.folder)
+            raise StorageError("is not a folder, so it stays. Remove it.", path=self.folder)
         self.kind.refuse_foreign(self.folder, [name for name in os.listdir(self.folder) if not _is_temporary(name)])
         delete_tree(self.folder)
 

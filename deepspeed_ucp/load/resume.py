@@ -126,7 +126,7 @@ def _resume_first_whole(
             clear_frames(error)
         else:
             if passed and job.comm.rank == 0:
-                logger.warning("%s: resumed from %s; passed over: %s", load_dir, tag, " ".join(passed))
+                logger.warning("%s: resumed from %s; skipped: %s", load_dir, tag, " ".join(passed))
             return loaded
     raise CheckpointError(f"none of its {len(passed)} checkpoints is whole: {' '.join(passed)}", path=load_dir)
 

@@ -80,7 +80,7 @@ class OptimizerMatch:
 
     def _find_faults(self) -> Iterator[str]:
         if text := describe_irregular(self.index):
-            yield f"{text} To go on,"
+            yield f"{text} To continue,"
         saved, tp = self.index.run.topology, self.target.place.tp
         is_muon = any(hyper.get(USE_MUON) for hyper in self.match.hyper.values())
         if is_muon and saved.traits.is_positional and saved.tp != tp:
@@ -97,7 +97,7 @@ class OptimizerMatch:
         if tensors:
             yield (
                 f"The optimizer keeps tensors in its param groups: {shorten(dict.fromkeys(tensors))}. They cannot be "
-                "cut for another topology. To go on,"
+                "cut for another topology. To continue,"
             )
         seen: set[tuple[int, int, tuple[str, ...]]] = set()
         for flat in self.target.flats:
@@ -112,7 +112,9 @@ class OptimizerMatch:
         for param in self.saved_params(flat):
             states = find_states(self.index, param)
             if 0 < len(states) < len(have):
-                return f"The checkpoint has {', '.join(states)} of {param}, and {', '.join(have)} of others. To go on,"
+                return (
+                    f"The checkpoint has {', '.join(states)} of {param}, and {', '.join(have)} of others. To continue,"
+                )
         return ""
 
     def _find_fault(self, flat: LiveBuffer, have: tuple[str, ...]) -> str:
@@ -122,12 +124,12 @@ class OptimizerMatch:
         kind, group = type(self.target.optimizer).__name__, self.target.param_group(flat)
         if kept.other:
             listed = [f"{name} ({what})" for name, what in kept.other.items()]
-            return f"{kind} keeps states that are not element-wise: {shorten(listed)}. To go on,"
+            return f"{kind} keeps states that are not element-wise: {shorten(listed)}. To continue,"
         if set(have) != set(kept.elementwise):
             return (
                 f"The checkpoint's optimizer ({self.index.run.optimizer or 'not named'}) keeps "
                 f"{', '.join(have) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
-                f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Train on with the saved run's optimizer, or"
+                f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Continue with the saved run's optimizer, or"
             )
         # States that the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration.
         switched = have and flat.group in self.match.hyper
@@ -140,14 +142,14 @@ class OptimizerMatch:
         saved, configured = self.match.hyper.get(flat.group, {}), self.index.run.configured
         if rule := find_other_rule(self.target.optimizer, self.target.optimizer.param_groups[group], saved, configured):
             return (
-                f"The checkpoint's optimizer steps by another rule: {rule}. Train on with the saved run's optimizer, "
-                f"or set {KEEP_LIVE} to go on by this run's rule if it needs no other states, or"
+                f"The checkpoint's optimizer has another update rule: {rule}. Continue with the saved run's optimizer, "
+                f"or set {KEEP_LIVE} to continue with this run's rule if it needs no other states, or"
             )
         scalars = set().union(*(self.index.run.scalars.get(param, ()) for param in self.saved_params(flat)))
         if have and (lacking := sorted(set(kept.scalars) - scalars)):
             return (
                 f"This run's {kind} needs {', '.join(lacking)} of each parameter, which the checkpoint's optimizer did "
-                "not keep. Train on with the saved run's optimizer, or"
+                "not keep. Continue with the saved run's optimizer, or"
             )
         return ""
 

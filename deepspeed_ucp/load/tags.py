@@ -120,10 +120,10 @@ def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
 
 def _compare_asked(load_dir: str, asked: Sequence[str | None]) -> None:
     if len({*asked}) > 1:
-        named = _describe_named([tag or "none, so that of `latest`" for tag in asked])
+        named = _describe_named([tag or "none (that of `latest`)" for tag in asked])
         raise CheckpointError(
             f"ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag "
-            "on every rank: if each finds it by itself, take rank 0's (torch.distributed.broadcast_object_list).",
+            "on every rank: if each rank finds it, use that of rank 0 (torch.distributed.broadcast_object_list).",
             path=load_dir,
         )
 

@@ -226,8 +226,8 @@ def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Con
             for what, facts in (("states", kinds), ("step counts", scalars), ("hyper-parameters", hypers)):
                 if facts.get(first) != facts.get(other):
                     raise MismatchError(
-                        f"{name} is made of {first} and {other}, which were saved with other {what}: "
-                        f"{_show(facts.get(first))} and {_show(facts.get(other))}. Leave the rules that join them out, "
+                        f"{name} joins {first} and {other}, which were saved with different {what}: "
+                        f"{_show(facts.get(first))} and {_show(facts.get(other))}. Remove the rules that join them, "
                         "or resume with weights alone (load_optimizer_states=False)."
                     )
 

@@ -205,7 +205,7 @@ class _Matcher:
             alias: self._are_same(alias, ties[alias]) for alias in sorted(saved & ties.keys() - {*matched.values()})
         }
         if index.is_weights_alone and (unknown := [alias for alias, is_same in same.items() if is_same is None]):
-            match.notes.append(f"{shorten(unknown)}: tied here to another name, whose saved values are taken")
+            match.notes.append(f"{shorten(unknown)}: tied in the model to another name, whose saved values are used")
         saved -= {alias for alias, is_same in same.items() if is_same is not False}
         extra = sorted(saved - set(matched.values()))
         for name in extra:
@@ -409,8 +409,9 @@ def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
     steps = [hyper["step"] for hyper in saved if "step" in hyper]
     if any(step != steps[0] for step in steps):
         raise MismatchError(
-            f"A param group of this run joins saved ones that were stepped {shorten(map(str, steps))} times: one step "
-            "count cannot go on from them. Make the groups of the saved run, or load with load_optimizer_states=False."
+            f"A param group of this run joins saved ones that were stepped {shorten(map(str, steps))} times: one "
+            "step count cannot continue from them. Use the param groups of the saved run, or load with "
+            "load_optimizer_states=False."
         )
     return {"step": steps[0]} if steps else {}
 

@@ -54,7 +54,8 @@ def _warn_removed(root: str, load_dir: str, found: Found) -> None:
         return
     folders = [each.folder for each in list_jobs(root) if any(save.save_dir == place for save in each.list_saves())]
     logger.warning(
-        "%s holds none of the checkpoints that were written there (%s): the run goes on from %s in memory, step %d. To "
+        "%s holds none of the checkpoints that were written there (%s): the run continues from %s in memory, step "
+        "%d. To "
         "start from scratch, remove it on each node: rm -r %s",
         load_dir, shorten(written), found.tag, found.step, " ".join(folders),
     )  # fmt: skip

@@ -168,8 +168,8 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
         if required and (missing := saver.list_missing()):
             named = "; ".join(f"{tag}: {why}" for tag, why in missing.items())
             raise StorageError(
-                f"not all saves are written after {saver.options.wait_s:.0f} s: {named}. Older checkpoints, which "
-                "would be removed now, stay. Memory keeps what is not written: mend the destination, or save again.",
+                f"not all saves are written after {saver.options.wait_s:.0f} s: {named}. Older checkpoints are not "
+                "removed. Unwritten saves stay in memory: repair the destination, or save again.",
                 path=", ".join(missing),
             )
 

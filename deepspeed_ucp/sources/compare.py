@@ -274,7 +274,7 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
         return []
     text = (
         f"{folder}: {shorten(late)} were written after `{LATEST}`, the other files before it. A save into this tag may "
-        "have been cut off; load another tag if that is what happened."
+        "have been cut off; load another tag in that case."
     )
     return [Finding("times", late[0], text, WARNING, tuple(late))]
 
@@ -289,7 +289,7 @@ def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
     text = (
         f"{folder}: {shorten(weights)} and {TRAINER_STATE} beside it were written "
         f"{_name_span(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
-        f"(save_only_model), what this tag holds is older; to begin with them, move the tag and `{LATEST}` away."
+        f"(save_only_model), this tag is older; to begin with them, move the tag and `{LATEST}` away."
     )
     return [Finding("times", weights[0], text, WARNING)]
 

@@ -22,7 +22,7 @@ from ..errors import (
 FAULT, WARNING, NOTE = "fault", "warning", "note"
 """Severities: the checkpoint cannot be loaded; it can, with a risk; information."""
 
-COPY = 'Copy what is missing here, name a place that has it ("also", --also), or load another tag.'
+COPY = 'Copy the missing files here, name a place that has it ("also", --also), or load another tag.'
 """Remedy for missing files. A load adds ``fallback`` where that option applies."""
 
 _MOST = 16

@@ -166,7 +166,7 @@ _ODD = (
     (r"checkpoint-\d+", "a trainer's output folder: name one of its checkpoints, {0}"),
     (r".*\.ckpt", "a folder of Lightning's: name one of its checkpoints, {0}"),
     (r"adapter_config\.json", "a PEFT adapter without its weights (adapter_model.safetensors)"),
-    (r"zero_to_fp32\.py", "what removed checkpoints have left"),
+    (r"zero_to_fp32\.py", "leftovers of removed checkpoints"),
 )
 """Pattern of file names → description of a folder without a checkpoint; {0} is the list of these names."""
 
@@ -302,7 +302,12 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
         is_there = leads_to_folder(os.path.join(parent, named))
     except FileNotFoundError:
         return [
-            Finding("latest", name, f"no `{name}` beside it: load_checkpoint needs tag={tag!r}, or this folder", NOTE)
+            Finding(
+                "latest",
+                name,
+                f"no `{name}` in its parent folder: load_checkpoint needs tag={tag!r}, or this folder",
+                NOTE,
+            )
         ]
     except CheckpointError as error:
         return [Finding("latest", name, str(error), WARNING)]

@@ -137,8 +137,8 @@ def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]
         return [[(strip_compiled(name), True) for name in names] for names in lists]
     if save.is_pipeline:
         raise MismatchError(
-            "a pipeline's files do not tell which of its layers are tied, so that the order "
-            "of its parameters is not known. Give the names of each group as a list of lists.",
+            "a pipeline's files do not say which of its layers are tied, so the order of its parameters is unknown. "
+            "Give the names of each group as a list of lists.",
             path=save.path(save.main),
         )
     others = {*save.model(0).buffers, *save.model(0).shared, *find_all_ties(save, ())}

@@ -50,7 +50,7 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
         found = list(_Search(save, named, module[0].shapes).run())
         if len(found) > 1:
             raise MismatchError(
-                "the layers of the pipeline's stages cannot be told from their states' sizes "
+                "the layers of the pipeline's stages cannot be derived from the sizes of their states "
                 f"({_describe(found[0])}, or {_describe(found[1])}). Load with load_optimizer_states=False.",
                 path=save.path(save.main),
             )
@@ -247,7 +247,7 @@ def _make_part(
     stage, header, optim = stages[mp // save.tp], save.models[mp][0], save.optim(mp)
     groups = fit_stage(named, stage, optim, module.shapes)
     if groups is None:
-        raise MismatchError("its states have other sizes than those of its stage's first rank.", path=save.path(header))
+        raise MismatchError("its states differ in size from those of its stage's first rank.", path=save.path(header))
     tensors = {name: found for name, found in module.layers.items() if number_layer(name) in stage.layers}
     for key in stage.tied:
         layers = [layer for layer in module.tied.get(key, {}) if _find_writer(stages, key, layer) == mp // save.tp]

@@ -70,7 +70,7 @@ def read_seal(path: str) -> Seal:
         fact = f"{where} is missing or of another form" if where else "it is no JSON of that form"
         raise CheckpointError(f"is not the seal that was written ({fact}); it is damaged.", path=path) from None
     if seal.digest != seal.make_digest():
-        raise CheckpointError("its digest is not that of its contents; it is damaged or was edited.", path=path)
+        raise CheckpointError("its digest does not match its contents; it is damaged or was edited.", path=path)
     return seal
 
 
@@ -130,5 +130,5 @@ def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal)
         )
     else:
         return None
-    advice = f"Put the right file back; if the whole tag was saved anew without a seal, remove {folder}/{SEAL}."
+    advice = f"Put the right file back; if the whole tag was saved again without a seal, remove {folder}/{SEAL}."
     return Finding("seal", name, f"{text} {advice}")

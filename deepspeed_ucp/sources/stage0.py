@@ -56,7 +56,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
 def _warn_lost(save: Save, lost: Collection[str]) -> None:
     if lost:  # a layer with a forward_fn has no file, and without masters the stages have different values
         logger.warning(
-            "%s: %s: no file has the values of some pipeline stages; those of the stage that saved them are taken",
+            "%s: %s: no file has the values of some pipeline stages; the values of the stage that saved them are used",
             *(save.listing.folder, shorten(lost)),
         )
 

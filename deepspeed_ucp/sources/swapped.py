@@ -56,8 +56,8 @@ def add_swapped(save: Save) -> list[Finding]:
         return []
     if len(save.models) > 1:
         text = (
-            f"{save.listing.path(OFFLOADED)}: under tensor parallelism its folders cannot be assigned to ranks. Use a "
-            "save of an engine whose optimizer states are not on NVMe."
+            f"{save.listing.path(OFFLOADED)}: under tensor parallelism its folders cannot be assigned to ranks. Use "
+            "a save without optimizer states on NVMe."
         )
         return [Finding("unsupported", OFFLOADED, text)]
     try:
@@ -144,8 +144,10 @@ def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
     longer = sorted(header.name for header, whole in held if header.size > whole)
     if longer:
         text = (
-            f"{save.listing.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. They "
-            "were written over an earlier engine's files, or belong to another world size; only a seal can tell."
+            f"{save.listing.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. "
+            "They "
+            "were written over an earlier engine's files, or belong to another world size; only a seal can "
+            "distinguish these."
         )
         yield Finding("inconsistent", longer[0], text, WARNING, tuple(longer))
 
@@ -182,8 +184,8 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
     if found:
         several = " or ".join(shorten([f"{begin}_{end}" for begin, end in each], 3) for each in sorted(found)[:2])
         raise CheckpointError(
-            f"{holds}; those of this save's {len(swapped)} swapped sub-groups could be {several}. They are of several "
-            "engines that swapped to one place: remove the files of the others."
+            f"{holds}; those of this save's {len(swapped)} swapped sub-groups could be {several}. Several engines "
+            "swapped to one place: remove the files of the other engines."
         )
     raise CheckpointError(
         f"{holds}; no choice of them follows the order of the parameters in this save's {len(swapped)} swapped "

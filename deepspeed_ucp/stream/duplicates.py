@@ -175,7 +175,7 @@ def _refuse_foreign(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
             path, state_file = index.stored.files[file].path, index.run.state_file
             advice = _ONE_FILE if path == state_file else _FOREIGN
             raise CheckpointError(
-                f"its fp32 weights are not those of the model states in {state_file} ({count.differing} of "
+                f"its fp32 weights differ from the model states in {state_file} ({count.differing} of "
                 f"{count.total} elements compared differ; {count.first}). {advice}",
                 path=path,
             )
@@ -322,6 +322,6 @@ def _refuse_diverged(index: AtomicIndex, diverged: Iterable[str]) -> None:
     for name in diverged:
         if "tied_modules." not in name:
             raise CheckpointError(
-                f"{name} is held by {index.model.instances[name]} pipeline stages with different values; they have to "
-                "be replicas. The folder mixes files of several saves."
+                f"{name} is held by {index.model.instances[name]} pipeline stages with different values; they must "
+                "be equal. The folder mixes files of several saves."
             )

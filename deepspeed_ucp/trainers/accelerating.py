@@ -95,7 +95,7 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
     if rest and find_engine(accelerator) is not None and accelerator.is_main_process:
         logger.warning(
             f"saving after {rest} of the {accelerator.gradient_accumulation_steps} micro batches of a step: their "
-            "gradients are not saved, so a resume has to repeat these micro batches. Save when "
+            "gradients are not saved, so a resume must repeat these micro batches. Save when "
             "accelerator.sync_gradients is true."
         )
     found = find_engine(accelerator)

@@ -292,7 +292,7 @@ def set_initial_training_values(
                 f"data, or {LIVE}."
             )
         if connect().rank == 0:
-            logger.warning("%s: epochs are counted by the new number, and the current one starts anew", change)
+            logger.warning("%s: epochs are counted by the new number, and the current one starts again", change)
         return values
     if args.max_steps < 0:
         most = math.ceil(args.num_train_epochs * whole)
@@ -380,7 +380,7 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
             raise MismatchError(
                 f"{checkpoint}: its schedule has more param groups than this run's. Set "
                 '"arguments": {"load_lr_scheduler_states": false} to continue with the schedule of this run, or '
-                '{"load_module_only": true} to start anew from the weights.'
+                '{"load_module_only": true} to start a new run from the weights.'
             ) from error
         return
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
@@ -446,8 +446,8 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
         if not state.uses_count and factor != 1 and connect().rank == 0:
             logger.warning(
                 f"{type(trainer.model).__name__} does not use num_items_in_batch, so the trainer adds up its losses "
-                f"over ranks and micro batches, whose number has changed. They are multiplied by {factor:g}, to keep "
-                "the size of losses and gradients of the saved run."
+                f"over ranks and micro batches, whose number has changed. They are multiplied by {factor:g}, which "
+                "keeps the scale of losses and gradients of the saved run."
             )
     else:
         loss = original(*call.args, **call.kwargs)

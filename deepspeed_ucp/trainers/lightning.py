@@ -74,7 +74,7 @@ def load_checkpoint(
     begun = state.pop(_ACCUMULATION, None) or job.accumulation or live
     find_state(engine).accumulation = None if begun == live else begun
     if connect().rank == 0:
-        advice = "these batches have to be repeated. Save after whole steps."
+        advice = "these batches must be repeated. Save after whole steps."
         warn_unfinished(folder, rest, job.accumulation or live, advice)
         if state["global_step"] != job.steps:
             logger.warning(
@@ -203,7 +203,7 @@ def _warn_data(loop: Any, loaders: list[Any]) -> None:
     done, trainer = loop.batch_progress.current.ready, loop.trainer
     if loop.restarting and done and not all(map(_is_positioned, loaders)):
         logger.warning(
-            f"Lightning continues after batch {done} of the epoch, but its data starts anew: it repeats the epoch's "
+            f"Lightning continues after batch {done} of the epoch, but its data starts again: it repeats the epoch's "
             f"first batches, and skips its last {done}. Use deepspeed_ucp.data.ElasticSampler, or checkpoints from the "
             "end of an epoch."
         )

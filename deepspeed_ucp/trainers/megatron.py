@@ -60,7 +60,7 @@ def _accept_degrees(saved: Any) -> None:
     live.universal_checkpoint = True
     if connect().rank == 0:
         changes = ", ".join(f"{name} {getattr(saved, name, None)} → {getattr(live, name)}" for name in changed)
-        logger.info("%s: --universal-checkpoint is set, which seeds tensor-parallel ranks anew", changes)
+        logger.info("%s: --universal-checkpoint is set, which reseeds tensor-parallel ranks", changes)
 
 
 def _get_args() -> Any:

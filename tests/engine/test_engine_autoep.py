@@ -111,7 +111,7 @@ REFUSED = {
     "placement-that-the-copies-contradict": Refusal(
         Spread(4, 1, "bf16", 2),
         (Spread(4, 1, "bf16", 4),),
-        ("its fp32 weights are not those of the model states",),
+        ("its fp32 weights differ from the model states",),
         damage=move_experts,
     ),
     "rank-of-other-experts": Refusal(  # ZeRO 3 has no copies to compare

@@ -126,7 +126,7 @@ def test_the_newest_whole_checkpoint_is_taken_when_asked(
         assert attempt.error == "CheckpointError" and attempt.changed == []
     for rank, (local,) in enumerate(world.run(load_each, target.on(fallback=True).training(**OPTIONS), loads)):
         assert local.state.counters["global_steps"] == 2
-        warnings = local.list_messages("WARNING", "passed over")
+        warnings = local.list_messages("WARNING", "skipped")
         assert len(warnings) == (rank == 0) and all(Path(NEWEST).name in text for text in warnings)
 
 

@@ -309,7 +309,7 @@ def test_foreign_files_are_left_alone(kind: str, at: str, staging: Staging, tmp_
     make_foreign(kind, Path(getattr(staging, at)))
     before = read_tree(tmp_path)
     for overwrite in (False, True):
-        with pytest.raises(StorageError, match="left alone"):
+        with pytest.raises(StorageError, match="stays"):
             convert(Path(staging.destination), overwrite=overwrite)
     assert read_tree(tmp_path) == before
 
@@ -399,7 +399,7 @@ def test_files_that_the_kind_keeps_are_copied_to_the_new_output(
     (tmp_path / "out" / "config.json").write_text("mine")
     (tmp_path / "out" / "config.d").mkdir()
     (tmp_path / "out" / "config.d" / "part").write_text("mine")
-    with pytest.raises(StorageError, match=r"config\.json.*left alone"):
+    with pytest.raises(StorageError, match=r"config\.json.*stays"):
         stage(tmp_path / "out").check_destination(overwrite=True)
     staging = stage(tmp_path / "out", kind=replace(KIND, kept=re.compile(r"config\.(json|d)")))
     staging.check_destination(overwrite=True)

@@ -329,7 +329,7 @@ def test_both_directions_of_a_pipeline_have_to_hold_the_same(tmp_path: Path) -> 
     def change(held: Mapping[int, Local]) -> None:
         held[1].state.atoms["2.row"]["fp32"].view(-1)[0] += 1
 
-    text = r"2\.row is held by 2 pipeline stages with different values; they have to be replicas"
+    text = r"2\.row is held by 2 pipeline stages with different values; they must be equal"
     wanted = expect(source, Topology(1, 2))
     refuse(edit(source, change, tmp_path), wanted, make_config(source.model), CheckpointError, text)
 

@@ -119,7 +119,7 @@ def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) 
     config = {**topology.ds_config(), "use_data_before_expert_parallelism": True}
     state, run = random_state(model, 0, precision="bf16"), Run(ds_config=config)
     path = write_checkpoint(tmp_path, model, state, topology, run=run)
-    text = "its fp32 weights are not those of the model states" if round_robin else "belongs to another rank, run or"
+    text = "its fp32 weights differ from the model states" if round_robin else "belongs to another rank, run or"
     with pytest.raises(CheckpointError, match=text):
         open_and_compare(path)
 

@@ -113,7 +113,7 @@ def test_experts_that_do_not_go_together(what: str) -> None:
     if what == "states":
         left = [atom for key, atom in index.stored.atoms.items() if key[:2] != ("a.1", "exp_avg")]
         index = index.change(atoms=Atoms.of(left))
-    with pytest.raises(MismatchError, match=f"x is made of a.0 and a.1, which were saved with other {what}"):
+    with pytest.raises(MismatchError, match=f"x joins a.0 and a.1, which were saved with different {what}"):
         derive(index, {"x": DerivedParam((Slice("a.0"), Slice("a.1")), 1)})
 
 

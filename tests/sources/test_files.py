@@ -213,7 +213,7 @@ def test_the_folder_of_a_tag_is_a_checkpoint(name: str, tmp_path: Path, monkeypa
         (("checkpoint-4/x", "checkpoint-12/x", "config.json"), "trainer's output folder.*checkpoint-4, checkpoint-12$"),
         (("last.ckpt/latest", "hparams.yaml"), "of Lightning's: name one of its checkpoints, last.ckpt$"),
         (("adapter_config.json",), "PEFT adapter without its weights"),
-        (("zero_to_fp32.py",), "what removed checkpoints have left"),
+        (("zero_to_fp32.py",), "leftovers of removed checkpoints"),
         (("first/latest", "second/latest", "log"), "folders of checkpoints: name one of them, first, second$"),
         (("step-3/.metadata", "step-3/__0_0.distcp", "log"), "folders of checkpoints: name one of them, step-3$"),
         (("README.md", "docs/index.md"), "^holds README.md, docs, none of them a checkpoint"),

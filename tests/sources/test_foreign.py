@@ -295,7 +295,7 @@ OTHER_TYPE = r"holds float32 .* model\.first\.weight .* The folder mixes"
         (overlap, "covered twice"),
         (place(relative_path="../../etc/passwd"), "outside of the folder"),
         (place(relative_path="/etc/passwd"), "outside of the folder"),
-        (place(relative_path="__7_0.distcp"), "not there.*__7_0.distcp"),
+        (place(relative_path="__7_0.distcp"), "do not exist.*__7_0.distcp"),
         (place(offset=1 << 40), "it is truncated"),
         (point_elsewhere, "mixes files"),
         (

@@ -76,7 +76,7 @@ def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, says: st
 @pytest.mark.parametrize("length", [0, 1, 30, 101_000_000, 2**64 - 1])
 def test_invalid_lengths_of_headers_are_refused(tmp_path: Path, length: int) -> None:
     (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(20))
-    with pytest.raises(CheckpointError, match="tells of a header"):
+    with pytest.raises(CheckpointError, match="declares a header"):
         open_it(tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_names_of_one_tensor_are_refused(tmp_path: Path, file: str, names: tuple
     ("weight_map", "told"),
     [
         ({"a": "model-2.safetensors"}, "missing"),
-        ({"b": "model-1.safetensors"}, "do not hold"),
+        ({"b": "model-1.safetensors"}, "do not contain"),
         ({"a": "../model.safetensors"}, "outside"),
         ({"a": "/dev/zero.safetensors"}, "outside"),
         ({"a": "config.json"}, "another kind"),

@@ -78,7 +78,7 @@ def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
     model = make_pipeline([["column"], ["row"]], tied=False)
     held = draw_state(model, Topology(0, 1, pp=2))
     folder = str(held.write(tmp_path))
-    with pytest.raises(MismatchError, match="a pipeline's files do not tell .* Give the names of each group"):
+    with pytest.raises(MismatchError, match="a pipeline's files do not say .* Give the names of each group"):
         open_named(folder, "module")
     index = open_named(folder, [[param.name for param in model.params]])
     assert [set(group.names) for group in index.run.groups] == [

@@ -229,7 +229,7 @@ UNSETTLED: list[tuple[str, Model, Topology, Change, str]] = [
      "no division of the layers into 2 runs fits"),
     ("two-ways", Model((EMBED, *EQUAL), {}, (Layer("embed"), *[Layer()] * 3, Layer("embed", file=False))),
      Topology(0, 1, "fp16", "fused", pp=3, placement=((0, 1), (2,), (3, 4))), chain(),
-     "cannot be told from their states' sizes"),
+     "cannot be derived from the sizes of their states"),
 ]  # fmt: skip
 KIND_OF = [(CheckpointError, REFUSED), (UnsupportedError, UNSUPPORTED), (MismatchError, UNSETTLED)]
 
@@ -275,9 +275,7 @@ def test_files_of_another_run_at_the_same_step_are_recognised_by_their_values(
     check_samples(index, index.stored.atoms, Comm())
     index = open_files(tmp_path / "mixed", mix(end, MODEL, topology, 1)(files))
     named = "" if end == STATES else f"{end}: "
-    with pytest.raises(
-        CheckpointError, match=f"{named}its fp32 weights are not those of the model states.*another run"
-    ):
+    with pytest.raises(CheckpointError, match=f"{named}its fp32 weights differ from the model states.*another run"):
         check_samples(index, index.stored.atoms, Comm())
 
 

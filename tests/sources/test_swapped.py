@@ -146,7 +146,7 @@ def test_files_of_another_engine_are_left_over(tmp_path: Path) -> None:
 def test_files_of_the_same_model_twice_in_a_process_are_refused(tmp_path: Path) -> None:
     for first in (0, 7):
         write(tmp_path, numbers=number(first), seed=first)
-    with pytest.raises(CheckpointError, match="could be 0_1, 4_6 or 7_8, 11_13.*remove the files of the others"):
+    with pytest.raises(CheckpointError, match="could be 0_1, 4_6 or 7_8, 11_13.*remove the files of the other engines"):
         open_folder(tmp_path)
 
 

@@ -173,7 +173,7 @@ def test_destinations_that_are_refused(saved: Save) -> None:
     folder, _ = saved(Topology(1, 2))
     convert_checkpoint(folder, TO)
     store.write_small(f"{TO}/thesis.tex", b"years of work")
-    with pytest.raises(StorageError, match=r"thesis.*left alone"):
+    with pytest.raises(StorageError, match=r"thesis.*stays"):
         convert_checkpoint(folder, TO, options=ConvertOptions(overwrite=True))
     with pytest.raises(StorageError, match="lies in the checkpoint"):
         convert_checkpoint(URL, f"{find_checkpoint(URL)}/inside")
@@ -191,9 +191,9 @@ def test_files_of_others_are_left_alone(saved: Save, tmp_path: Path, name: str) 
     for to in (TO, str(tmp_path / "there")):
         store.write_small(f"{to}/{name}", b"of others")
         for overwrite in (False, True):
-            with pytest.raises(StorageError, match="is not an atomic checkpoint, so it is left alone"):
+            with pytest.raises(StorageError, match="is not an atomic checkpoint, so it stays"):
                 convert_checkpoint(folder, to, options=ConvertOptions(overwrite=overwrite))
-            with pytest.raises(StorageError, match="is not an export, so it is left alone"):
+            with pytest.raises(StorageError, match="is not an export, so it stays"):
                 export_safetensors(open_checkpoint(folder, Comm()), to, options=ExportOptions(overwrite=overwrite))
         assert read_tree(to) == {name: b"of others"}
 

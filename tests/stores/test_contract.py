@@ -150,7 +150,7 @@ def test_ranges(stored: str) -> None:
         assert file.read_some([memoryview(into)], len(CONTENT)) == 0
         with pytest.raises(CheckpointError, match=f"ends at byte {len(CONTENT)}"):
             file.read([memoryview(into)], len(CONTENT) - 9)
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         store.open_stored(f"{stored}/none")
 
 

@@ -190,7 +190,7 @@ def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
     missing = sorted(name for name in names if name not in where.entries)
     if missing:
         raise CheckpointError(
-            f"names files that are not there: {shorten(missing)}. Copy them here, or take another checkpoint.",
+            f"names files that do not exist: {shorten(missing)}. Copy them here, or take another checkpoint.",
             path=where.path(head),
         )
 
@@ -258,7 +258,7 @@ def _read_place(info: Mapping[str, Any], path: str, folder: str) -> BlockPlace:
         raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is made to harm.", path=path)
     offset, nbytes = info["offset"], info["length"]
     if not (is_short(offset) and is_short(nbytes) and offset >= 0 < nbytes):
-        raise CheckpointError(f"tells of {nbytes} bytes at byte {offset}; it is damaged.", path=path)
+        raise CheckpointError(f"declares {nbytes} bytes at byte {offset}; it is damaged.", path=path)
     return BlockPlace(file, offset, nbytes)
 
 
@@ -275,8 +275,8 @@ def _join(metadata: Metadata, more: Metadata) -> None:
         known = metadata.tensors.setdefault(key, (dtype, shape, []))
         if known[:2] != (dtype, shape):
             raise CheckpointError(
-                f"its files tell of {key} as {known[0]} of shape {known[1]} and as {dtype} of shape {shape}; they are "
-                "of several saves."
+                f"its files declare {key} as {known[0]} of shape {known[1]} and as {dtype} of shape {shape}; they "
+                "belong to several saves."
             )
         known[2][:] = dict.fromkeys([*known[2], *blocks])
     for part in more.places:

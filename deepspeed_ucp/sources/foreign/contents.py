@@ -42,7 +42,7 @@ from ..table import FileTable
 _LARGEST_SIZE = 1 << 62
 _LONGEST_NAME = 1 << 12
 
-_UNCHECKED = "its tensors have no checksums: what is damaged in them goes unnoticed"
+_UNCHECKED = "its tensors have no checksums: damage in them is not detected"
 _MOST_RUNS = 1 << 22
 """Maximum number of runs of elements in all tensors that are not cut into a grid."""
 

@@ -37,7 +37,8 @@ _SHAPING = re.compile(
 """Keys of a configuration that change the results of a model with the same weights."""
 
 _EMPTY = (
-    "holds no tensors: there is nothing to load. Trainers leave such files beside an engine's tag under ZeRO 3 without "
+    "holds no tensors: there is nothing to load. Trainers write such files next to an engine's tag under ZeRO 3 "
+    "without "
     "stage3_gather_16bit_weights_on_model_save."
 )
 

@@ -64,7 +64,8 @@ def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
             length = int.from_bytes(read_at(stream, 8, 0), "little")
             if not 2 <= length <= min(size - 8, LONGEST):
                 raise CheckpointError(
-                    f"tells of a header of {length} bytes in {size}; it is truncated, or no safetensors file.",
+                    f"declares a header of {length} bytes in a file of {size}; it is truncated, or no safetensors "
+                    "file.",
                     path=path,
                 )
             header = parse_json(read_at(stream, length, 8), path, strict=True)

@@ -56,7 +56,7 @@ class Shards:
         missing = [name for name in self.weight_map or () if name not in merged]
         if missing:
             raise CheckpointError(
-                f"tells of {shorten(missing)}, which the named files do not hold. The folder mixes files of "
+                f"tells of {shorten(missing)}, which the named files do not contain. The folder mixes files of "
                 "several saves, or a copy was cut short.",
                 path=where.path(self.head),
             )
@@ -104,6 +104,6 @@ def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> No
         raise CheckpointError(f"{shorten(missing)} missing, of the model's files. Copy it here.", path=where.folder)
     if len(indexes) > 1 or (not indexes and len(files) > 1 and len(numbers) < len(files)):
         raise UnsupportedError(
-            f"holds several models ({shorten(indexes or files)}). Put the wanted one into a folder of its own.",
+            f"holds several models ({shorten(indexes or files)}). Move the wanted one into a separate folder.",
             path=where.folder,
         )
