@@ -38,7 +38,14 @@ PLANNED = ("dense1-1k", "dense3-1k", "moe-1k", "dense1-10k", "dense3-10k", "moe-
 WHOLE = ("dense1-1k", "moe-1k", "dense1-10k", "dense3-mid")
 QUICK = ("dense1-quick", "dense3-quick", "moe-quick")
 SECONDS, PEAK_MIB = 5.0, 1024.0
-BEHIND = ("rounds", "copies", "checks.send_checks", "scale_plan.follow", "scale_plan._exchange", "samples._check_share")
+BEHIND = (
+    "rounds",
+    "copies",
+    "checks.send_checks",
+    "scale_plan.follow",
+    "scale_plan._exchange",
+    "duplicates._check_master_samples",
+)
 """Steps behind the plan."""
 
 

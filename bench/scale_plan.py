@@ -50,7 +50,7 @@ COPY_BYTES = 2
 
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 WINDOW = UniversalConfig().window_mb << 20
-SIZES = ReadSizes.within(WINDOW)
+SIZES = ReadSizes.from_window(WINDOW)
 
 
 @dataclass
@@ -186,7 +186,7 @@ def _exchange(plan: LoadPlan, comm: ToldComm) -> None:
     for each in plan.rounds:
         for step in range(each.steps):
             comm.run(int)
-            sends, claims = each.pick_step(comm.rank, step, plan.same_node)
+            sends, claims = each.select_exchange(comm.rank, step, plan.same_node)
             received, sent = (sum(one.nbytes for ones in part for one in ones) for part in (claims, sends))
             comm.note("rounds", received, sent)
     comm.run(int)

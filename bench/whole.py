@@ -15,7 +15,7 @@ from grid import PER_NODE
 from sample import JobTarget
 
 from deepspeed_ucp.atoms import AtomicIndex
-from deepspeed_ucp.plan import Blocks, ReadSizes, Request, decide, list_claims
+from deepspeed_ucp.plan import Blocks, ReadSizes, Request, list_claims, make_owner_plan
 from deepspeed_ucp.plan.claims import SELF_READ, Part
 from deepspeed_ucp.plan.rounds import order_reads
 
@@ -101,11 +101,11 @@ def _decide_one(
     granted: Sequence[list[Request]],
     index: AtomicIndex,
 ) -> None:
-    """Let one owner decide, and tell the ranks; those that claim nothing of it are left out."""
+    """Make one owner's plan and give the answers to the ranks with claims."""
     ranks, begins = np.unique(claims[:, 0], return_index=True)
     tables = np.split(claims[:, 1:], begins[1:]) if len(ranks) else []
     near = ranks // PER_NODE == owner // PER_NODE
-    decision = decide(tables, blocks, owned, sizes, near, owner - owner % PER_NODE)
+    decision = make_owner_plan(tables, blocks, owned, sizes, near, owner - owner % PER_NODE)
     for rank, table, told in zip(ranks.tolist(), tables, decision.answers, strict=True):
         for record, offset, run, *_ in table[told[:, 0] == SELF_READ].tolist():
             granted[rank].append(Request(record, offset, run, _NONE))

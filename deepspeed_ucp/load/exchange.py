@@ -65,7 +65,7 @@ class CollectiveReader:
         self.index, self.destinations, self.passes, self.comm, self.stages = index, destinations, passes, comm, stages
         window = config.window_mb << 20
         threads = config.threads or count_readers(index.run.state_file)
-        self.threads = ReadSizes.within(window).limit_threads(threads, window)
+        self.threads = ReadSizes.from_window(window).limit_threads(threads, window)
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
         # the other half.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
@@ -140,12 +140,12 @@ class CollectiveReader:
             for turn, (number, step) in enumerate(steps):
                 each = plan.rounds[number]
                 requests = [*(() if step else each.reads), *shares[turn]]
-                sends, claims = each.pick_step(self.comm.rank, step, self.same_node)
+                sends, claims = each.select_exchange(self.comm.rank, step, self.same_node)
                 work = partial(self._take_step, reader, requests, arrived, sinks, number, sends, claims)
                 more, packed, into = self.comm.run(work)
                 checks += more
                 arrived = list(_list_sent(claims, self._swap(packed, sends, claims, into)))
-                for peer, place, claim in () if step else each.pick_shared(self.same_node):
+                for peer, place, claim in () if step else each.list_local_copies(self.same_node):
                     arrived.append(_Arrived(claim, self._find_stage(peer, number)[place:], claim.step))
             checks += self.comm.run(partial(self._end, reader, shares[-1], arrived, sinks))
             for path, (nbytes, seconds) in reader.spent.items():

@@ -15,7 +15,7 @@ from ..config import UniversalConfig
 from ..io.checksum import Checked
 from ..io.memory import identify_host, measure_available
 from ..io.shared import share_memory
-from ..plan import Blocks, Claim, LoadPlan, ReadSizes, address_claims, decide, list_claims, make_plan
+from ..plan import Blocks, Claim, LoadPlan, ReadSizes, address_claims, list_claims, make_owner_plan, make_plan
 from ..plan.claims import Table
 from ..plan.rounds import SameNode
 from ..plan.wants import Wants
@@ -50,7 +50,7 @@ class Transfer:
         window = config.window_mb << 20
         self.work, self.comm, self.config = work, comm, config
         self.two_passes = not choose_memory(work.destinations.buffers, window, comm, prefer_memory=prefer_memory)
-        self.sizes = sizes or ReadSizes.within(window)
+        self.sizes = sizes or ReadSizes.from_window(window)
         self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
         same_node = np.array([stage is not None for stage in self.stages], np.bool_)
         self.plan = negotiate(work.wants, work.index, comm, self.sizes, same_node)
@@ -69,11 +69,11 @@ class Transfer:
         sinks = [destinations.pick_sinks(uncommitted=each) for each in (True, False)]
         first, rest = ([sink is not None for sink in filled] for filled in sinks)
         if not self.two_passes:
-            return [plan if checked else plan.narrow(first)]
+            return [plan if checked else plan.filter_for_sinks(first)]
         needs = self.comm.run(lambda: plan.list_needs(first, rest))
         needed = self.comm.swap_tables(needs) if needs else []  # every rank has as many rounds
         now, then = ([each[:, number] for each in needed] for number in (0, 1))
-        return [plan.narrow(first, now, whole=checked), plan.narrow(rest, then)]
+        return [plan.filter_for_sinks(first, now, whole=checked), plan.filter_for_sinks(rest, then)]
 
     def read(self) -> list[Checked]:
         """Pass 1: read and checksum everything, and fill memory that is not part of the engine or can be recomputed."""
@@ -187,7 +187,9 @@ def negotiate(
     tables, addressed = comm.run(claim)
     touched = np.flatnonzero(comm.any_of(mask))
     place, asked = comm.rank if same_node is None else int(np.argmax(same_node)), comm.swap_tables(tables)
-    decision = comm.run(lambda: decide(asked, blocks, blocks.owned(comm.rank, touched), sizes, same_node, place))
+    decision = comm.run(
+        lambda: make_owner_plan(asked, blocks, blocks.owned(comm.rank, touched), sizes, same_node, place)
+    )
     answers = comm.swap_tables(decision.answers)
     plan = comm.run(lambda: make_plan(addressed, answers, decision, comm.rank, Records.of(records).files))
-    return plan.agree(comm.gather(plan.count_steps(sizes.share)))
+    return plan.align(comm.gather(plan.count_exchanges(sizes.share)))

@@ -2,7 +2,7 @@
 
 from .claims import DISCARD, Blocks, Claim, Part, Request, address_claims, list_claims, make_claims
 from .locate import Extent, View, Want, locate
-from .rounds import LoadPlan, OwnerPlan, ReadSizes, Round, Send, decide, make_plan
+from .rounds import LoadPlan, OwnerPlan, ReadSizes, Round, Send, make_owner_plan, make_plan
 
 __all__ = [
     "DISCARD",
@@ -19,9 +19,9 @@ __all__ = [
     "View",
     "Want",
     "address_claims",
-    "decide",
     "list_claims",
     "locate",
     "make_claims",
+    "make_owner_plan",
     "make_plan",
 ]

@@ -46,8 +46,8 @@ class ReadSizes:
     """Sizes of the parts of a load, in bytes.
 
     Attributes:
-        share: of the window, per round of exchange: staged, packed, sent and received at once, by a backend with
-            buffers of its own.
+        share: maximum bytes that a round of exchange stages or sends. They may exist several times at once: staged,
+            packed, sent, received, and in buffers of the backend.
         block: bytes per block.
         min_direct: least bytes that a rank can read itself in a block that others claim too.
     """
@@ -57,7 +57,7 @@ class ReadSizes:
     min_direct: int = MIN_DIRECT
 
     @classmethod
-    def within(cls, window: int, block: int = BLOCK, min_direct: int = MIN_DIRECT) -> ReadSizes:
+    def from_window(cls, window: int, block: int = BLOCK, min_direct: int = MIN_DIRECT) -> ReadSizes:
         """Derive the sizes from the staging-memory window (bytes)."""
         return cls(max(window // 16, block), block, min_direct)
 
@@ -108,12 +108,12 @@ class Round:
     places: list[list[int]] = field(default_factory=list)
 
     @classmethod
-    def idle(cls, size: int) -> Round:
-        """Return a round in which no rank takes part."""
+    def empty(cls, size: int) -> Round:
+        """Return a round in which this rank stages, sends and receives nothing."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def add(self, record: int, gaps: Sequence[Span], claims: Iterable[_Row]) -> list[int]:
-        """Stage the owner's reads of a block, one gap after the other, for the ranks that claim them.
+        """Add the owner's reads of a block, one gap after the other, and the sends to the ranks that claim them.
 
         Each such claim lies in one gap, because reads of the ranks themselves do not overlap with others.
 
@@ -123,43 +123,45 @@ class Round:
         bases, places = [], []
         for low, high in gaps:
             bases.append(self.staged - low)
-            self.reads.append(_read(record, low, high, STAGE, self.staged))
+            self.reads.append(_make_request(record, low, high, STAGE, self.staged))
             self.staged += high - low
         for rank, _, (_, offset, run, step, count) in claims:
             places.append(offset + bases[bisect_right(gaps, offset, key=itemgetter(0)) - 1])
             self.sends[rank].append(Send(places[-1], run, step, count))
         return places
 
-    def count_steps(self, share: int, same_node: SameNode | None = None) -> int:
+    def count_exchanges(self, share: int, same_node: SameNode | None = None) -> int:
         """Count the exchanges in which this rank sends and receives at most about ``share`` bytes each."""
         far = range(len(self.receives)) if same_node is None else np.flatnonzero(~same_node).tolist()
         received = sum(claim.nbytes for peer in far for claim in self.receives[peer])
         return min(max(-(-max(self.sent, received) // share), 1), len(self.sends))
 
-    def pick_step(
+    def select_exchange(
         self, rank: int, step: int, same_node: SameNode | None = None
     ) -> tuple[list[list[Send]], list[list[Claim]]]:
-        """Return the sends to each rank and the claims on each rank in one of the steps, for ``rank``.
+        """Return the sends to each rank and the claims on each rank in one of the exchanges, for ``rank``.
 
-        In each step a rank sends to the ranks whose distance from it belongs to that step, except to those on its node.
+        Exchange k serves the peers with ``distance * steps // size == k``, except those on the same node.
         """
         size = len(self.sends)
-        now = [distance * self.steps // size == step for distance in range(size)]
+        is_active = [distance * self.steps // size == step for distance in range(size)]
         far = [True] * size if same_node is None else (~same_node).tolist()
-        sends = [one if far[peer] and now[(peer - rank) % size] else [] for peer, one in enumerate(self.sends)]
-        claims = [one if far[peer] and now[(rank - peer) % size] else [] for peer, one in enumerate(self.receives)]
+        sends = [one if far[peer] and is_active[(peer - rank) % size] else [] for peer, one in enumerate(self.sends)]
+        claims = [
+            one if far[peer] and is_active[(rank - peer) % size] else [] for peer, one in enumerate(self.receives)
+        ]
         return sends, claims
 
-    def pick_shared(self, same_node: SameNode | None) -> list[tuple[int, int, Claim]]:
-        """List this rank's copies from staging memory of its node: (rank, first byte there, claim)."""
+    def list_local_copies(self, same_node: SameNode | None) -> list[tuple[int, int, Claim]]:
+        """List the claims that this rank copies from its node's staging memory: (rank, first byte there, claim)."""
         return [
             (peer, place, claim)
             for peer in ([] if same_node is None else np.flatnonzero(same_node).tolist())
             for place, claim in zip(self.places[peer] if self.places else (), self.receives[peer], strict=True)
         ]
 
-    def narrow(self, sinks: Sequence[bool], sends: list[list[Send]], *, whole: bool) -> Round:
-        """Return the needed part; see :meth:`LoadPlan.narrow`."""
+    def filter_for_sinks(self, sinks: Sequence[bool], sends: list[list[Send]], *, whole: bool) -> Round:
+        """Keep the claims of these sinks and the given sends; see :meth:`LoadPlan.filter_for_sinks`."""
         kept = [[_feeds(claim.parts, sinks) for claim in one] for one in self.receives]
         receives = [list(compress(*each)) for each in zip(self.receives, kept, strict=True)]
         places = [list(compress(*each)) for each in zip(self.places, kept, strict=False)]
@@ -196,13 +198,13 @@ class OwnerPlan:
     rounds: list[Round] = field(default_factory=list)
     unclaimed: list[Request] = field(default_factory=list)
 
-    def serve(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
+    def schedule_block(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
         """Add claims on a block to the last round, or to a new one if its share is used up."""
         staged = sum(high - low for low, high in gaps)
         sent = sum(row[2] * row[4] for rank, _, row in claims if self.same_node is None or not self.same_node[rank])
         last = self.rounds[-1] if self.rounds else None
         if last is None or max(last.staged + staged, last.sent + sent) > share:
-            last = Round.idle(len(self.answers))
+            last = Round.empty(len(self.answers))
             self.rounds.append(last)
         places = last.add(record, gaps, claims)
         last.sent += sent
@@ -211,13 +213,13 @@ class OwnerPlan:
 
     def rotate(self, place: int) -> None:
         """Rotate the rounds to begin at a given place."""
-        first, count = _find_begin(len(self.rounds), place), len(self.rounds)
+        first, count = _spread_start(len(self.rounds), place), len(self.rounds)
         self.rounds = self.rounds[first:] + self.rounds[:first]
         for answers in self.answers:
             answers[:, 0] = np.where(answers[:, 0] == SELF_READ, SELF_READ, (answers[:, 0] - first) % max(count, 1))
 
 
-def decide(
+def make_owner_plan(
     tables: Sequence[Table],
     blocks: Blocks,
     owned: Iterable[tuple[int, int]],
@@ -249,14 +251,14 @@ def decide(
         self_read, owner_read = _split(claims, low, sizes.min_direct, blind)
         gaps = find_gaps(self_read, high, low)
         if owner_read:
-            decision.serve(record, gaps, owner_read, sizes.share)
+            decision.schedule_block(record, gaps, owner_read, sizes.share)
         else:
-            decision.unclaimed += [_read(record, *gap, DISCARD, 0) for gap in gaps]
+            decision.unclaimed += [_make_request(record, *gap, DISCARD, 0) for gap in gaps]
     decision.rotate(place)
     return decision
 
 
-def _read(record: int, low: int, high: int, buffer: int, position: int) -> Request:
+def _make_request(record: int, low: int, high: int, buffer: int, position: int) -> Request:
     return Request(record, low, high - low, (Part(high - low, buffer, position),))
 
 
@@ -329,7 +331,7 @@ class LoadPlan:
         needs = ([[_feeds(claim.parts, sinks) for sinks in passes] for claim in one] for one in claims)
         return [np.array(each, np.bool_).reshape(-1, len(passes)) for each in needs]
 
-    def narrow(
+    def filter_for_sinks(
         self, sinks: Sequence[bool], needed: Sequence[npt.NDArray[np.bool_]] = (), *, whole: bool = False
     ) -> LoadPlan:
         """Return the plan that fills some sinks, with the same reads, rounds and steps.
@@ -347,7 +349,7 @@ class LoadPlan:
         rounds = []
         for each in self.rounds:
             sends = [[send for send in one if next(is_needed[peer])] for peer, one in enumerate(each.sends)]
-            rounds.append(each.narrow(sinks, sends, whole=whole))
+            rounds.append(each.filter_for_sinks(sinks, sends, whole=whole))
         direct = [request for request in self.direct if whole or _feeds(request.parts, sinks)]
         return replace(self, direct=direct, rounds=rounds)
 
@@ -356,18 +358,18 @@ class LoadPlan:
         """Number of ranks in the exchange, 0 if there is none."""
         return len(self.rounds[0].sends) if self.rounds else 0
 
-    def count_steps(self, share: int) -> list[int]:
+    def count_exchanges(self, share: int) -> list[int]:
         """Count the exchanges of each round for this rank."""
-        return [each.count_steps(share, self.same_node) for each in self.rounds]
+        return [each.count_exchanges(share, self.same_node) for each in self.rounds]
 
-    def agree(self, counts: Sequence[Sequence[int]]) -> LoadPlan:
+    def align(self, counts: Sequence[Sequence[int]]) -> LoadPlan:
         """Extend the plan to the rounds and exchanges of the rank with the most.
 
         Args:
-            counts: every rank's :meth:`count_steps`.
+            counts: every rank's :meth:`count_exchanges`.
         """
         steps = list(zip_longest(*counts, fillvalue=1))
-        idle = [Round.idle(len(counts)) for _ in steps[len(self.rounds) :]]
+        idle = [Round.empty(len(counts)) for _ in steps[len(self.rounds) :]]
         pairs = zip([*self.rounds, *idle], steps, strict=True)
         return replace(self, rounds=[replace(each, steps=max(needed)) for each, needed in pairs])
 
@@ -389,16 +391,16 @@ def make_plan(
     """
     direct = [
         Request(claim.record, claim.offset, claim.nbytes, claim.parts)
-        for claims in _pick(addressed, answers, SELF_READ)
+        for claims in _select_claims(addressed, answers, SELF_READ)
         for claim in claims
     ]
     direct = order_reads(direct + decision.unclaimed, files, rank)
     count = max([len(decision.rounds), *(int(answer[:, 0].max(initial=SELF_READ)) + 1 for answer in answers)])
-    idle = [Round.idle(len(addressed)) for _ in range(count - len(decision.rounds))]
+    idle = [Round.empty(len(addressed)) for _ in range(count - len(decision.rounds))]
     rounds = []
     for number, each in enumerate([*decision.rounds, *idle]):
         places = [answer[answer[:, 0] == number, 1].tolist() for answer in answers]
-        rounds.append(replace(each, receives=_pick(addressed, answers, number), places=places))
+        rounds.append(replace(each, receives=_select_claims(addressed, answers, number), places=places))
     return LoadPlan(direct, rounds, decision.same_node)
 
 
@@ -414,16 +416,16 @@ def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int) -> li
     """
     ordered = sorted(reads, key=lambda request: (files[request.record], request.record, request.offset))
     ends = list(accumulate(request.nbytes for request in ordered))
-    first = bisect_right(ends, _find_begin(ends[-1], rank)) if ends else 0
+    first = bisect_right(ends, _spread_start(ends[-1], rank)) if ends else 0
     return ordered[first:] + ordered[:first]
 
 
-def _find_begin(total: int, place: int) -> int:
+def _spread_start(total: int, place: int) -> int:
     """Return a place in [0, total), 0 for the first; any consecutive numbers are spread evenly."""
     return (total * (place * _GOLDEN % (1 << 32))) >> 32
 
 
-def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
+def _select_claims(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
     """Return per owner the claims with a given answer."""
     pairs = zip(addressed, answers, strict=True)
     return [[claims[number] for number in np.flatnonzero(answer[:, 0] == wanted).tolist()] for claims, answer in pairs]

@@ -57,43 +57,43 @@ def search_memory(
 
 def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str], is_owner: bool) -> Found | None:
     """Find the newest save of exactly this folder and tag (collective)."""
-    wanted = locate(load_dir)
+    wanted, tag = locate(load_dir), None if tag is None else str(tag)
 
-    def look() -> list[tuple[Snapshot, dict[str, str]]]:
+    def list_local() -> list[tuple[Snapshot, dict[str, str]]]:
         if not is_owner:
             return []
-        # A living job's next save writes over the memory of an older one.
+        # Other running jobs are skipped: their next save overwrites this memory.
         jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()]
         saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
-        saves = [save for save in saves if (save.latest if tag is None else save.tag == str(tag))]
+        saves = [save for save in saves if (save.latest if tag is None else save.tag == tag)]
         mine = [save for save in saves if wanted in list_places(save)]
         return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read_done()) for save in mine]
 
     nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, dict[str, str]]]()
-    listed = comm.each(look)
+    listed = comm.each(list_local)
     for save, mark in sorted((each for own in listed for each in own), key=lambda each: -each[0].node):
         nodes[save.key].add(save.node)
         found[save.key] = save, mark
-    whole = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
-    whole.sort(key=lambda save: (save.step, save.number), reverse=True)
+    complete = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
+    complete.sort(key=lambda save: (save.step, save.number), reverse=True)
 
-    def choose() -> Snapshot | None:
-        if not whole:
+    def select() -> Snapshot | None:
+        if not complete:
             return None
         stored = _find_stored((load_dir, *also), tag)
         if stored is None:
-            return whole[0]
+            return complete[0]
         return next(
-            (save for save in whole if _is_newer(save, _find_mark(save, found, stored.place), stored, tag)), None
+            (save for save in complete if _precedes(save, _find_mark(save, found, stored.place), stored, tag)), None
         )
 
-    newest = comm.once(choose)
+    newest = comm.once(select)
     if newest is None:
         return None
     job, key = Job(os.path.join(root, os.path.dirname(newest.folder))), newest.key
-    most = max(sum(save.is_copy() and save.key == key for save, _ in own) for own in listed)
+    max_copies = max(sum(save.is_copy() and save.key == key for save, _ in own) for own in listed)
     copies = [copy.folder for copy in job.list_copies() if copy.key == key]
-    copies = [*copies, *[os.path.join(job.folder, "copy-none")] * most][:most]
+    copies = [*copies, *[os.path.join(job.folder, "copy-none")] * max_copies][:max_copies]
     return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
 
 
@@ -105,7 +105,10 @@ class Stored(NamedTuple):
 
 
 def _find_stored(places: Sequence[str], tag: Any) -> Stored | None:
-    """Return the first place that has the tag, or without one a ``latest``; None if a place cannot be read."""
+    """Return the first place that has the tag, or ``latest`` if no tag is given; else the first place.
+
+    Returns None if a place cannot be read.
+    """
     try:
         for place in places:
             named = read_latest(place) if tag is None else tag if is_folder(os.path.join(place, tag)) else None
@@ -133,11 +136,12 @@ def _find_mark(
     return None if later and not is_written else mark
 
 
-def _is_newer(save: Snapshot, mark: str | None, stored: Stored, tag: Any) -> bool:
+def _precedes(save: Snapshot, mark: str | None, stored: Stored, tag: Any) -> bool:
     """Return True if a load takes the save from memory rather than the stored checkpoint.
 
-    A save that has been written counts as long as the place names it and has its seal: a user who writes another tag
-    into ``latest``, or other files under this tag, wants those. A missing place has no checkpoint.
+    A written save precedes it only while the place names the save and has its seal: a user who writes another tag into
+    ``latest``, or other files under this tag, wants those. A missing place has no checkpoint. Of equal steps the save
+    in memory is taken.
 
     Args:
         mark: the save's mark at the place; None if it is pending, empty if it was dropped.
@@ -181,7 +185,7 @@ def is_root(folder: str) -> bool:
 
 
 def open_memory(memory: str) -> str | None:
-    """Return this user's folder in a folder of memory, checked by :func:`find_root`; None if it does not exist."""
+    """Return this user's folder in a folder of memory, checked by :func:`find_root`; None if no user has one there."""
     is_there = any(map(_ROOT.fullmatch, os.listdir(memory))) if os.path.isdir(memory) else False
     return find_root(memory) if is_there else None
 
@@ -191,7 +195,7 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
 
     Args:
         root: folder of the jobs in memory.
-        folder: only saves to this folder, to its subfolders, or of the tag that has this path; None for all.
+        folder: only saves to this folder, to its direct subfolders, or with this tag folder; None for all.
     """
     found = defaultdict[tuple[str, tuple[str, int]], list[Snapshot]](list)
     jobs, wanted = list_jobs(root), None if folder is None else locate(folder)
@@ -223,6 +227,6 @@ def list_places(save: Snapshot) -> list[str]:
 
 
 def _find_place(save: Snapshot, folder: str) -> str | None:
-    """Return the place of a save that is a folder, is inside it, or has the save's tag there; else None."""
+    """Return the first place of a save that equals a folder, lies directly in it, or has it as tag folder, or None."""
     places = list_places(save)
     return next((each for each in places if folder in (each, os.path.dirname(each), f"{each}/{save.tag}")), None)

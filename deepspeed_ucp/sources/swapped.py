@@ -69,7 +69,7 @@ def add_swapped(save: Save) -> list[Finding]:
         for group, span in zip(swapped, spans, strict=True):
             held = save.swaps[shard.name, group.index] = {}
             for state in _list_states(save, shard.optim, group.index):
-                file = _check_file(save, SwapName(rank, state, *span), group)
+                file = _make_header(save, SwapName(rank, state, *span), group)
                 if isinstance(file, Finding):
                     faults.append(file)
                 else:
@@ -117,13 +117,13 @@ def _list_states(save: Save, optim: OptimHeader | None, index: int) -> list[str]
     return ["", *(state for state in held if state not in in_memory)]
 
 
-def _check_file(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
+def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
     """Return a swap file with its expected content, or its fault."""
     listing = save.listing
     state = f"{name.state}-" if name.state else ""
     expected = f"{OFFLOADED}/rank{name.rank:02d}/{state}{name.begin}_{name.end}.tensor.swp"
     file = listing.swaps.get(name) or expected
-    size, whole = listing.sizes.get(file), _pad(save, group)
+    size, whole = listing.sizes.get(file), _padded_nbytes(save, group)
     if size is None:
         text = f"{listing.path(file)} is missing; it holds {_describe(name, group)}. {COPY}"
         return Finding("missing", file, text)
@@ -139,7 +139,7 @@ def _check_file(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Fin
 
 def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
     """Warn of files that are too long: rewritten files of an earlier engine, or files of another world size."""
-    wholes = {group.index: _pad(save, group) for group in swapped}
+    wholes = {group.index: _padded_nbytes(save, group) for group in swapped}
     held = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
     longer = sorted(header.name for header, whole in held if header.size > whole)
     if longer:
@@ -156,7 +156,7 @@ def _describe(name: SwapName, group: SubGroup) -> str:
     return f"{name.state or MASTER} of {shorten(group.names, 3)} ({group.numel} elements of {group.dtype})"
 
 
-def _pad(save: Save, group: SubGroup) -> int:
+def _padded_nbytes(save: Save, group: SubGroup) -> int:
     """Return the bytes of a partition's file, padding included."""
     threads = _read_option(save, "intra_op_parallelism", _read_option(save, "thread_count", 1))
     return reserve(group.nbytes, _ALIGNED * threads) * _ALIGNED * threads
@@ -172,11 +172,15 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
     present = {(name.begin, name.end) for name in listing.swaps if not name.state}
     known = _list_parameters(save)
     trained = {strip_compiled(name) for group in save.model(0).param_shapes or () for name, _ in group}
-    found = {each for order in (known, _order_as_constructed(known)) for each in _fit(swapped, present, order, trained)}
+    found = {
+        each
+        for order in (known, _order_as_constructed(known))
+        for each in _iter_candidates(swapped, present, order, trained)
+    }
     fitting = found
     for exact in (False, True):
         if len(fitting) > 1:
-            fitting = {each for each in found if _has_sizes(save, swapped, each, exact=exact)}
+            fitting = {each for each in found if _sizes_match(save, swapped, each, exact=exact)}
     if len(fitting) == 1:
         return list(fitting.pop())
     path, listed = listing.path(OFFLOADED), shorten([f"{begin}_{end}" for begin, end in sorted(present)])
@@ -193,17 +197,17 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
     )
 
 
-def _has_sizes(save: Save, swapped: Sequence[SubGroup], spans: Sequence[Span], *, exact: bool) -> bool:
+def _sizes_match(save: Save, swapped: Sequence[SubGroup], spans: Sequence[Span], *, exact: bool) -> bool:
     """Return True if the masters' files are long enough, and with ``exact`` not longer."""
     for rank in range(save.dp):
         for group, span in zip(swapped, spans, strict=True):
-            file = _check_file(save, SwapName(rank, "", *span), group)
-            if isinstance(file, Finding) or (exact and file.size > _pad(save, group)):
+            file = _make_header(save, SwapName(rank, "", *span), group)
+            if isinstance(file, Finding) or (exact and file.size > _padded_nbytes(save, group)):
                 return False
     return True
 
 
-def _fit(
+def _iter_candidates(
     swapped: Sequence[SubGroup], present: set[Span], order: Sequence[str], trained: set[str]
 ) -> Iterator[tuple[Span, ...]]:
     """Yield spans for all sub-groups that have files and follow an order of the parameters.
@@ -213,13 +217,13 @@ def _fit(
     """
     if not trained.issubset(order):
         return
-    ends = _find_ends(swapped, order)
+    ends = _index_ranges(swapped, order)
     for begin, _ in present:
         shift = begin - ends[0][0]
         if all((first + shift, last + shift) in present for first, last in ends):
             yield tuple((first + shift, last + shift) for first, last in ends)
     if len(present) == len(swapped):
-        ends = _find_ends(swapped, [name for name in order if name in trained])
+        ends = _index_ranges(swapped, [name for name in order if name in trained])
         by_first = sorted(range(len(ends)), key=ends.__getitem__)
         found = dict(zip(by_first, sorted(present), strict=True))
         spans = tuple(found[number] for number in range(len(ends)))
@@ -227,7 +231,7 @@ def _fit(
             yield spans
 
 
-def _find_ends(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[Span]:
+def _index_ranges(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[Span]:
     """Return the places of each sub-group's first and last parameter in an order."""
     places = {name: number for number, name in enumerate(order)}
     return [(places[group.names[0]], places[group.names[-1]]) for group in swapped]

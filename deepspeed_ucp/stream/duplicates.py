@@ -56,7 +56,7 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
         CheckpointError: a shard is of another run or step.
     """
     keys = list(touched)
-    _check_share(index, keys, comm)
+    _check_master_samples(index, keys, comm)
     _check_repeated(index, keys, comm)
 
 
@@ -65,43 +65,46 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
     atoms, repeated = index.stored.atoms, index.stored.repeated
     parts = [(key, *each) for key in touched for each in repeated.get(key, ())] if repeated else []
     mine = parts[comm.rank :: comm.size]
-    pairs = [pair for key, shard, again in mine for pair in cut_pair(*_pair_repeated(atoms[key], shard, again))]
+    pairs = [pair for key, shard, repeat in mine for pair in cut_pair(*_pair_repeated(atoms[key], shard, repeat))]
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
-            _refuse_repeated(index, pairs[number][0])
+            _raise_repeat_differs(index, pairs[number][0])
 
     compare_pairs(index, pairs, judge, comm)
 
 
-def _pair_repeated(atom: Atom, tp_shard: int, again: Fragment) -> Pair:
+def _pair_repeated(atom: Atom, tp_shard: int, repeat: Fragment) -> Pair:
     """Return the elements of a repeated fragment, and of its first occurrence."""
-    shards = tuple(replace(shard, storage=(again,), place=0) for shard in atom.shards)
-    span = again.start, again.start + again.numel
+    shards = tuple(replace(shard, storage=(repeat,), place=0) for shard in atom.shards)
+    span = repeat.start, repeat.start + repeat.numel
     return Elements(replace(atom, shards=shards), tp_shard, *span), Elements(atom, tp_shard, *span)
 
 
-def _refuse_repeated(index: AtomicIndex, again: Elements) -> None:
-    atom, stored = again.atom, index.stored
-    path = stored.files[stored.records[atom.shards[again.shard].fragments[0].record].file].path
+def _raise_repeat_differs(index: AtomicIndex, repeat: Elements) -> None:
+    atom, stored = repeat.atom, index.stored
+    path = stored.files[stored.records[atom.shards[repeat.shard].fragments[0].record].file].path
     raise CheckpointError(
         f"{atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of "
-        f"its elements [{again.low}, {again.high}). The file belongs to another run or step; put the right one back.",
+        f"its elements [{repeat.low}, {repeat.high}). The file belongs to another run or step; put the right one back.",
         path=path,
     )
 
 
-def _check_share(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
+def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare masters and copies in this rank's share of files; collective."""
     samples_of = _find_samples(index, touched, comm)
     counts = {file: _Count() for file in samples_of}
-    places = [(file, *place) for file, samples in samples_of.items() for place in _spread(samples)]
-    pairs = [(_pick(index, MASTER, sample, span), _pick(index, COPY, sample, span)) for _, sample, span in places]
+    places = [(file, *place) for file, samples in samples_of.items() for place in _iter_sampled_runs(samples)]
+    pairs = [
+        (_make_elements(index, MASTER, sample, span), _make_elements(index, COPY, sample, span))
+        for _, sample, span in places
+    ]
     compare_pairs(index, pairs, lambda number, *values: counts[places[number][0]].add(*pairs[number], *values), comm)
-    comm.run(lambda: _refuse_foreign(index, counts))
+    comm.run(lambda: _check_difference_share(index, counts))
 
 
-def _pick(index: AtomicIndex, state: str, sample: _Sample, span: Span) -> Elements:
+def _make_elements(index: AtomicIndex, state: str, sample: _Sample, span: Span) -> Elements:
     param, shard, _ = sample
     return Elements(index.stored.atoms[AtomKey(param.name, state, param.instance)], shard, *span)
 
@@ -168,7 +171,7 @@ class _Count:
                 self.first = self.first or f"{master.name}[{here.low + number}] is {shown[0]} here and {shown[1]} there"
 
 
-def _refuse_foreign(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
+def _check_difference_share(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
     tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
     for file, count in counts.items():
         if count.differing > max(tolerated * count.total, 1):
@@ -194,7 +197,7 @@ _ONE_FILE = (
 )
 
 
-def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
+def _iter_sampled_runs(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
     """Yield runs of elements, spread evenly over a file's fragments; runs end with their fragment."""
     wanted = _list_runs(sum(fragment.numel for *_, fragment in entries))
     begin = 0
@@ -226,24 +229,27 @@ def _show(data: bytearray, dtype: str) -> float:
 
 
 def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[str]:
-    """Return the parameters whose copies on several pipeline stages differ, equal on all ranks; collective."""
-    diverged, owners, pairs = dict[str, None](), list[str](), list[tuple[Elements, Elements]]()
+    """Return the parameters whose instances on several pipeline stages differ, the same on all ranks (collective).
+
+    Samples of the elements are compared.
+    """
+    diverged, name_of_pair, pairs = dict[str, None](), list[str](), list[tuple[Elements, Elements]]()
     for name in names if comm.rank == 0 else ():
         instances = range(index.model.instances[name])
         states_of = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
-        first, *others = [atom for states in states_of if (atom := next(filter(None, states), None))]
-        for other in others:
+        atoms = [atom for states in states_of if (atom := next(filter(None, states), None))]
+        for first, other in zip(atoms[:1] * len(atoms), atoms[1:], strict=False):
             if (first.dtype, *(s.shape for s in first.shards)) != (other.dtype, *(s.shape for s in other.shards)):
                 diverged[name] = None
                 continue
             for rank, shard in enumerate(first.shards):
                 spans = _list_runs(shard.numel)
                 pairs += [(Elements(first, rank, *span), Elements(other, rank, *span)) for span in spans]
-            owners += [name] * (len(pairs) - len(owners))
+            name_of_pair += [name] * (len(pairs) - len(name_of_pair))
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
-            diverged[owners[number]] = None
+            diverged[name_of_pair[number]] = None
 
     compare_pairs(index, pairs, judge, comm)
     found: list[str] = comm.broadcast([name for name in names if name in diverged])
@@ -268,14 +274,16 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
         for chunk in cut_pair(first, other)
     )
     pairs, gaps = list(every)[comm.rank :: comm.size], list[_Difference]()
-    compare_pairs(index, pairs, lambda number, *values: gaps.extend(_measure(pairs[number][1], *values)), comm)
+    compare_pairs(
+        index, pairs, lambda number, *values: gaps.extend(_find_largest_difference(pairs[number][1], *values)), comm
+    )
     largest = list({each[0]: each for each in sorted(gaps)}.values())  # one per atom, to keep the exchange short
     differences = sorted(each for part in comm.gather(largest) for each in part)
     if differences:  # equal on all ranks
-        comm.run(lambda: _refuse_replicas(*max(each for each in differences if each[0] == differences[0][0])))
+        comm.run(lambda: _raise_replicas_differ(*max(each for each in differences if each[0] == differences[0][0])))
 
 
-def _measure(part: Elements, first: bytearray, other: bytearray) -> list[_Difference]:
+def _find_largest_difference(part: Elements, first: bytearray, other: bytearray) -> list[_Difference]:
     if first == other:
         return []
     import torch
@@ -285,7 +293,7 @@ def _measure(part: Elements, first: bytearray, other: bytearray) -> list[_Differ
     return [(part.atom.key, float(gap.max()), part.shard, part.low + int(gap.argmax()))]
 
 
-def _refuse_replicas(key: AtomKey, size: float, rank: int, element: int) -> None:
+def _raise_replicas_differ(key: AtomKey, size: float, rank: int, element: int) -> None:
     raise MismatchError(
         f"{key.name} ({key.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved different "
         f"values: the largest difference is {size:.3e} at element {element}. To load their mean, use: "
@@ -308,7 +316,7 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
     names = [name for name in index.model.instances if name in loaded]
     diverged = find_diverged(index, names, comm) if names else []
     if diverged:  # equal on all ranks
-        comm.run(lambda: _refuse_diverged(index, diverged))
+        comm.run(lambda: _raise_unless_tied(index, diverged))
     dropped = sorted(name for name in diverged if counts.get(name, 1) != index.model.instances[name])
     if dropped and comm.rank == 0:
         logger.warning(
@@ -318,7 +326,7 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
         )
 
 
-def _refuse_diverged(index: AtomicIndex, diverged: Iterable[str]) -> None:
+def _raise_unless_tied(index: AtomicIndex, diverged: Iterable[str]) -> None:
     for name in diverged:
         if "tied_modules." not in name:
             raise CheckpointError(

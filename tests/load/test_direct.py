@@ -465,7 +465,7 @@ def damage_client_tensor(path: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[Run, Callable[[Path], None], type[Exception], str, dict[str, Any]]] = {
-    "shard of another run": (Run(), replace_shard, CheckpointError, f"{SHARD}: its fp32 weights are not those", {}),
+    "shard of another run": (Run(), replace_shard, CheckpointError, f"{SHARD}: its fp32 weights differ", {}),
     "client class": (CUSTOM, lambda _: None, UnsupportedError, "Restored", {"trust_pickle": True}),
     "client tensor": (RNG, damage_client_tensor, CheckpointError, "Nothing was changed", {"verify": "off"}),
     "scheduler": (SCHEDULED, lambda _: None, RemoteError, "of another kind", {}),

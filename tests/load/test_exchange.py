@@ -40,7 +40,7 @@ def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
 )
 def test_a_round_takes_as_many_exchanges_as_its_bytes_need(sent: list[int], received: list[int], steps: int) -> None:
     """But never more than there are ranks."""
-    assert make_round(sent, received).count_steps(100) == steps
+    assert make_round(sent, received).count_exchanges(100) == steps
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_only_reads_with_sends_are_kept() -> None:
     reads = [Request(0, low, 10, (Part(10, 9, low),)) for low in (0, 10, 20)]
     sends = [[Send(2, 3, 3, 1), Send(12, 2, 4, 2)], [Send(20, 5, 5, 1), Send(25, 5, 5, 1)]]
     plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)]), np.array([True, False])
-    assert plan.narrow([], [first, first]).requests == [reads[0], reads[2]]
-    assert plan.narrow([], [~first, ~first]).requests == [reads[1], reads[2]]
-    assert plan.narrow([], [first, first], whole=True).requests == reads
-    assert plan.narrow([]).requests == reads
-    assert plan.narrow([], [first & ~first] * 2).requests == []
+    assert plan.filter_for_sinks([], [first, first]).requests == [reads[0], reads[2]]
+    assert plan.filter_for_sinks([], [~first, ~first]).requests == [reads[1], reads[2]]
+    assert plan.filter_for_sinks([], [first, first], whole=True).requests == reads
+    assert plan.filter_for_sinks([]).requests == reads
+    assert plan.filter_for_sinks([], [first & ~first] * 2).requests == []

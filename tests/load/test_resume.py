@@ -129,7 +129,7 @@ SEVERAL_RANKS: list[tuple[list[str], list[str | None], str]] = [
     (
         ["run"] * 3,
         [None, "global_step2", None],
-        Refused(r"different tags \(ranks 0,2: none (that of `latest`), rank 1: global_step2\).*same tag on every"),
+        Refused(r"different tags \(ranks 0,2: none \(that of `latest`\), rank 1: global_step2\).*same tag on every"),
     ),
     (["absent", "untagged", "run"], [None] * 3, "global_step2"),
     (["pointer", "bare"], [None] * 2, "global_step2"),

@@ -99,7 +99,7 @@ def test_a_rank_without_memory_is_an_error_of_all_ranks(monkeypatch: pytest.Monk
     assert all(text.startswith(start) for text, *_ in results)
 
 
-@pytest.mark.parametrize("name", ["list_claims", "decide", "make_plan"])
+@pytest.mark.parametrize("name", ["list_claims", "make_owner_plan", "make_plan"])
 def test_lack_of_memory_in_a_plan_is_an_error_of_all_ranks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from deepspeed_ucp.access import READ_ALL, ReadAccess
 from deepspeed_ucp.atoms import Atom, AtomicIndex, Fragment, Record, RunState, Shard, StoredAtoms
 from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, ReadSizes, Want, locate, make_claims
 from deepspeed_ucp.plan.claims import STAGE, address_claims
-from deepspeed_ucp.plan.rounds import decide, make_plan
+from deepspeed_ucp.plan.rounds import make_owner_plan, make_plan
 from deepspeed_ucp.topology import Topology
 
 
@@ -63,7 +63,7 @@ def plan_ranks(
     files = [record.file for record in records]
     sent = [address_claims(mine, blocks) for mine in claims]
     decisions = [
-        decide(
+        make_owner_plan(
             [tables[owner] for tables, _ in sent],
             blocks,
             blocks.owned(owner, touched),
@@ -77,8 +77,8 @@ def plan_ranks(
         make_plan(sent[rank][1], [each.answers[rank] for each in decisions], decisions[rank], rank, files)
         for rank in ranks
     ]
-    counts = [plan.count_steps(sizes.share) for plan in plans]
-    return [plan.agree(counts) for plan in plans]
+    counts = [plan.count_exchanges(sizes.share) for plan in plans]
+    return [plan.align(counts) for plan in plans]
 
 
 def plan_wants(
@@ -106,7 +106,7 @@ def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tupl
     needs = [plan.list_needs(*passes) for plan in plans]
     narrowed = (
         [
-            plan.narrow(sinks, [each[rank][:, number] for each in needs if each], whole=not number)
+            plan.filter_for_sinks(sinks, [each[rank][:, number] for each in needs if each], whole=not number)
             for rank, plan in enumerate(plans)
         ]
         for number, sinks in enumerate(passes)

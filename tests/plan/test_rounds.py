@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.atoms import Record
-from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, Request, Send, decide
+from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, Request, Send, make_owner_plan
 from deepspeed_ucp.plan.claims import SELF_READ
 
 Row = tuple[int, int, int, int, int]
@@ -21,7 +21,9 @@ def judge(
     """Return the decision of rank 0 about blocks that are all its own."""
     arrays = [np.array(rows, np.int64).reshape(-1, 5) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
-    return decide(arrays, blocks, blocks.owned(0, np.array([0])), ReadSizes(share, block, min_direct), place=place)
+    return make_owner_plan(
+        arrays, blocks, blocks.owned(0, np.array([0])), ReadSizes(share, block, min_direct), place=place
+    )
 
 
 def plain(offset: int, nbytes: int) -> Row:
@@ -120,9 +122,9 @@ def test_blocks_without_claims_are_read_for_the_checksum() -> None:
 def test_only_blocks_of_this_owner_are_judged() -> None:
     blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
     empty = np.zeros((0, 6), np.int64)
-    found = decide([empty, empty], blocks, blocks.owned(1, np.array([0])), ReadSizes(1000))
+    found = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), ReadSizes(1000))
     assert spans(found.unclaimed) == [(50, 100, 0), (150, 200, 0)]
-    assert decide([empty, empty], blocks, (), ReadSizes(1000)).unclaimed == []
+    assert make_owner_plan([empty, empty], blocks, (), ReadSizes(1000)).unclaimed == []
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------

@@ -315,7 +315,7 @@ class Options:
 
     @property
     def sizes(self) -> ReadSizes:
-        return ReadSizes.within(self.window, self.chunk, self.min_direct)
+        return ReadSizes.from_window(self.window, self.chunk, self.min_direct)
 
 
 def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
