@@ -55,7 +55,7 @@ class Spread(Kind):
         """Stage 0 saves no names, and the param groups of two degrees differ."""
         if source.stage or len(set(self.degrees)) == 1:
             return ""
-        return "in another order" if self.shuffled else "the param groups differ"
+        return "the experts in the module's order" if self.shuffled else "the param groups differ"
 
 
 class Layers(nn.Module):
