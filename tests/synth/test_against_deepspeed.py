@@ -141,12 +141,14 @@ def test_files_equal_deepspeeds(real_saves: Path, tmp_path: Path, case: RealSave
         mp: Local(model, _complete(states[mp], model, case.topology, real), layers[mp // case.topology.tp])
         for mp, model in models.items()
     }
+    config = case.ds_config()
     run = Run(
         case.steps,
         case.samples,
         lr_scheduler=case.scheduler,
         client_state={**case.client_state, **_keep_autotp(real)},
-        ds_config=case.ds_config(),
+        ds_config=config,
+        clip_grad=config.get("gradient_clipping", 1.0),
     )
     write_files(tmp_path, build_local_files(local, case.topology, run))
     synthetic = _read_contents(tmp_path)
