@@ -75,7 +75,8 @@ def run_first(job: Job) -> list[str]:
     job.wait_for_steps(job.ranks, 8)
     job.note(JOINED)
     third = job.start_agent()
-    job.wait_for_steps(whole, 15, lambda step: step % STORED == STORED // 2)  # saves, before and after it, are not timed
+    # A rank that is stopped in a save has no timer.
+    job.wait_for_steps(whole, 15, lambda step: step % STORED == STORED // 2)
     stopped = job.find_ranks(second)[-1]
     job.note(STOPPED)
     os.kill(stopped, signal.SIGSTOP)
