@@ -23,10 +23,10 @@ from obstore.exceptions import AlreadyExistsError, GenericError, NotSupportedErr
 
 from ..errors import CheckpointError, UnsupportedError
 from .clients import ABSENT, connect, describe, explain
+from .interface import Store
 from .memory import drop_front, take_front
 from .opened import CHANGED, ChangedError, Positioned, Stored, explain_failure
 from .paths import FOLDER, Entry, find_store, normalize
-from .store import Store
 from .threads import run_threads
 
 ATTEMPTS, PAUSE = 8, 0.2

@@ -15,9 +15,9 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from . import objects
 from .clients import ABSENT, connect, get_headers
+from .interface import Store
 from .objects import ObjectStore, make_version, note
 from .paths import FOLDER, Entry, normalize
-from .store import Store
 from .threads import map_threads
 
 _TIMEOUT = 60.0

@@ -1,4 +1,4 @@
-"""The contract of :class:`~deepspeed_ucp.io.store.Store`, for folders, a store in memory and S3."""
+"""The contract of :class:`~deepspeed_ucp.io.interface.Store`, for folders, a store in memory and S3."""
 
 from __future__ import annotations
 
