@@ -1,9 +1,9 @@
 """The floor: the bytes of the state read once, as the best reader would, through the page cache or past it.
 
 As many threads of a process read as a load's there. Through the cache is plain parallel ``preadv`` into memory that is
-used again, with nothing done to the bytes. Past it (``O_DIRECT``) is what a reader that has to deliver them cannot do
-without: aligned memory of the cache's size, the checksum while they are in there, one copy out to memory that nobody
-has touched, in large pages where the system gives any. The faster of both counts.
+reused, without any work on the bytes. Past it (``O_DIRECT``) includes the minimal work of a reader that delivers them:
+aligned memory of the cache's size, the checksum while they are in the cache, and one copy to fresh memory, in large
+pages if the system has them. The faster of both counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PIECE = 16 << 20
 _DIRECT_CHUNK = 4 << 20
 _ALIGNED = 4096
 DIRECT = "-direct"
-"""What the name of a floor past the page cache ends with, beside that of the same floor through it."""
+"""Suffix of the name of a floor past the page cache."""
 
 
 @dataclass(frozen=True)

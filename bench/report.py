@@ -28,7 +28,7 @@ ALLOWANCE_MIB = 64
 class Measured:
     """One load (or floor): seconds of the slowest rank, bytes and processor time of all, memory of the worst one.
 
-    `fault` says why a load of upstream's came to nothing (its seconds are 0 then), or what it got wrong.
+    `fault` is the error of an upstream load (its seconds are 0 then), or describes its wrong values.
     """
 
     case: str

@@ -55,12 +55,12 @@ SIZES = ReadSizes.from_window(WINDOW)
 
 @dataclass
 class Script:
-    """What ranks are told by the others, most of which is the same for all.
+    """The messages that ranks receive; most are the same for all ranks.
 
     Attributes:
         entries: sizes of the folder's files.
         headers: by file, pickled, as a rank may have to read any.
-        told: by step what all ranks say, pickled.
+        told: messages of all ranks by step, pickled.
         tables: of each rank that plans, by rank the claims on its blocks.
         masks: by step what some rank needs: records, atoms.
     """
@@ -124,12 +124,12 @@ def _list_tables(sampler: Sampler, rank: int, ranks: int) -> list[Any]:
 
 
 def gather_groups(target: Any, comm: Any) -> Any:
-    """The param groups over all ranks, which a load gathers with what else ranks have to tell (`inspect_engine`)."""
+    """Gather the param groups of all ranks, as a load does (`inspect_engine`)."""
     return join_groups(comm.each(lambda: list_stage_groups(target)))
 
 
 def _ask_tellers(job: Job) -> dict[str, list[bytes]]:
-    """What the ranks say that speak for their replicas; the others say nothing."""
+    """Return the messages of the ranks that report for their replicas; the other ranks send none."""
     inventory, groups = silence(job.ranks), silence(job.ranks)
     for rank in job.tellers:
         target = job.make_target(rank)
@@ -140,7 +140,7 @@ def _ask_tellers(job: Job) -> dict[str, list[bytes]]:
 
 @dataclass
 class Planned:
-    """What one rank computed: seconds by phase, most bytes beyond what it began with, its plan, and what it heard.
+    """One rank's result: seconds by phase, peak memory beyond the start, its plan, and the bytes that it received.
 
     Attributes:
         phases: seconds of the processor.

@@ -1,7 +1,6 @@
-"""All ranks' plans of a job as data: who reads which bytes in which order, and who sends what to whom.
+"""All ranks' plans of a job as data: the reads of each rank in order, and the bytes that ranks exchange.
 
-Wants, claims, the owners' decisions and the order of the reads are the planner's own; what ranks would tell each other
-is handed on.
+Wants, claims, owner plans and the order of the reads come from the planner; messages between ranks are passed directly.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _EVERY, _PATIENCE = 5.0, 60.0
 
 
 @dataclass(slots=True)
-class _Process:
+class _MeetingState:
     """State of this process.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Process:
     ends: threading.Event = field(default_factory=threading.Event)
 
 
-_here = _Process()
+_here = _MeetingState()
 
 
 def find_store() -> Any:

@@ -70,14 +70,14 @@ def pass_time(monkeypatch: pytest.MonkeyPatch, look: Callable[[float], object]) 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Store:
     """Store of rank 0 while rank 1 does not arrive; pauses take no time."""
-    monkeypatch.setattr(meeting, "_here", meeting._Process())
+    monkeypatch.setattr(meeting, "_here", meeting._MeetingState())
     pass_time(monkeypatch, lambda _seconds: None)
     return Store()
 
 
 def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     """Become another process with this number of errors."""
-    monkeypatch.setattr(meeting, "_here", meeting._Process(left))
+    monkeypatch.setattr(meeting, "_here", meeting._MeetingState(left))
 
 
 def test_an_error_of_one_rank_alone_ends_the_others(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ class LikeModel:
         written = {tensor.names[0]: tensor.shape for tensor in selection.weights}
         found = [_read(model, written) for model in self.models]
         if not found and self.shapes:
-            found = [_Found(self.shapes, written, self.shapes.keys() - written.keys())]
+            found = [_LoadableTensors(self.shapes, written, self.shapes.keys() - written.keys())]
         if not found:
             text = "%s: transformers creates no model from it, and it has no weights: nothing was compared"
             logger.warning(text, self.folder)
@@ -228,7 +228,7 @@ def _list_files(model: Any) -> dict[str, Shape]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _LoadableTensors:
     """The tensors that ``from_pretrained`` finds in a file.
 
     Attributes:
@@ -255,7 +255,7 @@ class _Found:
         return [f"{kind}: {shorten(each)}" for kind, each in faults.items() if each]
 
 
-def _read(model: Any, written: Mapping[str, Shape]) -> _Found:
+def _read(model: Any, written: Mapping[str, Shape]) -> _LoadableTensors:
     live = {name: tuple(each.shape) for name, each in model.state_dict().items()}
     reading = convert(model, written, live)
     used = {piece.name for made in reading.made.values() for piece in made.slices} | reading.dropped
@@ -269,4 +269,4 @@ def _read(model: Any, written: Mapping[str, Shape]) -> _Found:
     twice = {alias: name for alias, name in ties.items() if {alias, name} <= written.keys()}
     filled = {tensors[name] for name in found if name in tensors}
     missing = {name for name in live.keys() - found.keys() if tensors.get(name) not in filled}
-    return _Found(live, found, missing, twice)
+    return _LoadableTensors(live, found, missing, twice)

@@ -71,7 +71,7 @@ _AWS_ENVIRONMENT = (
 """Environment variables that obstore itself takes credentials from, and refreshes them."""
 
 
-class _Process:
+class _ClientState:
     """Clients and options of this process.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Process:
         self.clients, self.lock = {}, threading.Lock()
 
 
-_process = _Process()
+_process = _ClientState()
 os.register_at_fork(after_in_child=_process.enter_child)
 
 

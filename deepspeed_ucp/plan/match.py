@@ -320,7 +320,7 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
     return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
 
 
-class _Found(NamedTuple):
+class _FoundWeight(NamedTuple):
     """A weight in the checkpoint: its atom's name and state, and local shapes; a cheap stand-in for the atom."""
 
     name: str
@@ -328,13 +328,13 @@ class _Found(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
-def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> _Found | None:
+def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> _FoundWeight | None:
     order = _order_states(wants_master, with_states)
     for name in map(index.resolve, names):
         held = index.stored.atoms.storages.get(ParamKey(name), ())
         for state in order:
             if shapes := tuple([each.shape for each in held if state in each.states]):
-                return _Found(name, state, shapes)
+                return _FoundWeight(name, state, shapes)
     return None
 
 

@@ -97,26 +97,27 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str]
     return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
 
 
-class Stored(NamedTuple):
+class StoredTag(NamedTuple):
     """The place whose checkpoint a load takes if it takes none from memory, and its tag; None if it has none."""
 
     place: str
     tag: str | None
 
 
-def _find_stored(places: Sequence[str], tag: Any) -> Stored | None:
+def _find_stored(places: Sequence[str], tag: Any) -> StoredTag | None:
     """Return the first place that has the tag, or ``latest`` if no tag is given; else the first place.
 
     Returns None if a place cannot be read.
     """
     try:
         for place in places:
-            named = read_latest(place) if tag is None else tag if is_folder(os.path.join(place, tag)) else None
-            if named is not None:
-                return Stored(place, named)
+            if tag is None and (latest := read_latest(place)) is not None:
+                return StoredTag(place, latest)
+            if tag is not None and is_folder(os.path.join(place, tag)):
+                return StoredTag(place, tag)
     except (UcpError, OSError):
         return None
-    return Stored(places[0], tag)
+    return StoredTag(places[0], tag)
 
 
 def _find_mark(
@@ -136,7 +137,7 @@ def _find_mark(
     return None if later and not is_written else mark
 
 
-def _precedes(save: Snapshot, mark: str | None, stored: Stored, tag: Any) -> bool:
+def _precedes(save: Snapshot, mark: str | None, stored: StoredTag, tag: Any) -> bool:
     """Return True if a load takes the save from memory rather than the stored checkpoint.
 
     A written save precedes it only while the place names the save and has its seal: a user who writes another tag into

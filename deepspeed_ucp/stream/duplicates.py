@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 
@@ -238,7 +239,7 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[
         instances = range(index.model.instances[name])
         states_of = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
         atoms = [atom for states in states_of if (atom := next(filter(None, states), None))]
-        for first, other in zip(atoms[:1] * len(atoms), atoms[1:], strict=False):
+        for first, other in product(atoms[:1], atoms[1:]):
             if (first.dtype, *(s.shape for s in first.shards)) != (other.dtype, *(s.shape for s in other.shards)):
                 diverged[name] = None
                 continue

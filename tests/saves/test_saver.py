@@ -462,6 +462,13 @@ def test_a_later_save_that_was_rolled_back_hides_no_other(job: Job, find: Find, 
     assert find() == "next"
 
 
+def test_a_tag_may_be_a_number(job: Job, tmp_path: Path) -> None:
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory")))
+    make_save(job, str(tmp_path / "place"), tag="7", step=3)
+    found = find_in_memory(config, str(tmp_path / "place"), 7, Comm())
+    assert found is not None and found.tag == "7"
+
+
 @pytest.mark.parametrize("is_tag_given", [False, True])
 @pytest.mark.parametrize(("stored", "expected"), [(9, None), (3, "a"), (2, "a")])
 def test_a_later_save_at_a_destination_precedes_an_older_one_in_memory(
