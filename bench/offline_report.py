@@ -12,8 +12,6 @@ from floor import DIRECT
 from offline import BEST, Job, Source
 from report import MIB, Target, describe_targets, table, take_faster
 
-GIB = 1 << 30
-
 
 @dataclass(frozen=True)
 class Found:
@@ -62,8 +60,7 @@ class Found:
 
 def commands_table(found: Found, jobs: Sequence[Job]) -> str:
     """Every job's time, bytes and memory."""
-    header = ["command", "seconds, median (min-max)", "and durable", "of it start-up", "from storage ÷ state"]
-    header += ["written ÷ state", "peak memory", "÷ floor", "÷ floor, cached", "upstream's ÷ this"]
+    header = ["command", "seconds", "durable", "peak MiB", "÷ floor", "upstream's ÷ this"]
     rows = [_row(found, job) for job in jobs if any(run.case == job.name for run in found.runs)]
     kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
     return table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
@@ -72,22 +69,15 @@ def commands_table(found: Found, jobs: Sequence[Job]) -> str:
 def _row(found: Found, job: Job) -> list[str]:
     runs = found.of_job(job.name)
     if not runs:
-        return [job.title, found.fault(job.name), *[""] * 8]
+        return [job.title, found.fault(job.name), *[""] * 4]
     seconds = [run.seconds for run in runs]
     writes = any(run.written_bytes > found.state_bytes // 10 for run in runs)
-    starts = [run.seconds - run.inside_seconds for run in runs if run.inside_seconds is not None]
     return [
         job.title,
         f"{median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})",
         f"{median(take_seconds(run, DURABLE) for run in runs):.2f}" if writes else "",
-        f"{median(starts):.2f}" if starts else "",
-        f"{median(run.storage_bytes for run in runs) / found.state_bytes:.3f}",
-        f"{median(run.written_bytes for run in runs) / found.state_bytes:.3f}" if writes else "",
-        f"{max(run.peak_bytes for run in runs) / MIB:.0f} MiB"
-        if job.command and not job.name.startswith("floor")
-        else "",
+        f"{max(run.peak_bytes for run in runs) / MIB:.0f}" if job.command and not job.name.startswith("floor") else "",
         _tell(found.ratio(job.name, job.floor, job.judged)),
-        _tell(found.ratio(job.name, job.floor, CACHED)) if writes else "",
         _tell(found.ratio(job.rival, job.name, DURABLE)),
     ]
 
@@ -103,9 +93,9 @@ def convert_targets(found: Found, title: str) -> list[Target]:
     faster = found.ratio("upstream-convert", "ours-convert", DURABLE)
     floors = {kind: found.ratio("ours-convert", "floor-cp", kind) for kind in (DURABLE, CACHED)}
     return [
-        Target(f"{title}: upstream's default over ours", faster, 10, at_least=True),
-        Target(f"{title}: time over `cp`'s, both durable", floors[DURABLE], 1.0),
-        Target(f"{title}: time over `cp`'s, both in the page cache", floors[CACHED], 1.0),
+        Target(f"{title}: upstream's defaults ÷ this", faster, 10, at_least=True),
+        Target(f"{title}: ÷ floor", floors[DURABLE], 1.0),
+        Target(f"{title}: ÷ floor in the page cache", floors[CACHED], 1.0),
         Target(f"{title}: bytes from storage over bytes of state", read, 1.02),
         Target(f"{title}: bytes written over bytes of state", written, 1.02),
     ]
@@ -115,21 +105,18 @@ def export_targets(found: Found, title: str) -> list[Target]:
     ratio = found.ratio("upstream-fp32", "ours-export", DURABLE)
     floor = found.ratio("ours-export", "floor-weights", DURABLE)
     return [
-        Target(f"{title}: `zero_to_fp32.py`'s time over ours", ratio, 5, at_least=True),
-        Target(f"{title}: time over that of `cp` of the weights, both durable", floor, 1.1),
+        Target(f"{title}: upstream's ÷ this", ratio, 5, at_least=True),
+        Target(f"{title}: ÷ floor", floor, 1.1),
     ]
 
 
 def verify_targets(found: Found, title: str) -> list[Target]:
     inside = found.ratio("ours-verify", "floor-files", INSIDE)
-    return [Target(f"{title}: time over that of plain reading, start-up aside", inside, 1.0)]
+    return [Target(f"{title}: ÷ floor", inside, 1.0)]
 
 
-EXPLAINED = """Commands are timed from start to end, their interpreter's start included,
-with a cold page cache and no dirty pages. *And durable* adds the fsync(2) of every file afterwards, and *÷ floor* is of
-these seconds. Ours syncs by itself, which *÷ floor, cached* leaves out. *From storage* and *written* are `read_bytes`
-and `write_bytes` of /proc/self/io of all processes. *Peak memory* is VmHWM of one process, and of several the highest
-sum of their proportional set sizes. What ours wrote is compared with what was saved."""
+EXPLAINED = """*Seconds* include the interpreter's start, *durable* and the ratios also
+fsync(2). *Peak MiB* counts all processes. Outputs are compared with the saved state."""
 
 
 def make_offline_section(name: str, found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Job]) -> str:
@@ -142,20 +129,17 @@ def make_offline_section(name: str, found: dict[str, Found], titles: dict[str, s
     """
     heading, about, make_targets = SECTIONS[name]
     first = next(iter(found.values()))
-    parts = [f"## {heading}", f"Written by `{first.command}`. {about}"]
+    parts = [f"## {heading}", f"`{first.command}`. {about}"]
     targets = []
     for key, each in found.items():
-        parts += [f"### `ds_ucp {name}`: {titles[key]}", _tell_sizes(each), commands_table(each, jobs)]
+        parts += [f"{titles[key]}{_tell_workers(each)}:", commands_table(each, jobs)]
         targets += make_targets(each, titles[key])
     return "\n\n".join([*parts, describe_targets(targets)]) + "\n"
 
 
-def _tell_sizes(found: Found) -> str:
-    told = f"{found.parameters / 1e6:.0f} M parameters, {found.state_bytes / GIB:.2f} GiB of masters and moments in "
-    told += f"{found.file_bytes / GIB:.2f} GiB of files; {found.rounds} rounds."
-    if found.of_job(BEST):
-        told += f" Upstream's best: {found.workers[0]} extracting and {found.workers[1]} merging workers."
-    return told
+def _tell_workers(found: Found) -> str:
+    extracting, merging = found.workers
+    return f" (best workers: {extracting} extracting, {merging} merging)" if found.of_job(BEST) else ""
 
 
 def summarise(found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Job]) -> list[list[str]]:
@@ -167,28 +151,27 @@ def summarise(found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Jo
                 seconds = median(take_seconds(run, job.judged) for run in each.of_job(job.name))
                 row, title = _row(each, job), job.title.removeprefix("ours, ")
                 title += ", start-up aside" * (job.judged == INSIDE)
-                rows.append([f"{title}: {titles[key]}", f"{seconds:.1f}", row[7], row[9], row[6]])
+                rows.append([f"{title}: {titles[key]}", f"{seconds:.1f}", row[4], row[5], row[3]])
     return rows
 
 
 SECTIONS: dict[str, tuple[str, str, Any]] = {
     "convert": (
         "Atomic checkpoints: `ds_ucp convert`",
-        f"""One process with its default threads writes an atomic checkpoint.
-Upstream's is `python -m deepspeed.checkpoint.ds_to_universal`; the floor is `cp` of the files that hold masters and
-moments. {EXPLAINED}""",
+        f"""Upstream is `python -m deepspeed.checkpoint.ds_to_universal`; the floor is
+`cp` of masters and moments. {EXPLAINED}""",
         convert_targets,
     ),
     "export": (
         "Consolidated weights: `ds_ucp export`",
-        """The fp32 weights as safetensors, against the script that DeepSpeed puts
-into every checkpoint. The floor is `cp` of what was written.""",
+        """The fp32 weights as safetensors. Upstream is the script in every checkpoint
+folder; the floor is `cp` of the output.""",
         export_targets,
     ),
     "verify": (
         "Checking a checkpoint: `ds_ucp verify`",
-        """Every record's CRC32, and whether every element is there once. The floor is
-reading the same files once by as many threads; *÷ floor* leaves the command's start out.""",
+        """The floor reads the same files once with as many threads; *÷ floor* excludes
+the start-up.""",
         verify_targets,
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -170,23 +171,14 @@ def take_faster(one: Mapping[int, float], other: Mapping[int, float]) -> dict[in
 
 def explain(results: Results) -> str:
     """How the loads were measured, the same in all sections."""
-    return f"""*Ours* is this plugin; *upstream* is DeepSpeed's offline conversion and its load. How loads are measured:
+    return f"""*Upstream* is DeepSpeed's offline conversion and its load. Each of {results.rounds} rounds runs all cases
+with an empty page cache, and compares every loaded state with the saved one.
 
-* **Rounds.** Each of {results.rounds} rounds runs all cases in an order of its own. Ratios are medians of the rounds'
-  ratios.
-* **Cold.** Before each case the page cache is emptied and checked, and memory of four times the checkpoint's size has
-  just been in use.
-* **Seconds** are those of `engine.load_checkpoint` alone, on the slowest rank. What a process's first load imports of
-  the plugin takes {results.import_seconds:.2f} s more.
-* **Floor**: as many processes and threads as the load has read the same bytes once, through the page cache or past it
-  (`O_DIRECT`, with a checksum and a copy). The faster one counts.
-* **Processor** is the time of all processes, the system's work for them included. **From storage** is their
-  `read_bytes` of /proc/self/io.
-* **Extra memory a rank**: the peak resident size beyond that of the engine with its loaded state, on the worst rank.
-* **Targets.** Unless a section says otherwise, a load of ours reads at most 1.02 times the state from storage, and
-  takes at most {WINDOW_MIB + ALLOWANCE_MIB} MiB of extra memory.
-
-After each load every parameter's state is compared with what was saved."""
+* **Seconds** of `engine.load_checkpoint` on the slowest rank, median (min-max); the first load of a process takes
+  {results.import_seconds:.2f} s more for imports. Ratios are medians of the rounds' ratios.
+* **Floor**: as many processes and threads read the same bytes once, through the page cache or past it.
+* **Extra MiB**: peak resident size of the worst rank beyond engine and state.
+* **Targets** of all loads: at most 1.02 times the state from storage, and {WINDOW_MIB + ALLOWANCE_MIB} MiB extra."""
 
 
 def make_section(results: Results, cases: Sequence[Case], title: str, about: str) -> str:
@@ -194,7 +186,7 @@ def make_section(results: Results, cases: Sequence[Case], title: str, about: str
     notes = _conversion_note(results, cases) + _fault_notes(results, cases) + _tell_targets(results, cases)
     return f"""## {title}
 
-Written by `{results.command}`. {about}
+`{results.command}`. {about}
 
 {cases_table(results, cases)}
 
@@ -212,22 +204,23 @@ def _conversion_note(results: Results, cases: Sequence[Case]) -> str:
     loads = [median(m.seconds for m in results.of(c.name)) for c in cases if c.is_upstream and results.of(c.name)]
     told = ", ".join(f"{seconds:.1f}" for seconds in loads) or "none"
     return (
-        f"Upstream's rows are its conversion ({results.conversion_seconds:.1f} s, run once, without the start of its\n"
-        f"interpreter) plus its load ({told} s).{_tell_failures(results.conversion_failures)}\n\n"
+        f"Upstream: one conversion of {results.conversion_seconds:.1f} s and a load of {told} s."
+        f"{_tell_failures(results.conversion_failures)}\n\n"
     )
 
 
 def _tell_failures(count: int) -> str:
     if not count:
         return ""
-    return (
-        f" The conversion failed {count} time{'s' * (count > 1)} before: two pipeline\n"
-        "stages write the tied module's position embeddings to the same files, and whose values are read is chance."
-    )
+    return f" The conversion failed {count} time{'s' * (count > 1)} before:\ntwo pipeline stages write the same files."
 
 
 def _fault_notes(results: Results, cases: Sequence[Case]) -> str:
-    notes = [f"* {case.title}: {fault}" for case in cases for fault in results.faults(case.name)]
+    faults: dict[str, list[str]] = {}
+    for case in cases:
+        for fault in results.faults(case.name):
+            faults.setdefault(fault, []).append(case.title)
+    notes = [f"* {'; '.join(titles)}: {fault}" for fault, titles in faults.items()]
     return "\n".join(notes) + "\n\n" if notes else ""
 
 
@@ -235,21 +228,21 @@ def make_targets(results: Results, cases: Sequence[Case]) -> list[Target]:
     targets = []
     for case in (c for c in cases if c.index_limit is not None):
         share = results.share(case.name, "index", "own load")
-        text = f"{case.title}: index and decision over the load"
+        text = f"{case.title}: index and decision ÷ load"
         targets.append(Target(text, share, case.index_limit or 0.0))
     for case in (c for c in cases if c.is_ours):
         name, limit = case.title, WINDOW_MIB + ALLOWANCE_MIB
         if case.own_limit is not None:
             own, upstream = results.ratio(case.name, "deepspeed"), results.ratio(case.upstream, case.name)
-            targets.append(Target(f"{name}: time over DeepSpeed's own load", own, case.own_limit))
+            targets.append(Target(f"{name}: ÷ DeepSpeed's", own, case.own_limit))
             if any(c.name == case.upstream for c in cases):
-                targets.append(Target(f"{name}: upstream's time over ours", upstream, 15.0, at_least=True))
+                targets.append(Target(f"{name}: upstream's ÷ this", upstream, 15.0, at_least=True))
         if case.floor_limit is not None:
             ratio = results.ratio(case.name, case.floor)
-            targets.append(Target(f"{name}: time over the floor", ratio, case.floor_limit))
+            targets.append(Target(f"{name}: ÷ floor", ratio, case.floor_limit))
         if case.twin_limit is not None:
             ratio = results.ratio(case.name, case.twin)
-            targets.append(Target(f"{name}: time over that of a tag", ratio, case.twin_limit))
+            targets.append(Target(f"{name}: ÷ that of a tag", ratio, case.twin_limit))
         factor, extra = results.storage_factor(case.name), results.extra_mib(case.name)
         targets += [
             Target(f"{name}: bytes from storage over bytes of state", factor, case.storage_limit),
@@ -262,40 +255,39 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns also line up as plain text."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [header, *rows]]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    head, *others = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([head, rule, *others])
 
 
 def cases_table(results: Results, cases: Sequence[Case]) -> str:
-    beside = {case.name: "÷ DeepSpeed's" for case in cases if case.name == "deepspeed"}
-    beside |= {case.twin: "÷ that of a tag" for case in cases if case.twin}
-    header = ["load", "seconds, median (min-max)", "processor", "from storage", "× state", "extra memory a rank"]
+    beside = {case.twin: "÷ that of a tag" for case in cases if case.twin}
+    header = ["load", "seconds", "extra MiB"]
     header += [*beside.values(), "÷ floor", "upstream's ÷ this"]
-    rows = [_row(results, case, tuple(beside)) for case in cases if any(m.case == case.name for m in results.measured)]
-    return table(header, rows)
+    shown = [case for case in cases if not case.is_floor and any(m.case == case.name for m in results.measured)]
+    rows = [_row(results, case, tuple(beside)) for case in shown]
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    return table([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
 
 
 def _row(results: Results, case: Case, beside: Sequence[str] = ()) -> list[str]:
     measured = results.of(case.name)
     own = [_ratio(results.ratio(case.name, other)) for other in beside]
     if not measured:
-        return [case.title, "cannot load it", "", "", "", "", *("" for _ in beside), "", ""]
+        return [case.title, "cannot load it", "", *("" for _ in beside), "", ""]
     seconds = list(results.seconds(case.name).values())
     wrong = " (other values)" if results.faults(case.name) else ""
     return [
         case.title,
         f"{median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f}){wrong}",
-        f"{median(m.busy for m in measured):.2f} s",
-        _gib(median(m.storage_bytes for m in measured)),
-        f"{median(m.storage_bytes for m in measured) / results.state_bytes:.3f}",
-        "" if case.is_floor else f"{results.extra_mib(case.name):.0f} MiB",
+        f"{results.extra_mib(case.name):.0f}",
         *own,
         _ratio(results.ratio(case.name, case.floor)),
         _ratio(results.ratio(case.upstream, case.name)),
     ]
 
 
-SUMMARY = ("", "seconds", "÷ floor", "upstream's ÷ this", "extra memory a rank")
+SUMMARY = ("", "seconds", "÷ floor", "upstream's ÷ this", "extra MiB a rank")
 """Header of README's table."""
 
 
@@ -313,7 +305,7 @@ def summarise_loads(results: Results, cases: Sequence[Case], source: str) -> lis
     return rows
 
 
-_KEYS = ("title", "seconds", "busy", "storage", "factor", "extra", "floor", "upstream")
+_KEYS = ("title", "seconds", "extra", "floor", "upstream")
 
 
 def put_sections(page: str, sections: Iterable[str]) -> str:
@@ -339,17 +331,19 @@ def put_part(page: str, marks: tuple[str, str], part: str) -> str:
 
 
 def describe_targets(targets: Sequence[Target]) -> str:
-    """Count the targets that are reached, and list the others with their figures."""
-    others = [target for target in targets if not target.reached]
-    told = f"Targets reached: {len(targets) - len(others)} of {len(targets)}."
-    if not others:
-        return told
-    return f"{told} Missed:\n\n{table(['target', 'measured', 'asked'], [_tell(target) for target in others])}"
+    """Count the targets that are reached, and list the others by figure and limit."""
+    missed: dict[str, dict[str, list[str]]] = {}
+    for target in (each for each in targets if not each.reached):
+        value = "not measured" if target.value is None else f"{target.value:.3g}{target.unit}"
+        limit = f"{'≥' if target.at_least else '≤'} {target.limit:.3g}{target.unit}"
+        missed.setdefault(target.text.rpartition(": ")[2], {}).setdefault(limit, []).append(value)
+    reached = f"Targets reached: {sum(bool(each.reached) for each in targets)} of {len(targets)}."
+    figures = [f"{figure} {_list_limits(limits)}" for figure, limits in missed.items()]
+    return textwrap.fill(f"{reached} Missed: {'; '.join(figures)}.", 120) if missed else reached
 
 
-def _tell(target: Target) -> list[str]:
-    asked = f"{'≥' if target.at_least else '≤'} {target.limit:.3g}{target.unit}"
-    return [target.text, "not measured" if target.value is None else f"{target.value:.3g}{target.unit}", asked]
+def _list_limits(limits: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{limit} ({', '.join(values)})" for limit, values in limits.items())
 
 
 def describe_machine() -> str:
@@ -367,10 +361,6 @@ def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _gib(count: float) -> str:
-    return f"{count / (1 << 30):.2f} GiB"
 
 
 def _ratio(value: float | None) -> str:

@@ -59,6 +59,7 @@ README_ROWS = (
 )
 """Titles of the rows that README shows; docs/benchmarks.md has all."""
 
+TITLE = "# Benchmarks\n\nHow long do loads, saves and commands take, compared with the hardware and other programs?"
 FIGURES = ("<!-- figures: written by make bench -->", "<!-- end of figures -->")
 
 
@@ -98,7 +99,7 @@ def run_offline(
 
 
 def tell_command() -> str:
-    return " ".join(["python", *sys.argv])
+    return " ".join(sys.argv)
 
 
 def make_page(found: dict[str, Any], before: str = "") -> str:
@@ -114,7 +115,8 @@ def make_page(found: dict[str, Any], before: str = "") -> str:
     # Results of an earlier form do not tell what a first load imports.
     newest = max((results for _, results in suites), key=lambda each: each.import_seconds, default=None)
     how = f"{explain(newest)}\n\n" if newest else ""
-    return f"# Benchmarks\n\n`make bench` on {describe_machine()}.\n\n{how}" + "\n".join(sections)
+    head = f"{TITLE}\n\n`make bench` on {describe_machine()}.\n\n{how}"
+    return head + "\n".join(sections)
 
 
 def update_readme(found: dict[str, Any]) -> None:
@@ -143,8 +145,8 @@ def _tell_sources(sizes: dict[str, list[int]]) -> str:
     told = []
     for command, parameters in sizes.items():
         low, high = round(min(parameters) / 1e6), round(max(parameters) / 1e6)
-        told.append(f"`{command}` (on {low if low == high else f'{low} to {high}'} M parameters)")
-    return "Measured by\n" + ",\n".join(told) + ":"
+        told.append(f"`{command}` ({low if low == high else f'{low} to {high}'} M parameters)")
+    return "Measured by " + ",\n".join(told) + ":"
 
 
 def _restore(data: dict[str, Any]) -> Results:

@@ -7,10 +7,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from puts import IN_FLIGHT, PART
-from report import MIB, Target, describe_targets, table
+from report import MIB, Target, table
 
-HEADER = ("of ours", "median (range)", "beside", "median (range)", "ratio", "asked")
-COPY, NEW_COPY, OWN = "one copy of the state", "one copy of it into new memory", "DeepSpeed's own save, durable"
+HEADER = ("ours", "median (range)", "compared with", "median (range)", "ratio (target)")
+COPY, NEW_COPY, OWN = "one copy of the state", "one copy into new memory", "DeepSpeed's own save, durable"
+PUTS = f"plain PUTs of {PART >> 20} MiB, {IN_FLIGHT} at once"
 PEERS = {"torch": "torch's `async_save`, by a process", "flash": "DLRover's flash checkpoint"}
 
 
@@ -39,8 +40,8 @@ class Row(NamedTuple):
 
     def cells(self) -> list[str]:
         ratio = f"{self.value:.2f}" if self.others else ""
-        asked = "" if self.limit is None else f"≤ {self.limit:g}{'' if self.others else f' {self.unit}'}"
-        return [self.title, self._tell(self.values), self.other, self._tell(self.others), ratio, asked]
+        target = "" if self.limit is None else f"(≤ {self.limit:g}{'' if self.others else f' {self.unit}'})"
+        return [self.title, self._tell(self.values), self.other, self._tell(self.others), f"{ratio} {target}".strip()]
 
     def _tell(self, values: Sequence[float]) -> str:
         if not values:
@@ -70,10 +71,10 @@ def _list_stalls(rounds: Sequence[Mapping[str, float]]) -> Iterator[Row]:
     beside = {COPY: _take(rounds, "copy"), OWN: own}
     beside |= {title: _take(rounds, key) for key, title in PEERS.items() if key in rounds[0]}
     yield from (Row("stall", eager, other, others, limits.get(other, 1.0)) for other, others in beside.items())
-    yield Row("from its return until durable", _take(rounds, "durable"), "`cp` and `sync`", _take(rounds, "cp"), 1.15)
+    yield Row("from stall to durable", _take(rounds, "durable"), "`cp` and `sync`", _take(rounds, "cp"), 1.15)
     if "upload" in rounds[0]:
         seconds = _take(rounds, "upload")
-        yield Row("upload to S3", seconds, "plain PUTs", _take(rounds, "puts"), 1.15)
+        yield Row("upload to S3", seconds, PUTS, _take(rounds, "puts"), 1.15)
         yield Row("upload to S3", seconds, "the same parts, by plain HTTP", _take(rounds, "parts"))
 
 
@@ -86,15 +87,15 @@ def _list_resumes(found: Mapping[str, Any]) -> Iterator[Row]:
         ):
             yield Row(f"resume from memory, → {name}", _take(told, "seconds"), title, _take(told, key), limit)
     if lost := found.get("lost"):
-        title = "resume without one of two nodes (a third of the parameters)"
+        title = "resume without one of two nodes (a third of the model)"
         yield Row(title, _take(lost, "seconds"), NEW_COPY, _take(lost, "fresh"))
-        yield Row(f"{title}: from storage", _take(lost, "storage"), limit=0, unit="bytes")
+        yield Row(f"{title}, from storage", _take(lost, "storage"), limit=0, unit="bytes")
 
 
 def _list_memory(rounds: Sequence[Mapping[str, float]]) -> Iterator[Row]:
     for key, title, limit in (
-        ("extra", "anonymous memory of a save, the worst rank", 64.0),
-        ("writer", "anonymous memory of the writer's process, all of it", None),
+        ("extra", "anonymous memory of a save", 64.0),
+        ("writer", "anonymous memory of the writer", None),
     ):
         yield Row(title, [each / MIB for each in _take(rounds, key)], limit=limit, unit="MiB")
 
@@ -106,6 +107,7 @@ def _take(rounds: Sequence[Mapping[str, float]], *names: str) -> list[float]:
 def make_section(found: Mapping[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
     rows = list_rows(found)
+    targets = [row.as_target() for row in rows if row.limit is not None]
     left_out = [
         *(["A lost node was not measured."] if "lost" not in found else []),
         *(["DLRover was left out (`--dlrover`)."] if "flash" not in found["saves"][0] else []),
@@ -113,27 +115,23 @@ def make_section(found: Mapping[str, Any]) -> str:
     ]
     return f"""## Saves that do not stop training
 
-Written by `{found["command"]}` on
+`{found["command"]}` on
 {found["machine"]}.
-{found["params_m"]:g} M parameters, ZeRO-1 in bf16, {found["ranks"]} ranks, AdamW. Each of {len(found["saves"])} rounds
-runs all kinds of saves in an order of its own, on one engine. Ratios are medians of the rounds' ratios.
+{found["params_m"]:g} M parameters, ZeRO-1 in bf16, {found["ranks"]} ranks, AdamW, {len(found["saves"])} rounds.
 {" ".join(left_out)}
 
-* **Stall**: until `save_checkpoint` has returned on all ranks, with memory that earlier saves have found. Others save
-  twice in a row, and the second one counts; ours three times, as the newest whole save stays while one is made.
-* **One copy of the state**: each rank's masters and moments, and on rank 0 the 16-bit weights, by `Tensor.copy_` into
-  memory that was used before: what is saved, and nothing else.
-* **torch's `async_save`** has the same tensors, staged into shared memory that is kept, faster than by default.
-  **DLRover** 0.6.1 copies into shared memory, and nothing goes to the disk.
-* **Until durable**: from the return to the seal in the folder. `cp` copies the same files from memory to the same disk;
-  `sync` is of these files. DeepSpeed's own save, which leaves that to the system, has it added.
-* **Resume**: `load_checkpoint` by a new engine, whose optimizer states have no memory yet. Beside it a copy of all that
-  the ranks then hold, into memory that was used before, and into new memory.
-* **Upload**: until the seal and `latest` are there. The server is that of the tests (moto, in Python), which sets the
-  pace. Plain PUTs are of pieces of the same files, {PART >> 20} MiB each, as objects of their own. As parts they make
-  the files again there, which costs that server as much once more. {IN_FLIGHT} are under way at once, as of ours.
-* **Anonymous memory**: the highest of 100 samples a second, for a rank beyond what it had before the save.
+*Stall*: until `save_checkpoint` returns on all ranks, with reused memory. *One copy*: `Tensor.copy_` of all saved
+tensors into reused memory. torch's `async_save` keeps its shared memory, which is faster than its default; DLRover
+0.6.1 writes nothing to the disk. *Durable*: until the seal is in the folder. *Anonymous memory*: of the worst rank, and
+of the writer.
 
-{table(HEADER, [row.cells() for row in rows])}
+{table(HEADER, _blank_repeated([row.cells() for row in rows]))}
 
-{describe_targets([row.as_target() for row in rows if row.limit is not None])}"""
+Targets reached: {sum(bool(target.reached) for target in targets)} of {len(targets)}."""
+
+
+def _blank_repeated(rows: Sequence[list[str]]) -> list[list[str]]:
+    """Leave out a title and figure that the row above has too."""
+    return [
+        ["", "", *row[2:]] if number and rows[number - 1][:2] == row[:2] else row for number, row in enumerate(rows)
+    ]

@@ -13,7 +13,6 @@ from typing import Any
 
 from commands import DURABLE, Run, take_seconds
 from offline import Bench, Job, Source, convert_ours
-from report import table
 
 
 def convert_by_ranks(source: Source, *, ranks: int) -> list[str]:
@@ -48,23 +47,18 @@ def make_scaling_section(found: dict[str, Any]) -> str:
     runs = [Run(**run) for run in found["runs"]]
     return f"""## Strong scaling of a conversion
 
-Written by `{found["command"]}`. The ZeRO-1 checkpoint of above, converted by workers
-(threads) of one process, and by MPI ranks of one worker each. Seconds are from start to end, all starts included, until
-the output is durable.
+`{found["command"]}`. The ZeRO-1 checkpoint, with all starts, until the output is durable.
 
-{_runs_table(runs)}
+{_list_runs(runs)}
 """
 
 
-def _runs_table(runs: Sequence[Run]) -> str:
-    rows = []
-    for job in JOBS:
-        seconds = [take_seconds(run, DURABLE) for run in runs if run.case == job.name]
-        first = next(names[0] for names in PAIRS.values() if job.name in names)
-        if seconds:
-            told = f"{median(seconds):.2f} ({min(seconds):.2f}-{max(seconds):.2f})"
-            rows.append([job.title, told, f"{speed_up(runs, first, job.name) or 0:.2f}"])
-    return table(["converted by", "seconds, median (min-max)", "speed-up"], rows)
+def _list_runs(runs: Sequence[Run]) -> str:
+    lines = []
+    for name, pair in PAIRS.items():
+        one, two = (median(take_seconds(run, DURABLE) for run in runs if run.case == case) for case in pair)
+        lines.append(f"* 1 and 2 {name}: {one:.2f} and {two:.2f} s, speed-up {speed_up(runs, *pair) or 0:.2f}")
+    return "\n".join(lines)
 
 
 def speed_up(runs: Sequence[Run], first: str, second: str) -> float | None:

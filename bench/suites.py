@@ -83,13 +83,10 @@ DATA_PARALLEL = Suite(
     name="dp",
     title="Other ranks, other ZeRO stage",
     short="ZeRO-1, 4 ranks",
-    about="""A GPT of {size_m:.0f} M parameters in two param groups, saved by
-4 ranks under ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and AdamW's two moments).
-
-The object store is an S3 server on this machine with its files in the page cache: 200 MB/s a stream, the first byte
-after 20 ms. Its floor is plain GETs by as many processes and streams; *from storage* is what it has sent. With few
-streams the store sets the pace; with as many as a load uses by default, the server and its readers share this machine's
-processors.""",
+    about="""A GPT of {size_m:.0f} M parameters, saved by 4 ranks under ZeRO-1 in
+bf16: {state_gib:.2f} GiB of fp32 masters and AdamW's moments. The store is an S3 server on this machine: 200 MB/s a
+stream, the first byte after 20 ms; its floor is plain GETs. With 4 streams it sets the pace, with 16 (the default) it
+shares the processors with its readers.""",
     source=Engine(4, 1),
     topologies={
         "deepspeed": Engine(4, 1),
@@ -114,17 +111,17 @@ processors.""",
         Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
         Case("ours-fp32-2", "ours, 2 ranks ZeRO-1 in fp32", floor="floor-2", floor_limit=1.2),
-        Case("floor-s3-2", f"floor of an object store, 2 processes of {FEW} streams"),
-        Case("floor-s3-2-wide", f"the same, 2 processes of {WIDE} streams"),
+        Case("floor-s3-2", f"floor of the store, 2 processes of {FEW} streams"),
+        Case("floor-s3-2-wide", f"floor of the store, 2 processes of {WIDE} streams"),
         Case(
             "ours-s3-2",
-            f"ours, 2 ranks ZeRO-1, from an object store by {FEW} streams a rank",
+            f"ours, 2 ranks ZeRO-1, from the store, {FEW} streams",
             floor="floor-s3-2",
             floor_limit=1 / 0.9,
         ),
         Case(
             "ours-s3-2-wide",
-            f"ours, 2 ranks ZeRO-1, from an object store by {WIDE} streams a rank",
+            f"ours, 2 ranks ZeRO-1, from the store, {WIDE} streams",
             floor="floor-s3-2-wide",
             floor_limit=1 / 0.9,
         ),
@@ -143,9 +140,8 @@ PARALLEL = Suite(
     title="Other tensor and pipeline parallelism",
     short="TP2 PP2, ZeRO-1",
     about="""The GPT of examples/megatron_gpt with {size_m:.0f} M
-parameters, saved by 4 ranks (TP2 PP2 DP1) under ZeRO-1 in bf16: {state_gib:.2f} GiB of state without replicas. Its
-client state has `universal_checkpoint_info`. TP4 cuts row-parallel weights finer than they were saved, and may read
-1.10 times the state. ZeRO-3 has no pipeline, so that its parameters have other names; a `rename` rule tells them.""",
+parameters, saved by 4 ranks (TP2 PP2 DP1) under ZeRO-1 in bf16: {state_gib:.2f} GiB of state without replicas. TP4 cuts
+row-parallel weights finer than the save, and may read 1.10 times the state.""",
     source=Topology(4, tp=2, pp=2),
     topologies={
         "ours-dp2": Topology(2, checkpoint=OURS),
@@ -175,10 +171,9 @@ EXPERTS = Suite(
     name="moe",
     title="Other expert-parallel degree",
     short="EP4, ZeRO-1",
-    about="""A GPT of {size_m:.0f} M parameters with 8 experts in each
-feed-forward layer (`deepspeed.moe`), saved by 4 ranks at expert-parallel degree 4 under ZeRO-1 in bf16:
-{state_gib:.2f} GiB of state. 2 ranks load it at degree 2. Upstream cannot: its conversion fails on experts that are
-spread over ranks.""",
+    about="""A GPT of {size_m:.0f} M parameters with 8 experts a layer (`deepspeed.moe`),
+saved by 4 ranks at degree 4 under ZeRO-1 in bf16: {state_gib:.2f} GiB of state. 2 ranks load it at degree 2. Upstream's
+conversion fails on distributed experts.""",
     source=ExpertEngine(4, 1, ep=4),
     topologies={
         "deepspeed": ExpertEngine(4, 1, ep=4),
@@ -199,8 +194,7 @@ EVERYWHERE = Suite(
     title="All of the state on every rank",
     short="ZeRO-1, 4 ranks",
     about="""The same with {size_m:.0f} M parameters and {state_gib:.2f} GiB of
-state, loaded at stage 0 by 4 ranks: one reads all of it, the others copy it. The model is half as large as the others,
-since each of the four engines holds the whole state.""",
+state, loaded at stage 0 by 4 ranks: one reads it, the others copy it.""",
     share=0.5,
     source=Engine(4, 1),
     topologies={"ours-z0-4": Engine(4, 0, OURS)},
@@ -215,7 +209,7 @@ PRECISION = Suite(
     title="Another precision",
     short="ZeRO-1 in fp32, 4 ranks",
     about="""The GPT of {size_m:.0f} M parameters, saved by 4 ranks under
-ZeRO-1 in fp32: {state_gib:.2f} GiB of state. The target trains in bf16. From bf16 to fp32 is above.""",
+ZeRO-1 in fp32: {state_gib:.2f} GiB of state. The target trains in bf16.""",
     source=Engine(4, 1, precision="fp32"),
     topologies={"ours-bf16-2": Engine(2, 1, OURS)},
     floors=list_floors(2),
@@ -229,13 +223,11 @@ ZeRO-1 in fp32: {state_gib:.2f} GiB of state. The target trains in bf16. From bf
 
 PEER = Suite(
     name="dcp",
-    title="The peer: torch.distributed.checkpoint",
+    title="torch.distributed.checkpoint",
     short="FSDP2, 4 ranks",
-    about="""The same parameters under FSDP2 in fp32, {size_m:.0f} M of them, saved by 4 ranks with
-`torch.distributed.checkpoint`: {state_gib:.2f} GiB of state, which 2 ranks load. torch's own time is that of
-`get_state_dict`, `load` and `set_state_dict`, as in its documentation. *From a tag*: the same state as 4 ranks of
-DeepSpeed have saved it under ZeRO-3, resumed by the same engine. That a checkpoint is FSDP2's is to cost at most
-15 % of that.""",
+    about="""{size_m:.0f} M parameters under FSDP2 in fp32, saved by
+4 ranks: {state_gib:.2f} GiB of state, loaded by 2 ranks. torch's seconds include `get_state_dict` and `set_state_dict`.
+*From a tag*: the same state, saved by DeepSpeed.""",
     source=dcp.Shards(4),
     topologies={
         "dcp": dcp.Shards(2),
@@ -245,7 +237,7 @@ DeepSpeed have saved it under ZeRO-3, resumed by the same engine. That a checkpo
     floors=list_floors(2),
     cases=(
         *make_floor_cases(2),
-        Case("dcp", "torch.distributed.checkpoint, FSDP2 on 2 ranks", floor="floor-2"),
+        Case("dcp", "torch's, FSDP2 on 2 ranks", floor="floor-2"),
         Case("ours-tag-2", "ours, 2 ranks ZeRO-3, from a tag of 4 ranks ZeRO-3", floor="floor-2"),
         Case("ours-fsdp-2", "ours, 2 ranks ZeRO-3", floor="floor-2", twin="ours-tag-2", twin_limit=1.15),
     ),
