@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from synthetic import TIED, Parameter, Sizes, pad_flat, split_groups
 
-from deepspeed_ucp.atoms import count
-from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
-from deepspeed_ucp.targets.base import Target
-from deepspeed_ucp.targets.parallel import Instance, Place
+from deepspeed_ucp.engine.base import Target
+from deepspeed_ucp.engine.parallel import Instance, Place
+from deepspeed_ucp.model import count
+from deepspeed_ucp.model.flat import FlatBuffer, join_parameters, join_reserved
 
 SUB_GROUP = 1_000_000_000  # ZeRO 3's default sub_group_size
 PER_NODE = 8

@@ -17,11 +17,11 @@ import torch
 from grid import SUB_GROUP, FakeTarget, Grid, list_targets
 from synthetic import STEP, Shape, Sizes, Source, align, make_piece, pad_flat
 
-from deepspeed_ucp.atoms import count
-from deepspeed_ucp.flat import FlatBuffer, join_parameters
-from deepspeed_ucp.sources.headers import FileHeader, ModelHeader, OptimHeader, TensorStates
-from deepspeed_ucp.targets.base import Target
-from deepspeed_ucp.targets.parallel import HeldExperts, Place
+from deepspeed_ucp.engine.base import Target
+from deepspeed_ucp.engine.parallel import HeldExperts, Place
+from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, TensorStates
+from deepspeed_ucp.model import count
+from deepspeed_ucp.model.flat import FlatBuffer, join_parameters
 
 MAX_GROUP = 178_956_971
 """Elements of a rank's param group of experts at most (``moe/utils.py``, ``max_group_size``)."""

@@ -16,9 +16,8 @@ from operator import itemgetter
 import numpy as np
 from jobs import Job
 
-from deepspeed_ucp.atoms import ITEMSIZE, MASTER, AtomicIndex
-from deepspeed_ucp.flat import FlatBuffer
-from deepspeed_ucp.patterns import Run, from_config, restrict_source
+from deepspeed_ucp.model import ITEMSIZE, MASTER, AtomicIndex
+from deepspeed_ucp.model.flat import FlatBuffer
 from deepspeed_ucp.plan import ReadSizes
 from deepspeed_ucp.plan.claims import Blocks, Claim, list_claims
 from deepspeed_ucp.plan.derive import rename_all
@@ -27,6 +26,7 @@ from deepspeed_ucp.plan.match import Match, pick_instance
 from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_wants, view_shards
+from deepspeed_ucp.tensor_parallel import Run, from_config, restrict_source
 
 Block = tuple[int, int]
 """(record, number of the block in it)."""

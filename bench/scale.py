@@ -31,8 +31,8 @@ from sample import JobTarget  # noqa: E402
 from scale_plan import FOLDER, SIZES, stand_in  # noqa: E402
 from whole import count_exchanged, imbalance, plan_all, sum_nodes  # noqa: E402
 
+from deepspeed_ucp.formats.open import open_checkpoint  # noqa: E402
 from deepspeed_ucp.io.memory import pause_collection  # noqa: E402
-from deepspeed_ucp.sources.open import open_checkpoint  # noqa: E402
 
 PLANNED = ("dense1-1k", "dense3-1k", "moe-1k", "dense1-10k", "dense3-10k", "moe-10k")
 WHOLE = ("dense1-1k", "moe-1k", "dense1-10k", "dense3-mid")

@@ -26,6 +26,10 @@ from ranks import release_free_memory
 from sample import JobTarget, Sampler
 
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine.base import Target
+from deepspeed_ucp.formats import places
+from deepspeed_ucp.formats.deepspeed import gather as gathering
+from deepspeed_ucp.formats.open import open_checkpoint
 from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
@@ -37,12 +41,8 @@ from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.claims import SELF_READ
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SameNode
-from deepspeed_ucp.sources import gather as gathering
-from deepspeed_ucp.sources import places
-from deepspeed_ucp.sources.open import open_checkpoint
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.checks import find_answering, send_checks
-from deepspeed_ucp.targets.base import Target
 
 FOLDER = "/checkpoints/global_step1000"
 COPY_BYTES = 2

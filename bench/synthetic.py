@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ucp.atoms import count
-from deepspeed_ucp.flat import join_parameters
-from deepspeed_ucp.sources.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
+from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
+from deepspeed_ucp.model import count
+from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.torchsave.records import FileRecord
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from grid import PER_NODE
 from sample import JobTarget
 
-from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.plan import Blocks, ReadSizes, Request, list_claims, make_owner_plan
 from deepspeed_ucp.plan.claims import SELF_READ, Part
 from deepspeed_ucp.plan.rounds import order_reads

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from .atoms import to_integer
 from .engine_state import Carried, carry
 from .errors import CheckpointError, ConfigError, MismatchError
+from .model import to_integer
 
 logger = logging.getLogger("deepspeed_ucp")
 

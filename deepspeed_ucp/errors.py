@@ -31,7 +31,7 @@ class UcpError(RuntimeError):
     Args:
         lines: lines of the message, which :func:`escape` escapes.
         path: file or folder concerned; a prefix of the first line.
-        kind: kind of the finding (:mod:`deepspeed_ucp.sources.findings`).
+        kind: kind of the finding (:mod:`deepspeed_ucp.formats.findings`).
         findings: all findings, if there is more than path and kind.
 
     Attributes:

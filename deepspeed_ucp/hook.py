@@ -12,24 +12,24 @@ from functools import cache, partial
 from typing import Any
 
 from . import beacon, snapshots
-from .atoms import to_integer
 from .attach import get_default
 from .beacon.torchelastic import set_limit
 from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
 from .elastic_agent import end_with_agent
+from .engine.guard import guard_engine
 from .engine_state import collect, find_state, get_config, hand_out
 from .errors import CheckpointError, UcpError, clear_frames, describe_changes, pluralize
 from .io.store import set_storage_options
 from .load.context import LoadArguments
 from .load.disabled import load_switched_off
 from .load.resume import resume
-from .patterns import from_config
+from .model import to_integer
 from .preemption import save_if_signaled
 from .saves.finding import find_in_memory
 from .saves.saving import foresee_saves, save_into_memory
 from .sealing import seal_last, seal_late, seal_save
-from .targets.guard import guard_engine
+from .tensor_parallel import from_config
 from .uncaught import find_fault, shorten_uncaught
 from .writer import finish_save, is_decoupled, protect_writer
 

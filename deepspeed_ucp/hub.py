@@ -16,12 +16,12 @@ from itertools import chain
 from math import gcd
 from typing import Any
 
-from .atoms import MASTER, AtomicIndex, count, strip_compiled
 from .errors import MismatchError, UnsupportedError, shorten
-from .flat import Shape
-from .patterns import adapters
+from .model import MASTER, AtomicIndex, count, strip_compiled
+from .model.flat import Shape
 from .plan.derive import DerivedParam, Slice, derive
 from .plan.renames import list_shapes
+from .tensor_parallel import adapters
 
 
 def find_cached(name: str) -> str:

@@ -23,10 +23,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from .comm import connect
+from .engine import Place, find_place
+from .engine.coverage import find_data_sampler
 from .engine_state import RANDOM_STATES, Carried, carry
 from .errors import CheckpointError
-from .targets import Place, find_place
-from .targets.coverage import find_data_sampler
 
 logger = logging.getLogger("deepspeed_ucp")
 

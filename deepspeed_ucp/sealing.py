@@ -1,4 +1,4 @@
-"""Seal an engine's saves (:mod:`deepspeed_ucp.sources.seal`): at once, or when an asynchronous save is complete."""
+"""Seal an engine's saves (:mod:`.formats.deepspeed.seal`): at once, or when an asynchronous save is complete."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 from typing import Any
 
 from .comm import Comm, connect, is_shared
+from .engine.coverage import writes_states
 from .engine_state import UnsealedSave, find_state, get_config
 from .errors import CheckpointError, UcpError
+from .formats.deepspeed.seal import remove_seal
+from .formats.open import lacks_states, seal_folder
 from .io.paths import is_url
-from .sources.open import lacks_states, seal_folder
-from .sources.seal import remove_seal
-from .targets.coverage import writes_states
 from .writer import find_other_writer
 
 logger = logging.getLogger("deepspeed_ucp")

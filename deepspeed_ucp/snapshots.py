@@ -20,10 +20,10 @@ import torch
 
 from .comm import connect, is_shared
 from .config import SECTION
+from .engine.coverage import find_data_sampler
 from .engine_state import collect, find_state, get_config
 from .errors import ConfigError, UcpError
 from .saves.memory import locate
-from .targets.coverage import find_data_sampler
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -11,7 +11,7 @@ import deepspeed_ucp
 from deepspeed_ucp import errors
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, escape, fold_names, shorten, suggest
-from deepspeed_ucp.sources.findings import Finding, from_error
+from deepspeed_ucp.formats.findings import Finding, from_error
 from tests.support.ranks import run_ranks
 
 

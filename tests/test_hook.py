@@ -19,7 +19,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import KEY, Carried, carry, get_config
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError, UcpError
-from deepspeed_ucp.sources.files import SEAL
+from deepspeed_ucp.formats.deepspeed.files import SEAL
 from tests.synth import Model, Param, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model((Param("a", (3, 5)),))

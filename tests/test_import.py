@@ -28,11 +28,11 @@ def run(code: str) -> str:
     ("modules", "absent"),
     [
         (
-            ["", ".cli.dispatch", ".sources", ".io.staging", ".plan", ".convert", ".comm", ".config", ".load"],
+            ["", ".cli.dispatch", ".formats", ".io.staging", ".plan", ".convert", ".comm", ".config", ".load"],
             ["torch", "deepspeed", "mpi4py", "transformers"],
         ),
         (
-            [".cli.verify", ".cli.inspect", ".examine.verify", ".sources.open"],
+            [".cli.verify", ".cli.inspect", ".examine.verify", ".formats.open"],
             ["pydantic", "ml_dtypes", "re2", "filelock", "obstore"],
         ),
     ],

@@ -17,13 +17,14 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError
 from deepspeed_ucp.examine import settings
 from deepspeed_ucp.export.like import LikeModel
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed import seal
+from deepspeed_ucp.formats.deepspeed.compare import find_other_step
+from deepspeed_ucp.formats.foreign.adapter import read_config
+from deepspeed_ucp.formats.universal.manifest import read_manifest_file
 from deepspeed_ucp.io import jsonfile, lock
-from deepspeed_ucp.patterns.files import read_rules
 from deepspeed_ucp.saves import coordination, memory
-from deepspeed_ucp.sources import open_checkpoint, seal
-from deepspeed_ucp.sources.atomic.manifest import read_manifest_file
-from deepspeed_ucp.sources.compare import find_other_step
-from deepspeed_ucp.sources.foreign.adapter import read_config
+from deepspeed_ucp.tensor_parallel.files import read_rules
 from deepspeed_ucp.trainers import megatron
 from deepspeed_ucp.trainers.hffolders import read_trainer_state
 

@@ -11,8 +11,8 @@ import pytest
 
 from deepspeed_ucp import meeting
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine.finish import wait_behind_reads
 from deepspeed_ucp.errors import RemoteError
-from deepspeed_ucp.targets.finish import wait_behind_reads
 from tests.convert.conversions import convert, read_bytes, write_source
 from tests.support.mpi import run_torch
 

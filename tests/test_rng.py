@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp import rng
+from deepspeed_ucp.engine import Place
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.targets import Place
 
 Degrees = tuple[int, int, int]
 DEGREES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))

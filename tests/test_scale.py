@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_ucp.atoms import count
-from deepspeed_ucp.sources.open import open_checkpoint
+from deepspeed_ucp.formats.open import open_checkpoint
+from deepspeed_ucp.model import count
 
 
 @pytest.fixture

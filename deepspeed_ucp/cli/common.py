@@ -19,9 +19,9 @@ from ..errors import ConfigError, suggest
 from .printing import show_progress
 
 if TYPE_CHECKING:
-    from ..atoms import AtomicIndex
     from ..comm import Comm
-    from ..patterns import RuleSet
+    from ..model import AtomicIndex
+    from ..tensor_parallel import RuleSet
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The action that a command's parser is added to."""
@@ -170,9 +170,9 @@ def open_index(
         folders: the tag's folder in each place, as :func:`find_folders` returns them.
 
     Raises:
-        UcpError: as :func:`~deepspeed_ucp.sources.open_checkpoint`.
+        UcpError: as :func:`~deepspeed_ucp.formats.open_checkpoint`.
     """
-    from ..sources import open_checkpoint
+    from ..formats import open_checkpoint
 
     groups = comm.run(lambda: read_groups(options.groups))
     folder, *also = folders
@@ -188,8 +188,8 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
         UcpError: no rank sees a checkpoint in any place.
     """
     from ..errors import CheckpointError
+    from ..formats.latest import find_checkpoint, leads_to_folder
     from ..io.paths import normalize
-    from ..sources.latest import find_checkpoint, leads_to_folder
 
     def look(place: str) -> tuple[str, str]:
         try:
@@ -262,7 +262,7 @@ def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:
     Raises:
         ConfigError: they cannot be read.
     """
-    from ..patterns import from_config
+    from ..tensor_parallel import from_config
 
     given = options.patterns
     if given is not None and given.lstrip().startswith(("[", "{")):

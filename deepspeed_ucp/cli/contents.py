@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count, number_layer
 from ..examine.verify import list_findings
+from ..formats.deepspeed.compare import DEEPSPEEDS
+from ..formats.deepspeed.ownfiles import read_state_tree
+from ..formats.findings import NOTE, WARNING, Finding
+from ..formats.open import FolderReport
 from ..io.store import list_tree
-from ..patterns import Pattern, RuleSet, Settled, Unique, list_families, load_family
-from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
+from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count, number_layer
 from ..plan.settling import settle_index
 from ..secrets import hide_at
-from ..sources.compare import DEEPSPEEDS
-from ..sources.findings import NOTE, WARNING, Finding
-from ..sources.open import FolderReport
-from ..sources.ownfiles import read_state_tree
+from ..tensor_parallel import Pattern, RuleSet, Settled, Unique, list_families, load_family
+from ..tensor_parallel.recorded import ORIGIN, read_pattern, record_pattern
 from ..torchsave.objects import describe
 
 TRAINED, FROZEN, BUFFER, WEIGHTS = "trained", "frozen", "buffer", "weights"
@@ -255,7 +255,7 @@ def _find_writer(index: AtomicIndex, folder: str) -> dict[str, Any]:
     """
     if index.run.format or not index.run.topology.is_atomic:
         return {"tool": index.run.format or "deepspeed", "source": None}
-    from ..sources.atomic.manifest import read_manifest
+    from ..formats.universal.manifest import read_manifest
 
     manifest = read_manifest(folder)
     if manifest is None:

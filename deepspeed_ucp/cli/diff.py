@@ -21,9 +21,9 @@ from .common import (
 from .printing import FAULT, OK, emit, format_count, format_table
 
 if TYPE_CHECKING:
-    from ..atoms import AtomicIndex
     from ..examine.diff import AtomDifference, Difference
     from ..examine.values import ValueDifference
+    from ..model import AtomicIndex
 
 ROWS = 20
 """Lines of the table without ``--all``."""
@@ -115,8 +115,8 @@ def _open_settings(
     """Read a save and its ds_config, or the ds_config of a file."""
     from ..comm import Comm
     from ..examine.settings import read_config
+    from ..formats.deepspeed.ownfiles import read_saved_config
     from ..io.store import is_file
-    from ..sources.ownfiles import read_saved_config
 
     if is_file(path):
         return None, read_config(path)

@@ -23,9 +23,9 @@ from .common import (
 from .printing import OK, emit, format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
-    from ..atoms import AtomicIndex
     from ..comm import Comm
     from ..export.tensors import ExportOptions
+    from ..model import AtomicIndex
     from ..stream.report import OutputReport
 
 DTYPES = {
@@ -145,7 +145,7 @@ def _check(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
     rules, how = read_rules(options), _make_options(options)
     if options.adapter:
-        from ..sources.foreign.adapter import read_config
+        from ..formats.foreign.adapter import read_config
 
         folder = os.path.dirname(index.run.state_file)
         config = read_config(options.adapter_config, folder)
@@ -171,7 +171,7 @@ def _make_options(options: argparse.Namespace) -> ExportOptions:
         ConfigError: a rename is invalid.
     """
     from ..export.tensors import ExportOptions
-    from ..patterns import parse_renames
+    from ..tensor_parallel import parse_renames
 
     pairs = [text.rpartition("=") for text in options.rename]
     if invalid := next(("".join(pair) for pair in pairs if not all(pair[:2])), None):
@@ -190,8 +190,8 @@ def _make_options(options: argparse.Namespace) -> ExportOptions:
 
 def _list_lacking(options: argparse.Namespace, report: OutputReport) -> list[str]:
     """Return a hint if ``from_pretrained`` would miss its config."""
+    from ..formats.foreign.names import CONFIG
     from ..io.store import exists
-    from ..sources.foreign.names import CONFIG
 
     if options.to != "hf" or options.adapter or exists(join_path(report.destination, CONFIG)):
         return []

@@ -13,9 +13,9 @@ from .common import Commands, add_checkpoint, add_command, add_shared_options, f
 from .printing import ERROR, OK, emit, print_message
 
 if TYPE_CHECKING:
-    from ..atoms import AtomicIndex
-    from ..patterns import RuleSet
-    from ..sources.open import FolderReport
+    from ..formats.open import FolderReport
+    from ..model import AtomicIndex
+    from ..tensor_parallel import RuleSet
     from .contents import Parameter
 
 
@@ -53,8 +53,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show the checkpoint; 2 if it does not open. The ranks of a launch share the reading of headers."""
     from ..comm import join_launch
-    from ..sources.naming import Naming
-    from ..sources.open import survey_checkpoint
+    from ..formats.deepspeed.naming import Naming
+    from ..formats.open import survey_checkpoint
 
     with join_launch() as comm:
         folder, *also = find_folders(options.checkpoint, options.also, comm)
@@ -104,7 +104,7 @@ def pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: 
 
 def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
     """Print all faults of a checkpoint that does not open, and the error on stderr."""
-    from ..sources.findings import fold_findings, make_error
+    from ..formats.findings import fold_findings, make_error
 
     faults = [finding for finding in report.findings if not finding.warning]
     if any(finding.kind == "unnamed" for finding in faults):

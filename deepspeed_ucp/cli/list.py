@@ -57,8 +57,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List; 1 if a checkpoint is not complete."""
+    from ..formats.latest import LATEST, UNIVERSAL
     from ..saves.search import is_root
-    from ..sources.latest import LATEST, UNIVERSAL
 
     folder = options.folder.rstrip("/") or options.folder
     if is_root(folder):
@@ -171,7 +171,7 @@ def _mark_resumed(folder: str, in_memory: Sequence[dict[str, Any]], stored: Sequ
 
 def _read_name(folder: str, name: str) -> str | None:
     """The tag that a file such as ``latest`` names; None if it is missing or invalid."""
-    from ..sources.latest import read_tag
+    from ..formats.latest import read_tag
 
     try:
         return os.path.normpath(read_tag(os.path.join(folder, name)))

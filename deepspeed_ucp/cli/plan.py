@@ -119,7 +119,7 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
 
 
 def _list_facts(found: ResumeCheck) -> Iterator[tuple[str, str]]:
-    from ..topology import list_untold
+    from ..model.topology import list_untold
 
     if more := list_untold(found.differences):
         yield "differs", "; ".join(more)
@@ -137,8 +137,8 @@ def _list_facts(found: ResumeCheck) -> Iterator[tuple[str, str]]:
 def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from ..examine.degrees import parse_degrees
     from ..examine.sizing import estimate_run
-    from ..topology import Topology
-    from ..wrappers import ATOMIC
+    from ..model.topology import Topology
+    from ..model.wrappers import ATOMIC
 
     degrees = parse_degrees(options.target, Topology(1, ATOMIC, "bfloat16"), world=options.ranks)
     size = estimate_run(options.params, degrees, options.optimizer)

@@ -75,7 +75,7 @@ def read_default(options: argparse.Namespace) -> bool | dict[str, Any]:
         ConfigError: it is not a JSON object, or an option is unknown or has an invalid value.
     """
     from ..config import merge_options
-    from ..patterns import from_config
+    from ..tensor_parallel import from_config
 
     if options.config is None:
         return True

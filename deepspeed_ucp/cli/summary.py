@@ -9,9 +9,9 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, AtomicIndex, ParamKey, Shard, Tiles
 from ..errors import escape, fold_names, pluralize
-from ..sources.findings import Finding
+from ..formats.findings import Finding
+from ..model import COPY, ITEMSIZE, AtomicIndex, ParamKey, Shard, Tiles
 from .contents import BUFFER, FROZEN, TRAINED, Parameter, find_file, knows_optimizer, sort_states
 from .printing import format_bytes, format_count, format_table
 

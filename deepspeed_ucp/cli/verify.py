@@ -20,7 +20,7 @@ from .printing import FAULT, OK, emit, format_bytes, format_duration, print_mess
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
-    from ..sources.findings import Finding
+    from ..formats.findings import Finding
 
 
 def add_parser(commands: Commands) -> None:
@@ -58,8 +58,8 @@ def run(options: argparse.Namespace) -> int:
     """Verify the checkpoint; collective under mpirun and torchrun."""
     from ..comm import join_launch
     from ..examine.verify import verify_checkpoint
-    from ..sources.files import SEAL
-    from ..sources.open import seal_folder
+    from ..formats.deepspeed.files import SEAL
+    from ..formats.open import seal_folder
     from ..stream.batches import WorkOptions
 
     if options.seal and options.also:
@@ -94,8 +94,8 @@ def _report_dangling(options: argparse.Namespace, error: CheckpointError) -> int
         CheckpointError: there is no `latest`.
     """
     from ..examine.verify import Verification
+    from ..formats.findings import Finding
     from ..io.store import exists
-    from ..sources.findings import Finding
 
     for latest in ("latest", "latest_universal"):
         if exists(os.path.join(options.checkpoint, latest)):
@@ -131,7 +131,7 @@ def to_data(found: Verification) -> dict[str, Any]:
 
 def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     """Write a verification; the first line is the verdict."""
-    from ..sources.findings import fold_findings
+    from ..formats.findings import fold_findings
 
     records = sum(file.records for file in found.files)
     rate = format_bytes(found.read / max(found.seconds, 1e-9))

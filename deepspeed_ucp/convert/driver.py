@@ -15,21 +15,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
-from ..io.checksum import Checked, combine_crc32, crc32
-from ..io.disk import check_space, write_atomically
-from ..io.memory import Scratch
-from ..io.staging import MANIFEST, Staging
-from ..io.upload import open_staging
-from ..patterns import RuleSet, from_config, read_pattern
-from ..plan.conversion import Batch, Output, Range, plan_conversion
-from ..plan.derive import fuse_experts
-from ..plan.settling import describe_irregular, refuse_stateless, refuse_unreadable
-from ..sources import open_checkpoint
-from ..sources.atomic.folder import find_faults
-from ..sources.atomic.manifest import (
+from ..formats import open_checkpoint
+from ..formats.latest import find_checkpoint
+from ..formats.universal.folder import find_faults
+from ..formats.universal.manifest import (
     AtomRecord,
     Fingerprint,
     Manifest,
@@ -40,7 +31,15 @@ from ..sources.atomic.manifest import (
     make_manifest,
     read_manifest,
 )
-from ..sources.latest import find_checkpoint
+from ..io.checksum import Checked, combine_crc32, crc32
+from ..io.disk import check_space, write_atomically
+from ..io.memory import Scratch
+from ..io.staging import MANIFEST, Staging
+from ..io.upload import open_staging
+from ..model import AtomicIndex
+from ..plan.conversion import Batch, Output, Range, plan_conversion
+from ..plan.derive import fuse_experts
+from ..plan.settling import describe_irregular, refuse_stateless, refuse_unreadable
 from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
@@ -48,6 +47,7 @@ from ..stream.duplicates import check_samples
 from ..stream.full_tensors import FullTensors, assemble_full_tensors
 from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
+from ..tensor_parallel import RuleSet, from_config, read_pattern
 from .outputs import (
     CONVERSION,
     OutputFile,

@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..atoms import AtomicIndex, AtomKey
 from ..errors import UnsupportedError
-from ..experts import find_expert
+from ..formats.universal.upstream import expert_keys, upstream_keys
 from ..io.disk import explain_full, write_at, write_parts
 from ..io.staging import MANIFEST, OutputKind
 from ..io.store import exists, is_folder
-from ..patterns import Partial, Replicate, Unique
-from ..sources.atomic.upstream import expert_keys, upstream_keys
+from ..model import AtomicIndex, AtomKey
+from ..model.experts import find_expert
 from ..stream.full_tensors import FullTensor, FullTensors
+from ..tensor_parallel import Partial, Replicate, Unique
 from ..torchsave.zipframe import ZipImage, dump_value, make_image
 from .states import OPTIMIZER_STATE
 

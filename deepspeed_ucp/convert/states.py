@@ -12,13 +12,14 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ..atoms import AtomicIndex, GroupInfo
+from ..formats.deepspeed.files import CLIENT, sort_files
+from ..formats.deepspeed.ownfiles import find_state_file
+from ..formats.deepspeed.reading import EXTRA_STATE
+from ..formats.universal.manifest import StateRecord
+from ..formats.universal.plainjson import is_plain
 from ..io.disk import explain_full
-from ..sources.atomic.manifest import StateRecord
-from ..sources.atomic.plainjson import is_plain
-from ..sources.files import CLIENT, sort_files
-from ..sources.ownfiles import find_state_file
-from ..sources.reading import EXTRA_STATE
+from ..model import AtomicIndex, GroupInfo
+from ..model.wrappers import STAGE, WRAPPERS
 from ..torchsave.dtypes import pack_scalar
 from ..torchsave.objects import Global, PickledObject, make_instance
 from ..torchsave.records import FileRecords
@@ -26,7 +27,6 @@ from ..torchsave.repickle import PROTOCOL
 from ..torchsave.rewrite import count_bytes, save_parts
 from ..torchsave.torchfile import TorchFile, read_header
 from ..torchsave.zipframe import make_tensor
-from ..wrappers import STAGE, WRAPPERS
 
 MODEL_STATES: Final = "mp_rank_00_model_states.pt"
 MODEL_STATES_ZERO3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"

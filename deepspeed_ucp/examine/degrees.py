@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..errors import ConfigError, advise
-from ..topology import Topology
-from ..wrappers import Wrapper, choose_wrapper, find_wrapper, list_foreseen
+from ..model.topology import Topology
+from ..model.wrappers import Wrapper, choose_wrapper, find_wrapper, list_foreseen
 
 MOST_RANKS = 1 << 20
 _PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -20,7 +20,7 @@ class Degrees:
     Attributes:
         dp, tp, pp, sp, ep: data-, tensor-, pipeline-, sequence- and expert-parallel degrees.
         zero: ZeRO stage.
-        wrapper, precision: as in :class:`~deepspeed_ucp.topology.Topology`.
+        wrapper, precision: as in :class:`~deepspeed_ucp.model.topology.Topology`.
     """
 
     dp: int = 1

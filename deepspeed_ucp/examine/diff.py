@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..atoms import Atom, AtomicIndex, ParamKey
 from ..comm import Comm
 from ..io.cast import find_dtype
 from ..io.checksum import Checked
 from ..io.memory import Scratch
-from ..patterns import RuleSet
-from ..patterns.regex import compile_regex
+from ..model import Atom, AtomicIndex, ParamKey
+from ..model.topology import find_differences
 from ..plan.autoep import adapt_experts
 from ..plan.conversion import Batch, Output, cut_batches
 from ..plan.renames import list_shapes
 from ..stream.batches import WorkOptions, stream
 from ..stream.reader import AtomReader, Item
-from ..topology import find_differences
+from ..tensor_parallel import RuleSet
+from ..tensor_parallel.regex import compile_regex
 from .pairing import Pair, Pairs, is_weights_alone, pair_atoms
 from .values import ABSENT, ValueDifference, compare_runs, compare_values
 

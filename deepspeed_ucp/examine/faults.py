@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from ..atoms import AtomicIndex
 from ..errors import UcpError, shorten
+from ..formats.findings import Finding
 from ..io.scan import Scanned
-from ..sources.findings import Finding
+from ..model import AtomicIndex
 from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import name_storages
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
-from ..patterns import RuleSet, SameShards, Settled, settle
-from ..patterns.layout import Shape
+from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
 from ..plan.renames import apply_renames, list_shapes
 from ..plan.settling import Shapes, order_rules
 from ..stream.full_tensors import FullTensor, assemble_full_tensor, is_remade
+from ..tensor_parallel import RuleSet, SameShards, Settled, settle
+from ..tensor_parallel.layout import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..formats.deepspeed.seal import SEAL, Seal, SealedFile, compare_file, read_seal
+from ..formats.findings import Finding
+from ..formats.open import FolderReport
+from ..formats.universal.manifest import AtomRecord, Manifest, read_manifest_file
 from ..io.staging import MANIFEST
-from ..sources.atomic.manifest import AtomRecord, Manifest, read_manifest_file
-from ..sources.findings import Finding
-from ..sources.open import FolderReport
-from ..sources.seal import SEAL, Seal, SealedFile, compare_file, read_seal
 from ..torchsave.records import FileRecords
 
 Proof = Seal | Manifest

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import MASTER, MODULE, AtomicIndex, AtomKey, to_integer
 from ..config import choose_batch
 from ..errors import MismatchError, Objections
-from ..experts import read_name
-from ..flat import join_parameters
-from ..patterns import RuleSet, list_renames, rename_names
+from ..formats.deepspeed.ownfiles import read_saved_config
+from ..model import MASTER, MODULE, AtomicIndex, AtomKey, to_integer
+from ..model.experts import read_name
+from ..model.flat import join_parameters
+from ..model.topology import find_differences
 from ..plan import settling
 from ..plan.derive import rename_all
 from ..plan.locate import locate
 from ..plan.match import Match, pick_instance, pick_weight
 from ..plan.renames import list_names
 from ..plan.wants import HeldBuffer, Layouts, TargetLayout, join_states, list_touched, list_wants
-from ..sources.ownfiles import read_saved_config
-from ..topology import find_differences
+from ..tensor_parallel import RuleSet, list_renames, rename_names
 from .degrees import Degrees
 
 DEEPSPEED, OURS = "DeepSpeed", "deepspeed_ucp"

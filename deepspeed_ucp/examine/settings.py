@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..atoms import AtomicIndex
 from ..errors import ConfigError
 from ..io.opened import explain_failure
 from ..io.store import read_small
+from ..model import AtomicIndex
 from .values import ABSENT, ValueDifference, describe_value, is_same, join_alike
 
 AUTO = "auto"

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError
+from ..formats.deepspeed.files import scan_if_there
+from ..formats.deepspeed.naming import Naming
+from ..formats.foreign.names import PARTS, TRAINER_STATE, is_foreign
+from ..formats.latest import LOST, find_checkpoint, find_tags, holds_foreign, is_checkpoint
+from ..formats.older import Age, find_age
+from ..formats.open import survey_checkpoint
 from ..io.paths import Entry
 from ..io.store import list_tree
-from ..sources.files import scan_if_there
-from ..sources.foreign.names import PARTS, TRAINER_STATE, is_foreign
-from ..sources.latest import LOST, find_checkpoint, find_tags, holds_foreign, is_checkpoint
-from ..sources.naming import Naming
-from ..sources.older import Age, find_age
-from ..sources.open import survey_checkpoint
-from ..wrappers import STATELESS
+from ..model.wrappers import STATELESS
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from ..atoms import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, AtomicIndex, ParamKey
 from ..io.store import read_bytes
+from ..model import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, AtomicIndex, ParamKey
 from ..secrets import hide_at
 from ..torchsave.objects import PickledObject, TensorRef, describe, to_number
 from ..torchsave.torchfile import TorchFile, read_header

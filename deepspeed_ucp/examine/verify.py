@@ -10,13 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
-from ..io.paths import UPLOAD, Entry
-from ..io.scan import ScanFile, Scanned, scan_files
-from ..io.store import exists
-from ..sources.files import (
+from ..formats.deepspeed.files import (
     MANIFEST,
     PUBLISHED,
     SEAL,
@@ -26,13 +22,17 @@ from ..sources.files import (
     read_swap_name,
     scan_folder,
 )
-from ..sources.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
-from ..sources.foreign.names import has_directory, is_foreign
-from ..sources.latest import check_latest
-from ..sources.naming import Naming
-from ..sources.open import FolderReport, survey_files
-from ..sources.places import find_files
-from ..sources.table import FileTable
+from ..formats.deepspeed.naming import Naming
+from ..formats.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
+from ..formats.foreign.names import has_directory, is_foreign
+from ..formats.latest import check_latest
+from ..formats.open import FolderReport, survey_files
+from ..formats.places import find_files
+from ..formats.table import FileTable
+from ..io.paths import UPLOAD, Entry
+from ..io.scan import ScanFile, Scanned, scan_files
+from ..io.store import exists
+from ..model import AtomicIndex
 from ..stream.batches import WorkOptions
 from ..stream.duplicates import check_samples
 from ..torchsave.records import FileRecord, FileRecords
@@ -40,7 +40,7 @@ from ..torchsave.torchfile import list_records
 from .faults import find_damage
 
 if TYPE_CHECKING:
-    from ..sources.atomic.manifest import Manifest
+    from ..formats.universal.manifest import Manifest
 
 DEFAULT = WorkOptions(window=64 << 20)
 
@@ -397,7 +397,7 @@ def _compare_own_manifest(
     """Read the manifest of an atomic checkpoint, and compare this rank's files with it."""
     if not exists(os.path.join(folder, MANIFEST)):
         return None, []
-    from ..sources.atomic.manifest import read_manifest
+    from ..formats.universal.manifest import read_manifest
     from .proof import compare_manifest
 
     try:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..formats.deepspeed.files import scan_if_there
+from ..formats.foreign.names import OPTIMIZER_FOLDER, SCALER, TRAINER_STATE, TRAINERS
 from ..io.disk import explain_full
 from ..io.paths import find_tag_folder, join_path
 from ..io.store import read_small
-from ..sources.files import scan_if_there
-from ..sources.foreign.names import OPTIMIZER_FOLDER, SCALER, TRAINER_STATE, TRAINERS
 from .output import Export
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ..atoms import ITEMSIZE, AtomicIndex, count
 from ..errors import CheckpointError
 from ..io.memory import Scratch
-from ..patterns.layout import Shape
+from ..model import ITEMSIZE, AtomicIndex, count
 from ..plan.conversion import deal_runs
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader, Item
+from ..tensor_parallel.layout import Shape
 from .statedict import Placeholders
 from .tensors import Tensor
 

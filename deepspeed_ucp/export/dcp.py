@@ -13,17 +13,17 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import ConfigError, UnsupportedError, advise
 from ..io.disk import explain_full
 from ..io.paths import join_path, normalize
 from ..io.threads import run_threads
-from ..patterns import RuleSet
+from ..model import AtomicIndex
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
 from ..stream.checks import Checks
 from ..stream.report import OutputReport
+from ..tensor_parallel import RuleSet
 from .beside import write_beside
 from .chunks import Planner, Writer, deal
 from .output import Export, stage_export

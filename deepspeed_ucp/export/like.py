@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..atoms import AtomicIndex, count
 from ..comm import Comm
 from ..errors import ConfigError, MismatchError, UnsupportedError, shorten
+from ..formats import open_checkpoint
+from ..formats.deepspeed.files import scan_folder
+from ..formats.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format
 from ..hub import convert, find_cached, revert
 from ..io.disk import explain_full
 from ..io.jsonfile import read_json
-from ..patterns import Rename, advise_family
-from ..patterns.adapters import is_added
-from ..patterns.layout import Shape
+from ..model import AtomicIndex, count
 from ..plan.autoep import adapt_experts
 from ..plan.derive import derive
 from ..plan.match import are_same
 from ..plan.renames import list_shapes
-from ..sources import open_checkpoint
-from ..sources.files import scan_folder
-from ..sources.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format
+from ..tensor_parallel import Rename, advise_family
+from ..tensor_parallel.adapters import is_added
+from ..tensor_parallel.layout import Shape
 from .output import BESIDE, TEMPLATES
 from .tensors import Selection
 

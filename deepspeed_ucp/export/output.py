@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from ..atoms import MASTER, AtomicIndex
 from ..comm import Comm
 from ..errors import UnsupportedError, shorten
+from ..formats.foreign.names import ADAPTER_STEM, MODEL_FOLDER, OPTIMIZER_FOLDER, TRAINERS, WEIGHTS_INDEX
 from ..io.disk import check_space
 from ..io.staging import OutputKind, Staging
 from ..io.store import is_folder, list_folder, list_tree
 from ..io.upload import open_staging
-from ..sources.foreign.names import ADAPTER_STEM, MODEL_FOLDER, OPTIMIZER_FOLDER, TRAINERS, WEIGHTS_INDEX
+from ..model import MASTER, AtomicIndex
 from ..stream.checks import Checks
 from ..stream.duplicates import check_samples, find_diverged
 from ..stream.report import OutputReport

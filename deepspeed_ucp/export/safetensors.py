@@ -13,20 +13,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
 from ..errors import UnsupportedError, shorten
+from ..formats.foreign.names import ADAPTER_CONFIG, ADAPTER_STEM, WEIGHTS_INDEX
+from ..formats.foreign.safetensors import DTYPES
 from ..io.checksum import Checked
 from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
-from ..patterns import RuleSet, list_renames
+from ..model import ITEMSIZE, AtomicIndex
 from ..plan.conversion import Batch, Output, plan_conversion
-from ..sources.foreign.names import ADAPTER_CONFIG, ADAPTER_STEM, WEIGHTS_INDEX
-from ..sources.foreign.safetensors import DTYPES
 from ..stream.batches import stream
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
+from ..tensor_parallel import RuleSet, list_renames
 from .like import LikeModel
 from .output import Export, stage_export
 from .tensors import ExportOptions, Tensor, select_tensors

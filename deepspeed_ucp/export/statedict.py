@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..atoms import AtomicIndex, ParamKey
-from ..sources.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
+from ..formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
+from ..model import AtomicIndex, ParamKey
 from .tensors import Selection, Tensor
 
 LAYOUTS = ("torch", "flattened", "torchtitan", "accelerate")

@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorten
 from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
-from ..patterns import Rename, RuleSet, list_renames, rename_names
-from ..patterns.adapters import is_kept_whole, list_adapted, read_live
-from ..patterns.layout import Shape
+from ..model import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import FullTensor, assemble_full_tensors
+from ..tensor_parallel import Rename, RuleSet, list_renames, rename_names
+from ..tensor_parallel.adapters import is_kept_whole, list_adapted, read_live
+from ..tensor_parallel.layout import Shape
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from isal import isal_zlib
 
-from ..atoms import FileRef, Record
+from ..model import FileRef, Record
 from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .failover import Failover

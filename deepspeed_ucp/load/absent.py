@@ -9,9 +9,9 @@ from contextlib import suppress
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
+from ..formats.latest import describe_content, find_siblings, leads_to_folder
 from ..hub import describe_cached
 from ..io.paths import find_store, is_url, normalize
-from ..sources.latest import describe_content, find_siblings, leads_to_folder
 from .tags import ask_ranks
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -14,17 +14,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..atoms import AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.cast import find_dtype
 from ..io.filesystems import count_readers
 from ..io.memory import Scratch
-from ..patterns import Layout
+from ..model import AtomicIndex, AtomKey
 from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import assemble_full_tensor
 from ..stream.reader import AtomReader, Item
+from ..tensor_parallel import Layout
 
 BLOCK = 1 << 21
 """Elements of the rows that are added at once, unless one row has more."""

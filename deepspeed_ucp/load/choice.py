@@ -9,23 +9,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..atoms import AtomicIndex, to_integer
 from ..comm import Comm
+from ..engine import Target, open_target
+from ..engine.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
+from ..engine.guard import check_states
+from ..engine.known import list_unknown
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..formats.deepspeed.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
+from ..formats.deepspeed.naming import Naming
+from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals
+from ..formats.open import survey_checkpoint
 from ..io.memory import identify_host
 from ..io.paths import is_url
-from ..patterns import from_config, list_renames
+from ..model import AtomicIndex, to_integer
+from ..model.topology import find_differences, list_untold
 from ..plan.renames import find_renamed
-from ..sources.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
-from ..sources.naming import Naming
-from ..sources.open import survey_checkpoint
-from ..sources.ownfiles import compare_own_files, list_own_globals
 from ..stream.checks import verify_records
-from ..targets import Target, open_target
-from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
-from ..targets.guard import check_states
-from ..targets.known import list_unknown
-from ..topology import find_differences, list_untold
+from ..tensor_parallel import from_config, list_renames
 from .client import check_trusted
 from .context import LoadContext
 from .inventory import JoinedGroups, StageGroups, join_groups, list_stage_groups

@@ -30,9 +30,9 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ..atoms import Use
+from ..engine import pickled_classes
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
-from ..targets import pickled_classes
+from ..model import Use
 from ..torchsave.dtypes import STORAGE_DTYPES
 from ..torchsave.objects import Global, PickledObject, describe, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle

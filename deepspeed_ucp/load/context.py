@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..atoms import SavedJob
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.checksum import Checked
+from ..model import SavedJob
 from ..stream.report import Report
 
 

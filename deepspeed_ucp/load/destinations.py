@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..atoms import AtomKey
-from ..flat import Span, find_gaps
 from ..io.cast import average
 from ..io.memory import allocate
+from ..model import AtomKey
+from ..model.flat import Span, find_gaps
 from ..plan import Part
 from ..plan.wants import NewRows, Slot, Wants
 

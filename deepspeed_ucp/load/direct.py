@@ -21,21 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, RunState, strip_compiled
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import MismatchError, Objections, UnsupportedError, shorten
-from ..io.filesystems import count_readers
-from ..io.memory import pause_collection
-from ..io.paths import is_url
-from ..io.read import MemorySink
-from ..plan import Want
-from ..sources.ownfiles import find_state_file
-from ..stream.checks import Checks, verify_records
-from ..stream.copies import CopyReader, refuse_scattered
-from ..stream.reader import AtomReader
-from ..targets import Target
-from ..targets.finish import (
+from ..engine import Target
+from ..engine.finish import (
     find_extra_states,
     pick_client_state,
     restore_clip,
@@ -44,7 +33,18 @@ from ..targets.finish import (
     restore_rates,
     restore_scaler,
 )
-from ..targets.guard import guard_engine
+from ..engine.guard import guard_engine
+from ..errors import MismatchError, Objections, UnsupportedError, shorten
+from ..formats.deepspeed.ownfiles import find_state_file
+from ..io.filesystems import count_readers
+from ..io.memory import pause_collection
+from ..io.paths import is_url
+from ..io.read import MemorySink
+from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, RunState, strip_compiled
+from ..plan import Want
+from ..stream.checks import Checks, verify_records
+from ..stream.copies import CopyReader, refuse_scattered
+from ..stream.reader import AtomReader
 from ..torchsave.torchfile import read_header
 from .averages import average_rows
 from .client import EXTRA_STATES, make_objects

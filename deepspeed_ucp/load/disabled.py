@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ..engine.coverage import describe_own_files
 from ..errors import shorten
-from ..sources import read_latest
-from ..sources.latest import find_folder
-from ..sources.ownfiles import compare_own_files
-from ..targets.coverage import describe_own_files
+from ..formats import read_latest
+from ..formats.deepspeed.ownfiles import compare_own_files
+from ..formats.latest import find_folder
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError, clear_frames
@@ -21,6 +20,7 @@ from ..io.filesystems import count_readers
 from ..io.memory import LargePages, Scratch
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
+from ..model import AtomicIndex
 from ..plan import Claim, LoadPlan, ReadSizes, Request, Send
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks

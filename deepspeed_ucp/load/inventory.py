@@ -6,18 +6,18 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from ..atoms import AtomicIndex, number_layer
 from ..comm import Comm
+from ..engine import LiveBuffer, Target
+from ..engine.parallel import live_attributes, live_universal_info
 from ..errors import MismatchError, shorten
-from ..flat import Shape
-from ..patterns import RuleSet, Settled, find_idle, from_attributes, from_universal_info, list_renames
+from ..formats.deepspeed.naming import CHANGING
+from ..model import AtomicIndex, number_layer
+from ..model.flat import Shape
+from ..model.topology import number_groups
 from ..plan.match import Match, TargetInventory
 from ..plan.renames import list_names
 from ..plan.settling import Shapes, settle_index
-from ..sources.naming import CHANGING
-from ..targets import LiveBuffer, Target
-from ..targets.parallel import live_attributes, live_universal_info
-from ..topology import number_groups
+from ..tensor_parallel import RuleSet, Settled, find_idle, from_attributes, from_universal_info, list_renames
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -127,7 +127,7 @@ def list_stage_groups(target: Target) -> StageGroups | None:
 def join_groups(answers: Iterable[StageGroups | None]) -> JoinedGroups:
     """Join the optimizer's param groups of all pipeline stages, in the order of the layers, as the user created them.
 
-    :func:`~deepspeed_ucp.topology.number_groups` identifies the groups of different stages. The layers of a stage may
+    :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. A stage's layers may
     be apart from each other (DualPipeV).
 
     Args:

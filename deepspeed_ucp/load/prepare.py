@@ -12,13 +12,14 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
+from ..engine import LiveBuffer, Target
+from ..engine.base import dtype_name
 from ..errors import Objections, fold_names, pluralize, shorten
 from ..hub import Reading, describe_config, read_config, read_into
 from ..io.cast import FLOATING
-from ..patterns import Layout, Resized, Settled, from_config, list_renames
+from ..model import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..plan.autoep import adapt_experts
 from ..plan.counts import list_faults
 from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
@@ -34,8 +35,7 @@ from ..plan.wants import (
     list_wants,
 )
 from ..stream.duplicates import check_instances
-from ..targets import LiveBuffer, Target
-from ..targets.base import dtype_name
+from ..tensor_parallel import Layout, Resized, Settled, from_config, list_renames
 from .destinations import Destinations, bind
 from .inventory import check_alike, gather_inventory, settle_layouts, warn_idle
 from .states import OptimizerMatch, States, list_tensors

@@ -3,7 +3,7 @@
 The order of calls:
 
 1. :func:`.tags.find_tag` finds the tag to load. Without one :func:`.absent.report_absent` logs it, and DeepSpeed loads.
-2. :func:`.choice.choose_loader` reads the headers (:func:`~deepspeed_ucp.sources.open.survey_checkpoint`), compares the
+2. :func:`.choice.choose_loader` reads the headers (:func:`~deepspeed_ucp.formats.open.survey_checkpoint`), compares the
    saved topology with the engine's and chooses the loader: DeepSpeed (then the load ends here) or the direct load.
 3. In mode "atomic", :func:`convert_first` writes an atomic checkpoint, and the load goes on from there.
 4. :func:`.direct.load_direct` loads. :func:`.prepare.prepare` matches engine and checkpoint and lists this rank's
@@ -12,7 +12,7 @@ The order of calls:
 6. :func:`.transfer.negotiate` turns the wants of all ranks into a plan of reads and rounds of exchange for each rank.
 7. :meth:`.transfer.Transfer.read` reads everything once, into memory that may be changed before verification.
 8. :meth:`.transfer.Transfer.verify` compares the checksums and the replicas; all ranks agree on the result.
-9. :func:`~deepspeed_ucp.targets.guard.guard_engine` marks the engine if anything fails from here on.
+9. :func:`~deepspeed_ucp.engine.guard.guard_engine` marks the engine if anything fails from here on.
 10. :meth:`.transfer.Transfer.fill` brings the rest to the engine: from separate memory, or in a second pass.
 11. The 16-bit copies are made from the masters, and states, scaler, counters and schedulers are restored.
 """
@@ -26,27 +26,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..atoms import AtomicIndex
 from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
+from ..engine import Target
+from ..engine.coverage import list_unsaved
+from ..engine.finish import refresh_after_own_load, wait_behind_reads
+from ..engine.guard import mark, release
+from ..engine.references import keep_references
+from ..engine.rule import watch_edits
 from ..engine_state import find_state, list_save_folders
 from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, clear_frames, pluralize, shorten
+from ..formats import open_checkpoint
+from ..formats.older import is_sealed, list_older, list_unsealed
 from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import set_storage_options
 from ..io.threads import limit_torch
-from ..patterns import RuleSet, from_config, list_renames
+from ..model import AtomicIndex
 from ..plan.renames import find_renamed, list_names
-from ..sources import open_checkpoint
-from ..sources.older import is_sealed, list_older, list_unsealed
 from ..stream.report import OutputReport
-from ..targets import Target
-from ..targets.coverage import list_unsaved
-from ..targets.finish import refresh_after_own_load, wait_behind_reads
-from ..targets.guard import mark, release
-from ..targets.references import keep_references
-from ..targets.rule import watch_edits
+from ..tensor_parallel import RuleSet, from_config, list_renames
 from .absent import report_absent
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, LoadReport

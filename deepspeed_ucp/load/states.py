@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from ..atoms import AtomicIndex, ParamKey, RunState
+from ..engine import LiveBuffer, Target
+from ..engine.base import flatten
+from ..engine.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
+from ..engine.references import update_in_place
+from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
 from ..errors import MismatchError, shorten
-from ..experts import drop_fixed
+from ..formats.deepspeed.headers import Unread
+from ..model import AtomicIndex, ParamKey, RunState
+from ..model.experts import drop_fixed
+from ..model.wrappers import USE_MUON
 from ..plan.match import Match
 from ..plan.settling import describe_irregular
 from ..plan.wants import Slot, find_states, join_states
-from ..sources.headers import Unread
-from ..targets import LiveBuffer, Target
-from ..targets.base import flatten
-from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
-from ..targets.references import update_in_place
-from ..targets.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
-from ..wrappers import USE_MUON
 from .context import LoadContext
 
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..comm import Comm, is_shared
 from ..errors import CheckpointError, OutOfReachError, UcpError, join_numbers, shorten
+from ..formats import check_tag, read_latest
+from ..formats.latest import find_folder, find_tags
+from ..formats.older import find_newest
 from ..io.paths import is_url, normalize
 from ..io.store import is_folder
-from ..sources import check_tag, read_latest
-from ..sources.latest import find_folder, find_tags
-from ..sources.older import find_newest
 
 logger = logging.getLogger("deepspeed_ucp")
 

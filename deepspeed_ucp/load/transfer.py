@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..atoms import AtomicIndex, Records
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.checksum import Checked
 from ..io.memory import identify_host, measure_available
 from ..io.shared import share_memory
+from ..model import AtomicIndex, Records
 from ..plan import Blocks, Claim, LoadPlan, ReadSizes, address_claims, list_claims, make_owner_plan, make_plan
 from ..plan.claims import Table
 from ..plan.rounds import SameNode

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
-from ..atoms import AtomicIndex, GroupInfo
+from ..model import AtomicIndex, GroupInfo
 from .derive import DerivedParam, Slice, derive
 from .renames import list_shapes
 from .settling import Shapes

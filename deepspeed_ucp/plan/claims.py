@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..access import READ_ALL, ReadAccess
-from ..atoms import Record, Records
+from ..model import Record, Records
+from ..model.access import READ_ALL, ReadAccess
 from .locate import Extent, Want, cut_blocks, locate
 
 DISCARD, STAGE = -1, -2

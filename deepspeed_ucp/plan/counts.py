@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import fold_names
-from ..experts import find_block, read_name
+from ..model.experts import find_block, read_name
 
 EXTRA, MISSING, SHAPE, COUNT = "extra", "missing", "shape", "count"
 """Kinds of faults: a name that the model lacks or the checkpoint lacks, another shape, another number of experts."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
-from ..atoms import (
+from ..errors import MismatchError, shorten
+from ..model import (
     ITEMSIZE,
     Atom,
     AtomicIndex,
@@ -25,8 +26,7 @@ from ..atoms import (
     Shard,
     Tiles,
 )
-from ..errors import MismatchError, shorten
-from ..flat import Shape
+from ..model.flat import Shape
 
 Repeated = tuple[tuple[int, Fragment], ...]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..atoms import ITEMSIZE, Atom, Tiles
-from ..patterns import Layout, Run, copy_runs, restrict_source, whole
-from ..patterns.layout import overlap
+from ..model import ITEMSIZE, Atom, Tiles
+from ..tensor_parallel import Layout, Run, copy_runs, restrict_source, whole
+from ..tensor_parallel.layout import overlap
 
 
 @dataclass(frozen=True, slots=True)

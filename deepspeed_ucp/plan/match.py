@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten, suggest
-from ..experts import is_expert
-from ..flat import Shape
-from ..patterns import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
-from ..patterns.adapters import is_added
+from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
+from ..model.experts import is_expert
+from ..model.flat import Shape
+from ..tensor_parallel import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
+from ..tensor_parallel.adapters import is_added
 from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, list_faults
 from .settling import Shapes
 

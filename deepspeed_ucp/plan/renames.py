@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 
-from ..atoms import AtomicIndex
 from ..errors import MismatchError, shorten
-from ..patterns import Facts, Rename, RuleSet, list_renames, rename_names
+from ..model import AtomicIndex
+from ..tensor_parallel import Facts, Rename, RuleSet, list_renames, rename_names
 from .settling import Shapes, list_weights
 
 

@@ -22,7 +22,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from ..flat import Span, find_gaps
+from ..model.flat import Span, find_gaps
 from .claims import DISCARD, SELF_READ, STAGE, Blocks, Claim, Part, Request, Table
 
 Answers = npt.NDArray[np.int64]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
-from ..flat import Shape
-from ..patterns import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
-from ..patterns.metadata import INFO
+from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
+from ..model.flat import Shape
+from ..tensor_parallel import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
+from ..tensor_parallel.metadata import INFO
 
 Shapes = Mapping[str, tuple[Shape, ...]]
 """Name → local shape on each tensor-parallel rank."""

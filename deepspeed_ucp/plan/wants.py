@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
-from ..flat import Cut, FlatBuffer, Shape, Span, find_gaps
-from ..patterns import Layout, Resized, pad_vocabulary
-from ..patterns.layout import Intervals, Product, measure
+from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
+from ..model.flat import Cut, FlatBuffer, Shape, Span, find_gaps
+from ..tensor_parallel import Layout, Resized, pad_vocabulary
+from ..tensor_parallel.layout import Intervals, Product, measure
 from .locate import View, Want, find_shards
 from .match import Match, pick_weight
 
@@ -31,7 +31,7 @@ class HeldBuffer:
         buffer: the layout of parameters over all ranks; a tensor is a buffer of one parameter.
         part: the rank's partition.
         tp_shard: the shard of its atoms from which it is cut, if these have several (see
-            :class:`~deepspeed_ucp.atoms.Atom`).
+            :class:`~deepspeed_ucp.model.Atom`).
         dtype: of the masters, or of the tensor.
         states: optimizer states to load, with their dtypes in this run.
         live: states that exist already.

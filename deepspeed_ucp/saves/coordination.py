@@ -12,11 +12,11 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from ..errors import StorageError, TagTakenError
+from ..formats.latest import LATEST
+from ..formats.older import find_age
 from ..io.jsonfile import read_json
 from ..io.paths import is_url
 from ..io.store import exchange_small, read_small, write_small
-from ..sources.latest import LATEST
-from ..sources.older import find_age
 from .memory import Destination, Snapshot, list_later
 from .removing import WRITTEN, remove_tree
 

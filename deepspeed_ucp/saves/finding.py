@@ -10,7 +10,7 @@ from typing import Any
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import UcpError, shorten
-from ..sources.latest import read_latest
+from ..formats.latest import read_latest
 from .memory import Job, find_root, list_jobs, locate
 from .saver import finish_dead, list_settings, owns_memory
 from .search import Found, search_memory

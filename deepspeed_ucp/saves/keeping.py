@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import UcpError
+from ..formats.latest import LATEST, read_tag
+from ..formats.older import find_age
 from ..io.paths import is_url
 from ..io.store import exists
-from ..sources.latest import LATEST, read_tag
-from ..sources.older import find_age
 from .memory import Job, find_root, list_jobs, locate
 from .saver import finish_dead, list_savers, list_settings, owns_memory
 from .writer import POLLED, STARTING, is_locked, list_late

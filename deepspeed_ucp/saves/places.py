@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from ..errors import CheckpointError, OutOfReachError, StorageError, TagTakenError, UcpError, UnsupportedError
+from ..formats.deepspeed.files import SEAL, is_state_file, list_published, resolve_published
+from ..formats.deepspeed.reading import read_file
+from ..formats.deepspeed.seal import read_seal
+from ..formats.latest import LATEST, read_tag
 from ..io.jsonfile import read_json
 from ..io.paths import is_url
 from ..io.store import exists, remove
-from ..sources.files import SEAL, is_state_file, list_published, resolve_published
-from ..sources.latest import LATEST, read_tag
-from ..sources.reading import read_file
-from ..sources.seal import read_seal
 from .coordination import OtherNodes, name_node, name_record
 from .memory import Destination, Snapshot
 from .removing import choose_spare, remove_tag

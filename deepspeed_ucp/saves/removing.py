@@ -7,11 +7,11 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
 
+from ..formats.deepspeed.files import OFFLOADED, PUBLISHED, SEAL, holds_run, is_state_file, resolve_published
 from ..io.deletion import delete_empty_folder, delete_files, delete_tree, open_below
 from ..io.paths import is_url
 from ..io.store import list_tree, remove
 from ..io.threads import map_threads
-from ..sources.files import OFFLOADED, PUBLISHED, SEAL, holds_run, is_state_file, resolve_published
 
 WRITTEN = ".ucp-written-"
 """Prefix of the marker files of nodes that have written their part of a save."""

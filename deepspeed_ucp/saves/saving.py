@@ -20,7 +20,7 @@ from ..errors import ConfigError, StorageError
 from ..io.deletion import delete_own
 from ..io.memory import identify_host
 from ..io.paths import is_below, is_url
-from ..wrappers import find_live
+from ..model.wrappers import find_live
 from ..writer import is_decoupled
 from .memory import count_free, find_root, list_jobs, name_job
 from .neighbours import find_neighbours

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from ..comm import Comm
 from ..errors import UcpError
+from ..formats.latest import read_latest
+from ..formats.older import find_age
 from ..io.paths import normalize
 from ..io.store import is_folder
-from ..sources.latest import read_latest
-from ..sources.older import find_age
 from .memory import Job, Snapshot, find_root, list_jobs, locate
 from .places import find_mark
 

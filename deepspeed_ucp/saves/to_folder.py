@@ -13,14 +13,14 @@ from contextlib import contextmanager, suppress
 
 from ..comm import Comm
 from ..errors import StorageError
+from ..formats.deepspeed.files import SEAL
+from ..formats.open import seal_folder
 from ..io.deletion import delete_tree
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
 from ..io.paths import UPLOAD
 from ..io.store import read_small, write_small
 from ..io.threads import map_threads
-from ..sources.files import SEAL
-from ..sources.open import seal_folder
 from .coordination import (
     ABANDONED,
     COPIERS,

@@ -12,12 +12,12 @@ from typing import Any
 
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError
+from ..formats.deepspeed.files import PUBLISHED
+from ..formats.open import seal_folder
 from ..io.jsonfile import parse_json
 from ..io.paths import UPLOAD
 from ..io.store import exchange_small, find_entry, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
-from ..sources.files import PUBLISHED
-from ..sources.open import seal_folder
 from .coordination import (
     ABANDONED,
     COPIERS,

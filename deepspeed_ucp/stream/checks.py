@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ..atoms import AtomicIndex, Record, StoredAtoms
 from ..comm import Comm
 from ..errors import CheckpointError, shorten
-from ..flat import find_gaps
 from ..io.checksum import Checked, merge_checks
+from ..model import AtomicIndex, Record, StoredAtoms
+from ..model.flat import find_gaps
 from ..plan.claims import DISCARD, Part, Request
 from .copies import CopyReader
 

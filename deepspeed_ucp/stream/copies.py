@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..atoms import AtomicIndex, FileRef, StoredAtoms
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import Stored
 from ..io.read import RecordReader
+from ..model import AtomicIndex, FileRef, StoredAtoms
 from ..torchsave.records import sum_directory
 
 

@@ -12,22 +12,11 @@ from itertools import product
 
 import numpy as np
 
-from ..atoms import (
-    COPY,
-    ITEMSIZE,
-    MASTER,
-    MODULE,
-    Atom,
-    AtomicIndex,
-    AtomKey,
-    Fragment,
-    ParamKey,
-    Storage,
-)
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
-from ..flat import Span
 from ..io.cast import cast
+from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, ParamKey, Storage
+from ..model.flat import Span
 from .element_pairs import Elements, Pair, compare_pairs, cut_pair
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -51,7 +40,7 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     At some elements of each shard ``cast(master)`` is compared with the copy in the model states. Training keeps them
     equal, so a differing shard was not saved together with the model states. ZeRO 3 saves no copies.
 
-    Repeated fragments (:class:`~deepspeed_ucp.atoms.StoredAtoms`) are compared completely.
+    Repeated fragments (:class:`~deepspeed_ucp.model.StoredAtoms`) are compared completely.
 
     Raises:
         CheckpointError: a shard is of another run or step.

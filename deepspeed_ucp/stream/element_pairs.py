@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..atoms import ITEMSIZE, Atom, AtomicIndex
 from ..comm import Comm
 from ..errors import UcpError, raise_first
 from ..io.filesystems import choose_map
 from ..io.read import MemorySink
+from ..model import ITEMSIZE, Atom, AtomicIndex
 from ..plan.claims import Part, Request, list_requests
 from ..plan.locate import Want
 from .copies import CopyReader

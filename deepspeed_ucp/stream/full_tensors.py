@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..atoms import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, count
-from ..patterns import Layout, Pattern, RuleSet, Unique
-from ..patterns.layout import Shape
+from ..model import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, count
 from ..plan import View
 from ..plan.locate import Want
 from ..plan.settling import settle_index
+from ..tensor_parallel import Layout, Pattern, RuleSet, Unique
+from ..tensor_parallel.layout import Shape
 
 
 @dataclass(frozen=True, slots=True)

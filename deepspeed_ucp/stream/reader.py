@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex
 from ..errors import MismatchError
 from ..io.cast import average
 from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..io.read import MemorySink, Sink
+from ..model import ITEMSIZE, MASTER, Atom, AtomicIndex
 from ..plan.claims import list_requests
 from ..plan.locate import Want
 from ..plan.rounds import BLOCK

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from deepspeed_ucp.atoms import strip_compiled
-from deepspeed_ucp.wrappers import WRAPPERS, Form
+from deepspeed_ucp.model import strip_compiled
+from deepspeed_ucp.model.wrappers import WRAPPERS, Form
 
 Tensor = torch.Tensor
 

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ucp.model.topology import find_precision
 from deepspeed_ucp.testing.world import DEFAULT_TIMEOUT, WorldPool
-from deepspeed_ucp.topology import find_precision
 
 TrainFn = Callable[[dict[str, Any]], Generator[Any, None, None]]
 

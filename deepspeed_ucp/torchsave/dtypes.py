@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..atoms import ITEMSIZE
 from ..errors import CheckpointError
+from ..model import ITEMSIZE
 
 STORAGE_DTYPES: Final = {
     "DoubleStorage": "float64",

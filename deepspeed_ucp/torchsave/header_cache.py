@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from isal import isal_zlib
 
-from ..atoms import ITEMSIZE
+from ..model import ITEMSIZE
 from .objects import TensorRef
 from .records import FileRecord, FileRecords, check_crc
 from .zipframe import BYTEORDER, PICKLE

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..atoms import count
+from ..model import count
 from .dtypes import unpack_scalar
 
 RESTORE = 'Restore it from a copy, name a place that has one ("also", --also), or load another tag.'

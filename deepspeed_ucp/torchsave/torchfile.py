@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, cast
 
 from isal import isal_zlib
 
-from ..atoms import ITEMSIZE, Use
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import advise_needed, advise_random, measure, read_ahead, read_at
+from ..model import ITEMSIZE, Use
 from .dtypes import STORAGE_DTYPES
 from .header_cache import BEGINNING, ENDING, Header, HeaderCache
 from .objects import RESTORE, Global, TensorRef, describe, list_parts

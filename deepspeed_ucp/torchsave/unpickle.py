@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from ..atoms import Use
 from ..errors import CheckpointError, UnsupportedError
 from ..io.memory import pause_collection
+from ..model import Use
 from .dtypes import STORAGE_DTYPES, is_dtype
 from .objects import (
     RESTORE,

@@ -18,8 +18,8 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from ..atoms import ITEMSIZE, count
 from ..errors import CheckpointError
+from ..model import ITEMSIZE, count
 from .dtypes import STORAGES, pack_scalar
 from .objects import Global, PickledObject, StorageRef, call
 from .repickle import write_pickle

@@ -14,17 +14,17 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..atoms import ASKED, BATCH_SIZES, SavedJob, to_integer
 from ..comm import connect
 from ..config import UniversalConfig
+from ..engine.references import replace_method
 from ..engine_state import get_config
 from ..errors import CheckpointError, ConfigError, pluralize
+from ..formats.latest import check_tag, holds_foreign
+from ..formats.open import look_at_job
 from ..load.client import read_objects
+from ..model import ASKED, BATCH_SIZES, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
 from ..saves.saving import finish_saves
-from ..sources.latest import check_tag, holds_foreign
-from ..sources.open import look_at_job
-from ..targets.references import replace_method
 from .batches import (
     BatchSizes,
     complete_job,

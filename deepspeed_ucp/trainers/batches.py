@@ -8,10 +8,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from ..atoms import SavedJob, to_integer
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..errors import CheckpointError, MismatchError, UnsupportedError, pluralize
+from ..model import SavedJob, to_integer
 
 logger = logging.getLogger("deepspeed_ucp")
 

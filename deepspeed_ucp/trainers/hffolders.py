@@ -12,18 +12,18 @@ import re
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ..atoms import SavedJob
 from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..errors import CheckpointError, OutOfReachError, shorten
 from ..examine.tags import TRAINER_STATE
 from ..examine.verify import verify_checkpoint
+from ..formats.foreign.names import NUMBERED
+from ..formats.open import look_at_job
 from ..io.jsonfile import read_json
 from ..io.store import exists
 from ..load.client import read_objects
 from ..load.tags import find_folders, find_tag, suggest_fallback
-from ..sources.foreign.names import NUMBERED
-from ..sources.open import look_at_job
+from ..model import SavedJob
 from .batches import complete_job
 from .randomness import States, read_states
 

@@ -21,13 +21,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from .. import beacon
-from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
 from ..comm import connect
 from ..config import UniversalConfig
 from ..engine_state import get_config
 from ..errors import CheckpointError, MismatchError, UnsupportedError, describe_changes, pluralize
 from ..examine.tags import TRAINER_STATE
 from ..hook import read_options, show_decisions
+from ..model import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saving import finish_saves
 from ..uncaught import shorten_uncaught

@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..atoms import SavedJob, to_integer
 from ..comm import connect
 from ..config import UniversalConfig
 from ..data import Order
 from ..engine_state import find_state, get_config
 from ..errors import CheckpointError, ConfigError
+from ..formats.foreign.names import META
+from ..formats.latest import find_checkpoint, holds_foreign
+from ..formats.open import look_at_job
 from ..load.client import read_objects
+from ..model import SavedJob, to_integer
 from ..saves.keeping import begin_save, finish_folders, finish_here, remove_when_safe
 from ..saves.saving import finish_saves
-from ..sources.foreign.names import META
-from ..sources.latest import find_checkpoint, holds_foreign
-from ..sources.open import look_at_job
 from .batches import BatchSizes, refuse_loader_position, refuse_weights, warn_unfinished, warn_unknown_batch
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..comm import connect
+from ..engine.references import replace_method
 from ..engine_state import get_config
 from ..io.jsonfile import read_json
-from ..targets.references import replace_method
 
 logger = logging.getLogger("deepspeed_ucp")
 

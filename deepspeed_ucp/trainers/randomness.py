@@ -12,10 +12,11 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ..atoms import SavedJob
 from ..comm import connect
+from ..engine import find_place
 from ..errors import CheckpointError, shorten
 from ..load.client import read_objects
+from ..model import SavedJob
 from ..rng import (
     State,
     digest,
@@ -29,7 +30,6 @@ from ..rng import (
     project,
     restore_generators,
 )
-from ..targets import find_place
 
 logger = logging.getLogger("deepspeed_ucp")
 

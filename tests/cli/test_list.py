@@ -16,13 +16,13 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.latest import find_checkpoint
+from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.store import write_small
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.saves.finding import find_in_memory
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.latest import find_checkpoint
-from deepspeed_ucp.sources.open import seal_folder
 from tests.cli.samples import make_gpt, write_sample
 from tests.saves.saving import TAG, make_save
 from tests.support.memory import clear_memory, put_folder

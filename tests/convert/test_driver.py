@@ -13,14 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import MASTER, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import Written, join_ranges
 from deepspeed_ucp.convert.outputs import check_paths, list_steps
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.model import MASTER, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.plan.conversion import Range
-from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.convert.conversions import read_bytes

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert.states import MODEL_STATES, MODEL_STATES_ZERO3, OPTIMIZER_STATE, write_states
 from deepspeed_ucp.errors import CheckpointError, StorageError
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.torchsave.torchfile import read_header
 from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 from tests.torchsave.test_rewrite import assert_same

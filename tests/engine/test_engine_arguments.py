@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from deepspeed_ucp.sources.latest import find_checkpoint
+from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.ranks import saved_state
 from deepspeed_ucp.testing.ranks import train as train_steps

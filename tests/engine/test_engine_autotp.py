@@ -9,10 +9,10 @@ import pytest
 from packaging.version import Version
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.patterns import from_universal_info
-from deepspeed_ucp.patterns.affine import Mapped
-from deepspeed_ucp.patterns.facts import Facts
-from deepspeed_ucp.sources import check_tag, open_checkpoint, read_latest
+from deepspeed_ucp.formats import check_tag, open_checkpoint, read_latest
+from deepspeed_ucp.tensor_parallel import from_universal_info
+from deepspeed_ucp.tensor_parallel.affine import Mapped
+from deepspeed_ucp.tensor_parallel.facts import Facts
 from tests.support.covering import params, turns
 from tests.support.engines.parallel import Launch, Route, Runs, compare_joined
 

@@ -21,8 +21,8 @@ from deepspeed_ucp import preemption, rng
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.engine_state import KEY, Carried, carry
-from deepspeed_ucp.sources.files import SEAL
-from deepspeed_ucp.sources.open import survey_checkpoint
+from deepspeed_ucp.formats.deepspeed.files import SEAL
+from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine
 

@@ -14,7 +14,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.examine.degrees import parse_degrees
 from deepspeed_ucp.examine.resume import check_resume
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
 from tests.releases import find_reason
 from tests.support.engines import experts as engine_experts
 from tests.support.engines.driver import Engines, Refusal, list_rows

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_ucp
-from deepspeed_ucp.sources.latest import find_checkpoint
-from deepspeed_ucp.targets import gathering
+from deepspeed_ucp.engine import gathering
+from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import capture
 from deepspeed_ucp.testing.compare import compare

@@ -12,7 +12,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.testing import WorldPool
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from deepspeed_ucp.targets import Instance
+from deepspeed_ucp.engine import Instance
 from tests.releases import find_reason
 from tests.support.covering import params
 from tests.support.engines.parallel import Launch, Route, Runs, compare_joined, count_copies, join

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import ConfigError
+from deepspeed_ucp.formats.deepspeed.seal import read_seal
 from deepspeed_ucp.saves.saving import _count_saved
-from deepspeed_ucp.sources.seal import read_seal
 from deepspeed_ucp.testing import World, WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare

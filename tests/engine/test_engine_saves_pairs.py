@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL
 from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small
-from deepspeed_ucp.sources.files import PUBLISHED, SEAL
 from deepspeed_ucp.testing import WorldPool
 from tests.stores.server import BUCKET, Server, serve_bucket
 from tests.support.covering import params

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.sources.files import SEAL
+from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.testing import WorldPool
 from tests.support.engines.cases import Case, pair_id
 from tests.support.engines.ranks import Load, attempt_each, differences, files_that_differ, load_each, save

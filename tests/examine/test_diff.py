@@ -15,15 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, Tally, compare, diff_checkpoints
 from deepspeed_ucp.examine.values import ABSENT
-from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.plan import conversion
-from deepspeed_ucp.sources import open_checkpoint
-from tests.sources.test_index import name_groups
+from deepspeed_ucp.tensor_parallel import from_config
+from tests.formats.test_index import name_groups
 from tests.stream.test_full_tensors import open_held, rules_of
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder

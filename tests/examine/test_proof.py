@@ -13,8 +13,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.examine.verify import verify_checkpoint
-from deepspeed_ucp.sources.files import MANIFEST, SEAL
-from deepspeed_ucp.sources.open import seal_folder
+from deepspeed_ucp.formats.deepspeed.files import MANIFEST, SEAL
+from deepspeed_ucp.formats.open import seal_folder
 from tests.support.ranks import run_ranks
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 

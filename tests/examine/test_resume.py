@@ -12,14 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 
-from deepspeed_ucp.atoms import AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import ConfigError, UcpError
 from deepspeed_ucp.examine.degrees import Degrees, parse_degrees
 from deepspeed_ucp.examine.resume import DEEPSPEED, OURS, check_resume
-from deepspeed_ucp.patterns import from_config
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.topology import Topology as Saved
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.model import AtomicIndex, AtomKey
+from deepspeed_ucp.model.topology import Topology as Saved
+from deepspeed_ucp.tensor_parallel import from_config
 from tests.support.expertmodels import expert_trips
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (

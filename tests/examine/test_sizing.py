@@ -27,7 +27,7 @@ from deepspeed_ucp.examine.sizing import (
     list_ways,
     measure_save,
 )
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 HOUR = 3600.0

@@ -22,17 +22,17 @@ from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine import verify
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
+from deepspeed_ucp.formats import latest
+from deepspeed_ucp.formats.deepspeed.files import MANIFEST
+from deepspeed_ucp.formats.open import seal_folder
+from deepspeed_ucp.formats.universal.manifest import read_manifest
 from deepspeed_ucp.io import scan
-from deepspeed_ucp.sources import latest
-from deepspeed_ucp.sources.atomic.manifest import read_manifest
-from deepspeed_ucp.sources.files import MANIFEST
-from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.properties.faults import flip
-from tests.sources.parallel import tail_cut
-from tests.sources.test_index import count_read_bytes
-from tests.sources.test_parallel import PIPE, PLAIN
+from tests.formats.parallel import tail_cut
+from tests.formats.test_index import count_read_bytes
+from tests.formats.test_parallel import PIPE, PLAIN
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
@@ -462,7 +462,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     """A checkpoint, and a copy of it that is nearer."""
     path = write(tmp_path, Topology(1, 3))
     shutil.copytree(path, tmp_path / "nvme")
-    monkeypatch.setattr("deepspeed_ucp.sources.places.measure_distance", lambda folder: int("nvme" not in folder))
+    monkeypatch.setattr("deepspeed_ucp.formats.places.measure_distance", lambda folder: int("nvme" not in folder))
     return path, tmp_path / "nvme"
 
 

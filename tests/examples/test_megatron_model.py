@@ -17,7 +17,7 @@ from metadata import universal_checkpoint_info
 from parallel import Line
 from runs import Outcome, count_differing_bits, merge_stages, plain_name
 
-from deepspeed_ucp.patterns import from_config, rename_names
+from deepspeed_ucp.tensor_parallel import from_config, rename_names
 from deepspeed_ucp.testing import WorldPool
 
 LLAMA_MOE = replace(PRESETS["tiny-moe"], layers=2, hidden=32, ffn=32, kv_heads=2, heads=4, context=16)

@@ -16,8 +16,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.foreign.adapter import read_config
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.foreign.adapter import read_config
 from tests.export.test_safetensors import check_same, load_all
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 from tests.synth.description import DTYPES

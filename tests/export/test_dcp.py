@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from deepspeed_ucp.atoms import MASTER, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError
 from deepspeed_ucp.export.chunks import cut_chunks
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.statedict import LAYOUTS
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.foreign.names import OPTIMIZER_FOLDER
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER
+from deepspeed_ucp.model import MASTER, AtomKey
 from tests.export import fsdp_run
 from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, measure_peak, open_model
 from tests.stream.test_full_tensors import flip_bit, open_held, rules_of

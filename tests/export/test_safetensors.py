@@ -20,20 +20,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
 from deepspeed_ucp.export import output
 from deepspeed_ucp.export.safetensors import export_safetensors, lay_out, split_shards
 from deepspeed_ucp.export.tensors import ExportOptions, Tensor
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.foreign.names import WEIGHTS_INDEX
+from deepspeed_ucp.formats.foreign.safetensors import DTYPES
 from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.io.staging import Staging
-from deepspeed_ucp.patterns import Rename, from_config
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.foreign.names import WEIGHTS_INDEX
-from deepspeed_ucp.sources.foreign.safetensors import DTYPES
+from deepspeed_ucp.model import MASTER, Atom, AtomicIndex
 from deepspeed_ucp.stream.full_tensors import FullTensor
+from deepspeed_ucp.tensor_parallel import Rename, from_config
 from tests.stream.test_full_tensors import flip_bit, open_held, rules_of
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import Case, cases, examples, temporary_folder

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
+from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.inventory import check_alike, warn_idle
-from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Shard
 from deepspeed_ucp.plan.match import TargetInventory
 from deepspeed_ucp.plan.renames import apply_renames
-from deepspeed_ucp.targets.parallel import Place
+from deepspeed_ucp.tensor_parallel import from_config
 from tests.plan import planning
 from tests.support.ranks import run_ranks
 from tests.support.reshard import groups_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.targets.known import _list_other_frozen
+from deepspeed_ucp.engine.known import _list_other_frozen
 from tests.support.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 

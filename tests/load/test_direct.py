@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, exchange, transfer
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
@@ -29,9 +29,9 @@ from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.load.prepare import Work
 from deepspeed_ucp.load.transfer import Transfer
+from deepspeed_ucp.model import AtomicIndex, AtomKey
 from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.plan.rounds import BLOCK
-from deepspeed_ucp.sources import open_checkpoint
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
 from tests.plan import planning
 from tests.support.covering import cover, params

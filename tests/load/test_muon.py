@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import Limits
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.load.states import OptimizerMatch
+from deepspeed_ucp.model import Limits
+from deepspeed_ucp.model.topology import Topology as SavedTopology
+from deepspeed_ucp.model.wrappers import MOMENTUM
 from deepspeed_ucp.plan.match import Match
-from deepspeed_ucp.topology import Topology as SavedTopology
-from deepspeed_ucp.wrappers import MOMENTUM
 from tests.support.reshard import FakeTarget, load, open_for
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state, write_files
 

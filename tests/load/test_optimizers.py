@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
 from tests.load.test_reshard import take_a_step
 from tests.support.covering import cover, params
 from tests.support.foreign import make_tree

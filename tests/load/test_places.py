@@ -16,23 +16,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.access import READ_ALL
-from deepspeed_ucp.atoms import AtomicIndex, FileRef, Record, StoredAtoms
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats import places as places_module
+from deepspeed_ucp.formats.deepspeed.files import list_entries
+from deepspeed_ucp.formats.open import look_at_job, seal_folder
+from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.exchange import CollectiveReader
+from deepspeed_ucp.model import AtomicIndex, FileRef, Record, StoredAtoms
+from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.plan import LoadPlan, Part, Request
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources import places as places_module
-from deepspeed_ucp.sources.files import list_entries
-from deepspeed_ucp.sources.open import look_at_job, seal_folder
-from deepspeed_ucp.sources.places import find_files
 from deepspeed_ucp.stream.copies import CopyReader, check_copy, refuse_scattered
 from tests.convert.conversions import read_bytes
 from tests.support.ranks import World, run_ranks
@@ -267,7 +267,7 @@ def test_work_that_needs_all_files_on_every_rank_is_refused(tmp_path: Path) -> N
 @pytest.fixture
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make folders named `nvme` nearer than all others."""
-    monkeypatch.setattr("deepspeed_ucp.sources.places.measure_distance", lambda path: int("nvme" not in path))
+    monkeypatch.setattr("deepspeed_ucp.formats.places.measure_distance", lambda path: int("nvme" not in path))
 
 
 def two_places(tmp_path: Path, source: Topology) -> tuple[Path, Path, State]:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
+from deepspeed_ucp.model import ITEMSIZE, AtomicIndex
 from deepspeed_ucp.plan.claims import Claim, list_claims
 from tests.load.test_reshard import AWKWARD, KINDS, pair_id
 from tests.load.test_reshard_3d import PIPELINE, PIPELINES, PLAIN, PLAINS

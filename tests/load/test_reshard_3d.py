@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
 from tests.load.test_direct import check_untouched, run_load
 from tests.load.test_reshard import pair_id
 from tests.support.covering import all_turns

@@ -13,14 +13,14 @@ import pytest
 import torch
 from hypothesis import given, note
 
-from deepspeed_ucp.atoms import COPY, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import ConvertOptions
 from deepspeed_ucp.convert.driver import convert_index
 from deepspeed_ucp.errors import CheckpointError, MismatchError
-from deepspeed_ucp.patterns import from_config
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.model import COPY, AtomicIndex
+from deepspeed_ucp.tensor_parallel import from_config
 from tests.load.test_direct import run_load
 from tests.load.test_reshard import AWKWARD, pair_id
 from tests.support.ranks import World, run_ranks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.stream.duplicates import check_samples
 from tests.load.test_reshard import keep_what_travels, resume
 from tests.properties.samples import run_cli

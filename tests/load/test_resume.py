@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import Limits
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine.coverage import UnknownLayoutError
+from deepspeed_ucp.engine.guard import mark, release
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.choice import LoaderChoice, choose_loader, find_damage, find_own_differences
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from deepspeed_ucp.load.tags import find_folders, find_tag
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.files import SEAL
-from deepspeed_ucp.targets.coverage import UnknownLayoutError
-from deepspeed_ucp.targets.guard import mark, release
+from deepspeed_ucp.model import Limits
 from tests.load.test_reshard import flip
 from tests.support.held import without_collector
 from tests.support.ranks import World, run_ranks

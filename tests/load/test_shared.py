@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine.gathering import _pass_around
 from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.io.shared import share_memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.exchange import CollectiveReader
-from deepspeed_ucp.targets.gathering import _pass_around
 from tests.support.descriptors import list_open
 from tests.support.ranks import run_ranks
 from tests.support.reshard import check_load, load, make_targets, open_for

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
+from deepspeed_ucp.engine import LiveBuffer
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.degrees import parse_degrees
 from deepspeed_ucp.examine.resume import check_resume
@@ -17,9 +18,8 @@ from deepspeed_ucp.examine.verify import list_findings
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.patterns import from_config
-from deepspeed_ucp.sources.open import open_checkpoint, survey_checkpoint
-from deepspeed_ucp.targets import LiveBuffer
+from deepspeed_ucp.formats.open import open_checkpoint, survey_checkpoint
+from deepspeed_ucp.tensor_parallel import from_config
 from tests.load.test_direct import run_load
 from tests.support.reshard import FakeTarget, open_for
 from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_pipeline

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import AtomKey
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine.base import LiveBuffer
+from deepspeed_ucp.engine.swap import SwapPlace
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, DiskFullError
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.targets.base import LiveBuffer
-from deepspeed_ucp.targets.swap import SwapPlace
+from deepspeed_ucp.model import AtomKey
 from tests.load.test_direct import FakeEngine, run_load
 from tests.load.test_reshard import flip
 from tests.support.ranks import run_ranks

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_ucp.access import READ_ALL, ReadAccess
-from deepspeed_ucp.atoms import Atom, AtomicIndex, Fragment, Record, RunState, Shard, StoredAtoms
+from deepspeed_ucp.model import Atom, AtomicIndex, Fragment, Record, RunState, Shard, StoredAtoms
+from deepspeed_ucp.model.access import READ_ALL, ReadAccess
+from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, ReadSizes, Want, locate, make_claims
 from deepspeed_ucp.plan.claims import STAGE, address_claims
 from deepspeed_ucp.plan.rounds import make_owner_plan, make_plan
-from deepspeed_ucp.topology import Topology
 
 
 def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:

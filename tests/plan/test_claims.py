@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import Record
-from deepspeed_ucp.patterns import Run
+from deepspeed_ucp.model import Record
 from deepspeed_ucp.plan import Blocks, Claim, Extent, Part, address_claims, make_claims
 from deepspeed_ucp.plan.claims import MAX_PARTS
+from deepspeed_ucp.tensor_parallel import Run
 from tests.support.reshard import examples
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import Atom, Fragment, Shard, Tile, Tiles
-from deepspeed_ucp.patterns import Layout, Replicate, Run, ShardH, ShardNC, ShardV, whole
-from deepspeed_ucp.patterns.layout import overlap
+from deepspeed_ucp.model import Atom, Fragment, Shard, Tile, Tiles
 from deepspeed_ucp.plan import Extent, View, Want, locate
 from deepspeed_ucp.plan.locate import cut_blocks
+from deepspeed_ucp.tensor_parallel import Layout, Replicate, Run, ShardH, ShardNC, ShardV, whole
+from deepspeed_ucp.tensor_parallel.layout import overlap
 from tests.plan.planning import make_atom
 from tests.support.reshard import examples
 

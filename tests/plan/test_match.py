@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, GroupInfo, ParamKey, Shard
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.patterns import parse_renames, rename_names
+from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, GroupInfo, ParamKey, Shard
 from deepspeed_ucp.plan.match import Match, TargetInventory, match_groups, match_parameters, pick_instance, pick_weight
+from deepspeed_ucp.tensor_parallel import parse_renames, rename_names
 from tests.plan import planning
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import Atom, Record
-from deepspeed_ucp.patterns import Run
+from deepspeed_ucp.model import Atom, Record
 from deepspeed_ucp.plan import DISCARD, Claim, Extent, Part, Request, Send, Want
 from deepspeed_ucp.plan.claims import STAGE
+from deepspeed_ucp.tensor_parallel import Run
 from tests.plan.planning import Planned, carry_out, divide, make_atom, plan_pieces, plan_wants
 from tests.support.reshard import examples
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_ucp.atoms import (
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.model import (
     MASTER,
     Atom,
     AtomicIndex,
@@ -21,7 +22,6 @@ from deepspeed_ucp.atoms import (
     Tile,
     Tiles,
 )
-from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse_experts, split_experts
 from tests.plan import planning
 

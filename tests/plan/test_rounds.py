@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from deepspeed_ucp.atoms import Record
+from deepspeed_ucp.model import Record
 from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, Request, Send, make_owner_plan
 from deepspeed_ucp.plan.claims import SELF_READ
 

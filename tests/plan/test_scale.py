@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_ucp.atoms import Atom, Fragment, Record, Shard, count
-from deepspeed_ucp.flat import Cut, join_parameters, join_reserved
-from deepspeed_ucp.patterns import Layout, Pattern, Replicate, ShardH, ShardNC, ShardV
+from deepspeed_ucp.model import Atom, Fragment, Record, Shard, count
+from deepspeed_ucp.model.flat import Cut, join_parameters, join_reserved
 from deepspeed_ucp.plan import View, Want
+from deepspeed_ucp.tensor_parallel import Layout, Pattern, Replicate, ShardH, ShardNC, ShardV
 from tests.plan.planning import Planned, plan_wants
 
 HIDDEN = 32

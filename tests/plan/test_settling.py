@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Fragment, Record, Shard
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
-from deepspeed_ucp.patterns import Replicate, ShardV, from_config
-from deepspeed_ucp.patterns.settle import EQUAL, SHAPES
+from deepspeed_ucp.model import MASTER, MODULE, Atom, AtomicIndex, Fragment, Record, Shard
 from deepspeed_ucp.plan.settling import list_weights, settle_index
+from deepspeed_ucp.tensor_parallel import Replicate, ShardV, from_config
+from deepspeed_ucp.tensor_parallel.settle import EQUAL, SHAPES
 from tests.plan import planning
 
 WHOLE = {"b": ((4,), (4,), (4,), (4,))}

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.access import READ_ALL, PartialAccess
-from deepspeed_ucp.atoms import Record
+from deepspeed_ucp.model import Record
+from deepspeed_ucp.model.access import READ_ALL, PartialAccess
 from deepspeed_ucp.plan import Blocks, Extent, Want, locate
 from tests.plan.planning import carry_out, make_atom, plan_pieces
 from tests.plan.test_ranks import BLOCK, ITEM, check_bounds, demands, expect

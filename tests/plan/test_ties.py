@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ucp.atoms import MODULE, Atom, Fragment, Record, Shard
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.model import MODULE, Atom, Fragment, Record, Shard
 from deepspeed_ucp.plan.match import are_same
 from tests.plan import planning
 from tests.plan.test_match import match

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
-from deepspeed_ucp.flat import join_parameters
-from deepspeed_ucp.patterns import Resized
-from deepspeed_ucp.patterns.layout import Layout, stack
+from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
+from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.plan import Want, locate
 from deepspeed_ucp.plan.locate import View
 from deepspeed_ucp.plan.match import Match
 from deepspeed_ucp.plan.wants import REPLICA, BufferSpec, HeldBuffer, Mean, TargetLayout, Wants, list_wants
+from deepspeed_ucp.tensor_parallel import Resized
+from deepspeed_ucp.tensor_parallel.layout import Layout, stack
 from tests.plan import planning
 
 

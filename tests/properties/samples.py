@@ -17,7 +17,7 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import UcpError
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.stream.duplicates import check_samples
 from tests.support import foreign
 from tests.support.reshard import check_content, load, make_targets, open_for

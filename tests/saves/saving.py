@@ -17,14 +17,14 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
+from deepspeed_ucp.formats.older import is_sealed
 from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import coordination, places, to_folder, to_store
 from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import SaveWriter
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.files import PUBLISHED, SEAL, resolve_published
-from deepspeed_ucp.sources.older import is_sealed
 from tests.convert.conversions import write_source
 from tests.support.memory import read_tree
 

@@ -21,6 +21,7 @@ import pytest
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import DiskFullError
+from deepspeed_ucp.formats.deepspeed.seal import read_seal
 from deepspeed_ucp.io.checksum import crc32
 from deepspeed_ucp.saves import copies, neighbours
 from deepspeed_ucp.saves import saver as savers
@@ -30,7 +31,6 @@ from deepspeed_ucp.saves.memory import Snapshot, name_job
 from deepspeed_ucp.saves.neighbours import Neighbours, find_address, find_neighbours
 from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.writer import is_locked, start_writer
-from deepspeed_ucp.sources.seal import read_seal
 from tests.convert.conversions import read_bytes
 from tests.saves.nodes import SECRET, Nodes
 from tests.saves.saving import PATIENCE, SETTINGS, TAG, find_writer, is_whole, make_save, write

@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.formats import find_tags, open_checkpoint
+from deepspeed_ucp.formats.older import is_sealed
+from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves import coordination, places, to_store
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
 from deepspeed_ucp.saves.removing import is_saved
-from deepspeed_ucp.sources import find_tags, open_checkpoint
-from deepspeed_ucp.sources.older import is_sealed
-from deepspeed_ucp.sources.open import seal_folder
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
 

@@ -16,12 +16,12 @@ from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.seal import remove_seal
+from deepspeed_ucp.formats.latest import find_checkpoint, find_tags
+from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io import objects, paths, store, upload
 from deepspeed_ucp.io.paths import Entry
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.latest import find_checkpoint, find_tags
-from deepspeed_ucp.sources.open import seal_folder
-from deepspeed_ucp.sources.seal import remove_seal
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.support.memory import clear_memory, put_folder, read_tree
 from tests.support.ranks import Apart, World, run_ranks

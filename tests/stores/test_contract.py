@@ -11,12 +11,12 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import objects, paths, store
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
+from deepspeed_ucp.model import FileRef, Record
 from deepspeed_ucp.plan import Part, Request
 from tests.stores.server import BUCKET, serve_bucket
 from tests.support.memory import clear_memory, read_tree

@@ -16,10 +16,10 @@ from obstore.store import S3Store
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError, UcpError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint, read_latest
+from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.io import clients, objects, store
 from deepspeed_ucp.load.tags import find_tag
-from deepspeed_ucp.sources import open_checkpoint, read_latest
-from deepspeed_ucp.sources.latest import find_checkpoint
 from tests.stores.server import BUCKET, Server, fail_first, serve_bucket, use_options
 from tests.support.memory import put_folder
 from tests.support.reshard import check_content, load, make_targets, open_everywhere

@@ -24,9 +24,9 @@ from cryptography.x509.oid import NameOID
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint, read_latest
+from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.io import objects, store
-from deepspeed_ucp.sources import open_checkpoint, read_latest
-from deepspeed_ucp.sources.latest import find_checkpoint
 from tests.stores.server import use_options
 from tests.support.reshard import check_content, load, make_targets, open_everywhere
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from isal import isal_zlib
 
-from deepspeed_ucp.atoms import FileRef, Record, StoredAtoms
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.checksum import Checked
+from deepspeed_ucp.model import FileRef, Record, StoredAtoms
 from deepspeed_ucp.stream.checks import Checks, verify_records
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import examples

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import COPY, MASTER, AtomicIndex, AtomKey, Atoms
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
-from deepspeed_ucp.patterns import ShardH, from_config
+from deepspeed_ucp.model import COPY, MASTER, AtomicIndex, AtomKey, Atoms
 from deepspeed_ucp.stream.checks import Checks
 from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader, Item
+from deepspeed_ucp.tensor_parallel import ShardH, from_config
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, open_for, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_config, make_plain, trips

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, AtomicIndex, Atoms
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.model import MASTER, AtomicIndex, Atoms
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.element_pairs import Pair
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint

@@ -20,10 +20,13 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.flat import FlatBuffer, join_reserved
+from deepspeed_ucp.engine import LiveBuffer, Target
+from deepspeed_ucp.engine.base import hold_whole
+from deepspeed_ucp.engine.parallel import HeldExperts, Instance, Place
+from deepspeed_ucp.engine.swap import SwapFiles
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load.averages import average_rows
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.direct import has_masters
@@ -31,13 +34,10 @@ from deepspeed_ucp.load.inventory import join_groups, list_stage_groups
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
+from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.flat import FlatBuffer, join_reserved
+from deepspeed_ucp.model.wrappers import Form
 from deepspeed_ucp.plan import LoadPlan, Part, ReadSizes, Request, locate
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.targets import LiveBuffer, Target
-from deepspeed_ucp.targets.base import hold_whole
-from deepspeed_ucp.targets.parallel import HeldExperts, Instance, Place
-from deepspeed_ucp.targets.swap import SwapFiles
-from deepspeed_ucp.wrappers import Form
 from tests.support.ranks import run_ranks
 from tests.synth import (
     ExpertLayer,

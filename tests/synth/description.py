@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed_ucp.wrappers import Form, Wrapper, find_wrapper, list_foreseen
+from deepspeed_ucp.model.wrappers import Form, Wrapper, find_wrapper, list_foreseen
 
 from .stages import differs_by_stage, instance_names
 

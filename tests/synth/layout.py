@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from deepspeed_ucp.flat import Cut
+from deepspeed_ucp.model.flat import Cut
 
 from .experts import own_models
 

@@ -12,7 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
-from deepspeed_ucp.wrappers import Form
+from deepspeed_ucp.model.wrappers import Form
 
 from .description import find_seat
 from .layout import Flat, GroupLayout, clip, group_layouts, recorded_offsets, trained

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed_ucp.wrappers import Form
+from deepspeed_ucp.model.wrappers import Form
 
 from .description import Model, State, Topology, find_seat
 from .expertfiles import expert_optim_file

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.load.client import read_objects
-from deepspeed_ucp.sources.reading import read_file
 from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import list_records, name_storages
 from deepspeed_ucp.torchsave.unpickle import read_pickle

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.headers import Unread
+from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.load.client import check_trusted, read_objects
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.headers import Unread
-from deepspeed_ucp.sources.reading import read_file
 from deepspeed_ucp.torchsave.objects import describe, has_more_parts, walk
 from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import list_records, name_storages, read_header

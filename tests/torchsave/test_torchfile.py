@@ -14,7 +14,7 @@ import torch
 from isal import isal_zlib
 
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.sources.reading import read_file
+from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.torchsave.objects import PickledObject, TensorRef
 from deepspeed_ucp.torchsave.torchfile import read_header
 

@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import UcpError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.headers import Unread
+from deepspeed_ucp.formats.deepspeed.reading import read_hyper
 from deepspeed_ucp.load.client import read_objects
-from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.headers import Unread
-from deepspeed_ucp.sources.reading import read_hyper
 from deepspeed_ucp.torchsave import unpickle
 from deepspeed_ucp.torchsave.objects import MOST_BITS, Global, PickledObject, to_member, to_number
 from deepspeed_ucp.torchsave.repickle import write_pickle

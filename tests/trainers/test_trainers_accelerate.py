@@ -15,7 +15,7 @@ import trainers_common
 from torch.optim.lr_scheduler import LambdaLR
 from trainers_accelerate import STEPS, Trained
 
-from deepspeed_ucp.atoms import SavedJob
+from deepspeed_ucp.model import SavedJob
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers import accelerating
 

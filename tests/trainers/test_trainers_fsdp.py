@@ -10,7 +10,7 @@ import torch
 import trainers_fsdp
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.sources.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
+from deepspeed_ucp.formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.export import foreign_run

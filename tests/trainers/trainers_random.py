@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deepspeed_ucp.atoms import SavedJob
+from deepspeed_ucp.model import SavedJob
 from deepspeed_ucp.trainers import accelerating, huggingface
 from deepspeed_ucp.trainers.randomness import restore_ranks
 

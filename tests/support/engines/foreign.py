@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn import functional
 
-from deepspeed_ucp.atoms import strip_compiled
+from deepspeed_ucp.model import strip_compiled
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines.autoep import BATCH, EXPERTS, HIDDEN, Stack, make_block, make_pipeline
 from tests.support.engines.cases import allow_fp16_on_cpu, enable

@@ -63,7 +63,7 @@ def make_layer(letter: str) -> Any:
 
 def _batches(engine: Any) -> Iterator[tuple[Any, Any]]:
     """Every data-parallel rank takes its share of one global batch."""
-    from deepspeed_ucp.targets import find_place
+    from deepspeed_ucp.engine import find_place
 
     place, size = find_place(engine), engine.train_batch_size()
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)

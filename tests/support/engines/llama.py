@@ -41,7 +41,7 @@ def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> G
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from deepspeed_ucp.targets import find_place
+    from deepspeed_ucp.engine import find_place
 
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCABULARY, "intermediate_size": 22, "num_hidden_layers": 2, "max_position_embeddings": 16}

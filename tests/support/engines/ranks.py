@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_ucp
-from deepspeed_ucp.targets import Instance, Place, find_place, open_target
+from deepspeed_ucp.engine import Instance, Place, find_place, open_target
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import CLIENT_STATE, saved_state

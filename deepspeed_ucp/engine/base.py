@@ -1,0 +1,479 @@
+"""Common part of all targets: flat master buffers, tensors without optimizer, and param groups."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+
+from ..engine_state import find_state
+from ..errors import UnsupportedError, shorten
+from ..model import AtomicIndex, ParamKey, count, strip_compiled
+from ..model.experts import drop_fixed, find_layer, is_expert, name_experts
+from ..model.flat import FlatBuffer, join_parameters, join_reserved
+from ..model.topology import Topology
+from ..model.wrappers import Wrapper, find_wrapper
+from ..plan.wants import find_states
+from .coverage import find_declared, name_device
+from .optimizer import find_other_kind, to_plain
+from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place, find_unfiled
+from .rule import find_doubt, find_other_rule, read_configured
+from .statedict import StateDict, ask_state_dict, find_changed
+from .swap import SwapFiles, SwapPlace
+
+
+@dataclass(slots=True)
+class LiveBuffer:
+    """This rank's partition of a flat master buffer, or of a tensor without optimizer.
+
+    The latter is a frozen or unoptimized parameter, or a buffer of the module.
+
+    Attributes:
+        buffer: layout of the parameters over all ranks; a tensor without optimizer is alone in it.
+        part: this rank's partition.
+        holder: the live partition, in the shape of its optimizer states.
+        is_buffer: the tensor is a buffer of the module.
+        whole: optimizer states that cover whole parameters if the partition has any element of these.
+        swap: the partition's swap file, or None; with a swap file the holder's contents are invalid.
+    """
+
+    buffer: FlatBuffer
+    part: int
+    holder: torch.Tensor
+    is_buffer: bool = False
+    whole: frozenset[str] = frozenset()
+    swap: SwapPlace | None = None
+
+    def find_shape(self, state: str) -> tuple[int, ...]:
+        """Return the shape of an optimizer state."""
+        if state in self.whole:
+            return (self.buffer.join_touched(self.part).partition,)
+        return tuple(self.holder.shape) if self.swap is None else (self.buffer.partition,)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The live partition, 1-D (masters are fp32 unless the engine has 16-bit masters)."""
+        return flatten(self.holder)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the partition in memory or in its swap file."""
+        return self.holder.dtype if self.swap is None else self.swap.dtype
+
+    def make_data(self, filled: Container[str]) -> torch.Tensor:
+        """Return memory to fill: the live partition, or a map of a file that replaces the swap file later.
+
+        Args:
+            filled: parameters that will be filled; the file starts as a copy of the swap file if there are others.
+
+        Raises:
+            DiskFullError: there is no room for the file.
+        """
+        if self.swap is None:
+            return self.data
+        numel = self.buffer.partition
+        return self.swap.make(numel) if all(name in filled for name in self.names) else self.swap.copy(numel)
+
+    def make_state(self, state: str, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate an optimizer state, in a file if the partition is swapped (with the masters' dtype).
+
+        Raises:
+            DiskFullError: there is no room for the file.
+        """
+        if self.swap is None:
+            return torch.empty(self.find_shape(state), dtype=dtype, device=self.holder.device)
+        return self.swap.make(self.buffer.partition, state)
+
+    @property
+    def group(self) -> int:
+        """Index of its param group in the optimizer."""
+        return self.buffer.group
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all parameters in the buffer over all ranks, in order."""
+        return self.buffer.names
+
+    @property
+    def name(self) -> str:
+        """Name of the first parameter."""
+        return self.buffer.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Unpartitioned shape of the first parameter."""
+        return self.buffer.shapes[0]
+
+
+def hold_whole(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> LiveBuffer:
+    """Make the buffer of a tensor that is whole on every rank."""
+    return LiveBuffer(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, tensor, is_buffer)
+
+
+def _hold_parameter(name: str, param: Any, files: SwapFiles) -> LiveBuffer:
+    """Make the buffer of a parameter without optimizer, which ZeRO 3 partitions."""
+    partition = getattr(param, "ds_tensor", None)
+    if partition is None:
+        return hold_whole(name, param)
+    if hasattr(partition, "ds_quant_scale"):
+        raise UnsupportedError(
+            f"{name}: a quantized parameter without optimizer cannot be filled. Switch "
+            "zero_quantized_nontrainable_weights off, in the run that saves as well."
+        )
+    group = param.ds_process_group
+    buffer = join_reserved(0, (name,), (_find_shape(param),), ds_comm.get_world_size(group=group))
+    part = ds_comm.get_rank(group=group)
+    if partition.status != PartitionedParamStatus.AVAILABLE:
+        swapper = param.nvme_swapper
+        swap = SwapPlace(files, swapper.get_path(param, must_exist=True), swapper.dtype, swapper._io_aligned_numel)
+        return LiveBuffer(buffer, part, partition, swap=swap)
+    return LiveBuffer(buffer, part, flatten(partition)[: sum(cut.numel for cut in buffer.cuts(part))])
+
+
+def _find_shape(param: Any) -> tuple[int, ...]:
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+class Target(ABC):
+    """A live engine. Only its subclasses, one per kind of optimizer wrapper, access DeepSpeed's internals.
+
+    Names and shapes are those of this rank's pipeline stage and tensor-parallel rank. Experts have their numbers in the
+    whole layer.
+
+    Attributes:
+        wrapper: name in :mod:`deepspeed_ucp.model.wrappers`.
+        experts: layers of experts by the prefix of their parameters' names.
+        experts_over_tp: parameters and buffers of experts that are distributed, uncut, over tensor-parallel ranks too.
+        ep: the largest expert-parallel degree.
+    """
+
+    wrapper: str
+    experts: Mapping[str, HeldExperts] = MappingProxyType({})
+    experts_over_tp: Set[str] = frozenset()
+    ep = 1
+
+    def __init__(self, engine: Any, wrapper: str) -> None:
+        self.engine, self.wrapper = engine, wrapper
+        self.swaps = SwapFiles()
+        self.place = find_place(engine)
+        self.wrapped = engine.optimizer
+        self.names: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        self.experts = find_experts(engine, self.place)
+        self.experts_over_tp = set()
+        for name, param in engine.module.named_parameters(remove_duplicate=False):
+            first = self.names.setdefault(id(param), name)
+            if first != name:
+                pairs = zip(self._name_parts(name), self._name_parts(first), strict=True)
+                self.aliases.update({strip_compiled(one): strip_compiled(other) for one, other in pairs})
+        self.params: dict[str, Any] = {}
+        self.places: dict[str, int] = {}
+        for param in engine.module.parameters():
+            self._add_parameter(param)
+        self.flats: list[LiveBuffer] = []
+        self.layout: list[FlatBuffer] = []
+        self.collect()
+        self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
+
+    @property
+    def traits(self) -> Wrapper:
+        """The wrapper's row."""
+        return find_wrapper(self.wrapper)
+
+    @property
+    def has_copies(self) -> bool:
+        """True if the model computes with copies of the masters instead of the masters."""
+        return self.traits.has_copies
+
+    def _add_parameter(self, param: Any) -> None:
+        """Register a parameter of the module; a fused one as the parameters of its experts, with their indices."""
+        shape, raw = _find_shape(param), self.names[id(param)]
+        layer = find_layer(raw, self.experts)
+        for place, (name, part) in enumerate(self._name_parts(raw, shape).items()):
+            self.params[strip_compiled(name)] = param
+            if part != shape:
+                self.places[strip_compiled(name)] = place
+            if layer is not None and self.experts[layer].over_tp:
+                self.experts_over_tp |= {strip_compiled(name)}
+
+    def _name_parts(self, name: str, shape: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
+        """Map a name of this rank's module to names and shapes in the whole model, which differ for experts."""
+        return name_experts(name, shape, {layer: experts.numbers for layer, experts in self.experts.items()})
+
+    @property
+    def is_first_replica(self) -> bool:
+        """True if this rank reports tensors for its replicas, or for those of its experts."""
+        return self.place.dp_rank == 0 or any(layer.is_first_replica for layer in self.experts.values())
+
+    def speaks_for(self, name: str) -> bool:
+        """Return True if such a rank reports a tensor: the first data-parallel rank does for dense ones."""
+        return self.place.dp_rank == 0 or is_expert(strip_compiled(name))
+
+    def _find_empty(self) -> set[str]:
+        """List trained parameters without an element on this tensor-parallel rank (AutoTP: more ranks than heads).
+
+        DeepSpeed omits them from this rank's optimizer; other ranks' optimizers own them.
+        """
+        if self.place.tp == 1 or self.optimizer is None:
+            return set()
+        return {name for name, param in self.params.items() if param.requires_grad and not count(self.shape_of(name))}
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Fill ``flats`` and ``layout`` from the live buffers."""
+
+    def describe(self, params: Sequence[Any]) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+        """Return parameters' names in the module and their unpartitioned shapes."""
+        return tuple(self.names[id(param)] for param in params), tuple(map(_find_shape, params))
+
+    def add_flat(
+        self,
+        buffer: FlatBuffer,
+        part: int,
+        holder: torch.Tensor,
+        whole: frozenset[str] = frozenset(),
+        swap: SwapPlace | None = None,
+    ) -> None:
+        """Register a live buffer; its names are those in the module, as in a checkpoint of this engine."""
+        if layer := next(filter(None, (find_layer(name, self.experts) for name in buffer.names)), None):
+            experts = self.experts[layer]
+            buffer, self.ep = replace(buffer, ranks=experts.ranks), max(self.ep, experts.degree)
+        named = zip(buffer.names, buffer.shapes, strict=True)
+        buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
+        self.layout.append(buffer)
+        buffer = replace(buffer, names=tuple(map(strip_compiled, buffer.names)))
+        self.flats.append(LiveBuffer(buffer, part, holder, whole=whole, swap=swap))
+
+    @abstractmethod
+    def refresh_copies(self) -> None:
+        """Make the model's copies from this rank's masters, as DeepSpeed does after a step."""
+
+    def gather_copies(self) -> None:  # noqa: B027 - most subclasses have nothing to gather
+        """Gather the copies made by other ranks; collective."""
+
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        """Return the copies of buffer ``flats[flat]`` as consecutive 1-D tensors; () if they are not in memory."""
+        return ()
+
+    @property
+    def optimizer(self) -> Any:
+        """The torch-style optimizer with states and hyper-parameters, or None."""
+        return getattr(self.wrapped, "optimizer", self.wrapped)
+
+    @property
+    def topology(self) -> Topology:
+        """The engine's topology."""
+        engine = self.engine
+        zero, precision = engine._config.zero_config, self._find_precision()
+        return Topology(
+            zero_stage=int(engine.zero_optimization_stage()),
+            wrapper=self.wrapper,
+            precision=precision,
+            dp=self.dp,
+            tp=self.place.tp,
+            pp=self.place.pp,
+            ep=self.ep,
+            undeclared=precision != find_declared(engine),
+            master=dtype_name(self.flats[0].dtype) if self.flats else "float32",
+            elastic=self.traits.can_be_elastic and bool(getattr(self.wrapped, "elastic_checkpoint", False)),
+            offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
+            flats=tuple(self.layout),
+        )
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks over which the masters are partitioned."""
+        return 1
+
+    def _find_precision(self) -> str:
+        """Return :func:`~deepspeed_ucp.formats.deepspeed.index.find_saved_precision` for a save of this engine."""
+        if (declared := find_declared(self.engine)) != "float32":
+            return declared
+        first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
+        return dtype_name(self.params[first].dtype if first is not None else self.engine.get_data_types()[0])
+
+    @property
+    def is_dual(self) -> bool:
+        """True if every rank of the pipeline has a forward and a backward stage (DualPipeV)."""
+        return hasattr(self.engine.module, "phase_bounds")
+
+    def instances(self) -> dict[str, Instance]:
+        """Return parameters and buffers of tied modules that other pipeline stages have under the same name."""
+        return find_instances(self.engine)
+
+    def unfiled(self) -> list[str]:
+        """List trained parameters that DeepSpeed's load of a pipeline's layers does not restore."""
+        return sorted(find_unfiled(self.engine) & self.owned)
+
+    def tp_shard_of(self, name: str) -> int:
+        """Return this rank's shard number of a parameter or buffer; uncut experts have one shard."""
+        return 0 if name in self.experts_over_tp else self.place.tp_rank
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the unpartitioned shape of a parameter's shard on this tensor-parallel rank."""
+        shape = _find_shape(self.params[name])
+        return shape[1:] if name in self.places else shape
+
+    def owned_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return these shapes for the parameters owned by the optimizer."""
+        return {name: self.shape_of(name) for name in self.params if name in self.owned}
+
+    def group_members(self) -> dict[int, tuple[str, ...]]:
+        """Return the parameters of each param group."""
+        members: dict[int, list[str]] = {}
+        for flat in self.flats:
+            members.setdefault(flat.group, []).extend(flat.names)
+        return {group: tuple(names) for group, names in members.items()}
+
+    def live_groups(self) -> list[list[tuple[str, bool]]]:
+        """Return the user's param groups as (name in the module, owned by the optimizer), with frozen parameters."""
+        recorded = find_state(self.engine).param_groups
+        if recorded is not None:
+            named = [[part for name in group for part in self._name_parts(name)] for group in recorded]
+            return [[(name, strip_compiled(name) in self.owned) for name in group] for group in named]
+        return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
+
+    def list_names(self) -> dict[str, str]:
+        """Map every name of the module's parameters, in order, to the first name of the same parameter."""
+        return {name: name for name in self.params} | self.aliases
+
+    def list_recorded(self) -> Iterator[str]:
+        """List the names in the module's state dict in its order, which a custom module may change."""
+        keys = self.list_keys()
+        todo: list[tuple[str, Any]] = [("", self.engine.module.state_dict())]
+        while todo:
+            name, value = todo.pop()
+            if isinstance(value, Mapping):
+                todo += [(f"{name}.{key}" if name else key, part) for key, part in reversed([*value.items()])]
+            elif isinstance(value, torch.Tensor):
+                yield keys.get(strip_compiled(name), strip_compiled(name))
+
+    def live_hyper(self) -> list[dict[str, Any]]:
+        """Return the hyper-parameters of the live groups; only the type of values that are not plain data."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [{k: to_plain(value) for k, value in drop_fixed(group).items() if k != "params"} for group in groups]
+
+    @cached_property
+    def state_dict(self) -> StateDict:
+        """Differences of the module's state dict from its parameters and buffers."""
+        return ask_state_dict(self.engine.module)
+
+    def list_keys(self) -> dict[str, str]:
+        """Map keys of the module's state dict to names of parameters or buffers, if they differ."""
+        named = ((strip_compiled(key), strip_compiled(name)) for key, name in self.state_dict.keys.items())
+        return {key: name for key, name in named if not is_expert(name)}
+
+    def describe_made(self) -> str:
+        """Describe tensors that the module's state dict computes with another result than the saved one."""
+        changed = find_changed(self.engine.module, self.state_dict)
+        return f"{shorten(changed)}: the module computes them, with other values than saved" if changed else ""
+
+    def extras(self) -> list[LiveBuffer]:
+        """Return parameters without optimizer, persistent buffers, and other tensors of the module's state dict."""
+        found = [self._hold_extra(name) for name in self.params if name not in self.owned]
+        persistent = set(self.engine._get_buffer_names())  # saved as buffer_names
+        for name, buffer in self.engine.module.named_buffers():
+            if name in persistent:
+                (part,) = self._name_parts(name)
+                if (layer := find_layer(name, self.experts)) and self.experts[layer].over_tp:
+                    self.experts_over_tp |= {strip_compiled(part)}
+                found.append(hold_whole(strip_compiled(part), buffer, is_buffer=True))
+        for key, tensor in self.state_dict.others.items():
+            found.append(hold_whole(strip_compiled(key), tensor, is_buffer=True))
+        return found
+
+    def _hold_extra(self, name: str) -> LiveBuffer:
+        param, place = self.params[name], self.places.get(name)
+        if place is None:
+            return _hold_parameter(name, param, self.swaps)
+        if hasattr(param, "ds_tensor"):
+            raise UnsupportedError(
+                f"{name}: ZeRO 3 does not save frozen parameters of AutoEP's experts. Resume at ZeRO 0 to 2, or "
+                "without freezing it."
+            )
+        return hold_whole(name, param[place])
+
+    def param_group(self, flat: LiveBuffer) -> int:
+        """Return the index of a flat buffer's param group (ZeRO rebuilds Adagrad with a single group)."""
+        groups = self.optimizer.param_groups
+        for number, group in enumerate(groups):
+            if any(param is flat.holder for param in group["params"]):
+                return number
+        return min(flat.group, len(groups) - 1)
+
+    def whole_parameters(self) -> AbstractContextManager[Any]:
+        """Context manager that gathers ZeRO-3 parameters; rank 0's changes are kept."""
+        parted: list[Any] = [param for param in self.engine.module.parameters() if hasattr(param, "ds_id")]
+        away = [param for param in parted if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        return GatheredParameters(away, modifier_rank=0)  # type: ignore[no-any-return]
+
+    def refresh_masters(self) -> None:
+        """Make the masters from the model's copies (DeepSpeed's ``refresh_fp32_params``)."""
+        for name in ("refresh_fp32_params", "_restore_from_bit16_weights"):
+            if refresh := getattr(self.wrapped, name, None):
+                refresh()
+                return
+
+    def prepare(self) -> None:
+        """Prepare the buffers for filling; ZeRO 3 has partitioned all parameters before."""
+        for param in self.params.values():
+            part: Any = getattr(param, "ds_tensor", None)
+            if getattr(part, "final_location", None) == "nvme" and part.status != PartitionedParamStatus.NOT_AVAILABLE:
+                # prefetched: memory would hide the filled file, and is never written back
+                param.nvme_swapper.synchronize_reads()
+                param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+    def drop_secondary_copies(self) -> None:
+        """Delete ZeRO++ hpZ's copies of the parameters, which the next forward pass would use."""
+        for param in self.params.values():
+            if getattr(param, "ds_secondary_tensor", None) is not None:
+                param.ds_secondary_tensor = None
+
+    @property
+    def uses_nvme(self) -> bool:
+        """True if trained parameters or optimizer states are on NVMe, all or only the large ones."""
+        return False
+
+    def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
+        """Describe optimizers of another kind than the saved, which torch's ``load_state_dict`` would not notice."""
+        irregular: dict[ParamKey, set[str]] = defaultdict(set)
+        for key in index.limits.irregular:
+            irregular[key.param].add(key.state)
+        groups = {param: group.hyper for group in index.run.groups for param in group.members}
+        for flat in self.flats:
+            params = [ParamKey(index.resolve(name)) for name in flat.names]
+            saved = set().union(*(irregular.get(param, ()) for param in params))
+            saved = saved.union(*(find_states(index, param) for param in params))
+            hyper = next((groups[param] for param in params if param in groups), {})
+            if flat.holder is not None and saved:
+                scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
+                group = self.param_group(flat)
+                text = find_other_kind(self.optimizer, group, hyper, saved, flat.holder, scalars)
+                rule = self.optimizer, self.optimizer.param_groups[group], hyper, index.run.configured
+                text = text or find_other_rule(*rule) or find_doubt(*rule, read_configured(self.engine))
+                yield from [text] if text else []
+
+    def relink(self) -> None:
+        """Renew views into the optimizer states after new states were attached."""
+        return
+
+
+def flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as 1-D memory; a non-contiguous one, which cannot be a destination, is returned unchanged."""
+    data = tensor.detach()
+    return data.view(-1) if data.is_contiguous() else data
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Convert ``torch.float32`` to ``float32``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,176 @@
+"""Engine features that the plugin does not support: refused, or loaded by DeepSpeed in an unchanged topology."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+
+from ..engine_state import RANDOM_STATES, is_carried
+from ..errors import UnsupportedError, shorten
+from ..model.wrappers import find_live
+
+OWN_LOAD = 'To use DeepSpeed\'s own load anyway, set "checkpoint": {"universal": false}.'
+"""Remedy at the end of refusals."""
+
+
+PLACEMENT = "expert_placement_descriptor"
+"""Attribute of AutoEP's layers (``module_inject/auto_ep_layer.py``): the experts of each rank."""
+
+
+class UnknownLayoutError(UnsupportedError):
+    """The layout of the engine's state is unknown; DeepSpeed's load is right in the same topology."""
+
+
+def check_engine(engine: Any) -> None:
+    """Refuse an engine with state that no load restores; UnsupportedError with a remedy."""
+    for find, message in _REFUSED:
+        found = find(engine)
+        if found:
+            listed = "" if found is True else f" ({shorten(found)})"
+            raise UnsupportedError(f"{message.format(listed)} {OWN_LOAD}")
+
+
+def name_device(section: Any) -> str:
+    """Return the device of an offload section of the ds_config, or ``none``."""
+    device = getattr(section, "device", None)
+    return str(getattr(device, "value", device) or "none")
+
+
+def _list_offloaded(engine: Any) -> list[str]:
+    """List the states moved by ``engine.offload_states``, which a load would not reach."""
+    return sorted(str(getattr(state, "value", state)) for state in getattr(engine.optimizer, "offloaded_states", ()))
+
+
+def _list_backed(engine: Any) -> list[int]:
+    """List sub-groups of partial offload with a second optimizer, whose states are not saved."""
+    devices: dict[int, str] = getattr(engine.optimizer, "subgroup_to_device", {})
+    is_split = hasattr(engine.optimizer, "backup_optimizer")
+    return [number for number, device in devices.items() if is_split and device != "cpu"]
+
+
+def _list_sharded_bases(engine: Any) -> list[str]:
+    """List LoRA ``OptimizedLinear`` modules whose frozen base weight is sliced over the ranks."""
+    modules = engine.module.named_modules()
+    return [name for name, child in modules if hasattr(child, "lora_config") and getattr(child, "zero_shards", 1) > 1]
+
+
+_REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
+    (
+        lambda engine: bool(getattr(engine, "zenflow", False)),
+        "The engine runs ZenFlow{}: its selected columns, their moments, the gradients between two updates, and its "
+        "step are not saved, so that no load restores them. Resume without zero_optimization.zenflow.",
+    ),
+    (
+        lambda engine: type(engine.optimizer).__name__ == "SuperOffloadOptimizer_Stage3",
+        "The engine runs SuperOffload{}, whose moments are in another process: no load restores them. Resume without "
+        "offload_optimizer.super_offload.",
+    ),
+    (
+        _list_offloaded,
+        "engine.offload_states() has moved states of this engine{}, and a load would not reach them. Call "
+        "engine.reload_states() before load_checkpoint.",
+    ),
+    (
+        _list_backed,
+        "offload_optimizer.ratio keeps sub-groups on the accelerator{} with a second optimizer, whose states DeepSpeed "
+        "neither saves nor loads. Resume with ratio 1.",
+    ),
+    (
+        _list_sharded_bases,
+        "LoRA OptimizedLinear with base_weight_sharding > 1{}: every rank has another slice of the frozen base "
+        "weights, and a save contains only rank 0's. Resume with base_weight_sharding 1.",
+    ),
+)
+"""Features refused in any topology: a function that returns True or names, and the message."""
+
+
+_ONE_BIT = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
+"""Optimizers of DeepSpeed up to 0.18 (``runtime/fp16/onebit/``)."""
+
+
+def find_data_sampler(engine: Any) -> DeepSpeedDataSampler | None:
+    """Return the data sampler of an engine with curriculum learning (``data_efficiency``), or None."""
+    sampler = getattr(getattr(engine, "training_dataloader", None), "data_sampler", None)
+    return sampler if isinstance(sampler, DeepSpeedDataSampler) else None
+
+
+def has_drawn(engine: Any) -> bool:
+    """Return True if the data sampler has drawn samples: DeepSpeed's load adds the saved clusters to its own."""
+    return bool(getattr(find_data_sampler(engine), "data_clusters", None))
+
+
+def writes_states(engine: Any) -> bool:
+    """Return True if the model states of a save should contain the optimizer states: in 16 bits without ZeRO.
+
+    DeepSpeed 0.17.6 to 0.18.4 use these wrappers at ZeRO 1 too, with bf16 weights and fp32 gradients.
+    """
+    wrapper = find_live(engine.optimizer)
+    return wrapper is not None and wrapper.has_copies and not wrapper.is_cut
+
+
+def list_unsaved(engine: Any) -> list[str]:
+    """Describe state that is in no save, so that a load leaves the live engine's."""
+    found = []
+    if type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ in _ONE_BIT:
+        found.append("1-bit optimizers: DeepSpeed saves only rank 0's compression errors; a load resets all of them")
+    if getattr(engine._config.zero_config, "zero_quantized_nontrainable_weights", False):
+        found.append(
+            "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales, and restores "
+            "them only if this model's frozen weights equal the saved ones before the load"
+        )
+    if find_data_sampler(engine) is not None and not is_carried(engine, RANDOM_STATES):
+        found.append(
+            "curriculum learning: DeepSpeed saves numpy's global generator instead of its sampler's generator, which "
+            "restarts from its seed; call deepspeed_ucp.rng.follow(engine) before saves and loads to restore it"
+        )
+    return found
+
+
+def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:
+    """Return the paths of this rank's own files, and the engine's facts in the form of these files.
+
+    Returns:
+        Model states, ZeRO optimizer states (None at stage 0), and facts for
+        :func:`deepspeed_ucp.formats.deepspeed.ownfiles.compare_own_files`.
+    """
+    load_dir, tag = os.path.split(os.path.abspath(folder))
+    model, wrapped = engine._get_ckpt_name(load_dir, tag), engine.optimizer
+    layers = [child for child in engine.module.modules() if hasattr(child, PLACEMENT)]
+    facts = {
+        "ZeRO stage": int(engine.zero_optimization_stage()),
+        "precision": find_declared(engine),
+        "model-parallel ranks": int(engine.mp_world_size),
+        "experts per layer": list(engine.num_experts),
+        "use_data_before_expert_parallelism": bool(engine._config.use_data_before_expert_parallel_),
+        "AutoEP placement": [getattr(layer, PLACEMENT) for layer in layers],
+    }
+    if not hasattr(wrapped, "partition_count"):
+        return model, None, facts | _describe_stage0(engine)
+    counts, shapes = wrapped.partition_count, engine._get_zero_param_shapes()
+    describe_groups = getattr(wrapped, "_zero3_partition_group_metadata", lambda: None)
+    facts |= {
+        "data-parallel ranks": int(engine.seq_dp_world_size),
+        "parameters": [[(name, tuple(shape)) for name, shape in group.items()] for group in shapes],
+        "partitions": [int(count) for count in (counts if isinstance(counts, (list, tuple)) else [counts])],
+        "partition groups": describe_groups(),
+    }
+    return model, engine._get_zero_ckpt_name(load_dir, tag), facts
+
+
+def find_declared(engine: Any) -> str:
+    """Return the result of :func:`deepspeed_ucp.model.topology.find_precision` for the engine's ds_config."""
+    return "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
+
+
+def _describe_stage0(engine: Any) -> dict[str, Any]:
+    """Describe stage 0: dense parameters have any number of replicas, experts are distributed over ranks."""
+    order = {"order of parameters": list(engine.module.state_dict())}
+    if not engine.has_moe_layers:
+        return order
+    sizes = sorted({layer.ep_size for layer in engine.module.modules() if hasattr(layer, "ep_size")})
+    facts = {**order, "data-parallel ranks": int(engine.seq_dp_world_size), "expert-parallel ranks": sizes[-1]}
+    # With several degrees the files contain only the largest.
+    return facts if len(sizes) == 1 else {**facts, "expert-parallel degrees": sizes}

@@ -1,0 +1,255 @@
+"""Targets for the optimizer wrappers: ZeRO 1/2, ZeRO 3, BF16_Optimizer, the FP16 wrappers, and no wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from deepspeed import comm as ds_comm
+from torch._utils import _unflatten_dense_tensors
+
+from ..model.wrappers import BARE, MOMENTUM, WRAPPERS, find_live
+from .base import Target, flatten
+from .coverage import UnknownLayoutError, check_engine
+from .gathering import gather_in_place
+from .optimizer import is_muon_group
+from .swap import SwapPlace
+
+_PIECE = 1 << 24
+"""Elements of a master in one copy: torch allocates memory for the conversion of a copy to another device."""
+
+
+class Zero12Target(Target):
+    """ZeRO 1/2 and BF16_Optimizer: a padded flat buffer per group, cut into equal partitions."""
+
+    attributes: ClassVar = {
+        "zero12": (
+            "round_robin_bit16_groups",
+            "bit16_groups_flat",
+            "parallel_partitioned_bit16_groups",
+            "single_partition_of_fp32_groups",
+            "real_dp_process_group",
+        ),
+        "bf16": (
+            "bf16_groups",
+            "bf16_groups_flat",
+            "bf16_partitioned_groups",
+            "fp32_groups_flat_partition",
+            "real_dp_process_group",
+        ),
+    }
+
+    @property
+    def dp(self) -> int:
+        return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
+
+    def _list_groups(self) -> list[tuple[list[Any], torch.Tensor, list[torch.Tensor], torch.Tensor, Any]]:
+        """List (parameters, flat 16-bit buffer, its partitions, this rank's master, process group) for each group."""
+        return list(zip(*(getattr(self.wrapped, name) for name in self.attributes[self.wrapper]), strict=True))
+
+    def collect(self) -> None:
+        padding = getattr(self.wrapped, "round_robin_bit16_padding", None)
+        for group, (params, flat, _, master, process_group) in enumerate(self._list_groups()):
+            parts, gaps = ds_comm.get_world_size(group=process_group), padding[group] if padding else ()
+            size = flat.numel() // parts
+            (buffer,) = self.traits.lay_out(group, *self.describe(params), parts, size, gaps)
+            hyper = self.optimizer.param_groups[group] if is_muon_group(self.optimizer, group) else {}
+            whole = self.traits.list_whole(hyper, offloaded=bool(getattr(self.wrapped, "cpu_offload", False)))
+            self.add_flat(buffer, ds_comm.get_rank(group=process_group), master, whole)
+
+    def prepare(self) -> None:
+        wait = getattr(self.wrapped, "_wait_for_offload_copies", None)
+        if wait:
+            wait()
+
+    def refresh_copies(self) -> None:
+        for _, _, partitions, master, process_group in self._list_groups():
+            copy = partitions[ds_comm.get_rank(group=process_group)].data
+            for low in range(0, copy.numel(), _PIECE):
+                copy[low : low + _PIECE].copy_(master.data[low : low + _PIECE])
+
+    def gather_copies(self) -> None:
+        for _, flat, _, _, process_group in self._list_groups():
+            gather_in_place(flat.data, process_group)
+
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        _, _, partitions, _, process_group = self._list_groups()[flat]
+        return [partitions[ds_comm.get_rank(group=process_group)].detach()]
+
+    def relink(self) -> None:
+        opt = self.wrapped
+        opt._link_all_hp_params()
+        opt._hp_optimizer_states_linked = False
+        if all(opt.optimizer.state.get(flat.holder) for flat in self.flats):
+            opt._lazy_init_hp_params_optimizer_state()  # so that safe_get_full_optimizer_state works before a step
+
+
+class Zero3Target(Target):
+    """DeepSpeedZeroOptimizer_Stage3: a flat buffer per sub-group with ``ceil(numel / dp)`` elements per parameter."""
+
+    @property
+    def dp(self) -> int:
+        return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
+
+    @property
+    def uses_nvme(self) -> bool:
+        return "nvme" in self.topology.offload.split("/")
+
+    def collect(self) -> None:
+        opt = self.wrapped
+        for index, params in enumerate(opt.fp16_groups):
+            process_group = getattr(params[0], "ds_process_group", opt.dp_process_group)
+            parts, group = ds_comm.get_world_size(group=process_group), opt.sub_group_to_group_id[index]
+            (buffer,) = self.traits.lay_out(group, *self.describe(params), parts)
+            holder = opt.fp32_partitioned_groups_flat[index]
+            self.add_flat(buffer, ds_comm.get_rank(group=process_group), holder, swap=self._find_swap(index, holder))
+
+    def _find_swap(self, index: int, holder: torch.Tensor) -> SwapPlace | None:
+        """Return a sub-group's swap file; None for small sub-groups, which stay in memory."""
+        if not self.wrapped._swappable_optimizer_subgroup(index):
+            return None
+        swapper = self.wrapped.optimizer_swapper
+        info = swapper.swap_params_info[swapper.parameter_id(holder)]
+        return SwapPlace(self.swaps, info.tensors[0].swap_path, swapper.dtype, swapper._io_aligned_numel)
+
+    def refresh_copies(self) -> None:
+        opt, timers = self.wrapped, set[str]()
+        for index, flat in enumerate(self.flats):  # one sub-group at a time is in memory, as in a step
+            if flat.swap is not None:
+                opt._prepare_sub_group(index, timers)
+            opt._reassign_or_swap_out_partitioned_parameters(index)
+            if flat.swap is not None:
+                opt._release_sub_group(index, timers)
+        self.drop_secondary_copies()
+
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        copy = self.wrapped.fp16_partitioned_groups_flat[flat]
+        return [] if copy is None or self.flats[flat].swap is not None else [copy.detach()]
+
+    @property
+    def momentum_in_memory(self) -> dict[int, torch.Tensor]:
+        """Muon's momentum outside of the optimizer's state, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
+        return getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
+
+    def relink(self) -> None:
+        if any(flat.swap for flat in self.flats):  # as after a step: register the states and free their memory
+            swapper = self.wrapped.optimizer_swapper
+            swapper.purge_state()
+            for flat in self.flats:
+                if flat.swap is not None:
+                    swapper._get_param_swap_info(flat.holder).release_memory()
+        for index, momentum in self.momentum_in_memory.items():
+            states = self.optimizer.state[self.wrapped.fp32_partitioned_groups_flat[index]]
+            restored = states.get(MOMENTUM)
+            if restored is None:  # saved before the first step
+                momentum.zero_()
+            elif restored is not momentum:
+                momentum.copy_(restored)
+            states[MOMENTUM] = momentum
+
+
+class WholeTarget(Target):
+    """The FP16 wrappers (stage 0, fp16 and bf16): every rank has all masters, one per param group or per parameter."""
+
+    def list_pairs(self, group: int) -> list[tuple[list[Any], torch.Tensor]]:
+        """List the masters of a param group, each with its parameters in order."""
+        params, masters = (getattr(self.wrapped, name)[group] for name in (self.traits.params, self.traits.masters))
+        if self.traits.is_flat:
+            return [(params, masters)]
+        return [([param], master) for param, master in zip(params, masters, strict=True)]
+
+    @property
+    def _pairs(self) -> list[tuple[list[Any], torch.Tensor]]:
+        return [pair for group in range(len(self.optimizer.param_groups)) for pair in self.list_pairs(group)]
+
+    def collect(self) -> None:
+        for group in range(len(self.optimizer.param_groups)):
+            for params, master in self.list_pairs(group):
+                (buffer,) = self.traits.lay_out(group, *self.describe(params))
+                self.add_flat(buffer, 0, master)
+
+    def refresh_copies(self) -> None:
+        for params, master in self._pairs if self.has_copies else ():
+            for param, value in zip(params, _unflatten_dense_tensors(master.data.reshape(-1), params), strict=True):
+                param.data.copy_(value)
+
+    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
+        return [flatten(param) for param in self._pairs[flat][0]] if self.has_copies else ()
+
+
+class TorchTarget(WholeTarget):
+    """No wrapper (stage 0, fp32): the model's parameters are their own masters."""
+
+    @property
+    def optimizer(self) -> Any:
+        return self.wrapped
+
+    def list_pairs(self, group: int) -> list[tuple[list[Any], torch.Tensor]]:
+        params = self.wrapped.param_groups[group]["params"]
+        return [([param], param) for param in params if param.requires_grad and param.numel()]
+
+
+class WeightsTarget(Target):
+    """An engine without an optimizer below ZeRO 3. In bf16 it has an empty wrapper."""
+
+    def collect(self) -> None:
+        """Do nothing: there are no masters."""
+
+    @property
+    def optimizer(self) -> Any:
+        return None
+
+    def refresh_copies(self) -> None:
+        """Do nothing: there are no copies."""
+
+
+class OffloadOnlyTarget(WeightsTarget):
+    """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
+
+    dp = Zero3Target.dp
+
+    def prepare(self) -> None:
+        # Gathered parameters would hide the filled partitions; the wrapper has no `checkpoint_event_prologue`.
+        self.wrapped.partition_all_parameters()
+        super().prepare()
+
+    def refresh_copies(self) -> None:
+        self.drop_secondary_copies()
+
+
+TARGETS: dict[str, type[Target]] = {
+    "zero12": Zero12Target,
+    "zero3": Zero3Target,
+    "bf16": Zero12Target,
+    "fp16_fused": WholeTarget,
+    "fp16_unfused": WholeTarget,
+    "torch": TorchTarget,
+    BARE: WeightsTarget,
+    "zero3_inference": OffloadOnlyTarget,
+}
+"""Name of the wrapper → class of its target."""
+
+
+def open_target(engine: Any) -> Target:
+    """Return the target for a live engine.
+
+    Raises:
+        UnknownLayoutError: the optimizer wrapper's layout is known to DeepSpeed only.
+        UnsupportedError: the engine has state that no load restores.
+    """
+    check_engine(engine)
+    wrapper = find_live(engine.optimizer)
+    if not getattr(engine.optimizer, "using_real_optimizer", True):
+        name = BARE
+    elif wrapper is not None:
+        name = wrapper.name
+    elif isinstance(engine.optimizer, torch.optim.Optimizer):
+        name = "torch"
+    else:
+        covered = sorted(row.live_class for row in WRAPPERS.values() if row.live_class)
+        raise UnknownLayoutError(
+            f"the engine's optimizer wrapper {type(engine.optimizer).__name__} is not supported (supported: "
+            f"{', '.join(covered)} and raw torch optimizers)"
+        )
+    return TARGETS[name](engine, name)

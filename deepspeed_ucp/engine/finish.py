@@ -1,0 +1,207 @@
+"""Restore counters, schedulers, loss scaler and other state that DeepSpeed's load sets after the buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.runtime.fp16 import loss_scaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import fragment_address
+
+from ..comm import Comm
+from ..model import strip_compiled
+from .base import Target
+from .coverage import find_data_sampler
+from .optimizer import restore_hyper
+from .references import keep_scheduler_references, replace_method
+
+NOT_CLIENT = (
+    "module",
+    "skipped_steps",
+    "global_steps",
+    "dp_world_size",
+    "mp_world_size",
+    "data_sampler",
+    "random_ltd",
+)
+"""Keys of a model-states file that are not in the client state (engine.py ``_load_checkpoint``)."""
+
+
+def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return modules with an extra state (``set_extra_state``) by its key in a state dict."""
+    base = torch.nn.Module.set_extra_state
+    found = {}
+    for name, child in module.named_modules():
+        if type(child).set_extra_state is not base:
+            prefix = f"{strip_compiled(name)}." if strip_compiled(name) else ""
+            found[f"{prefix}_extra_state"] = child
+    return found
+
+
+def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
+    """Set global steps, samples, skipped steps and the saved world sizes as DeepSpeed's load does."""
+    engine.global_steps = saved["global_steps"]
+    engine.global_samples = saved.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = saved.get("skipped_steps", 0)
+    engine.loaded_checkpoint_mp_world_size = saved.get("mp_world_size", 1)
+
+
+def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bool) -> list[str]:
+    """Restore lr scheduler, random-ltd scheduler and data sampler.
+
+    Returns:
+        Warnings if only one side has one of them. This is not an error: a trainer may step a scheduler that the engine
+        does not know, or the new run may have another one on purpose.
+    """
+    helpers = {
+        "lr_scheduler": engine.lr_scheduler,
+        "random_ltd": engine.random_ltd_scheduler if engine.random_ltd_enabled() else None,
+        "data_sampler": find_data_sampler(engine),
+    }
+    if not with_scheduler:
+        del helpers["lr_scheduler"]
+    live = {key for key, helper in helpers.items() if helper is not None}
+    kept = {key for key in helpers if saved.get(key) is not None}
+    for key in (key for key in helpers if key in live & kept):
+        if key == "data_sampler":
+            _restore_sampler(helpers[key], saved[key])
+        else:
+            with keep_scheduler_references(engine):
+                helpers[key].load_state_dict(saved[key])
+    new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
+    warnings = []
+    if new:
+        warnings.append(
+            f"only this engine has {new}: it restarts at step {saved['global_steps']} of the run. Use the saved run's "
+            "configuration, or set it to that step yourself."
+        )
+    if unused:
+        warnings.append(
+            f"only the checkpoint has {unused}: its state is not used. Use the saved run's configuration, unless the "
+            "change is intended or the trainer has its own."
+        )
+    if "lr_scheduler" in live ^ kept:
+        warnings.append("load_lr_scheduler_states=False skips the lr_scheduler, and returns its saved state.")
+    return warnings
+
+
+def _restore_sampler(sampler: Any, saved: Mapping[str, Any]) -> None:
+    """Restore a data sampler's state only.
+
+    DeepSpeed's method adds the saved clusters to the sampler's clusters, and sets every rank's global numpy generator,
+    which no sampler uses, to the first rank's (DeepSpeed issue 8405).
+    """
+    for name in ("data_clusters", "data_cluster_sizes"):
+        if hasattr(sampler, name):
+            setattr(sampler, name, [])
+    state: Any = np.random.get_state(legacy=True)  # noqa: NPY002
+    sampler.load_state_dict(saved)
+    np.random.set_state(state)  # noqa: NPY002
+
+
+def restore_rates(engine: Any) -> None:
+    """Set the rates of the restored scheduler if the param groups did not adopt the saved hyper-parameters.
+
+    Schedulers act after a step, and torch's continue from the current rates. Without a scheduler the live rates stay.
+    """
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
+        return
+    groups = engine.optimizer.param_groups
+    if type(scheduler).__module__.startswith("deepspeed"):
+        rates = scheduler.get_lr()
+    else:
+        rates = getattr(scheduler, "_last_lr", None) or []
+    for group, rate in zip(groups, rates, strict=False):
+        restore_hyper(group, {"lr": float(rate)})
+    moments = scheduler.get_mom() if hasattr(scheduler, "get_mom") else None  # DeepSpeed's OneCycle
+    for group, betas in zip(groups, moments or (), strict=False):
+        group["betas"] = betas
+
+
+def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> None:
+    """Restore a dynamic loss scaler's state if both sides scale dynamically."""
+    scaler = getattr(wrapped, "loss_scale_config", None) or getattr(wrapped, "loss_scaler", None) or wrapped
+    live_dynamic = bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
+    if not (live_dynamic and saved.get("dynamic")):
+        return
+    for key, value in saved.items():
+        if key != "dynamic" and hasattr(scaler, key):
+            setattr(scaler, key, value)
+
+
+def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
+    """Restore gradient clipping, which all wrappers except ZeRO 3 save with the optimizer."""
+    if clip_grad is not None and hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True):
+        wrapped.clip_grad = clip_grad
+
+
+_AFTER_READS = {
+    "engine": ("load_module_state_dict",),
+    "optimizer": ("load_state_dict", "_restore_from_bit16_weights", "refresh_fp32_params", "checkpoint_event_epilogue"),
+}
+"""Methods that DeepSpeed's load calls on all ranks after its reads; some are collective."""
+
+
+@contextmanager
+def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
+    """Context manager in which ranks wait for the slowest read of DeepSpeed's load before its collectives."""
+
+    def wait_first(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            comm.wait()
+            return work(*args, **options)
+
+        return call
+
+    holders = {"engine": engine, "optimizer": getattr(engine, "optimizer", None)}
+    wrapped = [(holders[kind], name) for kind, names in _AFTER_READS.items() for name in names]
+    with ExitStack() as stack:
+        for holder, name in wrapped:
+            if hasattr(holder, name):
+                stack.enter_context(replace_method(holder, name, wait_first(getattr(holder, name))))
+        yield
+
+
+def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> None:
+    """Update copies that DeepSpeed's load leaves stale; collective.
+
+    In a pipeline, a tied layer with a ``forward_fn`` (an output layer that uses the embedding) has no layer file. Its
+    masters are restored with the optimizer and its tied weight from the first stage, but the copies of its other
+    parameters keep their initial values until the first step (``PipelineModule.load_state_dir``). Only the
+    data-parallel ranks of such a stage gather them.
+    """
+    target.drop_secondary_copies()
+    if not hasattr(target.engine, "is_pipe_parallel"):  # a pipeline with one stage can be stale too
+        return
+    is_stale = with_states and bool(target.unfiled())
+
+    def refresh() -> None:
+        if is_stale:
+            target.prepare()
+            target.refresh_copies()
+
+    comm.run(refresh)
+    if is_stale:
+        target.gather_copies()
+
+
+def pick_client_state(
+    saved: Mapping[str, Any], *, module_only: bool, with_scheduler: bool, with_optimizer: bool
+) -> dict[str, Any]:
+    """Return the client state that DeepSpeed's load returns."""
+    hidden = {"module"} if module_only else set(NOT_CLIENT)
+    if with_scheduler:
+        hidden.add("lr_scheduler")
+    if with_optimizer:
+        hidden.add("optimizer")
+    return {key: value for key, value in saved.items() if key not in hidden}
+
+
+def pickled_classes() -> list[Any]:
+    """List the classes of DeepSpeed in its own state files."""
+    return [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]

@@ -1,0 +1,109 @@
+"""Unchanged topologies in which DeepSpeed's load is tested to be correct; the plugin loads all others.
+
+The plugin's load gives the same bits and verifies them. A row or an option is in the table only if a test covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..model import MODULE, AtomicIndex, AtomKey
+from ..model.experts import is_expert
+from .coverage import has_drawn
+
+_PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters", "experts"})
+_OFFLOAD = frozenset({"offload cpu/none", "offload cpu/cpu"})
+
+KNOWN: dict[tuple[str, int], frozenset[str]] = {
+    ("torch", 0): _PLAIN,
+    ("fp16_fused", 0): _PLAIN,
+    ("fp16_unfused", 0): _PLAIN,
+    ("bf16", 1): _PLAIN,
+    ("zero12", 1): _PLAIN | {"offload cpu/none"},
+    ("zero12", 2): _PLAIN | {"offload cpu/none"},
+    ("zero3", 3): _OFFLOAD | {"16 bit", "frozen parameters", "zero_optimization.zero_hpz_partition_size"},
+}
+"""Known options of an engine by optimizer wrapper and ZeRO stage, for a strict load of all states of a ``torch.save``.
+Tests: ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_3d.py``,
+``test_engine_muon.py`` and ``test_engine_offload.py`` (hpZ)."""
+
+_HARMLESS = """
+    stage offload_optimizer offload_param cpu_offload cpu_offload_param cpu_offload_use_pin_memory
+    contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+    allgather_bucket_size allgather_sequential overlap_comm compute_grad_norm sub_group_size prefetch_bucket_size
+    param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
+    gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save module_granularity_threshold
+    use_all_reduce_for_fetch_params ignore_unused_parameters legacy_stage1 round_robin_gradients
+    memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
+    enable_sanity_checks leaf_module
+"""
+"""Fields of ``zero_optimization`` that do not affect a save or its load, or that are part of the topology."""
+
+
+def list_unknown(target: Any, index: AtomicIndex | None = None) -> list[str]:
+    """Describe features of an engine with which DeepSpeed's load is not known to be correct.
+
+    Args:
+        target: the engine's :class:`.base.Target`.
+        index: the checkpoint, or None if each rank knows only its own files.
+    """
+    topology = target.topology
+    row = KNOWN.get((topology.wrapper, topology.zero_stage))
+    if row is None:
+        return [f"{topology.wrapper} at ZeRO stage {topology.zero_stage}"]
+    unknown = [option for option in _list_options(target) if option not in row]
+    if index is not None and topology.zero_stage == 3:
+        unknown += _list_other_frozen(target, index)
+    return unknown + list(index.limits.unnoticed if index else ())
+
+
+def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
+    """Describe parameters without optimizer that were saved otherwise; ZeRO 3's load compares only their sizes."""
+    for name in sorted(target.params.keys() - target.owned):
+        saved = index.find(index.resolve(name), MODULE)
+        if saved is None and AtomKey(name, MODULE) not in index.limits.unreadable:
+            yield f"{name}, which was not saved as a parameter without optimizer"
+        elif saved is not None and saved.shards[target.tp_shard_of(name)].shape != target.shape_of(name):
+            yield f"{name}, which was saved in another shape"
+
+
+def _list_options(target: Any) -> Iterator[str]:
+    engine, topology = target.engine, target.topology
+    pipeline = topology.pp > 1 or hasattr(engine, "is_pipe_parallel")
+    frozen = target.params.keys() - target.owned
+    found = {
+        "16 bit": topology.precision != "float32",
+        "tensor parallelism": topology.tp > 1,
+        "a pipeline": pipeline,
+        "frozen parameters": bool(frozen),
+        "frozen experts": any(map(is_expert, frozen)),  # at ZeRO 2 every rank gets the first rank's
+        _describe_experts(target): bool(target.experts),
+        f"offload {topology.offload}": topology.offload != "none/none",
+        # One node writes layer and expert files that others read.
+        "node-local files": engine.use_node_local_storage() and (pipeline or bool(target.experts)),
+        "a data sampler that has drawn": has_drawn(engine),
+        f"a {type(engine.checkpoint_engine).__name__}": type(engine.checkpoint_engine).__name__ != _READER,
+    }
+    yield from (option for option, is_on in found.items() if is_on)
+    if not target.has_copies:  # else masters are loaded, and weights made from them (`refresh_after_own_load`)
+        yield from (f"{name} (in no layer file)" for name in target.unfiled())
+    zero, harmless = engine._config.zero_config, _HARMLESS.split()
+    for name, field in type(zero).model_fields.items():
+        if name not in harmless and getattr(zero, name) != field.get_default(call_default_factory=True):
+            yield f"zero_optimization.{name}"
+
+
+_READER = "TorchCheckpointEngine"
+"""The only reader without torch's ``weights_only``, which refuses objects in ZeRO's files."""
+
+
+def _describe_experts(target: Any) -> str:
+    """Return ``experts`` if each process finds the files of its experts by its rank.
+
+    It looks for them under its tensor-parallel rank, which is right if that degree divides the expert-parallel degree.
+    """
+    layers = target.experts.values()
+    is_regular = all(not layer.over_tp or layer.degree % target.place.tp == 0 for layer in layers)
+    is_regular = is_regular and len({layer.degree for layer in layers}) <= 1
+    return "experts" if is_regular else "experts of other ranks or degrees"

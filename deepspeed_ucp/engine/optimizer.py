@@ -1,0 +1,214 @@
+"""Optimizers of targets: the states that they keep, and restoring saved hyper-parameters and scalars."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..model.experts import drop_fixed
+from ..model.wrappers import MOMENTUM, USE_MUON
+
+_SIZES = (5, 3, 2)
+"""Sizes of the probe parameter's first dimensions; further ones have 2 elements."""
+
+_ALWAYS_KEPT = ("initial_lr", "step")
+"""Hyper-parameters that are not added by the optimizer's constructor, but by lr schedulers or FusedAdam's step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateKinds:
+    """States of a parameter after a step.
+
+    Attributes:
+        elementwise: state name → dtype.
+        scalars: state name → example value (tensor or number), whose form a restored value gets.
+        other: name → shape or type of other states.
+        lazy: the optimizer makes the states in a step, not at construction.
+    """
+
+    elementwise: dict[str, torch.dtype]
+    scalars: dict[str, Any]
+    other: dict[str, str]
+    lazy: bool = True
+
+
+def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: torch.Tensor) -> StateKinds | None:
+    """Find the states of an optimizer by one step of a copy of it on a probe parameter.
+
+    Args:
+        optimizer: the optimizer, which is not changed.
+        group: param group whose hyper-parameters are used.
+        hyper: saved hyper-parameters that will replace them.
+        like: tensor with the device, dtype and number of dimensions of the probe parameter.
+
+    Returns:
+        None if the optimizer cannot be probed (it needs state from construction, or missing kernels).
+    """
+    if is_muon_group(optimizer, group):  # DeepSpeed makes the state outside of the optimizer's step
+        return StateKinds({MOMENTUM: like.dtype}, {}, {})
+    dims = max(like.dim(), 1)  # states of a 0-dim parameter would look like scalars
+    shape = (*_SIZES, *(2,) * dims)[:dims]
+    live = optimizer.param_groups[group]
+    # Another optimizer's hyper-parameters may have other types; then only the live ones are used.
+    for fields in ({**live, **adopt_hyper(live, hyper)}, live):
+        param = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        state = _step_shadow(optimizer, fields, param, torch.zeros_like(param))
+        if state is not None:
+            return _sort_states(state, param.shape)
+    kept = next((param for param in live["params"] if optimizer.state.get(param)), None)
+    return None if kept is None else replace(_sort_states(optimizer.state[kept], kept.shape), lazy=False)
+
+
+def is_muon_group(optimizer: Any, group: int) -> bool:
+    """Return True if DeepSpeed's Muon trains a param group itself, not with its built-in Adam."""
+    return "muon" in type(optimizer).__name__.lower() and bool(optimizer.param_groups[group].get(USE_MUON))
+
+
+_UNEVEN = (0.5, 1.0, 2.0, 40.0, 70.0, 90.0)
+"""Weights and gradients whose halves have other norms than the whole."""
+
+
+def depends_on_cut(optimizer: Any, group: int, like: torch.Tensor) -> bool:
+    """Return True if a step on two halves differs from a step on the whole tensor (an optimizer that uses norms)."""
+    live = optimizer.param_groups[group]
+    whole = torch.tensor(_UNEVEN, dtype=like.dtype, device=like.device)
+    gradient = whole.flip(0)
+    parts = [part.clone() for part in whole.chunk(2)]
+    for param, grad in ((whole, gradient), *zip(parts, gradient.chunk(2), strict=True)):
+        if _step_shadow(optimizer, live, param, grad.clone()) is None:
+            return False
+    return not (whole.is_meta or torch.allclose(whole, torch.cat(parts), rtol=1e-3))  # plans have meta tensors
+
+
+def _step_shadow(
+    optimizer: Any, fields: Mapping[str, Any], param: torch.Tensor, gradient: torch.Tensor
+) -> Mapping[str, Any] | None:
+    """Let a copy of the optimizer take a step on ``param``, in place; returns its state, or None if the step fails."""
+    param.requires_grad_(True)
+    param.grad = gradient
+    shadow = _make_shadow(optimizer, [{**{key: copy.copy(value) for key, value in fields.items()}, "params": [param]}])
+    try:
+        type(optimizer).step(shadow)
+    except Exception:  # noqa: BLE001 - any optimizer may fail in its own way
+        return None
+    finally:
+        param.requires_grad_(False)
+    return shadow.state.get(param, {})  # type: ignore[no-any-return]
+
+
+def _make_shadow(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
+    """Copy an optimizer, with separate state, groups and containers, so that steps do not change the original."""
+    # A subclass without __del__, in which DeepSpeed's CPU optimizers free their native state.
+    kind: Any = type("Shadow", (type(optimizer),), {"__del__": lambda self: None, "__module__": __name__})
+    shadow = kind.__new__(kind)
+    for key, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):  # DeepSpeed's Muon has an Adam for the other parameters
+            shadow.__dict__[key] = _make_shadow(value, [])
+        elif key != "step":  # lr schedulers store a bound method of the original there
+            shadow.__dict__[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    shadow.__dict__.update(state=defaultdict(dict), param_groups=groups)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if hooks in shadow.__dict__:
+            shadow.__dict__[hooks] = {}
+    return shadow
+
+
+def _sort_states(state: Mapping[str, Any], shape: torch.Size) -> StateKinds:
+    elementwise, scalars, other = {}, {}, {}
+    for name, value in state.items():
+        if value is None:
+            continue
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
+            elementwise[name] = value.dtype
+        elif isinstance(value, (int, float, bool)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            scalars[name] = value
+        else:
+            other[name] = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return StateKinds(elementwise, scalars, other)
+
+
+def find_other_kind(
+    optimizer: Any,
+    group: int,
+    hyper: Mapping[str, Any],
+    saved: Collection[str],
+    like: torch.Tensor,
+    scalars: Collection[str] = (),
+) -> str:
+    """Describe the difference between the live optimizer's states and the saved states; empty if there is none.
+
+    An optimizer of the saved class may have fewer states at first: some appear later, others by saved switches.
+
+    Args:
+        group: param group of the live optimizer.
+        hyper: saved hyper-parameters of the group.
+        saved: names of the saved states of its parameters.
+        like: see :func:`probe_optimizer`.
+        scalars: names of saved one-element states, such as a factored optimizer's row states of one-row parameters.
+    """
+    live = optimizer.param_groups[group]
+    kept = probe_optimizer(optimizer, group, {}, like)
+    if kept is None:
+        return ""
+    names = {*kept.elementwise, *kept.other}
+    have = {*saved, *names.intersection(scalars)}
+    if names == have or (names < have and _is_same_class(live, hyper)):
+        return ""
+    old, new = (", ".join(sorted(states)) or "none" for states in (saved, names))
+    return f"optimizer states {old} → {new}"
+
+
+def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved hyper-parameters that a live param group adopts.
+
+    These are all if the saved group has every key of the live one (the same optimizer class), else the common ones:
+    another implementation (CPU, fused) has other switches.
+    """
+    plain = {key: value for key, value in saved.items() if key != "params" and _is_plain(value)}
+    same_class = _is_same_class(live, plain)
+    return {key: value for key, value in plain.items() if same_class or key in live or key in _ALWAYS_KEPT}
+
+
+def _is_same_class(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    return set(drop_fixed(live)) - {"params", *_ALWAYS_KEPT} <= set(saved)
+
+
+def to_plain(value: Any) -> Any:
+    """Convert a live hyper-parameter to plain data."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return value if _is_plain(value) else type(value).__name__
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set a live param group's saved hyper-parameters; tensors (a capturable lr) are filled in place."""
+    for key, value in adopt_hyper(group, saved).items():
+        if isinstance(group.get(key), torch.Tensor) and isinstance(value, (int, float)):
+            group[key].fill_(value)
+        else:
+            group[key] = value
+
+
+def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
+    """Convert a saved scalar to the optimizer's form: a one-element tensor or a number."""
+    example = kept.scalars.get(name) if kept else None
+    if isinstance(example, torch.Tensor):
+        return torch.full(example.shape, value, dtype=example.dtype, device=example.device)
+    if isinstance(example, bool) or isinstance(value, bool):
+        return bool(value)
+    if isinstance(example, (int, float)):
+        return type(example)(value)
+    return torch.tensor(float(value))

@@ -1,0 +1,295 @@
+"""Ranks of a live engine in its parallel groups, and the live model's description of its tensors' cuts.
+
+DeepSpeed gets model parallelism from a Megatron-like ``mpu``, the grid of a ``PipelineModule``, or AutoTP (whose mpu is
+``deepspeed.utils.groups``). All have the methods named in ``deepspeed/utils/bwc.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed import comm as ds_comm
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups
+from deepspeed.utils.bwc import (
+    bwc_pipeline_parallel_world_size,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
+
+from ..model import strip_compiled
+from ..tensor_parallel.metadata import INFO
+from .coverage import PLACEMENT, UnknownLayoutError
+
+CUT_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes")
+"""Megatron's attributes of a parameter (``core/tensor_parallel/layers.py``; sizes of unequal parts: ``core/ssm``)."""
+
+_PIPE_RANKS = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Ranks and degrees of one rank.
+
+    Attributes:
+        tp_rank, tp: tensor-parallel rank and degree.
+        pp_rank, pp: pipeline stage and number of stages.
+        dp_rank, dp: rank and size of ZeRO's data-parallel group, including sequence-parallel ranks; at stage 0 of the
+            replicas.
+    """
+
+    tp_rank: int
+    tp: int
+    pp_rank: int
+    pp: int
+    dp_rank: int
+    dp: int
+
+    @property
+    def mp_rank(self) -> int:
+        """Model-parallel rank in DeepSpeed's file names: ``pp_rank * tp + tp_rank``."""
+        return self.pp_rank * self.tp + self.tp_rank
+
+    @property
+    def stage_rank(self) -> int:
+        """Rank among all ranks of the pipeline stage."""
+        return self.dp_rank * self.tp + self.tp_rank
+
+
+def find_place(engine: Any) -> Place:
+    """Return the ranks and degrees of this rank of ``engine``.
+
+    Raises:
+        UnknownLayoutError: model-parallel ranks are not numbered by pipeline stage, then tensor rank.
+    """
+    group = engine.seq_data_parallel_group
+    dp_rank, dp = ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group)
+    if engine.mp_world_size <= 1:  # including an mpu for sequence parallelism only
+        return Place(0, 1, 0, 1, dp_rank, dp)
+    mpu = engine.mpu
+    tp, pp = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_pipeline_parallel_world_size(mpu))
+    place = Place(int(bwc_tensor_model_parallel_rank(mpu)), tp, _pipe_rank(mpu) if pp > 1 else 0, pp, dp_rank, dp)
+    numbered = mpu.get_model_parallel_rank()  # the rank in file names
+    if tp * pp != engine.mp_world_size or place.mp_rank != numbered:
+        raise UnknownLayoutError(
+            f"model-parallel rank {numbered} of {engine.mp_world_size} has pipeline stage "
+            f"{place.pp_rank} of {pp} and tensor rank {place.tp_rank} of {tp}; expected rank {place.mp_rank} of "
+            f"{tp * pp}. Number the ranks by pipeline stage, then tensor rank (topology axes pipe, data, model)"
+        )
+    return place
+
+
+def _pipe_rank(mpu: Any) -> int:
+    for name in _PIPE_RANKS:
+        if hasattr(mpu, name):
+            return int(getattr(mpu, name)())
+    raise UnknownLayoutError(f"the mpu has several pipeline stages but no stage number: give it {_PIPE_RANKS[0]}()")
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One stage's copy of a tensor that several pipeline stages have under one name.
+
+    Attributes:
+        ordinal: index of this stage among these stages.
+        count: number of these stages.
+        tied: DeepSpeed keeps the copies equal (``tied_weight_attr``); other copies are independent.
+    """
+
+    ordinal: int
+    count: int
+    tied: bool
+
+
+def find_instances(engine: Any) -> dict[str, Instance]:
+    """Return the parameters and buffers of tied modules that other stages have too, by name.
+
+    A :class:`~deepspeed.pipe.PipelineModule` builds a ``TiedLayerSpec`` once per stage that uses its key and registers
+    it as ``tied_modules.<key>``.
+    """
+    module = engine.module
+    instances = {}
+    for tie in _list_ties(module):
+        stages = sorted(tie.stages)
+        for name, tensor in (*tie.copy.named_parameters(), *tie.copy.named_buffers()):
+            instance = Instance(stages.index(module.stage_id), len(stages), id(tensor) in tie.tied)
+            instances[strip_compiled(f"{tie.name}.{name}")] = instance
+    return {name: instance for name, instance in instances.items() if instance.count > 1}
+
+
+def find_unfiled(engine: Any) -> set[str]:
+    """Return the parameters of tied modules that DeepSpeed's load of a pipeline's weights does not restore.
+
+    A use with a ``forward_fn`` has no layer file. After the files are read, a tied weight is copied from the first
+    stage that uses the module (``_synchronize_tied_weights``); other parameters keep their stage's values.
+    """
+    if getattr(engine, "has_moe_layers", False):
+        return set()  # each rank saves its whole module instead of layers
+    found = set()
+    for tie in _list_ties(engine.module):
+        for name, param in tie.copy.named_parameters():
+            source = min(tie.stages) if id(param) in tie.tied else engine.module.stage_id
+            if source not in tie.filed:
+                found.add(strip_compiled(f"{tie.name}.{name}"))
+    return found
+
+
+class _Tie(NamedTuple):
+    """A tied module on this stage.
+
+    Attributes:
+        name: its name in the pipeline.
+        copy: this stage's copy.
+        stages: stages that use the module.
+        filed: stages that write a layer file of it.
+        tied: ids of the parameters that DeepSpeed keeps equal.
+    """
+
+    name: str
+    copy: torch.nn.Module
+    stages: set[int]
+    filed: set[int]
+    tied: set[int]
+
+
+def _list_ties(module: Any) -> Iterator[_Tie]:
+    if not isinstance(module, PipelineModule):
+        return
+    for key, copy in module.tied_modules.items():
+        specs = {i: spec for i, spec in enumerate(module._layer_specs) if isinstance(spec, TiedLayerSpec)}
+        uses = [(module.stage_owner(i), spec.forward_fn is None) for i, spec in specs.items() if spec.key == key]
+        stages, filed = {stage for stage, _ in uses}, {stage for stage, has_file in uses if has_file}
+        tied = {id(attrgetter(attribute)(copy)) for attribute in module.tied_weight_attrs[key]}
+        yield _Tie(f"tied_modules.{key}", copy, stages, filed, tied)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldExperts:
+    """A rank's experts of a mixture-of-experts layer.
+
+    Attributes:
+        numbers: numbers of the experts in the whole layer, in the rank's order.
+        degree: expert-parallel degree.
+        ranks: ranks of the pipeline stage with the same experts; None if these are all data-parallel peers.
+        over_tp: the experts are distributed over all ranks of the stage, including tensor-parallel ranks.
+        is_first_replica: the rank is the first with these experts.
+    """
+
+    numbers: Sequence[int]
+    degree: int
+    ranks: range | None
+    over_tp: bool
+    is_first_replica: bool
+
+
+def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
+    """Return this rank's experts of each layer, by the prefix of their parameters' names.
+
+    Raises:
+        UnknownLayoutError: ranks with the same experts are not evenly spaced, or tensor-parallel ranks not adjacent.
+    """
+    if not getattr(engine, "has_moe_layers", False):
+        return {}
+    found = {}
+    for name, module in engine.module.named_modules(remove_duplicate=False):  # tied layers under every name
+        prefix = f"{name}." if name else ""
+        if isinstance(module, MoE):
+            group, end = module.expert_group_name, "deepspeed_moe.experts.deepspeed_experts."
+            first = groups._get_expert_parallel_rank(group) * module.num_local_experts
+            numbers: Sequence[int] = range(first, first + module.num_local_experts)
+        elif getattr(module, "_is_autoep_layer", False):
+            group, end = module.ep_group_name, "experts."
+            numbers = _list_fused(module)
+        else:
+            continue
+        peers = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
+        replicas = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
+        sharing = ds_comm.get_all_ranks_from_group(groups._get_expert_parallel_group(group))
+        over_tp = not {*replicas, *sharing} <= {*peers}
+        stage_ranks = _number_ranks(replicas, peers, place, over_tp=over_tp)
+        ranks = None if not over_tp and len(stage_ranks) == len(peers) else stage_ranks
+        is_first = replicas[0] == ds_comm.get_rank()
+        found[f"{prefix}{end}"] = HeldExperts(numbers, len(sharing), ranks, over_tp, is_first)
+    return found
+
+
+def _list_fused(layer: Any) -> Sequence[int]:
+    """List this rank's experts of an AutoEP layer; up to 0.19.5 there is no placement and they are in order."""
+    placement = getattr(layer, PLACEMENT, None)
+    if placement is None:
+        first = layer.ep_rank * layer.num_local_experts
+        return range(first, first + layer.num_local_experts)
+    return tuple({entry["rank"]: entry["experts"] for entry in placement["ranks"]}[layer.ep_rank])
+
+
+def _number_ranks(ranks: Sequence[int], peers: Sequence[int], place: Place, *, over_tp: bool) -> range:
+    """Convert global ranks to ranks of their pipeline stage.
+
+    Args:
+        peers: this rank's data-parallel group.
+        over_tp: ``ranks`` may contain ranks of other data-parallel groups.
+    """
+    first = peers[0] - place.tp_rank
+    if over_tp and peers != [first + rank * place.tp + place.tp_rank for rank in range(place.dp)]:
+        raise UnknownLayoutError(
+            f"experts are distributed over tensor-parallel ranks, and data-parallel ranks are numbered {peers}. Number "
+            f"tensor-parallel ranks side by side (every {place.tp}th rank in this rank's data-parallel group)"
+        )
+    places = [rank - first if over_tp else peers.index(rank) * place.tp + place.tp_rank for rank in ranks]
+    found = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
+    if list(found) != places:
+        raise UnknownLayoutError(f"ranks {places} of a stage have the same experts, but are not evenly spaced")
+    return found
+
+
+def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:
+    """Return Megatron's attributes of the live parameters, by name.
+
+    AutoTP marks cut parameters with ``tensor_model_parallel`` too, but without a dimension. Such marks are omitted;
+    :func:`live_universal_info` returns AutoTP's own description.
+    """
+    found = {}
+    for name, param in engine.module.named_parameters():
+        marks = {key: getattr(param, key) for key in CUT_ATTRIBUTES if hasattr(param, key)}
+        if marks and not (marks.get("tensor_model_parallel") and "partition_dim" not in marks):
+            found[strip_compiled(name)] = marks
+    return found
+
+
+def live_universal_info(engine: Any) -> dict[str, Any] | None:
+    """Return the model's ``universal_checkpoint_info`` (attribute or method) as plain data, or None.
+
+    Objects in it, such as ``SubparamShape`` and ``ParamAffineMap``, become dicts of their fields and ``"__class__"``;
+    sets become sorted lists.
+    """
+    info = getattr(engine.module, INFO, None)
+    if callable(info):
+        info = info()
+    return {str(key): _make_plain(value) for key, value in info.items()} if isinstance(info, Mapping) else None
+
+
+def _make_plain(value: Any) -> Any:
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: _make_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_make_plain, value)) if type(value) in (list, tuple) else list(map(_make_plain, value))
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_make_plain, value))
+    return {"__class__": type(value).__name__, **{key: _make_plain(item) for key, item in _fields(value).items()}}
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if hasattr(value, "__dict__"):
+        return dict(vars(value))
+    return {name: getattr(value, name) for name in getattr(value, "__slots__", ()) if hasattr(value, name)}

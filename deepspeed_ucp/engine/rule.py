@@ -1,0 +1,271 @@
+"""Compare update rules and hyper-parameters of saved and live optimizers by their param groups.
+
+Checkpoints do not contain the optimizer's class. Param groups say more about it than states: Adam, NAdam, RAdam and
+LAMB have states of the same names. Arguments of the constructor are compared; other entries that optimizers keep there
+(the step of FusedAdam, the estimates of Prodigy) are not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import shorten
+from ..model.experts import drop_fixed
+from ..model.wrappers import USE_MUON
+from .optimizer import adopt_hyper
+
+Fields = Mapping[str, Any]
+"""A param group."""
+
+KEEP_LIVE = '"checkpoint": {"universal": {"param_groups": "live"}}'
+
+_IDLE = frozenset(
+    ("params", "param_names", "step", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+)
+"""Keys that do not affect a step: bookkeeping and the choice of kernels. Learning rates are compared separately."""
+
+_DECOUPLED = "decoupled_weight_decay"
+
+_MARKS = (
+    ("NAdam", ("momentum_decay",)),
+    ("LAMB", ("max_coeff",)),
+    ("Muon", ("ns_steps",)),
+    ("SGD", ("dampening",)),
+    ("Adam", ("betas", "amsgrad")),
+    ("Adam", ("betas", "bias_correction")),
+    ("RAdam", ("betas", "eps")),
+)
+"""Rules and the hyper-parameters that identify them among rules with the same states; the first match counts."""
+
+_ON = ("bias_correction", "correct_bias")
+"""Switches that are on if an optimizer does not have them."""
+
+_SWITCHES = (*_ON, "amsgrad", "centered", "maximize", "nesterov")
+
+_CYCLED = ("betas", "momentum")
+
+
+def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fields) -> str:
+    """Describe how a live param group's update rule differs from the saved one; empty if no difference is known.
+
+    Args:
+        optimizer: the live optimizer inside of wrappers.
+        live: its param group.
+        saved: hyper-parameters of the saved group.
+        configured: the ``optimizer`` section of the saved ds_config, or empty.
+    """
+    if "lr" not in saved:  # an elastic save has no hyper-parameters
+        return ""
+    marks, kind = (_find_mark(saved), _find_mark(live)), type(optimizer).__name__
+    if marks[0] != marks[1]:
+        like = marks[0] or "another optimizer"
+        return f"the saved param groups are like those of {like}, this run's optimizer is {kind}"
+    arguments = [key for key in list_given(optimizer, live) if key in getattr(optimizer, "defaults", {})]
+    faults = [
+        f"{key} is in no saved group, {live[key]} here" for key in arguments if _is_added(live[key], key in saved)
+    ]
+    for key in sorted({*arguments, *_SWITCHES} - {_DECOUPLED}):
+        old, new = _read_switch(saved, key), _read_switch(live, key)
+        if old != new and (isinstance(old, (bool, str)) or isinstance(new, (bool, str))):
+            faults.append(f"{key} {old} → {new}")
+    modes = _read_saved_mode(saved, configured), _read_live_mode(optimizer, live)
+    if saved.get("weight_decay") and None not in modes and modes[0] != modes[1]:
+        faults.append(f"{_DECOUPLED} {modes[0]} → {modes[1]} (weight_decay {saved['weight_decay']})")
+    return shorten(faults)
+
+
+def find_doubt(optimizer: Any, live: Fields, saved: Fields, configured: Fields, live_configured: Fields) -> str:
+    """Warn if a save does not record whether Adam's weight decay is decoupled, and the optimizer may have changed.
+
+    Torch before 2.7 did not save it. DeepSpeed's own Adam decouples by default; the ds_config has the setting, but
+    before 0.19 without ``adam_w_mode``. Returns an empty text if there is no doubt.
+    """
+    mode, is_deepspeed = _read_live_mode(optimizer, live), ["bias_correction" in fields for fields in (saved, live)]
+    if mode is None or not saved.get("weight_decay") or _read_saved_mode(saved, configured) is not None:
+        return ""
+    is_configured = bool(configured) and "adam_w_mode" in _read_params(live_configured)
+    changed = is_deepspeed[0] != is_deepspeed[1] or _DECOUPLED in live or is_configured
+    if not changed or (mode and (is_deepspeed[0] or not is_deepspeed[1])):  # the default
+        return ""
+    return (
+        f"The checkpoint does not record whether the saved run's Adam decoupled its weight decay "
+        f"({_show(saved['weight_decay'])}), as AdamW does; this run's {type(optimizer).__name__} "
+        f"{'does' if mode else 'does not'}. Use the same kind of Adam as the saved run."
+    )
+
+
+def list_edits(
+    optimizer: Any,
+    pairs: Iterable[tuple[Fields, Fields]],
+    scheduler: Any,
+    configured: Fields,
+    *,
+    takes_saved: bool,
+    with_scheduler: bool = True,
+) -> str:
+    """Describe hyper-parameters that the script has changed, and which values are used; empty if there are none.
+
+    Changes by a scheduler do not count: the initial rates are compared, if the groups have them.
+
+    Args:
+        optimizer: the live optimizer.
+        pairs: live and saved hyper-parameters of each param group.
+        scheduler: the engine's scheduler, or None.
+        configured: the ``optimizer`` section of the saved ds_config.
+        takes_saved: the saved values are used, else the live values.
+        with_scheduler: the scheduler's saved state is loaded.
+    """
+    pairs, found = list(pairs), Counter[str]()
+    for live, saved in pairs:
+        rate = _find_rate(live, saved, scheduler, configured)
+        if "initial_lr" in live and not (takes_saved and with_scheduler):  # the scheduler sets the rates anyway
+            rate = {}
+        cycles = hasattr(scheduler, "get_mom") or bool(getattr(scheduler, "cycle_momentum", False))
+        cycled = _CYCLED if cycles or "max_momentum" in {*live, *saved} else ()
+        keys = [key for key in list_given(optimizer, live) if key in saved and key not in cycled]
+        values = {**rate, **{key: (saved[key], live[key]) for key in keys}}
+        found.update(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in values.items() if _differ(old, new))
+    if not found:
+        return ""
+    number = len(pairs)
+    counts = [text if n == number else f"{text} ({n} of {number} param groups)" for text, n in found.items()]
+    action = f"the saved ones are taken. {KEEP_LIVE} keeps this run's"
+    if any(text.startswith("initial_lr") for text in found):
+        action += ", for a scheduler's with load_lr_scheduler_states=False"
+    action = action if takes_saved else 'this run\'s are kept ("param_groups" is "live")'
+    return f"hyper-parameters of this run differ from the saved: {shorten(counts)}; {action}."
+
+
+def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> str:
+    """Describe effective hyper-parameters that only one side has, if saved values are used; empty if there are none.
+
+    Excludes switches that :func:`find_other_rule` compares.
+
+    Args:
+        optimizer, pairs: see :func:`list_edits`.
+    """
+    added, dropped = dict[str, None](), dict[str, None]()
+    for live, saved in pairs:
+        adopted, kept = adopt_hyper(live, saved), drop_fixed(live)
+        keys = [key for key in ("lr", *list_given(optimizer, kept)) if key in kept and key not in adopted]
+        added |= dict.fromkeys(key for key in keys if _is_added(kept[key], known=False))
+        idle = {*kept, *adopted, *_IDLE, *((*_SWITCHES, _DECOUPLED) if "lr" in saved else ())}
+        dropped |= dict.fromkeys(key for key, value in saved.items() if key not in idle and value)
+    texts = [f"do not have {shorten(added)} (this run's are kept)"] * bool(added)
+    texts += [f"have {shorten(dropped)} (ignored: {type(optimizer).__name__} does not have them)"] * bool(dropped)
+    return f"the saved param groups {' and '.join(texts)}" if texts else ""
+
+
+def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields | None], str]:
+    """Record an engine's hyper-parameters before DeepSpeed's load, which replaces them.
+
+    Args:
+        with_scheduler: see :func:`list_edits`.
+
+    Returns:
+        A function that takes the loaded client state and describes replaced values, like :func:`list_edits`.
+    """
+    before = _copy_groups(engine)
+
+    def describe(client_state: Fields | None) -> str:
+        if not before:
+            return ""
+        config = (client_state or {}).get("ds_config")
+        configured = config.get("optimizer") if isinstance(config, dict) else None
+        pairs = zip(before, _copy_groups(engine), strict=False)
+        options = {"takes_saved": True, "with_scheduler": with_scheduler}
+        return list_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, **options)
+
+    return describe
+
+
+def _copy_groups(engine: Any) -> list[dict[str, Any]]:
+    """Copy the param groups, with the numbers of tensors, which loads fill in place."""
+    groups = getattr(getattr(engine, "optimizer", None), "param_groups", ())  # an engine may have none
+    return [
+        {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        for group in map(drop_fixed, groups)
+    ]
+
+
+def read_configured(engine: Any) -> Fields:
+    """Return the ``optimizer`` section of a live engine's ds_config, or an empty dict."""
+    config = getattr(engine, "_config", None)
+    params = getattr(config, "optimizer_params", None)
+    return {"type": getattr(config, "optimizer_name", None), "params": params} if params else {}
+
+
+def list_given(optimizer: Any, live: Fields) -> list[str]:
+    """List the keys of a live param group that users set: the constructor's arguments and the users' own keys."""
+    makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
+    known = {name for maker in makers for name in inspect.signature(maker).parameters}
+    defaults = getattr(optimizer, "defaults", {})
+    return [key for key in live if key not in _IDLE and (key in known or key not in defaults)]
+
+
+def _find_mark(fields: Fields) -> str:
+    if USE_MUON in fields:
+        return "Muon" if fields[USE_MUON] else "Adam"
+    return next((rule for rule, keys in _MARKS if fields.keys() >= set(keys)), "")
+
+
+def _is_added(value: Any, known: bool) -> bool:
+    """Return True for an effective number that the saved optimizer did not have."""
+    return not known and bool(value) and not isinstance(value, (bool, str))
+
+
+def _read_switch(fields: Fields, key: str) -> Any:
+    value = fields.get(key)
+    return key in _ON if value is None else value
+
+
+def _read_params(configured: Fields) -> Fields:
+    params = configured.get("params")
+    return params if isinstance(params, dict) else {}
+
+
+def _read_saved_mode(saved: Fields, configured: Fields) -> bool | None:
+    """Return True if weight decay was decoupled; None if unknown (torch before 2.7, DeepSpeed's own Adam)."""
+    if _DECOUPLED in saved or "bias_correction" not in saved:
+        return saved.get(_DECOUPLED)
+    kind, mode = str(configured.get("type")).lower(), _read_params(configured).get("adam_w_mode")
+    return {"adamw": True, "adam": mode if isinstance(mode, bool) else None}.get(kind)
+
+
+def _read_live_mode(optimizer: Any, live: Fields) -> bool | None:
+    mode = live.get(_DECOUPLED, getattr(optimizer, "adam_w_mode", None))
+    if mode is None and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return isinstance(optimizer, torch.optim.AdamW)  # before 2.7
+    return None if mode is None else bool(mode)
+
+
+def _find_rate(live: Fields, saved: Fields, scheduler: Any, configured: Fields) -> dict[str, tuple[Any, Any]]:
+    """Return the learning rates to compare as {name: (saved, live)}; empty if a scheduler of this run sets them."""
+    if not ("lr" in live and "lr" in saved):
+        return {}
+    if "initial_lr" in saved and ("initial_lr" in live or scheduler is None):
+        return {"initial_lr": (saved["initial_lr"], live.get("initial_lr", live["lr"]))}
+    is_moved = not _differ(_read_params(configured).get("lr"), live["lr"])  # by the script, from the same initial rate
+    return {} if scheduler is not None or "initial_lr" in live or is_moved else {"lr": (saved["lr"], live["lr"])}
+
+
+def _differ(old: Any, new: Any) -> bool:
+    """Return True if two plain values differ by more than a tensor's rounding."""
+    if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
+        return len(old) != len(new) or any(map(_differ, old, new))
+    values = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in (old, new)]
+    if all(isinstance(value, (int, float)) for value in values):
+        return not math.isclose(*values, rel_tol=1e-6)
+    return all(isinstance(value, (str, int, float, bool, type(None))) for value in values) and values[0] != values[1]
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_show, value))})"
+    return f"{float(value):.6g}" if isinstance(value, (float, torch.Tensor)) else str(value)

@@ -1,0 +1,6 @@
+"""Checkpoints on disk → :class:`~deepspeed_ucp.model.AtomicIndex`, header-only."""
+
+from .latest import check_tag, find_tags, read_latest
+from .open import open_checkpoint
+
+__all__ = ["check_tag", "find_tags", "open_checkpoint", "read_latest"]

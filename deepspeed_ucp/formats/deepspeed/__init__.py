@@ -1,0 +1,1 @@
+"""Checkpoints that a DeepSpeed engine saved, described from their headers alone."""

@@ -1,0 +1,112 @@
+"""Reads AutoEP's placement of experts, the rank that wrote a file, and aliases of its router."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import chain
+from math import prod
+from typing import Any
+
+from ...model import strip_compiled
+from ...model.experts import MOST_EXPERTS
+from .headers import ModelHeader, Piece, Placement
+
+_VERSION = 1
+
+
+def read_placements(layers: Any) -> dict[str, Placement]:
+    """Return the prefix of the experts' parameter names → placement, for every AutoEP layer.
+
+    Args:
+        layers: ``ds_autoep_layers``; its affine maps, if any, must agree with the placement.
+
+    Raises:
+        ValueError: a description has an unknown form, contradicts itself, or has an expert on several ranks.
+    """
+    found = {}
+    for layer in layers or ():
+        prefix, placement = layer["expert_key_prefix"], _read_placement(layer)
+        for name, affine in ((layer.get("affine_maps") or {}).get("params") or {}).items():
+            if _read_map(affine) != placement:
+                raise ValueError(f"the affine map of {name} is not its expert placement")
+        found[f"{prefix}."] = placement
+    return found
+
+
+def read_folding(value: Any) -> tuple[int, int] | None:
+    """Return the (tensor-parallel, expert-parallel) rank that wrote a file, or None.
+
+    Args:
+        value: ``folding`` (``deepspeed/checkpoint/autoep_universal.py``), or another value under that key.
+    """
+    if not isinstance(value, Mapping) or not {"tp_rank", "ep_rank", "etp_size"} <= value.keys():
+        return None
+    return int(value["tp_rank"]), int(value["ep_rank"])
+
+
+def _read_placement(layer: Mapping[str, Any]) -> Placement:
+    descriptor, count = layer.get("expert_placement"), int(layer["num_experts"])
+    if not 0 < count <= MOST_EXPERTS:
+        raise ValueError(f"{count} experts in a layer")
+    if descriptor is None:  # older releases: contiguous
+        local = count // int(layer["ep_size"])
+        placement = tuple(tuple(range(first, first + local)) for first in range(0, count, local))
+    elif descriptor["version"] != _VERSION:
+        raise ValueError(f"an expert placement of version {descriptor['version']!r}")
+    else:
+        ranks = sorted(descriptor["ranks"], key=lambda each: int(each["rank"]))
+        if [each["rank"] for each in ranks] != list(range(len(ranks))):
+            raise ValueError("the ranks of an expert placement are not numbered from 0")
+        placement = tuple(tuple(map(int, each["experts"])) for each in ranks)
+    if len(placement) != layer["ep_size"] or sorted(chain(*placement)) != list(range(count)):
+        raise ValueError(f"of {count} experts of {layer['expert_key_prefix']} not each is on one rank")
+    return placement
+
+
+def _read_map(affine: Mapping[str, Any]) -> Placement:
+    """Return the placement in an affine map of ``deepspeed/checkpoint/affine.py``.
+
+    Raises:
+        ValueError: a piece has other elements than those of whole experts.
+    """
+    shape = tuple(affine["logical_shape"])
+    strides, numel = [prod(shape[dim + 1 :]) for dim in range(len(shape))], prod(shape[1:])
+    ranks = {int(rank): held for rank, held in affine["ranks"].items()}
+    placement, free = [], min(shape[0], MOST_EXPERTS)
+    for rank in range(len(ranks)):
+        held: dict[int, int] = {}
+        for piece in ranks[rank]["pieces"]:
+            (first, steps), (begin, others) = piece["source"], piece["dest"]
+            whole = [*piece["shape"]] == [piece["shape"][0], *shape[1:]] and piece.get("scale", 1.0) == 1.0
+            if not whole or [*steps] != strides or [*others] != strides or first % numel or begin % numel:
+                raise ValueError("a piece of an affine map is not of whole experts")
+            free -= piece["shape"][0]
+            if free < 0:
+                raise ValueError("an affine map of more experts than there are")
+            held.update({begin // numel + at: first // numel + at for at in range(piece["shape"][0])})
+        placement.append(tuple(held[at] for at in range(len(held))))
+    return tuple(placement)
+
+
+def find_router_aliases(model: ModelHeader) -> dict[str, str]:
+    """Return the aliases of AutoEP's router, which has a second name for recorders of outputs.
+
+    A sibling module is an alias if its tensors are those of the router, to the byte.
+    """
+    if not model.placements:
+        return {}
+    blocks = {strip_compiled(layer).removesuffix("experts.") for layer in model.placements}
+    held: dict[str, dict[str, dict[str, Piece]]] = {block: defaultdict(dict) for block in blocks}
+    for name, piece in (model.module or {}).items():
+        for block in (name[: end + 1] for end, letter in enumerate(name) if letter == "."):
+            if block in held:
+                child, _, rest = name[len(block) :].partition(".")
+                held[block][child][rest] = piece
+    aliases = {}
+    for block, children in held.items():
+        contents = {child: {rest: each.contents for rest, each in found.items()} for child, found in children.items()}
+        for child, own in contents.items():
+            if child != "router" and own == contents.get("router"):
+                aliases.update({f"{block}{child}.{rest}": f"{block}router.{rest}" for rest in own})
+    return aliases

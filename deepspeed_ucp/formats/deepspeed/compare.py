@@ -1,0 +1,327 @@
+"""Detect files of another save: another step, run, number of ranks or time.
+
+Neither DeepSpeed nor ``torch.save`` gives a save an identity: ``.data/serialization_id`` is a hash of the records'
+names and checksums, and zip entries have no times. So all values that the ranks of a launch write alike are compared,
+and the file that differs from most is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, pairwise
+from typing import Any
+
+from ...engine_state import KEY
+from ...errors import CheckpointError, shorten
+from ...io.jsonfile import read_json
+from ...io.paths import find_tag_folder, is_url, normalize
+from ...io.store import find_entry
+from ...torchsave.objects import PickledObject, has_more_parts
+from ..findings import FAULT, WARNING, Finding
+from ..foreign.names import ADAPTER, SAFETENSORS, SCALER, STATE_DICT, TRAINER_STATE, find_format
+from ..latest import LATEST, read_tag
+from .files import Entry, scan_if_there
+from .headers import FileHeader
+from .save import Save
+
+DEEPSPEEDS = frozenset(
+    [
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_config"),
+        *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"),
+        *("checkpoint_parallel_dimensions", "num_experts", "autotp_config", "ds_autoep_layers"),
+    ]
+)
+"""Keys of a model-states file that DeepSpeed writes (engine.py ``_common_checkpoint_state`` and similar functions)."""
+
+_VERSION, _WRITER, _CONFIG = "ds_version", "the form of its archive", "its whole ds_config"
+_SCHEDULER, _CLIENT = "its lr_scheduler", "its client state"
+"""Marks: values that are equal in all files; the scheduler and the client state are only in model states."""
+
+_EVERYWHERE = ("kind", "stage", "scaler", "clip_grad", "elastic")
+"""Fields of optimizer headers that are equal on all ranks."""
+
+_LIMIT = 20_000
+"""Maximum number of values that are hashed; larger trees get no mark."""
+
+_SLACK = 120.0
+"""Minimum tolerance in seconds between the files of one save."""
+
+_SLOWEST, _SLOWEST_SHARED = 10 << 20, 256 << 20
+"""Bytes per second of the slowest storage: for one file, and for the files of many ranks together."""
+
+Comparison = tuple[Iterable[FileHeader], str, Callable[[FileHeader], Any], str]
+"""A value that is equal in all files of a save: the files, its name, its reader, and the severity of a difference."""
+
+
+def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
+    """Return the marks of a state file, each a few bytes.
+
+    Args:
+        tree: object tree of the file.
+        writer: form of the archive, which differs between torch releases and DeepSpeed's writers.
+    """
+    others = (*DEEPSPEEDS, "optimizer_state_dict", KEY)  # the plugin's state differs by rank
+    client = {key: value for key, value in tree.items() if key not in others}
+    marks = {
+        _VERSION: str(tree.get("ds_version") or ""),
+        _WRITER: writer,
+        _CONFIG: _digest(tree.get("ds_config"), _write),
+        _SCHEDULER: _digest(tree.get("lr_scheduler"), _write),
+        _CLIENT: _digest(client, _keep_letters),
+    }
+    return {name: mark for name, mark in marks.items() if mark}
+
+
+def _write(value: Any) -> str:
+    """Convert plain data to text; integers of any size to hexadecimal digits."""
+    return hex(value) if type(value) is int else str(value)
+
+
+def _keep_letters(value: Any) -> str:
+    """Return a string without digits (``cuda:0``, ``node17``); empty for other values, which may differ by rank."""
+    return re.sub(r"\d+", "", value) if isinstance(value, str) else ""
+
+
+def _digest(value: Any, write: Callable[[Any], str]) -> str:
+    """Return a short hash of plain data; empty without data or above the limit."""
+    if not value or has_more_parts(value, _LIMIT):
+        return ""
+    found, todo = hashlib.sha256(), [value]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, dict):
+            found.update(b"{")
+            todo += [part for pair in each.items() for part in pair]
+        elif isinstance(each, (list, tuple)):
+            found.update(b"[")
+            todo += each
+        elif isinstance(each, PickledObject):
+            found.update(each.kind.encode("utf-8", "replace"))
+        elif each is None or isinstance(each, (bool, int, float, str)):
+            found.update(write(each).encode("utf-8", "replace") + b";")
+    return found.hexdigest()[:16]
+
+
+def find_foreign_files(save: Save) -> list[Finding]:
+    """Return the first finding for each file of another step, run or world size than most files."""
+    found: dict[str, Finding] = {}
+    for finding in chain(_check_world_sizes(save), *(_compare(save, *each) for each in _list_comparisons(save))):
+        found.setdefault(finding.file, finding)
+    return list(found.values())
+
+
+def _check_world_sizes(save: Save) -> Iterator[Finding]:
+    most = save.dp * save.tp
+    for header in chain(*save.shards):
+        counts = header.optim.partition_count if header.optim else ()
+        if all(count == save.dp for count in counts):
+            continue
+        # Groups of experts are partitioned over fewer ranks. Experts are looked up last: the file may be missing.
+        if not all(0 < count <= most and not most % count for count in counts) or not save.model(0).experts:
+            yield _describe_foreign(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
+
+
+def _list_comparisons(save: Save) -> Iterator[Comparison]:
+    """Yield the comparisons in order of significance: only the first difference of a file is reported."""
+    models, shards = list(chain(*save.models)), list(chain(*save.shards))
+    files = [*models, *shards]
+    yield models, "its step", _read_counters, FAULT
+    experts = list(save.expert_optims.values())
+    for headers in (models, shards, experts):
+        yield from ((headers, each, _read_optim(each), FAULT) for each in _EVERYWHERE)
+    yield experts, "the optimizer's step", _read_step, FAULT
+    for stage in range(save.pp):
+        ranks = slice(stage * save.tp, (stage + 1) * save.tp)
+        of_stage = [header for (mp, _), header in save.expert_optims.items() if mp // save.tp == stage]
+        for same_stage in (of_stage, chain(*save.models[ranks]), chain(*save.shards[ranks])):
+            yield same_stage, "groups", _read_groups, FAULT
+    for each in ("partition_count", "alignment"):
+        yield from ((headers, each, _read_optim(each), FAULT) for headers in save.shards)
+    yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
+    versions, configs = ([header for header in files if mark in header.marks] for mark in (_VERSION, _CONFIG))
+    yield versions, _VERSION, _read_mark(_VERSION), FAULT  # older releases write neither with experts
+    yield shards, _WRITER, _read_mark(_WRITER), FAULT  # users sometimes rewrite model states
+    yield configs, _CONFIG, _read_mark(_CONFIG), WARNING
+    for mark in (_SCHEDULER, _CLIENT):  # a script may save different strings on each rank
+        yield models, mark, _read_mark(mark), WARNING
+
+
+def _read_counters(header: FileHeader) -> dict[str, Any]:
+    return {**header.model.counters, "degrees": header.model.degrees} if header.model else {}
+
+
+def _read_mark(mark: str) -> Callable[[FileHeader], Any]:
+    return lambda header: header.marks.get(mark, "")
+
+
+def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
+    def read(header: FileHeader) -> Any:
+        optim = header.optim or (header.model.optim if header.model else None)
+        return getattr(optim, attribute) if optim else None
+
+    return read
+
+
+def _read_groups(header: FileHeader) -> Any:
+    """Return param groups; groups of experts are sorted by name, since DeepSpeed's order differs by rank."""
+    groups = _read_optim("groups")(header)
+    return groups and tuple(sorted(groups, key=lambda group: str(group.get("name")) if group.get("moe") else ""))
+
+
+def _read_step(header: FileHeader) -> Any:
+    """Return the highest step of the optimizer's parameters."""
+    optim = header.optim
+    values = [*(each.scalars for each in optim.tensors), *optim.groups] if optim else []
+    return max((each["step"] for each in values if isinstance(each.get("step"), (int, float))), default=None)
+
+
+def _compare(
+    save: Save, headers: Iterable[FileHeader], label: str, read: Callable[[FileHeader], Any], severity: str
+) -> Iterator[Finding]:
+    alike: list[tuple[Any, list[FileHeader]]] = []
+    for header in headers:
+        value = read(header)
+        # NaN is not equal to itself
+        same = (group for known, group in alike if known is value or known == value or repr(known) == repr(value))
+        group = next(same, None)
+        if group is None:
+            alike.append((value, [header]))
+        else:
+            group.append(header)
+    if len(alike) < 2:
+        return
+    usual, most = max(alike, key=lambda each: len(each[1]))
+    for value, foreign in alike:
+        for header in foreign if foreign is not most else ():
+            fault = f"{label} differs from that of {most[0].name} ({_contrast(value, usual)})"
+            yield _describe_foreign(save, header, fault, severity)
+
+
+def _describe_foreign(save: Save, header: FileHeader, fault: str, severity: str = FAULT) -> Finding:
+    advice = (
+        "The file belongs to another step, run or world size; put the right one back."
+        if severity == FAULT
+        else "It may be of another step, run or world size, unless the ranks saved different ones on purpose."
+    )
+    return Finding("foreign", header.name, f"{save.path(header)}: {fault}. {advice}", severity)
+
+
+def _contrast(mine: Any, other: Any) -> str:
+    """Describe the difference of two values; for param groups and dicts, of the differing keys."""
+    if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
+        for index, (left, right) in enumerate(zip(mine, other, strict=True)):
+            if repr(left) != repr(right) and isinstance(left, dict) and isinstance(right, dict):
+                return f"group {index}: {_contrast(left, right)}"
+    if isinstance(mine, dict) and isinstance(other, dict):
+        keys = [key for key in {**mine, **other} if repr(mine.get(key)) != repr(other.get(key))]
+        return ", ".join(f"{key} {mine.get(key)} ≠ {other.get(key)}" for key in keys)
+    return f"{mine} ≠ {other}"
+
+
+def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[str]) -> list[Finding]:
+    """Warn if the modification times show that a save's files were not written together.
+
+    This is only a warning, since copies and restored files have other times and clocks differ.
+
+    Args:
+        folder: the tag's folder.
+        entries: its files; an unknown time is 0.
+        used: names of the save's files.
+    """
+    times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
+    if not times:
+        return []
+    sizes = [entries[name].size for _, name in times]
+    slack = _SLACK + max(max(sizes) / _SLOWEST, sum(sizes) / _SLOWEST_SHARED)
+    gap = _find_gap(folder, times, slack) if times[1:] else None
+    return [gap] if gap else _find_unfinished(folder, times, slack)
+
+
+def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
+    """Find one gap that is longer than all other time together: two saves, or a file that was added later."""
+    gap, at = max((after[0] - before[0], at) for at, (before, after) in enumerate(pairwise(times), 1))
+    rest = times[-1][0] - times[0][0] - gap
+    if gap <= max(slack, 2 * rest):
+        return None
+    older, newer = [name for _, name in times[:at]], [name for _, name in times[at:]]
+    fewer, others = (older, "before") if len(older) < len(newer) else (newer, "after")
+    text = (
+        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. An interrupted save over "
+        "an older one leaves files of both, which no other check may detect; load another tag in that case."
+    )
+    return Finding("times", fewer[0], text, WARNING, tuple(fewer))
+
+
+def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
+    """Find files on both sides of ``latest``, which is written after all files of a save."""
+    parent, tag = os.path.split(normalize(find_tag_folder(folder)))
+    path = os.path.join(parent, LATEST)
+    try:
+        entry = find_entry(path)
+        late = [name for changed, name in times if entry and changed > entry.changed + slack]
+        are_two = 0 < len(late) < len(times)
+        if entry is None or (is_url(path) and not are_two) or read_tag(path) != tag:
+            return []
+        if not are_two:
+            return _find_newer(folder, max(entry.changed, times[-1][0]), slack)
+    except (OSError, CheckpointError):
+        return []
+    text = (
+        f"{folder}: {shorten(late)} were written after `{LATEST}`, the other files before it. A save into this tag may "
+        "have been cut off; load another tag in that case."
+    )
+    return [Finding("times", late[0], text, WARNING, tuple(late))]
+
+
+def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
+    """Find weights that a trainer saved into the parent folder after the tag, at time ``written``."""
+    entries = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
+    late = sorted(name for name, each in entries.items() if each.changed > written + slack)
+    weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
+    if not weights or TRAINER_STATE not in late:
+        return []
+    text = (
+        f"{folder}: {shorten(weights)} and {TRAINER_STATE} beside it were written "
+        f"{_name_span(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
+        f"(save_only_model), this tag is older; to begin with them, move the tag and `{LATEST}` away."
+    )
+    return [Finding("times", weights[0], text, WARNING)]
+
+
+def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]:
+    """Warn if a file counts other steps than the optimizer.
+
+    The optimizer may have taken fewer steps: a trainer also counts steps that fp16 has skipped and, with DeepSpeed and
+    older versions of Accelerate, the incomplete last step of each epoch.
+
+    Args:
+        file: path of the file.
+        steps: steps of the optimizer; 0 or None if unknown.
+        counted: step of the file; by default it is read from the file, a trainer's state on a file system.
+    """
+    fewer: float = 0
+    if counted is None and not is_url(file):
+        with suppress(OSError, CheckpointError, ValueError, TypeError, OverflowError):
+            state = read_json(file)
+            counted, fewer = state.get("global_step"), math.ceil(state.get("epoch") or 0)
+            fewer = math.inf if find_entry(os.path.join(os.path.dirname(file), SCALER)) else fewer
+    if type(counted) is not int or not steps or counted - fewer <= steps <= counted:
+        return []
+    text = (
+        f"{file}: counts {counted} steps, the optimizer {steps}. They are of two saves, unless steps were skipped or "
+        "one of them was restarted."
+    )
+    return [Finding("foreign", os.path.basename(file), text, WARNING)]
+
+
+def _name_span(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} seconds"

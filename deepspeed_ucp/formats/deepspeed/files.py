@@ -1,0 +1,393 @@
+"""File names in a DeepSpeed checkpoint folder (engine.py ``_get_ckpt_name`` and similar functions)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ...io.jsonfile import read_json
+from ...io.opened import explain_failure
+from ...io.paths import UPLOAD, Entry
+from ...io.staging import MANIFEST
+from ...io.store import list_folder, list_tree
+from ..foreign.names import PARTS, find_format, is_foreign
+from ..table import FileTable
+
+NO_AXIS = -1
+"""Tensor-parallel rank of a layer file without one in its name: the process topology had no model axis."""
+
+NO_LAYER = -1
+"""Layer of an expert's file without one in its name: older releases write an expert's parts of all layers to one."""
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+_ROLES: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], Any]], ...] = (
+    ("model", _MODEL, lambda match: int(match[1])),
+    ("model_zero3", _MODEL_ZERO3, lambda match: (int(match[2]), int(match[1]))),
+    ("optim", _OPTIM, lambda match: (match[1] or "", int(match[3]), int(match[2]))),
+    ("layers", _LAYER, lambda match: (int(match[1]), int(match[2] or NO_AXIS))),
+    ("experts", _EXPERT, lambda match: (int(match[1] or NO_LAYER), int(match[2]), int(match[3]))),
+    ("expert_optim", _EXPERT_OPTIM, lambda match: (int(match[2]), int(match[1]))),
+)
+"""Role (field of :class:`Listing`), pattern of the names, and the key of a match."""
+
+_STATES = re.compile(r".*(model|optim)_states\.pt(?:-\d+\.\d+)?", re.ASCII)
+_COPY = re.compile(r"(.*_states\.pt)-(\d{1,9})\.(\d{1,9})", re.ASCII)
+_LEGACY = re.compile(r"mp_rank_\d+(?:_\d+)*")
+_UPLOAD = re.compile(rf"{re.escape(UPLOAD)}[\w.-]+", re.ASCII)
+_SWAP = re.compile(r"offloaded_tensors/rank(\d{1,9})/(?:([^/]+)-)?(\d{1,9})_(\d{1,9})\.tensor\.swp", re.ASCII)
+
+OFFLOADED = "offloaded_tensors"
+"""Folder with a subfolder per rank for optimizer states that an engine swapped to NVMe."""
+
+ZERO = "zero"
+"""Folder of an atomic checkpoint with a subfolder per parameter."""
+
+CLIENT = "client"
+"""Folder of an atomic checkpoint with the client states of all model-parallel ranks except the first."""
+
+SEAL = "ucp_seal.json"
+
+PUBLISHED = "ucp_published.json"
+"""File of a tag that names the folder below it with the tag's files (:func:`resolve_published`)."""
+
+_POINTER_BYTES = 1 << 12
+"""Size limit of ``ucp_published.json``."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SwapName:
+    """Fields of the name of a swap file.
+
+    Attributes:
+        rank: global rank that wrote it.
+        state: optimizer state; empty for a master.
+        begin, end: DeepSpeed's numbers of the first and last parameters of its sub-group.
+    """
+
+    rank: int
+    state: str
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class Listing:
+    """The checkpoint files of a folder by role, with their sizes in bytes.
+
+    Attributes:
+        model: model states by model-parallel rank (``pp_rank * tp + tp_rank``).
+        model_zero3: model states of ZeRO 3 by (model-parallel rank, data-parallel rank).
+        optim: optimizer states by (prefix, model-parallel rank, data-parallel rank).
+        layers: layer files of a pipeline by (layer, tensor-parallel rank or ``NO_AXIS``).
+        experts: files of single experts by (layer, counted from 0, or ``NO_LAYER``; expert; model-parallel rank).
+        expert_optim: optimizer states of stage 0 with experts by (model-parallel rank, expert-parallel rank).
+        copies: file that is not read → file with the same content that is read (:func:`choose_copies`).
+        swaps: swap files by their fields.
+        where: the places of the files, and the ranks that can read each; None if all are in ``folder``.
+        sp: sequence-parallel degree if files are named by sequence-parallel rank (ALST before DeepSpeed 0.19.8).
+    """
+
+    folder: str
+    sizes: dict[str, int]
+    model: dict[int, str] = field(default_factory=dict)
+    model_zero3: dict[tuple[int, int], str] = field(default_factory=dict)
+    optim: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    swaps: dict[SwapName, str] = field(default_factory=dict)
+    where: FileTable | None = None
+    sp: int = 1
+
+    def path(self, name: str) -> str:
+        """Full path of a file."""
+        return os.path.join(self.folder, name) if self.where is None else self.where.path(name)
+
+
+def list_entries(folder: str) -> dict[str, Entry]:
+    """List the state files, manifest, seal, subfolders and swap files of a checkpoint's folder by name.
+
+    Links are followed, also out of the folder: content-addressed stores consist of links. A FIFO or a dangling link is
+    listed with 0 bytes and cannot be opened (:mod:`deepspeed_ucp.io.store`).
+
+    Raises:
+        CheckpointError: the folder does not exist or cannot be read.
+    """
+    entries = scan_folder(folder)
+    found = {
+        name: entry
+        for name, entry in entries.items()
+        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, PUBLISHED)
+    }
+    if OFFLOADED in found and found[OFFLOADED].is_folder:
+        found |= _list_swaps(folder)
+    if not any(_STATES.fullmatch(name) for name in found) and not holds_atoms(found):
+        found |= _list_foreign(folder, entries)
+    return found
+
+
+def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> str:
+    """Return the folder with a tag's files: the subfolder named by ``ucp_published.json``, or the tag's folder.
+
+    Args:
+        folder: the tag's folder.
+        entries: names in the folder, if known; if that file is not among them, it is not read.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged, or its folder name is invalid.
+    """
+    path = os.path.join(folder, PUBLISHED)
+    if PUBLISHED not in entries:
+        return folder
+    try:
+        name = read_json(path, most=_POINTER_BYTES).get("folder")
+    except (FileNotFoundError, NotADirectoryError):
+        return folder
+    if not (isinstance(name, str) and _UPLOAD.fullmatch(name)):
+        raise CheckpointError(f"names {name!r:.80}, which is no folder of a save. Restore the file.", path=path)
+    return os.path.join(folder, name)
+
+
+def list_published(folder: str) -> tuple[str, dict[str, Entry]]:
+    """Return the folder with a tag's files and its entries, which are empty if the tag does not exist.
+
+    Raises:
+        CheckpointError: a folder cannot be listed, or ``ucp_published.json`` is damaged.
+    """
+    entries = scan_if_there(folder)
+    found = resolve_published(folder, entries)
+    return found, entries if found == folder else scan_if_there(found)
+
+
+def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """List the files of a foreign checkpoint, including Accelerate's subfolders for model and optimizer."""
+    subfolders = [name for name, entry in entries.items() if entry.is_folder and name.startswith(PARTS)]
+    parts = {name: scan_if_there(os.path.join(folder, name)) for name in subfolders}
+    found = {f"{name}/{file}": entry for name, files in parts.items() for file, entry in files.items()}
+    return {name: each for name, each in {**entries, **found}.items() if not each.is_folder and is_foreign(name)}
+
+
+def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
+    """List the entries of a folder by name; ``deep``: the files in all subfolders by relative path.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    try:
+        return list_tree(folder) if deep else list_folder(folder)
+    except OSError as error:
+        raise explain_failure(error.filename or folder, "listed", error) from error
+
+
+def scan_if_there(folder: str) -> dict[str, Entry]:
+    """List the entries of a folder by name; empty if it does not exist.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    try:
+        return scan_folder(folder)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return {}
+        raise
+
+
+def _list_swaps(folder: str) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for rank, entry in scan_folder(os.path.join(folder, OFFLOADED)).items():
+        path = f"{OFFLOADED}/{rank}"
+        files = scan_folder(os.path.join(folder, path)) if entry.is_folder else {}
+        found |= {f"{path}/{name}": each for name, each in files.items() if not each.is_folder}
+    return {name: entry for name, entry in found.items() if read_swap_name(name)}
+
+
+def read_swap_name(name: str) -> SwapName | None:
+    """Parse the relative path of a swap file; None for other files.
+
+    Names: engine.py ``save_checkpoint``, swap_tensor/optimizer_utils.py ``SwapTensorContext``.
+    """
+    match = _SWAP.fullmatch(name)
+    return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4])) if match else None
+
+
+def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = None) -> Listing:
+    """Sort files by role.
+
+    Args:
+        where: the places of the files; None if they are in the folder.
+
+    Raises:
+        UnsupportedError: the kind of checkpoint is not supported.
+        CheckpointError: the folder holds no checkpoint.
+    """
+    chosen, copies = choose_copies(folder, sizes)
+    listing = Listing(folder, sizes, copies=copies, where=where)
+    for role, name in sorted(chosen.items()):
+        _refuse_unsupported(folder, role)
+        for field_name, pattern, make_key in _ROLES:
+            if match := pattern.fullmatch(role):
+                getattr(listing, field_name)[make_key(match)] = name
+        if swap := read_swap_name(name):
+            listing.swaps.setdefault(swap, name)
+    if not listing.model and not listing.model_zero3:
+        raise _explain_nothing(folder, sizes)
+    _merge_sequence_ranks(listing)
+    return listing
+
+
+def _merge_sequence_ranks(listing: Listing) -> None:
+    """Assign files that are named by sequence-parallel rank to the only model-parallel rank.
+
+    Before 0.19.8 DeepSpeed uses ALST's sequence-parallel rank as the model-parallel rank in file names: rank 3 of
+    sequence groups of 2 writes ``zero_pp_rank_3_mp_rank_01_optim_states.pt``. With tensor or pipeline parallelism each
+    data-parallel rank has a file per model-parallel rank instead.
+    """
+    optim = {(mp, rank): prefix for prefix, mp, rank in listing.optim}
+    sp = max((mp for mp, _ in (*optim, *listing.model_zero3)), default=0) + 1
+    sets = [{*each} for each in (optim, listing.model_zero3) if each]
+    if sp == 1 or len(listing.model) > 1 or len(optim) < len(listing.optim):
+        return
+    if all(len(each) % sp == 0 and each == {(rank % sp, rank) for rank in range(len(each))} for each in sets):
+        listing.sp = sp
+        listing.optim = {(prefix, 0, rank): name for (prefix, _, rank), name in listing.optim.items()}
+        listing.model_zero3 = {(0, rank): name for (_, rank), name in listing.model_zero3.items()}
+
+
+def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
+    """Return the error for a folder without model states."""
+    if any(map(_LEGACY.fullmatch, names)):
+        return UnsupportedError(
+            "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Convert it "
+            "with Megatron-Bridge to Hugging Face's format, and load that.",
+            path=folder,
+        )
+    return CheckpointError(
+        "no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
+        f"{shorten(sorted(names)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted.",
+        path=folder,
+    )
+
+
+def strip_writer(name: str) -> str:
+    """Remove the suffix ``-WRITER.WRITERS`` of DeepSpeed's fast writer from a file name."""
+    match = _COPY.fullmatch(name)
+    return match[1] if match else name
+
+
+def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Choose the file to read among equal files of DeepSpeed's fast writer.
+
+    Below stage 3 each writer writes the whole file as ``<name>-<writer>.<writers>``
+    (``model_checkpointing/writer_factory.py``). Model states are equal; rank 0 is the first of the most writers.
+
+    Returns:
+        name without suffix → file to read; other file → file that is read instead.
+
+    Raises:
+        CheckpointError: there are two files of one rank's optimizer states, or files with and without suffix.
+    """
+    found: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for name in names:
+        match = _COPY.fullmatch(name)
+        role, writer, writers = match.groups() if match else (name, 0, 0)
+        found[role].append((-int(writers), int(writer), name))
+    for role, group in found.items():
+        group.sort()
+        if len(group) > 1 and (_OPTIM.fullmatch(role) or group[-1][2] == role):
+            two = f"{group[0][2]} and {group[-1][2]}"
+            raise CheckpointError(
+                f"holds the files of two saves ({two}). Remove the older save's files; DeepSpeed's fast "
+                "writer leaves them, with other numbers of writers, where a tag is saved into that was there already.",
+                path=folder,
+            )
+    chosen = {role: group[0][2] for role, group in found.items()}
+    return chosen, {name: group[0][2] for group in found.values() for _, _, name in group[1:]}
+
+
+def _refuse_unsupported(folder: str, name: str) -> None:
+    if _PIPELINE.fullmatch(name) and not _LAYER.fullmatch(name):
+        raise UnsupportedError(
+            f"{name} belongs to a pipeline with axes of its own, which this release does not convert. "
+            'DeepSpeed\'s own load takes it in the topology that wrote it, with "checkpoint": {"universal": false}.',
+            path=folder,
+        )
+
+
+def holds_atoms(entries: Mapping[str, Entry]) -> bool:
+    """Return True for the entries of an atomic checkpoint, ours (with a manifest) or of ``ds_to_universal``.
+
+    A normal checkpoint that was converted into its own folder counts as a normal one.
+    """
+    zero = entries.get(ZERO)
+    return MANIFEST in entries or (
+        zero is not None and zero.is_folder and not any(_OPTIM.fullmatch(strip_writer(name)) for name in entries)
+    )
+
+
+def find_foreign(entries: Mapping[str, Entry]) -> str | None:
+    """Return the format of a foreign checkpoint; None for DeepSpeed's checkpoints and other folders."""
+    if PUBLISHED in entries or any(map(is_state_file, entries)) or holds_atoms(entries):
+        return None
+    return find_format(entries)
+
+
+def read_model_rank(name: str) -> int | None:
+    """Parse the model-parallel rank of model states below ZeRO 3; None for other files."""
+    match = _MODEL.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def read_optim_ranks(name: str) -> tuple[int, int] | None:
+    """Parse (model-parallel, data-parallel) ranks of a file that each data-parallel rank has; None for other files."""
+    if match := _OPTIM.fullmatch(strip_writer(name)):
+        return int(match[3]), int(match[2])
+    match = _MODEL_ZERO3.fullmatch(strip_writer(name))
+    return (int(match[2]), int(match[1])) if match else None
+
+
+def name_expert(layer: int, expert: int, mp: int) -> str:
+    """Return the name of an expert's file."""
+    return ("" if layer == NO_LAYER else f"layer_{layer}_") + f"expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+
+
+def holds_state_dict(name: str) -> bool:
+    """Return True for a file that is a plain state_dict: of a pipeline layer or an expert."""
+    return any(pattern.fullmatch(strip_writer(name)) for pattern in (_LAYER, _EXPERT))
+
+
+def holds_run(name: str) -> bool:
+    """Return True for model states with the counters of the run."""
+    return any(pattern.fullmatch(strip_writer(name)) for pattern in (_MODEL, _MODEL_ZERO3))
+
+
+def holds_optimizer(name: str) -> bool:
+    """Return True for optimizer states and swap files, by their path in a tag."""
+    return strip_writer(name).endswith("optim_states.pt") or name.startswith(f"{OFFLOADED}/")
+
+
+def is_state_file(name: str) -> bool:
+    """Return True for the name of a state file."""
+    return _STATES.fullmatch(name) is not None
+
+
+def has_states(folder: str) -> bool:
+    """Return True if a tag's folder holds model or optimizer states, or ``ucp_published.json``.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    return any(is_state_file(name) or name == PUBLISHED for name in scan_if_there(folder))

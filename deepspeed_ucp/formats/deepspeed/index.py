@@ -1,0 +1,303 @@
+"""Builds the :class:`~deepspeed_ucp.model.AtomicIndex` from the headers of all files of a save, without file access."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...errors import UnsupportedError, fold_names, shorten
+from ...model import (
+    COPY,
+    MASTER,
+    MODULE,
+    Atom,
+    AtomicIndex,
+    AtomKey,
+    Atoms,
+    GroupInfo,
+    Limits,
+    ModelInfo,
+    RunState,
+    StoredAtoms,
+    strip_compiled,
+)
+from ...model.experts import is_expert
+from ...model.flat import FlatBuffer, count_degree
+from ...model.topology import Topology, enabled, find_precision
+from ...model.wrappers import BARE, STATELESS, Form, find_wrapper
+from ...torchsave.objects import is_short
+from .builder import Builder
+from .headers import ModelHeader, OptimHeader
+from .hints import join_hints
+from .naming import Naming
+from .ranks import check_steps, join_groups
+from .reading import WRITERS
+from .save import Save, describe_offload, name_shards
+from .stage0 import build_stage0
+from .zero import build_zero
+
+
+def build_index(save: Save, naming: Naming) -> AtomicIndex:
+    """Build the index of a save whose headers have been read.
+
+    Args:
+        save: all of its files.
+        naming: the names for the parameters of a stage-0 source.
+
+    Raises:
+        CheckpointError: files are of several saves, or lack parts of the state.
+        UnsupportedError: a kind of checkpoint that is not covered.
+        MismatchError: stage 0 with other param groups than the live ones.
+    """
+    _refuse_engines(save, naming)
+    builder = Builder(save, save.tp)
+    if any(save.shards):
+        build_zero(builder)
+    else:
+        build_stage0(builder, naming)
+    check_steps(save, builder.ranks, builder.scalars)
+    atoms = builder.finish_atoms()
+    optim, stage = _find_optim(save), int(save.zero.get("stage") or 0)
+    flats = builder.ranks[0].flats
+    has_lost = not optim and _has_trained(save)
+    wrapper = optim.traits if optim else find_wrapper(STATELESS if has_lost else BARE)
+    groups = join_groups(save, builder.ranks)
+    precision = find_saved_precision(save, atoms, flats, groups)
+    topology = Topology(
+        zero_stage=optim.stage if optim and wrapper.tells_stage else stage if optim or has_lost else 0,
+        wrapper=wrapper.name,
+        precision=precision,
+        dp=save.dp if has_lost and stage else max(len(save.shards[0]), 1),
+        tp=save.tp,
+        pp=save.pp,
+        ep=count_degree(flats),
+        undeclared=bool(save.main.config) and find_precision(save.main.config) != precision,
+        master=optim.masters[0].dtype if optim and optim.masters else _find_master(atoms, groups),
+        elastic=bool(optim and optim.elastic),
+        offload=describe_offload(save.zero),
+        flats=flats,
+    )
+    index = make_index(builder, atoms, optim, topology, groups)
+    return index if optim else index.change(stateless=_describe_stateless(save))
+
+
+def _has_trained(save: Save) -> bool:
+    """Return True if the model states name parameters of an optimizer."""
+    return any(model.owned for model in save.first_models)
+
+
+def _describe_stateless(save: Save) -> str:
+    """Explain why a save has no optimizer states, with a remedy."""
+    folder, remedy = save.listing.folder, "For the weights alone load with load_optimizer_states=False"
+    if not _has_trained(save):
+        return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {remedy}."
+    in_bf16 = find_precision(save.main.config) == "bfloat16"
+    in_fp32 = (save.main.config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
+    if not save.zero.get("stage") or (in_bf16 and in_fp32):  # these releases skip the states of BF16_Optimizer
+        return (
+            f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 do not write them in bf16 without ZeRO "
+            f"or with fp32 gradients, so they are lost. {remedy}, or load a tag that another release saved."
+        )
+    names = [(name, None) for name in name_shards(save.listing, "bf16_" * in_bf16, len(save.models), save.dp)]
+    missing = shorten(name for name, _ in fold_names(names, lambda _: None))
+    return f"{folder}: {missing} missing: all files of optimizer states. Copy them here or load another tag. {remedy}."
+
+
+def _find_master(atoms: Mapping[AtomKey, Atom], groups: Sequence[GroupInfo]) -> str:
+    """Return the dtype of the first parameter that a torch optimizer trains."""
+    members = (AtomKey(member.name, MASTER, member.instance) for group in groups for member in group.members)
+    return next((atoms[key].dtype for key in members if key in atoms), "float32")
+
+
+def make_index(
+    builder: Builder,
+    atoms: Atoms,
+    optim: OptimHeader | None,
+    topology: Topology,
+    groups: tuple[GroupInfo, ...],
+    *,
+    recorded: Mapping[str, dict[str, Any]] | None = None,
+    dropped: str = "",
+) -> AtomicIndex:
+    """Combine a builder's parts with the model states.
+
+    Args:
+        builder: with all files added.
+        atoms: its atoms.
+        optim: the header with loss scaler and clipping.
+        topology: of the saved run.
+        groups: param groups of the whole model.
+        recorded: patterns in the files.
+        dropped: reason why buffers and frozen parameters may be missing.
+    """
+    save = builder.save
+    model = save.model(0)
+    client = tuple(builder.record(save.main, each) for each in model.others)
+    return AtomicIndex(
+        stored=StoredAtoms(
+            tuple(builder.files),
+            builder.records,
+            atoms,
+            {key: tuple(parts) for key, parts in builder.repeated.items()},
+            builder.find_access(),
+        ),
+        run=RunState(
+            scalars=builder.scalars,
+            groups=groups,
+            counters={**model.counters, **model.batch},
+            scaler=optim.scaler if optim else {},
+            clip_grad=optim.clip_grad if optim else None,
+            state_file=save.path(save.main),
+            topology=topology,
+            **_read_optimizer(save.main.config),
+            client_records=client,
+            flats={mp: rank.flats for mp, rank in enumerate(builder.ranks)},
+            scalar_dtypes=builder.scalar_dtypes,
+            globals=save.list_globals(),
+        ),
+        model=ModelInfo(
+            aliases=builder.aliases,
+            buffers=frozenset(name for each in save.first_models for name in each.buffers),
+            instances=builder.instances,
+            hints=join_hints((save.path(held[0]), save.model(mp).hints) for mp, held in enumerate(save.models)),
+            recorded=dict(recorded or {}),
+            fused=_find_fused(save, atoms),
+        ),
+        limits=Limits(
+            {**builder.irregular, **_find_lost_states(save, atoms)},
+            builder.unreadable,
+            dropped,
+            tuple(_find_unnoticed(builder, topology, atoms)),
+            ambiguous=builder.ambiguous,
+        ),
+    )
+
+
+def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Iterator[str]:
+    writers = builder.save.main.config.get(WRITERS, ())
+    yield from (f"files of another writer than torch.save ({name})" for name in writers)
+    if builder.save.expert_optims and not builder.save.main.config and topology.precision == "float32":
+        yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
+    if topology.traits.form is Form.RESERVED and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
+        yield "data-parallel ranks that MiCS has grouped"
+    if builder.save.listing.sp > 1:
+        yield f"files named by sequence-parallel rank, of {builder.save.listing.sp}"
+    if any(map(is_expert, builder.aliases)):
+        yield "tied experts, which DeepSpeed's load replaces by those of the first rank"
+    if topology.traits.form is Form.PARTITIONS and any(
+        "expert" in param.name
+        and not any(COPY in each.states for each in held)
+        and any(MASTER in each.states for each in held)
+        for param, held in atoms.storages.items()
+    ):
+        yield "weights that the model states lack, since DeepSpeed takes all below a module named 'expert' for experts"
+
+
+def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
+    """Return AutoEP's fused parameters → number of experts in each."""
+    counts = {strip_compiled(layer): sum(map(len, held)) for layer, held in save.model(0).placements.items()}
+    if not counts:
+        return {}
+    names = [key.name.rpartition(".")[0] for key in atoms if is_expert(key.name)]
+    return {name: counts[layer] for name in names if (layer := name[: name.rfind(".") + 1]) in counts}
+
+
+def _find_optim(save: Save) -> OptimHeader | None:
+    """Return the first optimizer header with parameters, which some pipeline stages lack; or None."""
+    found = [model.optim for model in save.first_models if model.optim]
+    found = found or [shards[0].optim for shards in save.shards if shards and shards[0].optim]
+    return next((optim for optim in found if optim.masters), found[0] if found else None)
+
+
+def find_saved_precision(
+    save: Save,
+    atoms: Mapping[AtomKey, Atom],
+    flats: tuple[FlatBuffer, ...] = (),
+    groups: Sequence[GroupInfo] = (),
+) -> str:
+    """Return the dtype of the model's parameters, from the ds_config or the first optimized parameter."""
+    model, precision = save.model(0), find_precision(save.main.config)
+    if precision != "float32":
+        return precision
+    dtypes = {name: piece.dtype for name, piece in (model.module or {}).items() if name not in model.buffers}
+    if save.is_pipeline or model.nested:
+        buffers = {name for each in save.first_models for name in each.buffers}
+        copies = {key.name: atom.dtype for key, atom in atoms.items() if key.state == COPY}
+        others = {k.name: atom.dtype for k, atom in atoms.items() if k.state == MODULE and k.name not in buffers}
+        dtypes = {**copies, **others, **copies}
+    flat_names = [strip_compiled(name) for flat in flats for name in flat.names]
+    names = [*flat_names, *(member.name for group in groups for member in group.members)]
+    return next((dtypes[name] for name in (*names, *dtypes) if name in dtypes), "float32")
+
+
+def _read_optimizer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run's fields that describe the optimizer in a ds_config."""
+    section = config.get("optimizer")
+    name, params = (section.get("type"), section.get("params")) if isinstance(section, dict) else (None, None)
+    options = {key: params.get(key) for key in ("lr", "adam_w_mode")} if isinstance(params, dict) else {}
+    plain = {key: value for key, value in options.items() if isinstance(value, float) or is_short(value)}
+    return {"optimizer": str(name) if name else None, "optimizer_params": plain}
+
+
+def _refuse_engines(save: Save, naming: Naming) -> None:
+    """Raise UnsupportedError for engines whose files cannot be resharded."""
+    path = save.path(save.main)
+    if save.zero.get("zenflow") and (save.is_sharded or not naming.weights_only):
+        remedy = (
+            "ZeRO 3 has transposed partitions there besides: take the weights from the run itself, with "
+            "deepspeed.zero.GatheredParameters."
+            if save.is_sharded
+            else "The module's weights are complete: load them with load_optimizer_states=False."
+        )
+        raise UnsupportedError(
+            "was saved by ZenFlow. The moments of the columns that it selects, which ones it selects, the "
+            "gradients that it gathers between two updates, and its step are in no file, and in the masters these "
+            f"columns are behind the weights. {remedy}",
+            path=path,
+        )
+    autoep = enabled(save.main.config, "expert_parallel") and save.model(0).experts
+    if autoep and not save.model(0).placements:
+        raise UnsupportedError(
+            "is a mixture-of-experts checkpoint of AutoEP without a placement of the experts, which this release does "
+            "not convert. DeepSpeed itself can resume it in the topology that wrote it.",
+            path=path,
+        )
+    sliced = [name for model in save.first_models for name in _list_sliced_bases(model)]
+    if sliced:
+        raise UnsupportedError(
+            "of the frozen base weights of LoRA's OptimizedLinear only rank 0's slice was saved "
+            f"(base_weight_sharding > 1): {shorten(dict.fromkeys(sliced))}. Take them from the model that the training "
+            "began with, and save with base_weight_sharding 1.",
+            path=path,
+        )
+
+
+def _list_sliced_bases(model: ModelHeader) -> list[str]:
+    saved = {name: piece.shape for name, piece in (model.module or {}).items()}
+    shapes = {**saved, **model.frozen_shapes, **model.owned}
+    found = []
+    for name, down in shapes.items():
+        base = name.removesuffix(".lora_weight_1.weight")
+        up, weight = shapes.get(f"{base}.lora_weight_2.weight"), shapes.get(f"{base}.weight")
+        if base != name and up and weight and len(weight) == 1 and weight[0] < up[0] * down[-1]:
+            found.append(f"{base}.weight")
+    return found
+
+
+def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey, str]:
+    """Return the parameters whose optimizer states were in another process or a second optimizer, and are not saved."""
+    reason = _describe_loss(save.zero)
+    if not reason or not save.model(0).counters.get("global_steps"):
+        return {}
+    kept = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
+    return {key.param.atom("moments"): reason for key in atoms if key.state == MASTER and key.param not in kept}
+
+
+def _describe_loss(zero: Mapping[str, Any]) -> str:
+    options = zero.get("offload_optimizer")
+    ratio = options.get("ratio", 1) if isinstance(options, dict) else 1
+    if describe_offload(zero).startswith("superoffload/"):
+        return "not in the files: SuperOffload kept it in another process"
+    if isinstance(ratio, (int, float)) and ratio < 1:
+        return f"not in the files: offload_optimizer.ratio {ratio} kept it in a second optimizer"
+    return ""

@@ -1,0 +1,167 @@
+"""Compare the state files of one rank with its live engine, without an index of the whole checkpoint.
+
+Engines of unknown layout, and nodes with local files, are loaded by DeepSpeed itself from exactly these files, which is
+correct if an engine like the live one saved them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...io.store import is_file
+from ...model import AtomicIndex, Use
+from ...model.topology import find_precision
+from ...torchsave.objects import to_member
+from ...torchsave.torchfile import read_header
+from .files import CLIENT, ZERO, scan_folder
+from .reading import as_list, explain_form, list_globals, normalize_zero
+
+_EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
+
+_STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
+"""Suffixes of all files that DeepSpeed may unpickle."""
+
+ORDER = "order of parameters"
+"""Fact: the names in the module's state dict. Names of one side are ignored."""
+
+_SHOWN = 120
+"""Maximum characters of a value in a message."""
+
+
+def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str | None:
+    """Return the path of the state file of a saved rank; None if the checkpoint has only the first rank's.
+
+    It may be in another place than the first file, or on another machine.
+
+    Args:
+        mp_rank: model-parallel rank.
+        dp_rank: data-parallel rank (ZeRO 3).
+    """
+    run = index.run
+    folder, name = os.path.split(run.state_file)
+    name = name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}").replace("zero_pp_rank_0_", f"zero_pp_rank_{dp_rank}_")
+    pattern = re.escape(name)
+    if run.topology.tp == run.topology.pp == 1:  # ALST's files may have the sequence-parallel rank there
+        pattern = pattern.replace("_mp_rank_00_", r"_mp_rank_\d+_")
+    candidates = [file.path for file in index.stored.files if re.fullmatch(pattern, os.path.basename(file.path))]
+    if index.stored.access.is_partial:
+        return next((path for path in candidates if path != run.state_file), None)
+    paths = (*candidates, os.path.join(folder, name), os.path.join(folder, CLIENT, name))
+    return next((path for path in paths if path != run.state_file and is_file(path)), None)
+
+
+def read_state_tree(index: AtomicIndex) -> Any:
+    """Return the object tree of the state file as inert data; empty for a foreign checkpoint.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    return {} if index.run.format else read_header(index.run.state_file).tree
+
+
+def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
+    """Return the ds_config of the saved run; empty if the state file has none.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    tree = read_state_tree(index)
+    config = tree.get("ds_config") if isinstance(tree, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
+def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) -> list[str]:
+    """Describe differences between a rank's files and the live engine; empty if there are none.
+
+    Args:
+        model: path of the rank's model states.
+        optim: path of its ZeRO optimizer states; None at stage 0.
+        live: facts about the engine (:func:`deepspeed_ucp.engine.coverage.describe_own_files`).
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    missing = [path for path in (model, optim) if path is not None and not is_file(path)]
+    if missing:
+        return [f"{path} is missing" for path in missing]
+    saved, facts = _read_facts(model, optim), dict(live)
+    moved = _find_moved(saved[ORDER], facts.pop(ORDER, ()))
+    return moved + [
+        f"{key} {_show(saved[key])} → {_show(value)}" for key, value in facts.items() if saved[key] != value
+    ]
+
+
+def _find_moved(saved: Sequence[str], live: Sequence[str]) -> list[str]:
+    """Describe the first common name at another position: stage 0 saves states by position."""
+    names = set(saved).intersection(live)
+    before, now = ([name for name in each if name in names] for each in (saved, live))
+    return [f"{ORDER} {one} → {other}" for one, other in zip(before, now, strict=True) if one != other][:1]
+
+
+def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
+    """Return the unusual classes and functions that the state files of a folder name, with the first such file.
+
+    Args:
+        member, members: number of this process, and of all processes that share the files.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    found: dict[Use, str] = {}
+    for path in _list_unpickled(folder)[member::members]:
+        for use in list_globals(read_header(path)):
+            found.setdefault(use, path)
+    return found
+
+
+def _list_unpickled(folder: str) -> list[str]:
+    """List the files that DeepSpeed may unpickle: state files and the files of atoms."""
+    entries = scan_folder(folder)
+    names = [name for name in entries if name.endswith(_STATE_ENDINGS)]
+    atoms = scan_folder(os.path.join(folder, ZERO), deep=True) if ZERO in entries else {}
+    names += [f"{ZERO}/{name}" for name in atoms if name.endswith(".pt")]
+    return sorted(os.path.join(folder, name) for name in names)
+
+
+def _show(value: Any) -> str:
+    text = "not recorded" if value is None else str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
+    tree, others = read_header(model).tree, read_header(optim).tree if optim else {}
+    with explain_form(model):
+        return _take_facts(model, tree, others)
+
+
+def _take_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    config = tree.get("ds_config")
+    config = config if isinstance(config, dict) else {}  # a path
+    state = others.get("optimizer_state_dict") or {}
+    layers = tree.get("ds_autoep_layers", tree.get("autoep_layers")) or []
+    shapes = as_list(tree.get("param_shapes"))
+    return {
+        "ZeRO stage": normalize_zero(config.get("zero_optimization") or {}).get("stage") or 0,
+        "precision": find_precision(config),
+        "data-parallel ranks": tree.get("dp_world_size"),
+        "model-parallel ranks": tree.get("mp_world_size"),
+        "experts per layer": as_list(tree.get("num_experts")),
+        "use_data_before_expert_parallelism": bool(config.get("use_data_before_expert_parallelism", False)),
+        "expert-parallel ranks": _count_expert_states(model),
+        "expert-parallel degrees": None,
+        "AutoEP placement": [layer.get("expert_placement") for layer in layers],
+        ORDER: list(tree.get("module") or ()),
+        "parameters": [[(str(name), tuple(shape)) for name, shape in group.items()] for group in shapes],
+        "partitions": [int(to_member(count)) for count in as_list(state.get("partition_count"))],
+        "partition groups": state.get("ds_zero_partition_groups"),
+    }
+
+
+def _count_expert_states(model: str) -> int:
+    """Count the expert-parallel ranks of a stage-0 save by their files of optimizer states."""
+    rank = os.path.basename(model).removesuffix("_model_states.pt")
+    names = (_EXPERT_STATES.fullmatch(name) for name in scan_folder(os.path.dirname(model)))
+    return sum(match is not None and match[2] == rank for match in names)

@@ -1,0 +1,578 @@
+"""Converts the object tree of a state file's pickle to a :class:`~.headers.FileHeader`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ...io.memory import pause_collection
+from ...io.opened import explain_failure
+from ...io.paths import join_path
+from ...model import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled, to_integer
+from ...model.experts import DATA_FIRST
+from ...model.wrappers import STAGE, Form, Wrapper, find_saved
+from ...torchsave.dtypes import is_dtype, is_storage
+from ...torchsave.objects import (
+    PickledObject,
+    TensorRef,
+    describe,
+    has_more_parts,
+    is_setting,
+    is_short,
+    to_member,
+    to_number,
+    walk,
+)
+from ...torchsave.records import FileRecord
+from ...torchsave.repickle import write_pickle
+from ...torchsave.torchfile import TorchFile, read_header
+from .autoep import read_folding, read_placements
+from .compare import read_marks
+from .files import holds_state_dict, is_state_file, strip_writer
+from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
+from .hints import read_hints
+
+EXTRA_STATE = "_extra_state"
+"""Suffix of keys of ``torch.nn.Module.get_extra_state``: an object, not one of the model's tensors."""
+
+_COMMON_GLOBALS = frozenset(
+    (
+        *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3", "torch._utils._rebuild_parameter"),
+        *("torch._tensor._rebuild_from_type_v2", "torch.Size", "collections.OrderedDict", "builtins.set"),
+    )
+)
+"""Globals of nearly every state file, all harmless (``load.client``)."""
+
+ORDER = "ucp_order"
+"""Key of a base's model states: names of all entries of the module's state dict, in its order."""
+
+T = TypeVar("T")
+
+_COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
+_EMPTY = FileRecord("", 0, 0, None)
+_MOST_ENTRIES = 2_000_000  # of a module's state_dict
+_MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
+_MOST_RANKS = 1 << 20
+_LONGEST_TEXT = 200  # characters of another error's text
+_LONGEST_NUMBER = 9  # characters of an integer that a ds_config has as text
+
+
+_REPORT = "Update deepspeed_ucp, or report this message with the version of the library that wrote the file."
+"""Remedy for a value that no known writer saves."""
+
+
+@contextmanager
+def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None]:
+    """Report a value of an unexpected type or form in a file that was parsed.
+
+    Args:
+        field: key of the value in the file.
+        value: for the message.
+
+    Raises:
+        UnsupportedError: names the file, the field and the value. Errors of this package pass unchanged.
+        CheckpointError: the file does not exist or cannot be read.
+    """
+    try:
+        yield
+    except UcpError:
+        raise
+    except OSError as error:
+        raise explain_failure(path, "read", error) from error
+    except (Exception, MemoryError) as error:  # an unexpected value can upset each reader in its own way
+        subject = f"its {field} is {describe(value)}, a form" if field else "its contents have a form"
+        text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+        raise UnsupportedError(f"{subject} that is not supported ({text}). {_REPORT}", path=path) from error
+
+
+def read_file(folder: str, name: str) -> FileHeader:
+    """Read one state file's header.
+
+    Raises:
+        CheckpointError: damaged, or saved under another name (another rank's or run's file).
+        UnsupportedError: a value of an unexpected type or form, or an optimizer wrapper that is not covered.
+    """
+    path = join_path(folder, name)
+    with pause_collection():
+        file = read_header(path)
+        if file.saved_as not in (None, strip_writer(name).removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
+            raise CheckpointError(
+                f"was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or "
+                "run's state. Put the original file back.",
+                path=path,
+            )
+        if not isinstance(file.tree, dict):
+            raise CheckpointError(
+                f"holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.", path=path
+            )
+        with explain_form(path):
+            return HeaderReader(file).read(name)
+
+
+def list_globals(file: TorchFile) -> tuple[Use, ...]:
+    """Return the uncommon classes and functions that a file's pickle names."""
+
+    def is_common(kind: str) -> bool:
+        return kind in _COMMON_GLOBALS or is_storage(kind) or is_dtype(kind)
+
+    rare = [use for use in file.uses.values() if use.steered or not is_common(use.kind)]
+    return tuple(dict.fromkeys([*rare, *file.members]))
+
+
+WRITERS = "writers"
+"""Key for the sections of a ds_config that select another writer than ``torch.save``."""
+
+
+_SECTIONS = (
+    *("zero_optimization", "bf16", "bfloat16", "fp16", "data_types", "torch_autocast"),
+    *("optimizer", "expert_parallel", "aio"),
+)
+"""Sections of a ds_config that the index uses."""
+
+
+def _pick_config(config: Any) -> dict[str, Any]:
+    """Return the parts of a saved ds_config that the index uses."""
+    if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
+        return {}
+    sections = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict)}
+    if "zero_optimization" in sections:
+        sections["zero_optimization"] = normalize_zero(sections["zero_optimization"])
+    found = {key: section for key, section in sections.items() if _is_plain(section)}
+    if config.get(DATA_FIRST) is True:
+        found[DATA_FIRST] = True
+    found[WRITERS] = [key for key in ("nebula", "datastates_ckpt") if config.get(key)]
+    section = config.get("checkpoint")
+    if isinstance(section, dict) and section.get("writer"):
+        found[WRITERS].append("checkpoint.writer")
+    return found
+
+
+def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the section with integers where DeepSpeed accepts other types: ``"3"``, ``3.0``, ``ZeroStageEnum``.
+
+    Raises:
+        TypeError, ValueError: a value that DeepSpeed does not accept.
+    """
+    found = dict(section)
+    for key in ("stage", "mics_shard_size"):
+        if found.get(key) is not None:
+            value = read_stage(found[key])
+            found[key] = int(value) if isinstance(value, str) and len(value) < _LONGEST_NUMBER else _as_int(value)
+    if found.get("stage") not in (None, 0, 1, 2, 3):
+        raise ValueError(f"ZeRO stage {found['stage']!r:.40}")
+    return found
+
+
+def _read_shard_size(config: dict[str, Any], counters: dict[str, Any]) -> int:
+    """Return the group size of MiCS (up to DeepSpeed 0.18): each group holds all partitions, the first one saves."""
+    zero = config.get("zero_optimization") or {}
+    size: int = zero.get("mics_shard_size", -1)
+    ranks = counters.get("dp_world_size") or 1
+    if zero.get("stage") != 3 or size < 0:
+        return 0
+    if not 0 < size <= ranks or ranks % size:
+        raise ValueError(f"mics_shard_size {size!r:.40} of {ranks} data-parallel ranks")
+    return size
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (str, bytes, float)) or is_setting(value)
+
+
+class HeaderReader:
+    """Converts one file's object tree to a header."""
+
+    def __init__(self, file: TorchFile) -> None:
+        self.file = file
+
+    def read(self, name: str) -> FileHeader:
+        tree, role = self.file.tree, name
+        folding = self.read_field(tree, "folding", read_folding)
+        checked = not self.file.records.unchecked
+        named = list_globals(self.file)
+        header = FileHeader(name, self.file.size, self.file.crc, named, folding=folding, checked=checked)
+        if holds_state_dict(role):
+            return replace(header, layer=self.read_tensors(tree))
+        header = replace(
+            header,
+            config=self.read_field(tree, "ds_config", _pick_config),
+            marks=read_marks(tree, self.file.writer),
+        )
+        if "model_states" in role:
+            model = self.read_model(tree)
+            with explain_form(self.file.path, "ds_config", tree.get("ds_config")):
+                size = _read_shard_size(header.config, model.counters)
+            return replace(header, model=replace(model, shard_size=size))
+        state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter of stage 0 with experts
+        if not isinstance(state, dict):
+            raise CheckpointError("has no optimizer_state_dict.", path=self.file.path)
+        return replace(header, optim=self.read_optim(state))
+
+    def read_field(self, tree: Mapping[Any, Any], key: str, read: Callable[[Any], T]) -> T:
+        """Read one entry of a dict; None if it is missing.
+
+        Raises:
+            UnsupportedError: ``read`` does not know the form of the value.
+        """
+        value = tree.get(key)
+        with explain_form(self.file.path, key, value):
+            return read(value)
+
+    def piece(self, value: Any, label: str) -> Piece:
+        if not isinstance(value, TensorRef):
+            raise CheckpointError(f"{label} is no tensor but {describe(value)}.", path=self.file.path)
+        record = self.file.storages.get(value.storage.key, _EMPTY)
+        itemsize = ITEMSIZE.get(value.dtype)
+        if itemsize is None:
+            return Piece(record, 0, value.shape, value.dtype, f"dtype {value.dtype} is not covered")
+        if (value.offset + value.numel) * itemsize > record.nbytes:
+            raise CheckpointError(f"the bytes of {label} are not all there; the file is damaged.", path=self.file.path)
+        fault = ""
+        if not value.is_contiguous():
+            fault = f"its memory is not contiguous (shape {value.shape}, strides {value.stride})"
+        return Piece(record, value.offset * itemsize, value.shape, value.dtype, fault)
+
+    def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
+        """Read a file of model states; the caller applies :func:`explain_form`.
+
+        Raises:
+            CheckpointError: a tensor's bytes are missing, or another value takes the place of a tensor.
+            UnsupportedError: a value of an unexpected form, or an optimizer wrapper that is not covered.
+        """
+        saved, field = tree.get("module"), partial(self.read_field, tree)
+        module = field("module", self._read_module)
+        shapes = field(
+            "param_shapes", lambda groups: tuple(tuple(_as_shapes(each).items()) for each in as_list(groups))
+        )
+        optimizer = tree.get("optimizer")
+        optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
+        layers = "ds_autoep_layers" if "ds_autoep_layers" in tree else "autoep_layers"
+        autoep = as_list(tree.get(layers))
+        fragments = tree.get("frozen_param_fragments") or {}
+        frozen = _strip({name: self.piece(value, name) for name, value in fragments.items()})
+        frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {})))
+        if lacking := frozen.keys() - frozen_shapes.keys():
+            raise ValueError(f"no shape for {shorten(sorted(lacking))}")
+        pieces = (*(module or {}).values(), *frozen.values(), *(optim.list_pieces() if optim else ()))
+        known = {piece.record for piece in pieces}
+        return ModelHeader(
+            module=module,
+            nested=isinstance(saved, dict) and _is_nested(saved),
+            buffers=field("buffer_names", _as_names),
+            param_shapes=None if tree.get("param_shapes") is None else shapes,
+            frozen_shapes=frozen_shapes,
+            frozen=frozen,
+            shared=field("shared_params", lambda pairs: dict(_as_pairs(pairs))),
+            counters=self._read_counters(tree),
+            batch=field("ds_config", _read_batch),
+            optim=optim,
+            others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
+            experts=field("num_experts", _read_experts),
+            placements=field(layers, lambda value: read_placements(as_list(value))),
+            ep_rank=autoep[0].get("ep_rank") if autoep else None,
+            degrees=field("checkpoint_parallel_dimensions", _read_degrees),
+            hints=read_hints(tree),
+            order=field(ORDER, _as_names),
+        )
+
+    def _read_module(self, saved: Any) -> dict[str, Piece] | None:
+        if saved is not None and not isinstance(saved, dict):
+            raise TypeError("a module's state_dict is expected")
+        return None if saved is None else self.read_tensors(saved)
+
+    def _read_counters(self, tree: dict[Any, Any]) -> dict[str, Any]:
+        found = {key: self.read_field(tree, key, partial(_as_count, key=key)) for key in _COUNTED if key in tree}
+        ranks = (found.get("dp_world_size") or 1) * (found.get("mp_world_size") or 1)
+        if ranks > _MOST_RANKS:
+            raise ValueError(f"saved by {ranks} ranks")
+        return found
+
+    def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
+        """Return the tensors of a state_dict, nested or not, by names joined with dots."""
+        return _strip({name: self.piece(value, name) for name, value in _walk_tensors(module)})
+
+    def read_optim(self, state: dict[str, Any]) -> OptimHeader:
+        """Read an optimizer's state dict according to the wrapper that saved it.
+
+        Raises:
+            CheckpointError: as :meth:`read_model`.
+            UnsupportedError: as :meth:`read_model`, or saved by a DeepSpeed release that is too old.
+        """
+        wrapper = find_saved(state)
+        if wrapper is None:
+            raise UnsupportedError(
+                f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered.",
+                path=self.file.path,
+            )
+        masters: list[Any] = state[wrapper.keys[0]] if wrapper.has_copies else []
+        if wrapper.form is Form.SINGLE:
+            masters = [tensor for group in masters for tensor in group]
+        inner: Any = state.get(wrapper.inner) if wrapper.inner else state
+        elastic = wrapper.form is Form.PARTITIONS and isinstance(inner, list)
+        if elastic:
+            inner = _unite_elastic(inner, state.get("base_optimizer_state_step"))
+        header = replace(self.read_flat(state, inner or {}, wrapper, masters), elastic=elastic)
+        if wrapper.form is Form.PARTITIONS:
+            return self._add_partitions(header, state)
+        return self._add_holders(header, state) if wrapper.form is Form.RESERVED else header
+
+    def _add_partitions(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
+        field = partial(self.read_field, state)
+        if state.get("param_slice_mappings") is None:
+            raise UnsupportedError(
+                "no param_slice_mappings; saved by a DeepSpeed release too old.", path=self.file.path
+            )
+        stage = field(STAGE, as_stage)
+        return replace(
+            header,
+            stage=header.stage if stage is None else stage,
+            slices=field("param_slice_mappings", lambda groups: tuple(map(_read_slices, groups))),
+            paddings=field("group_paddings", _as_ints),
+            alignment=field("param_alignment_paddings", lambda groups: tuple(map(_as_ints, as_list(groups)))),
+        )
+
+    def _add_holders(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
+        """Add the ranks that hold each sub-group, which AutoEP saves at ZeRO 3."""
+
+        def read(groups: Any) -> tuple[tuple[int, ...], ...]:
+            return tuple(_as_ints(group["partition_ranks"]) for group in as_list(groups))
+
+        ranks = self.read_field(state, "ds_zero_partition_groups", read)
+        counts = tuple(map(len, ranks)) if ranks else header.partition_count
+        return replace(header, partition_count=counts, partition_ranks=ranks)
+
+    def read_flat(
+        self, state: dict[str, Any], inner: dict[str, Any], wrapper: Wrapper, masters: list[Any]
+    ) -> OptimHeader:
+        """Read masters, and states and param groups of the torch optimizer's state dict ``inner``."""
+        groups = [dict(group) for group in inner.get("param_groups", [])]
+        params = [tuple(group.pop("params", ())) for group in groups]
+        named = [group.pop("param_names", None) for group in groups]
+        states = {key: self._read_states(value) for key, value in inner.get("state", {}).items()}
+        kept = len(groups) if wrapper.is_flat else sum(map(len, params))
+        if wrapper.has_copies and not wrapper.is_cut and len(masters) != kept:
+            raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {kept}")
+        return OptimHeader(
+            kind=wrapper.name,
+            stage=wrapper.stages[-1],
+            masters=tuple(self.piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
+            tensors=tuple(states.get(position, TensorStates()) for held in params for position in held),
+            owners=tuple(group for group, held in enumerate(params) for _ in held),
+            groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
+            partition_count=self.read_field(state, "partition_count", _as_ints),
+            scaler=_read_scaler(state),
+            clip_grad=_read_clip(state.get("clip_grad")),
+            names=tuple(map(_as_names, named)) if not wrapper.has_copies and named and all(named) else None,
+        )
+
+    def _read_states(self, entries: dict[str, Any]) -> TensorStates:
+        states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
+        for name, value in entries.items():
+            if value is None or _is_offload_buffer(name, entries):
+                continue
+            number = to_number(value)
+            if isinstance(number, (float, complex)) or is_short(number):
+                scalars[str(name)] = number
+                if isinstance(value, TensorRef):
+                    zero_dim[str(name)] = self.piece(value, str(name))
+            elif isinstance(value, TensorRef):
+                states[str(name)] = self.piece(value, str(name))
+                if value.data is not None:
+                    single[str(name)] = value.item()
+            else:
+                other[str(name)] = describe(value)
+        return TensorStates(states, scalars, zero_dim, other, single)
+
+
+def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:
+    """Convert an elastic checkpoint's list of states, one per group, to a torch optimizer's state dict."""
+    groups = [{"params": [number]} | ({} if step is None else {"step": step}) for number in range(len(states))]
+    return {"state": dict(enumerate(states)), "param_groups": groups}
+
+
+def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:
+    """Return True for the stale copy of a state that ``engine.offload_states`` leaves (``zero/offload_states.py``)."""
+    state = str(name).removesuffix("_offload_buffer")
+    return state != name and state in entries
+
+
+def _is_nested(module: dict[Any, Any]) -> bool:
+    return any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in module.items())
+
+
+def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
+    """Yield the tensors of nested dicts in order; a shared dict is repeated, up to a limit of entries."""
+    todo: list[tuple[str, Any]] = [("", module)]
+    listed = 0
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, TensorRef) and not name.endswith(EXTRA_STATE):
+            yield name, value
+        elif isinstance(value, dict) and not name.endswith(EXTRA_STATE):
+            listed += len(value)
+            if listed > _MOST_ENTRIES:
+                raise ValueError(f"a module of more than {_MOST_ENTRIES} entries")
+            prefix = f"{name}." if name else ""
+            todo += [(f"{prefix}{key}", part) for key, part in reversed(value.items())]
+
+
+def _read_experts(value: Any) -> tuple[int, ...]:
+    """Return the experts of each layer; older releases wrote one number for all layers, or 1 or 0 without experts."""
+    if isinstance(value, (list, tuple)):
+        return tuple(each for each in value if isinstance(each, int) and 0 < each <= _MOST_ENTRIES)
+    return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
+
+
+def _read_batch(config: Any) -> dict[str, int]:
+    """Read samples and micro batches per step from a ds_config, which may be a path or leave them to DeepSpeed."""
+    keys = (*BATCH_SIZES[::2], ASKED, *BEGUN)
+    found = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
+    return {key: value for key, value in found.items() if type(value) is int and is_short(value) and value > 0}
+
+
+def _read_degrees(value: Any) -> tuple[int, int] | None:
+    if not isinstance(value, dict) or not {"pp_degree", "tp_degree"} <= value.keys():
+        return None
+    return _as_int(value["pp_degree"]), _as_int(value["tp_degree"])
+
+
+def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
+    found = []
+    for name, address in group.items():
+        fields = address.state if isinstance(address, PickledObject) else None
+        if isinstance(fields, dict):
+            found.append((name, _as_int(fields["start"]), _as_int(fields["numel"])))
+        else:  # older releases: a namedtuple (numel, start)
+            numel, start = address.args
+            found.append((name, _as_int(start), _as_int(numel)))
+    return tuple(found)
+
+
+def _read_clip(value: Any) -> float | None:
+    number = to_number(value)
+    return number if isinstance(number, float) or is_short(number) else None
+
+
+def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
+    """Read the loss scaler's fields from the pickled object (ZeRO) or the dict (FP16 wrappers)."""
+    scaler = state.get("loss_scaler")
+    kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
+    if isinstance(scaler, PickledObject) and isinstance(scaler.state, dict):
+        fields = _pick_plain(scaler.state, kept)
+        return {**fields, "dynamic": bool(scaler.state.get("dynamic", False))}
+    if "cur_scale" in state:
+        fields = _pick_plain(state, kept)
+        return {**fields, "dynamic": bool(state.get("dynamic_loss_scale", False))}
+    return {}
+
+
+def _pick_plain(fields: Mapping[str, Any], kept: Iterable[str]) -> dict[str, Any]:
+    return {key: fields[key] for key in kept if key in fields and _is_plain(fields[key])}
+
+
+def read_hyper(value: Any, path: str) -> Any:
+    """Return a hyper-parameter as plain data, or as an :class:`Unread` if it is not plain.
+
+    Raises:
+        UnsupportedError: it is larger than any hyper-parameter.
+    """
+    if has_more_parts(value, _MOST_PARTS):
+        raise UnsupportedError(f"{describe(value)} is too large for a hyper-parameter. {_REPORT}", path=path)
+    plain = _simplify(value)
+    if _is_plain(plain):
+        return plain
+    is_container = isinstance(value, (TensorRef, list, tuple, dict))
+    has_tensors = is_container and any(isinstance(part, TensorRef) for part in walk(value))
+    return Unread(describe(value), hashlib.sha256(write_pickle(value)).hexdigest()[:16], has_tensors)
+
+
+def _simplify(value: Any) -> Any:
+    """Convert numbers of torch and numpy in lists, tuples and dicts to Python's."""
+    if isinstance(value, dict):
+        return {key: _simplify(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_simplify(item) for item in value] if isinstance(value, list) else tuple(map(_simplify, value))
+    return to_number(value)
+
+
+def _strip(named: dict[str, T]) -> dict[str, T]:
+    """Rename entries to atom names."""
+    found = {strip_compiled(name): value for name, value in named.items()}
+    if len(found) < len(named):
+        raise ValueError("two tensors of one name, but for the prefix of torch.compile")
+    return found
+
+
+def as_list(value: Any) -> list[Any]:
+    """Convert a value, a list of values, or None to a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _as_pairs(shared: Any) -> list[tuple[str, str]]:
+    pairs = shared.items() if isinstance(shared, dict) else shared or ()
+    return [(one, other) for one, other in map(_as_names, pairs)]
+
+
+def _as_names(values: Any) -> tuple[str, ...]:
+    names = tuple(values or ())
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{describe(next(name for name in names if not isinstance(name, str)))} for a name")
+    return tuple(map(strip_compiled, names))
+
+
+def _as_shapes(group: Any) -> dict[str, tuple[int, ...]]:
+    _as_names(group)
+    for name, shape in group.items():
+        if not isinstance(shape, tuple) or not all(is_short(size) and size >= 0 for size in shape):
+            raise TypeError(f"{describe(shape)} for the shape of {describe(name)}")
+    return {name: tuple(shape) for name, shape in group.items()}
+
+
+def _as_count(value: Any, key: str) -> int | None:
+    return None if value is None else _as_int(value, least=int(key.endswith("_world_size")))
+
+
+def _as_ints(value: Any) -> tuple[int, ...]:
+    return tuple(map(_as_int, as_list(value)))
+
+
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+"""DeepSpeed's names of the stages (``ZeroStageEnum``)."""
+
+
+def as_stage(value: Any) -> int | None:
+    """Return the number of a ZeRO stage; None if it is missing."""
+    return None if value is None else _as_int(read_stage(value))
+
+
+def read_stage(value: Any) -> Any:
+    """Return a ZeRO stage, which Python 3.11.0 to 3.11.3 writes as ``getattr(ZeroStageEnum, "weights")``."""
+    if isinstance(value, PickledObject) and value.kind == "builtins.getattr" and len(value.args) == 2:
+        return _STAGES.get(value.args[1], value)
+    return to_member(value)
+
+
+def _as_int(value: Any, least: int | None = None) -> int:
+    """Return a whole number, which DeepSpeed may save as a float, a 0-dim tensor or an enum's member.
+
+    Raises:
+        TypeError: another type, or a fraction: it is never rounded.
+        ValueError: out of range.
+    """
+    number = to_integer(to_number(value))
+    if not isinstance(number, int):
+        raise TypeError(f"{describe(number)} where a whole number is expected")
+    if not is_short(number) or (least is not None and number < least):
+        raise ValueError(f"{describe(number)} is out of range")
+    return int(number)

@@ -1,0 +1,433 @@
+"""The files of one save: their expected names, and their headers by role."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from ...errors import CheckpointError
+from ...model import Use
+from ...model.experts import DATA_FIRST, place_experts
+from .files import NO_AXIS, NO_LAYER, Listing, name_expert
+from .headers import FileHeader, ModelHeader, OptimHeader
+
+_GROUP = re.compile(r"ep_size_([1-9]\d{0,3})", re.ASCII)
+
+
+@dataclass(slots=True)
+class Save:
+    """The headers of one save by role; model-parallel rank ``pp_rank * tp + tp_rank``.
+
+    Attributes:
+        pp, tp: pipeline and tensor parallel degrees.
+        dp: data-parallel ranks, by the model states.
+        models: model states by model-parallel rank (under ZeRO 3 of each data-parallel rank).
+        shards: optimizer states by model- and data-parallel rank; empty lists at stage 0.
+        layers: layer files of a pipeline by tensor-parallel rank and layer.
+        experts: files of single experts, by the keys of :class:`~.files.Listing`.
+        expert_optims: optimizer states of stage 0 by (model-parallel rank, expert-parallel rank).
+        expert_tp_shards: shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1 (experts are
+            then distributed over all ranks of a pipeline stage).
+        swaps: swap files by (optimizer file, sub-group) and state.
+    """
+
+    listing: Listing
+    pp: int
+    tp: int
+    dp: int
+    models: list[list[FileHeader]]
+    shards: list[list[FileHeader]]
+    layers: list[dict[int, FileHeader]] = field(default_factory=list)
+    experts: dict[tuple[int, int, int], FileHeader] = field(default_factory=dict)
+    expert_optims: dict[tuple[int, int], FileHeader] = field(default_factory=dict)
+    expert_tp_shards: int = 1
+    swaps: dict[tuple[str, int], dict[str, FileHeader]] = field(default_factory=dict)
+
+    @property
+    def main(self) -> FileHeader:
+        """The model states of the first rank, with all values that are equal on all ranks."""
+        return self.models[0][0]
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        """The ds_config's ``zero_optimization``."""
+        return self.main.config.get("zero_optimization") or {}
+
+    @property
+    def headers(self) -> list[FileHeader]:
+        """All headers: model states, optimizer states, layers, experts, swap files."""
+        layers, swaps = (each.values() for each in self.layers), (each.values() for each in self.swaps.values())
+        files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
+        files += [*self.experts.values(), *self.expert_optims.values(), *chain(*swaps)]
+        return files
+
+    @property
+    def experts_over_tp(self) -> bool:
+        """Whether whole experts are distributed over the tensor-parallel ranks too."""
+        return self.expert_tp_shards < self.tp
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model's tensors are in layer files."""
+        return self.main.model is not None and self.main.model.module is None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each data-parallel rank saves model states (ZeRO 3), without the elements of parameters."""
+        return self.main.name in self.listing.model_zero3.values()
+
+    @property
+    def first_models(self) -> list[ModelHeader]:
+        """The model header of the first data-parallel rank, by model-parallel rank."""
+        return [self.model(mp) for mp in range(len(self.models))]
+
+    def count_micro_batches(self) -> int:
+        """Return the gradient accumulation steps that DeepSpeed derives from the ds_config."""
+        sizes = self.model(0).batch
+        if steps := sizes.get("gradient_accumulation_steps"):
+            return int(steps)
+        micro = sizes.get("train_micro_batch_size_per_gpu")
+        return sizes.get("train_batch_size", 0) // (micro * self.dp) or 1 if micro else 1
+
+    def model(self, mp: int) -> ModelHeader:
+        """Return the model header of the first data-parallel rank of a model-parallel rank.
+
+        Raises:
+            CheckpointError: its file holds no model states.
+        """
+        model = self.models[mp][0].model
+        if model is None:
+            raise CheckpointError("holds no model states.", path=self.path(self.models[mp][0]))
+        return model
+
+    def shard(self, stage: int, rank: int) -> FileHeader:
+        """Return the optimizer states of rank ``dp_rank * tp + tp_rank`` of a pipeline stage."""
+        return self.shards[stage * self.tp + rank % self.tp][rank // self.tp]
+
+    def list_expert_ranks(self, mp: int) -> range:
+        """Return the model-parallel ranks whose files hold the experts of a model-parallel rank."""
+        first = mp // self.tp * self.tp
+        return range(first, first + self.tp) if self.experts_over_tp else range(mp, mp + 1)
+
+    def optim(self, mp: int) -> OptimHeader:
+        """Return the optimizer in a model-parallel rank's model states (stage 0).
+
+        Raises:
+            CheckpointError: they hold none.
+        """
+        optim = self.model(mp).optim
+        if optim is None:
+            raise CheckpointError("holds no optimizer state.", path=self.path(self.models[mp][0]))
+        return optim
+
+    def list_globals(self) -> dict[Use, str]:
+        """Map each class and function that the files' pickles name to the path of the first such file."""
+        found: dict[Use, str] = {}
+        for header in self.headers:
+            for use in header.globals:
+                found.setdefault(use, self.path(header))
+        return found
+
+    def path(self, header: FileHeader) -> str:
+        """Return the full path of a file."""
+        return self.listing.path(header.name)
+
+
+def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
+    """List the ranks of a pipeline stage that hold equal parameters, by expert-parallel rank.
+
+    Args:
+        degree: expert-parallel degree; 1 for other parameters.
+        over_tp: experts are distributed over the tensor-parallel ranks too.
+    """
+    tp_rank = None if over_tp else mp % save.tp
+    return place_experts(save.dp, degree, save.tp, tp_rank, data_first=bool(save.main.config.get(DATA_FIRST)))
+
+
+def count_ranks(model: ModelHeader) -> tuple[int, int]:
+    """Return the (model-parallel, data-parallel) ranks of a save, without the replicas of MiCS."""
+    return model.counters.get("mp_world_size") or 1, model.shard_size or model.counters.get("dp_world_size") or 1
+
+
+def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:
+    """Return the (pipeline, tensor) parallel degrees of a save; older releases store only their product.
+
+    Raises:
+        CheckpointError: the layer files of a pipeline do not fit the number of ranks.
+    """
+    ranks, _ = count_ranks(model)
+    if model.degrees and model.degrees[0] * model.degrees[1] == ranks:
+        return model.degrees
+    if model.module is not None:
+        return 1, ranks
+    tp = len({max(tp, 0) for _, tp in listing.layers}) or 1
+    if ranks % tp:
+        raise CheckpointError(
+            f"saved by {ranks} model-parallel ranks, its layer files are of {tp} tensor-parallel "
+            "ones. The folder lacks files or mixes two saves.",
+            path=listing.folder,
+        )
+    return ranks // tp, tp
+
+
+def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence[FileHeader] = ()) -> list[str]:
+    """Return the names of all files that the save of ``first`` must have.
+
+    Args:
+        listing: the folder's files.
+        first: model states and, if the save has them, optimizer states.
+        stages: model states of the further pipeline stages with experts; each counts only its own.
+
+    Raises:
+        CheckpointError: a pipeline has no layer files, or those of two saves.
+    """
+    model = first[0].model
+    if model is None:
+        return []
+    pp, tp = find_degrees(listing, model)
+    _, dp = count_ranks(model)
+    names = name_model_files(listing, first[0])
+    if len(first) > 1:
+        prefix = next(prefix for (prefix, _, _), name in listing.optim.items() if name == first[1].name)
+        names += name_shards(listing, prefix, pp * tp, dp)
+    if model.module is None:
+        names += _name_layers(listing, tp)
+    if model.experts and first[0].name in listing.model.values():  # under ZeRO 3 experts are in the model states
+        tp_shards = count_expert_tp_shards(listing, first, tp)
+        for stage, header in enumerate([first[0], *stages]):
+            places = range(stage * tp, (stage + 1) * tp)
+            names += _name_experts(listing, header.model.experts if header.model else (), places, tp_shards)
+            if header.model and (len(first) == 1 or header.model.optim):
+                names += _name_expert_optims(listing, header.model.optim, places, tp_shards)
+    return names
+
+
+def name_shards(listing: Listing, prefix: str, mp: int, dp: int) -> list[str]:
+    """Return the expected names of ZeRO's optimizer states of all ranks."""
+    return [
+        listing.optim.get((prefix, model, rank), f"{prefix}zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt")
+        for model in range(mp)
+        for rank in range(dp)
+    ]
+
+
+def count_expert_tp_shards(listing: Listing, first: Sequence[FileHeader], tp: int) -> int:
+    """Return the number of shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1.
+
+    Without it, experts are distributed over more ranks than the data-parallel ones, and each is saved once.
+
+    Args:
+        first: the first rank's model states and, if the save has them, optimizer states.
+    """
+    model = first[0].model
+    if tp == 1 or model is None or model.placements:
+        return 1
+    optim = first[-1].optim
+    if optim is not None:
+        _, dp = count_ranks(model)
+        for degree, count in zip(map(_find_degree, optim.groups), optim.partition_count, strict=False):
+            if degree:
+                return 1 if degree * count > dp else tp
+    if listing.expert_optim:
+        return tp if any(mp % tp != rank % tp for mp, rank in listing.expert_optim) else 1
+    whole = {(layer, expert, mp // tp) for layer, expert, mp in listing.experts}
+    return tp if len(listing.experts) > len(whole) else 1
+
+
+def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
+    """Return the names of model states that no rank writes, since an earlier rank holds the same experts.
+
+    Args:
+        first: as for :func:`count_expert_tp_shards`.
+    """
+    header, model = first[0], first[0].model
+    optim = first[-1].optim or (model.optim if model else None)
+    if model is None or model.placements or optim is None:
+        return set()
+    (_, tp), (_, dp) = find_degrees(listing, model), count_ranks(model)
+    degree = max(map(_find_degree, optim.groups), default=0)
+    if not degree or dp * tp % degree or count_expert_tp_shards(listing, first, tp) > 1:
+        return set()
+    writers = {ranks[0] for ranks in place_experts(dp, degree, tp, data_first=bool(header.config.get(DATA_FIRST)))}
+    return {name for mp, name in enumerate(name_model_files(listing, header)) if mp % tp not in writers}
+
+
+def _find_degree(group: Mapping[str, Any]) -> int:
+    """Parse the expert-parallel degree from the name of a param group; 0 without one."""
+    match = _GROUP.fullmatch(str(group.get("name"))) if group.get("moe") else None
+    return int(match[1]) if match else 0
+
+
+def _name_expert_optims(listing: Listing, optim: OptimHeader | None, places: range, tp_shards: int) -> Iterator[str]:
+    """Yield the expected names of stage 0's optimizer states by expert-parallel rank, at least one per rank."""
+    degrees = [degree for group in (optim.groups if optim else ()) if (degree := _find_degree(group))]
+    count = max(degrees, default=max((rank for mp, rank in listing.expert_optim if mp in places), default=-1) + 1)
+    for rank in range(count):
+        holders = [mp for mp in places if tp_shards > 1 or (mp, rank) in listing.expert_optim]
+        for mp in holders or [places[rank % len(places)]]:
+            yield f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+def name_model_files(listing: Listing, first: FileHeader) -> list[str]:
+    """Return the expected names of the model states of all ranks of the save of ``first``."""
+    if first.model is None:
+        return []
+    ranks, dp = count_ranks(first.model)
+    if first.name in listing.model.values():
+        return [listing.model.get(mp, f"mp_rank_{mp:02d}_model_states.pt") for mp in range(ranks)]
+    return [
+        listing.model_zero3.get((mp, rank), f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt")
+        for mp in range(ranks)
+        for rank in range(dp)
+    ]
+
+
+def _name_layers(listing: Listing, tp: int) -> list[str]:
+    """Return the expected names of layer files.
+
+    Layers without parameters and buffers have no file, so a layer that all ranks lack is not detected here.
+    """
+    plain = {layer for layer, rank in listing.layers if rank == NO_AXIS}
+    numbered = {layer for layer, rank in listing.layers if 0 <= rank < tp}
+    if not plain and not numbered:
+        raise CheckpointError(
+            "a pipeline's model states without any layer_*-model_states.pt. Copy the whole folder.", path=listing.folder
+        )
+    if plain and numbered and tp == 1:
+        raise CheckpointError(
+            f"holds the layer files of two saves ({listing.layers[min(plain), NO_AXIS]} and "
+            f"{listing.layers[min(numbered), 0]} do not belong together). Remove the older save's files.",
+            path=listing.folder,
+        )
+    if tp == 1 and plain:
+        return [listing.layers[layer, NO_AXIS] for layer in sorted(plain)]
+    return [
+        listing.layers.get((layer, rank), f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
+        for layer in sorted(numbered)
+        for rank in range(tp)
+    ]
+
+
+def _name_experts(listing: Listing, layers: Sequence[int], places: range, tp_shards: int) -> Iterator[str]:
+    """Yield the expected names of experts' files; older releases write an expert's parts of all layers to one.
+
+    Args:
+        layers: number of experts by layer of a pipeline stage.
+        places: the stage's model-parallel ranks. At least one of them has the file of a whole expert.
+    """
+    keys = [(layer, expert) for layer, experts in enumerate(layers) for expert in range(experts)]
+    if listing.experts and all(layer == NO_LAYER for layer, _, _ in listing.experts):
+        keys = [(NO_LAYER, expert) for expert in range(max(layers, default=0))]
+    for key in keys:
+        holders = [mp for mp in places if tp_shards > 1 or (*key, mp) in listing.experts]
+        for mp in holders or places[:1]:
+            yield name_expert(*key, mp)
+
+
+def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
+    """Arrange headers by role; the first one is the first rank's model states.
+
+    Raises:
+        CheckpointError: the first file holds no model states.
+    """
+    model = headers[0].model
+    if model is None:
+        raise CheckpointError("holds no model states.", path=listing.path(headers[0].name))
+    pp, tp = find_degrees(listing, model)
+    ranks, layers = range(pp * tp), [dict[int, FileHeader]() for _ in range(tp)]
+    save = Save(listing, pp, tp, count_ranks(model)[1], [[] for _ in ranks], [[] for _ in ranks], layers)
+    by_name = {header.name: header for header in headers}
+    roles = (
+        (save.models, ((mp, name) for mp, name in sorted(listing.model.items()))),
+        (save.models, ((mp, name) for (mp, _), name in sorted(listing.model_zero3.items()))),
+        (save.shards, ((mp, name) for (_, mp, _), name in sorted(listing.optim.items()))),
+    )
+    for headers_by_rank, names in roles:
+        for mp, name in names:
+            if name in by_name:
+                headers_by_rank[mp].append(by_name[name])
+    for (layer, rank), name in sorted(listing.layers.items()):
+        if name in by_name:
+            layers[max(rank, 0)][layer] = by_name[name]
+    align_save(save)
+    save.experts.update({key: by_name[name] for key, name in sorted(listing.experts.items()) if name in by_name})
+    optims = sorted(listing.expert_optim.items())
+    save.expert_optims.update({key: by_name[name] for key, name in optims if name in by_name})
+    for mp, models in enumerate(save.models):
+        beside = [*save.shards[mp], *(header for (each, _), header in save.expert_optims.items() if each == mp)]
+        models[:1] = [complete_experts(header, *beside[:1]) for header in models[:1]]
+    save.expert_tp_shards = count_expert_tp_shards(listing, [headers[0], *save.shards[0][:1]], tp)
+    return save
+
+
+def complete_experts(header: FileHeader, beside: FileHeader | None = None) -> FileHeader:
+    """Add the ds_config and the optimizer, which DeepSpeed up to 0.19.2 omits from model states with experts.
+
+    They are copied from the header of optimizer states (engine.py ``_save_moe_checkpoint``).
+    """
+    model = header.model
+    if beside is None or header.config or model is None or not model.experts:
+        return header
+    optim = model.optim if beside.config else model.optim or beside.optim  # at stage 0 no file has the ds_config
+    return replace(header, config=beside.config, model=replace(model, optim=optim))
+
+
+def align_save(save: Save) -> None:
+    """Reorder the param groups of all ranks of a pipeline stage as on its first rank.
+
+    DeepSpeed creates groups of several expert-parallel degrees in the order of a set of strings, which differs between
+    processes; groups of one degree keep their order (``moe/utils.py``).
+    """
+    for mp, shards in enumerate(save.shards):
+        stage = save.shards[mp // save.tp * save.tp]
+        first = stage[0].optim if stage else None
+        if not (shards and first):
+            continue
+        model, order = save.models[mp][0].model if save.models[mp] else None, find_order(shards[0].optim, first)
+        if model and model.param_shapes and len(order) == len(model.param_shapes):
+            shapes = tuple(model.param_shapes[group] for group in order)
+            save.models[mp][0] = replace(save.models[mp][0], model=replace(model, param_shapes=shapes))
+        save.shards[mp] = [align_groups(header, first) for header in shards]
+
+
+def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
+    """Return a rank's index of each param group of ``first``; empty if the order is equal or the groups differ."""
+    if optim is None or optim.partition_count == first.partition_count:
+        return []
+    mine, wanted = (_sort(each.partition_count) for each in (optim, first))
+    return [mine[wanted.index(group)] for group in range(len(mine))] if len(mine) == len(wanted) else []
+
+
+def align_groups(header: FileHeader, first: OptimHeader) -> FileHeader:
+    """Reorder a header's param groups as in ``first``."""
+    optim, order = header.optim, find_order(header.optim, first)
+    if optim is None or not order:
+        return header
+    fields = ("masters", "tensors", "groups", "slices", "partition_count", "paddings", "alignment")
+    rows = {field: getattr(optim, field) for field in fields}
+    moved: dict[str, Any] = {
+        field: tuple(row[group] for group in order) for field, row in rows.items() if len(row) == len(order)
+    }
+    return replace(header, optim=replace(optim, **moved))
+
+
+def _sort(counts: Sequence[int]) -> list[int]:
+    """Return the indices of param groups sorted by their number of partitions."""
+    return sorted(range(len(counts)), key=counts.__getitem__)
+
+
+def describe_offload(zero: Mapping[str, Any]) -> str:
+    """Return the devices of optimizer and parameter offload in a ds_config as ``optimizer/param``.
+
+    Deprecated keys count. SuperOffload and ZenFlow replace the device of the optimizer.
+    """
+    devices = []
+    for section, deprecated in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        options = zero.get(section)
+        device = options.get("device") if isinstance(options, dict) else None
+        device = device or ("cpu" if zero.get(deprecated) else "none")
+        devices.append("superoffload" if isinstance(options, dict) and options.get("super_offload") else str(device))
+    return "/".join(["zenflow" if zero.get("zenflow") else devices[0], devices[1]])

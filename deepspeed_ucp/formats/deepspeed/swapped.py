@@ -1,0 +1,265 @@
+"""Finds optimizer states in the swap files of a save (ZeRO-Infinity; ``save_checkpoint``).
+
+A swap file has raw numbers, padded for asynchronous I/O, without header or checksum. Its name has DeepSpeed's numbers
+of the first and last parameter of a sub-group, which no state file records. DeepSpeed numbers the parameters in module
+order (``zero/partition_parameters.py`` ``Init``), or under ``zero.Init`` in the order of construction: children before
+their parent's parameters. The folder may contain files of other engines that swapped to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+from ...errors import CheckpointError, shorten
+from ...model import ITEMSIZE, MASTER, strip_compiled
+from ...model.flat import reserve
+from ...model.wrappers import MOMENTUM, Form
+from ...torchsave.records import FileRecord
+from ..findings import COPY, WARNING, Finding, from_error
+from .files import OFFLOADED, SwapName
+from .headers import FileHeader, OptimHeader, Piece
+from .save import Save, describe_offload
+
+_LEAST = 1 << 20
+"""Least bytes of a swapped sub-group (swap_tensor/utils.py ``MIN_AIO_BYTES``)."""
+
+_ALIGNED = 1024
+"""Alignment in bytes for each thread of asynchronous I/O (``AIO_ALIGNED_BYTES``)."""
+
+Span = tuple[int, int]
+"""DeepSpeed's numbers of the first and the last parameter of a sub-group."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroup:
+    """A swapped sub-group: its number, parameters, and the elements and dtype of a rank's partition."""
+
+    index: int
+    names: tuple[str, ...]
+    numel: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a rank's partition."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+def add_swapped(save: Save) -> list[Finding]:
+    """Add the swap files that belong to a save, and return their faults."""
+    swapped = _list_swapped(save)
+    if not swapped:
+        return []
+    if len(save.models) > 1:
+        text = (
+            f"{save.listing.path(OFFLOADED)}: under tensor parallelism its folders cannot be assigned to ranks. Use "
+            "a save without optimizer states on NVMe."
+        )
+        return [Finding("unsupported", OFFLOADED, text)]
+    try:
+        spans = _find_spans(save, swapped)
+    except CheckpointError as error:
+        return from_error(save.listing.folder, error)
+    faults: list[Finding] = []
+    for rank, shard in enumerate(save.shards[0]):
+        for group, span in zip(swapped, spans, strict=True):
+            held = save.swaps[shard.name, group.index] = {}
+            for state in _list_states(save, shard.optim, group.index):
+                file = _make_header(save, SwapName(rank, state, *span), group)
+                if isinstance(file, Finding):
+                    faults.append(file)
+                else:
+                    held[state or MASTER] = file
+    return [*faults, *_warn_longer(save, swapped)]
+
+
+def adopt_sums(save: Save, sums: Mapping[str, int]) -> None:
+    """Set the CRC32s of swap files, by file name, from a seal."""
+    for held in save.swaps.values():
+        for state, header in held.items():
+            if header.swap is not None and header.name in sums:
+                record = header.swap.record._replace(crc=sums[header.name])
+                held[state] = replace(header, swap=replace(header.swap, record=record))
+
+
+def _list_swapped(save: Save) -> list[SubGroup]:
+    """List the swapped sub-groups, which their size determines; empty if the engine does not swap."""
+    first = save.shards[0][0].optim if save.shards[0] else None
+    if first is None or first.traits.form is not Form.RESERVED or not describe_offload(save.zero).startswith("nvme/"):
+        return []
+    least = max(_LEAST, _read_option(save, "block_size", _LEAST))
+    found = []
+    for index, (master, group) in enumerate(zip(first.masters, save.model(0).param_shapes or (), strict=False)):
+        names, numel = tuple(name for name, _ in group), sum(reserve(prod(shape), save.dp) for _, shape in group)
+        swapped = SubGroup(index, tuple(map(strip_compiled, names)), numel, master.dtype)
+        if numel and not master.fault and (swapped.nbytes >= least or not master.numel):
+            found.append(swapped)
+    return found
+
+
+def _read_option(save: Save, key: str, default: int) -> int:
+    """Return a positive number of the ds_config's section ``aio``, or the default."""
+    value: Any = save.main.config.get("aio", {}).get(key, default)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _list_states(save: Save, optim: OptimHeader | None, index: int) -> list[str]:
+    """List the states of a swapped sub-group that have swap files, first the master (without a name).
+
+    The state file may contain other sub-groups' values for them: pipelined swapping reuses the buffers.
+    """
+    held = optim.tensors[index].states if optim and index < len(optim.tensors) else {}
+    in_memory = {MOMENTUM} if save.zero.get("save_muon_momentum_buffer_in_memory") else set()
+    return ["", *(state for state in held if state not in in_memory)]
+
+
+def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
+    """Return a swap file with its expected content, or its fault."""
+    listing = save.listing
+    state = f"{name.state}-" if name.state else ""
+    expected = f"{OFFLOADED}/rank{name.rank:02d}/{state}{name.begin}_{name.end}.tensor.swp"
+    file = listing.swaps.get(name) or expected
+    size, whole = listing.sizes.get(file), _padded_nbytes(save, group)
+    if size is None:
+        text = f"{listing.path(file)} is missing; it holds {_describe(name, group)}. {COPY}"
+        return Finding("missing", file, text)
+    if size < whole:
+        text = (
+            f"{listing.path(file)}: has {size} bytes, {_describe(name, group)} takes {whole}. The file is truncated, "
+            "or belongs to another run; put the right one back."
+        )
+        return Finding("inconsistent", file, text)
+    record = FileRecord("", 0, size, None)
+    return FileHeader(file, size, swap=Piece(record, 0, (group.numel,), group.dtype))
+
+
+def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
+    """Warn of files that are too long: rewritten files of an earlier engine, or files of another world size."""
+    wholes = {group.index: _padded_nbytes(save, group) for group in swapped}
+    held = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
+    longer = sorted(header.name for header, whole in held if header.size > whole)
+    if longer:
+        text = (
+            f"{save.listing.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. "
+            "They "
+            "were written over an earlier engine's files, or belong to another world size; only a seal can "
+            "distinguish these."
+        )
+        yield Finding("inconsistent", longer[0], text, WARNING, tuple(longer))
+
+
+def _describe(name: SwapName, group: SubGroup) -> str:
+    return f"{name.state or MASTER} of {shorten(group.names, 3)} ({group.numel} elements of {group.dtype})"
+
+
+def _padded_nbytes(save: Save, group: SubGroup) -> int:
+    """Return the bytes of a partition's file, padding included."""
+    threads = _read_option(save, "intra_op_parallelism", _read_option(save, "thread_count", 1))
+    return reserve(group.nbytes, _ALIGNED * threads) * _ALIGNED * threads
+
+
+def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
+    """Return the span in the names of each sub-group's files: the only ones that follow an order of parameters.
+
+    Raises:
+        CheckpointError: no spans fit, or several do.
+    """
+    listing = save.listing
+    present = {(name.begin, name.end) for name in listing.swaps if not name.state}
+    known = _list_parameters(save)
+    trained = {strip_compiled(name) for group in save.model(0).param_shapes or () for name, _ in group}
+    found = {
+        each
+        for order in (known, _order_as_constructed(known))
+        for each in _iter_candidates(swapped, present, order, trained)
+    }
+    fitting = found
+    for exact in (False, True):
+        if len(fitting) > 1:
+            fitting = {each for each in found if _sizes_match(save, swapped, each, exact=exact)}
+    if len(fitting) == 1:
+        return list(fitting.pop())
+    path, listed = listing.path(OFFLOADED), shorten([f"{begin}_{end}" for begin, end in sorted(present)])
+    holds = f"{path}: holds swap files of parameters {listed or 'none'}"
+    if found:
+        several = " or ".join(shorten([f"{begin}_{end}" for begin, end in each], 3) for each in sorted(found)[:2])
+        raise CheckpointError(
+            f"{holds}; those of this save's {len(swapped)} swapped sub-groups could be {several}. Several engines "
+            "swapped to one place: remove the files of the other engines."
+        )
+    raise CheckpointError(
+        f"{holds}; no choice of them follows the order of the parameters in this save's {len(swapped)} swapped "
+        "sub-groups. The folder lacks files, or they belong to another run; put the right ones back."
+    )
+
+
+def _sizes_match(save: Save, swapped: Sequence[SubGroup], spans: Sequence[Span], *, exact: bool) -> bool:
+    """Return True if the masters' files are long enough, and with ``exact`` not longer."""
+    for rank in range(save.dp):
+        for group, span in zip(swapped, spans, strict=True):
+            file = _make_header(save, SwapName(rank, "", *span), group)
+            if isinstance(file, Finding) or (exact and file.size > _padded_nbytes(save, group)):
+                return False
+    return True
+
+
+def _iter_candidates(
+    swapped: Sequence[SubGroup], present: set[Span], order: Sequence[str], trained: set[str]
+) -> Iterator[tuple[Span, ...]]:
+    """Yield spans for all sub-groups that have files and follow an order of the parameters.
+
+    The numbers have no gaps. If there are no other files, gaps are accepted, as for tied or unknown parameters, or
+    frozen ones, which may be numbered before the others.
+    """
+    if not trained.issubset(order):
+        return
+    ends = _index_ranges(swapped, order)
+    for begin, _ in present:
+        shift = begin - ends[0][0]
+        if all((first + shift, last + shift) in present for first, last in ends):
+            yield tuple((first + shift, last + shift) for first, last in ends)
+    if len(present) == len(swapped):
+        ends = _index_ranges(swapped, [name for name in order if name in trained])
+        by_first = sorted(range(len(ends)), key=ends.__getitem__)
+        found = dict(zip(by_first, sorted(present), strict=True))
+        spans = tuple(found[number] for number in range(len(ends)))
+        if _is_ordered(ends, spans):
+            yield spans
+
+
+def _index_ranges(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[Span]:
+    """Return the places of each sub-group's first and last parameter in an order."""
+    places = {name: number for number, name in enumerate(order)}
+    return [(places[group.names[0]], places[group.names[-1]]) for group in swapped]
+
+
+def _is_ordered(ends: Sequence[Span], spans: Sequence[Span]) -> bool:
+    """Return True if the numbers grow at least as much as the places of the parameters."""
+    pairs = sorted({pair for one, other in zip(ends, spans, strict=True) for pair in zip(one, other, strict=True)})
+    return all(after[1] - before[1] >= after[0] - before[0] > 0 for before, after in pairwise(pairs))
+
+
+def _list_parameters(save: Save) -> list[str]:
+    """List the known parameters in module order, each once."""
+    model = save.model(0)
+    left_out = {*model.buffers, *(one for one, other in model.shared.items() if one != other)}
+    return [name for name in model.module or {} if name not in left_out]
+
+
+def _order_as_constructed(names: Iterable[str]) -> list[str]:
+    """Order parameters after the parameters of their module's children."""
+    places: dict[tuple[int, str], int] = {}
+
+    def find_key(name: str) -> list[tuple[bool, int]]:
+        *modules, own = name.split(".")
+        key, parent = [], -1
+        for part, is_own in [*((module, False) for module in modules), (own, True)]:
+            parent = places.setdefault((parent, part), len(places))
+            key.append((is_own, parent))
+        return key
+
+    return sorted(names, key={name: find_key(name) for name in names}.__getitem__)

@@ -1,0 +1,509 @@
+"""Builds atoms from files of ZeRO 1, 2, 3 and BF16_Optimizer."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, zip_longest
+
+from ...errors import CheckpointError, shorten
+from ...model import MASTER, MODULE, GroupInfo, ParamKey, PartitionedState, count, strip_compiled
+from ...model.experts import count_experts, drop_fixed, find_layer, name_experts
+from ...model.flat import Cut, FlatBuffer, cut_parameter, find_gaps
+from ...model.wrappers import MOMENTUM
+from .builder import Builder
+from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
+from .module import add_tensors
+from .pieces import Batches, FileRun, count_filed
+from .ranks import SavedRank, fill_param_shapes, list_ranks
+from .save import Save, describe_offload, list_holders
+
+Slices = tuple[tuple[str, int, int], ...]
+"""Parts of parameters in a partition: (name, first element in the partition, elements)."""
+
+
+def build_zero(builder: Builder) -> None:
+    """Add all atoms; the model states name the parameters of each rank.
+
+    ``param_shapes`` give the order and ``param_alignment_paddings`` the padding; the files' ``param_slice_mappings``
+    are wrong under ``round_robin_gradients`` (they follow the order before shuffling).
+    """
+    save = builder.save
+    fill_param_shapes(save)
+    filed = count_filed(save.experts.values())
+    dealt = [deal_parameters(save, mp, filed) for mp in range(len(save.models))]
+    names = [[name for share in chain(*groups) for name in share.shapes] for groups in dealt]
+    builder.ranks, builder.instances = list_ranks(save, names)
+    builder.batches = Batches(chain(*save.shards))
+    optimized = set(chain(*names))
+    for mp, rank in enumerate(builder.ranks):
+        _add_rank(builder, rank, dealt[mp], _get_optim(save.shards[mp][0]))
+        if save.is_sharded:
+            add_frozen_zero3(builder, rank, save.models[mp], optimized)
+    add_tensors(builder)
+
+
+@dataclass(frozen=True)
+class GroupShare:
+    """The parameters of a group that the same ranks hold: all of them, or some of its experts.
+
+    Attributes:
+        ranks: of the pipeline stage.
+        local: module's name → shape of the ranks' parameters.
+        parts: module's name → whole model's parameters in it, with shapes.
+        over_tp: experts that are spread over all ranks of the stage, including tensor-parallel ranks.
+        named: the flat buffer records these ranks, as others hold other parameters of the group.
+    """
+
+    ranks: range
+    local: dict[str, Shape]
+    parts: dict[str, dict[str, Shape]]
+    over_tp: bool = False
+    named: bool = False
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Shapes of the whole model's parameters."""
+        return {strip_compiled(name): shape for held in self.parts.values() for name, shape in held.items()}
+
+
+def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[GroupShare]]:
+    """Determine which ranks hold which parameters of each group; the model states number each rank's experts from 0.
+
+    The number of experts on a rank follows from the experts' files, as a group may lack frozen ones.
+
+    Args:
+        mp: model-parallel rank.
+        filed: layer → number of its experts with files.
+
+    Raises:
+        CheckpointError: the number of files or AutoEP's placement contradict the group.
+    """
+    placements, counts = save.model(mp).placements, _get_optim(save.shards[mp][0]).partition_count
+    dealt: list[list[GroupShare]] = []
+    for number, group in enumerate(save.model(mp).param_shapes or ()):
+        held = count_experts(name for name, _ in group) if save.experts else {}
+        spread = bool(held) or any(find_layer(name, placements) for name, _ in group)
+        replicas = counts[number] if spread and number < len(counts) else save.dp
+        holders = _find_holders(save, mp, replicas, over_tp=spread and save.experts_over_tp)
+        _check_placements(save, mp, group, len(holders))
+        shares = _share_experts(save, held, filed, len(holders))
+        over_tp, several = spread and save.experts_over_tp, len(holders) > 1
+        dealt.append([])
+        for place, ranks in enumerate(holders):
+            numbers: dict[str, Sequence[int]] = {
+                layer: range(place * share, (place + 1) * share) for layer, share in shares.items()
+            }
+            numbers |= {layer: each[place] for layer, each in placements.items() if place < len(each)}
+            parts = {name: name_experts(name, shape, numbers) for name, shape in group}
+            dealt[-1].append(GroupShare(ranks, dict(group), parts, over_tp, over_tp or several))
+    return dealt
+
+
+def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
+    """Return layer → number of experts on one expert-parallel rank.
+
+    Args:
+        held: layer → experts in a rank's param group.
+        totals: layer → experts with files.
+    """
+    for layer, count_held in held.items():
+        total = totals.get(strip_compiled(layer), 0)
+        if total % degree or total // degree < count_held:
+            raise CheckpointError(
+                f"lists {count_held} experts in {layer} on each of {degree} expert-parallel ranks, but {total} experts "
+                "of the layer have files. The folder lacks files or mixes two saves.",
+                path=save.path(save.main),
+            )
+    return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in held}
+
+
+def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
+    ranks = save.dp * save.tp if over_tp else save.dp
+    if replicas < 1 or ranks % replicas:
+        raise CheckpointError(
+            f"has a param group in {replicas} partitions, which does not divide the {ranks} ranks that hold the model. "
+            "The file is of another save.",
+            path=save.path(save.shards[mp][0]),
+        )
+    return list_holders(save, mp, ranks // replicas, over_tp=over_tp)
+
+
+def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
+    """Verify that AutoEP's placement has as many experts and ranks as the parameters."""
+    placements = save.model(mp).placements
+    for name, shape in group:
+        placement = placements.get(find_layer(name, placements) or "", ())
+        if placement and (len(placement) != degree or any(shape[:1] != (len(held),) for held in placement)):
+            raise CheckpointError(
+                f"{name} of shape {shape} is spread over {degree} expert-parallel ranks, but the expert placement has "
+                f"{[len(held) for held in placement]} experts on the ranks. The file is of another save.",
+                path=save.path(save.models[mp][0]),
+            )
+
+
+def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupShare]], first: OptimHeader) -> None:
+    """Add a model-parallel rank's flat buffers: one per param group, or sub-group of ZeRO 3.
+
+    Experts over tensor-parallel ranks are the same on all of these, and are added for the first.
+    """
+    save = builder.save
+    flats: list[FlatBuffer] = []
+    members: dict[int, list[ParamKey]] = defaultdict(list)
+    hypers = list(map(drop_fixed, first.groups)) if save.is_sharded else []
+    holders: dict[range, _Holders] = {}
+    for index, shares in enumerate(dealt):
+        owner = first.owners[index] if index < len(first.owners) else None
+        if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
+            hypers.append({} if owner is None else drop_fixed(first.groups[owner]))
+        local: _LocalBuffer | None = None
+        for place, share in enumerate(shares):
+            files = holders.get(share.ranks) or holders.setdefault(share.ranks, _find_files(builder, rank, share.ranks))
+            rank.shapes.update(share.shapes)
+            rank.experts_over_tp.update(share.shapes if share.over_tp else ())
+            if save.is_sharded:
+                _check_holders(save, rank.pp, index, place, share)
+            local = _lay_out(builder, files.shards, index, share, owner or 0, local)
+            buffer = local.buffer.split(share.parts)
+            if share.over_tp:
+                _check_folding(save, files.shards, share.ranks, place)
+            if not (share.over_tp and rank.tp):
+                _BufferAdder(builder, rank, files, index, local, replace(buffer, names=tuple(share.shapes))).add()
+            members[buffer.group] += map(rank.param, share.shapes)
+            flats.append(replace(buffer, ranks=share.ranks if share.named else None))
+    rank.flats = tuple(flats)
+    rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """The files of ranks that hold the same parameters, grouped into runs, and each group's slices in each file."""
+
+    shards: list[FileHeader]
+    runs: list[FileRun]
+    slices: list[tuple[Slices, ...]]
+
+
+def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
+    shards = [builder.save.shard(rank.pp, each) for each in ranks]
+    slices = zip_longest(*(_get_optim(shard).slices for shard in shards), fillvalue=())
+    return _Holders(shards, builder.batches.list_runs(shards), list(slices))
+
+
+@dataclass(frozen=True)
+class _LocalBuffer:
+    """A flat buffer under the ranks' local parameter names, which are equal on all expert-parallel ranks."""
+
+    buffer: FlatBuffer
+
+    @cached_property
+    def slices(self) -> tuple[Slices, ...]:
+        """The slices that DeepSpeed records for each partition."""
+        cuts = map(self.buffer.cuts, range(self.buffer.parts))
+        return tuple(tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """End of the last parameter in each partition."""
+        return [part[-1][1] + part[-1][2] if part else 0 for part in self.slices]
+
+
+def _lay_out(
+    builder: Builder,
+    shards: Sequence[FileHeader],
+    index: int,
+    share: GroupShare,
+    owner: int,
+    known: _LocalBuffer | None,
+) -> _LocalBuffer:
+    """Lay out the flat buffer of some ranks; reuse ``known`` of other ranks if it is equal.
+
+    ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
+    """
+    optim, sharded = _get_optim(shards[0]), builder.save.is_sharded
+    partition = None if sharded else _count_elements(builder, shards[0], index)
+    if known and (sharded or (known.buffer.partition, known.buffer.parts) == (partition, len(shards))):
+        return known
+    gaps = optim.alignment[index] if optim.alignment else ()
+    names, shapes = tuple(share.local), tuple(share.local.values())
+    (buffer,) = optim.traits.lay_out(owner if sharded else index, names, shapes, len(shards), partition, gaps)
+    return _LocalBuffer(buffer)
+
+
+def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
+    """Verify the rank that AutoEP under AutoTP recorded in each file of an expert-parallel rank."""
+    for rank, shard in zip(ranks, shards, strict=True):
+        if shard.folding not in (None, (rank % save.tp, place)):
+            raise CheckpointError(
+                f"is of tensor- and expert-parallel rank {shard.folding}, but its name and the degrees require "
+                f"{(rank % save.tp, place)}. The file belongs to another run; put the right one back.",
+                path=save.path(shard),
+            )
+
+
+def _check_holders(save: Save, stage: int, group: int, place: int, share: GroupShare) -> None:
+    """Verify the ranks of a sub-group, and the expert-parallel rank, that ZeRO 3 with AutoEP records in each file.
+
+    Such a save has no copies of the experts to compare.
+    """
+    ranks = tuple(each + stage * save.dp * save.tp for each in share.ranks)
+    for rank in share.ranks:
+        shard = save.shard(stage, rank)
+        header = save.models[stage * save.tp + rank % save.tp][rank // save.tp]
+        held, model = _get_optim(shard).partition_ranks, header.model
+        if held and held[group : group + 1] != (ranks,):
+            raise CheckpointError(
+                f"sub-group {group} is partitioned over other ranks than {shorten(ranks)}, which the degrees require. "
+                "The file belongs to another run; put the right one back.",
+                path=save.path(shard),
+            )
+        if share.named and model and model.ep_rank != place:
+            raise CheckpointError(
+                f"is of expert-parallel rank {model.ep_rank}, but the degrees require {place}. The file belongs to "
+                "another run; put the right one back.",
+                path=save.path(header),
+            )
+
+
+@dataclass
+class _BufferAdder:
+    """Adds the storages of a flat buffer from the files of the ranks that hold it.
+
+    Attributes:
+        index: number of the flat buffer in each file.
+        local: the buffer under the ranks' local names.
+        buffer: the buffer under the whole model's names.
+        found: state → dtype, record of each partition, and byte in the record at which the partition begins.
+    """
+
+    builder: Builder
+    rank: SavedRank
+    holders: _Holders
+    index: int
+    local: _LocalBuffer
+    buffer: FlatBuffer
+    found: dict[str, tuple[str, array[int], array[int]]] = field(default_factory=dict)
+
+    def add(self) -> None:
+        builder, shards = self.builder, self.holders.shards
+        if not self.buffer.by_parameter:
+            self._add_empty(shards[0])
+        apart = bool(builder.save.swaps) or _keeps_whole_momentum(builder.save, _get_optim(shards[0]), self.index)
+        for files in self.holders.runs:
+            for run in files.split() if apart else (files,):
+                self._add_run(run)
+        states = {state: PartitionedState(self.buffer, *columns) for state, columns in self.found.items()}
+        for place, (name, shape) in enumerate(zip(self.buffer.names, self.buffer.shapes, strict=True)):
+            if states and count(shape):
+                builder.add_storage(self.rank, name, shape, place, states, shards[0])
+
+    def _add_empty(self, shard: FileHeader) -> None:
+        """Add parameters without elements, which older releases keep in the groups."""
+        for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True):
+            if not count(shape):
+                empty = replace(_get_optim(shard).masters[self.index].narrow(0, 0), shape=shape)
+                self.builder.add(self.rank, name, MASTER, shard, empty)
+
+    def _add_run(self, run: FileRun) -> None:
+        """Add the masters and the optimizer's states.
+
+        A swapped sub-group only takes from the state file what no swap file holds, such as the step.
+        """
+        first = self.holders.shards[run.parts[0]]
+        swaps = self.builder.save.swaps.get((first.name, self.index), {})
+        for state, header in swaps.items():
+            if header.swap is not None:
+                record = self.builder.record(header, header.swap.record)
+                self._put(state, header.swap, run.parts, [record], [header.swap.offset])
+        if not swaps:
+            self._check_masters(run)
+            self._put_pieces(MASTER, self.index, run)
+        if self.index < len(run.batch.template.starts) - 1:
+            for each in self._split(run):
+                self._add_states(each, swaps)
+
+    def _split(self, run: FileRun) -> Iterable[FileRun]:
+        """Separate the files if their states have different sizes."""
+        template = run.batch.template
+        pieces = [*([self.index] if template.optim.elastic else []), *template.list_states(self.index)]
+        sizes = set(zip(*(run.pick(piece, "numel") for piece in pieces), strict=True))
+        return run.split() if len(sizes) > 1 else (run,)
+
+    def _check_masters(self, run: FileRun) -> None:
+        """Verify the sizes and the parameters of the files' partitions."""
+        partition, shards = self.buffer.partition, self.holders.shards
+        if self.index < len(run.batch.template.optim.masters):
+            sizes = zip(run.pick(self.index, "numel"), run.pick_padding(self.index), strict=True)
+            found = [size + padding for size, padding in sizes]
+        else:
+            found = [_count_elements(self.builder, shards[run.parts[0]], self.index)]
+        for part, size in zip(run.parts, found, strict=True) if found.count(partition) < len(found) else ():
+            if size != partition:
+                kind = "sub-group" if self.buffer.by_parameter else "partition"
+                raise CheckpointError(
+                    f"{kind} {self.index} has {size} elements, {partition} are expected. "
+                    "The file belongs to another run or world size; put the right one back.",
+                    path=self._path(shards[part]),
+                )
+        if not self.buffer.by_parameter:
+            self._check_slices(run)
+
+    def _check_slices(self, run: FileRun) -> None:
+        """Refuse files of another rank or run by their ``param_slice_mappings``, which round robin makes wrong."""
+        shards, index, slices = self.holders.shards, self.index, self.holders.slices
+        held: Sequence[Slices] = slices[index] if index < len(slices) else ((),) * len(shards)
+        expected: Sequence[Slices] = self.local.slices
+        if len(run.parts) < len(shards):
+            held, expected = ([row[part] for part in run.parts] for row in (held, expected))
+        zero = shards[run.parts[0]].config.get("zero_optimization") or {}
+        if held != expected and not zero.get("round_robin_gradients"):
+            for part, *pair in zip(run.parts, held, expected, strict=True):
+                self._compare_slices(shards[part], *pair)
+        ends = self.local.ends
+        for part, numel in zip(run.parts, run.pick(index, "numel"), strict=True):
+            if ends[part] > numel:
+                self._refuse_short(part, numel)
+
+    def _refuse_short(self, part: int, numel: int) -> None:
+        cut = next(cut for cut in self.buffer.cuts(part) if cut.offset + cut.numel > numel)
+        raise CheckpointError(
+            f"{cut.name} ends beyond the fp32 partition of group {self.index} "
+            f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run.",
+            path=self._path(self.holders.shards[part]),
+        )
+
+    def _compare_slices(self, shard: FileHeader, held: Slices, expected: Slices) -> None:
+        found, wanted = (
+            sorted((strip_compiled(name), start, numel) for name, start, numel in each) for each in (held, expected)
+        )
+        if found != wanted:
+            odd = sorted(set(found) ^ set(wanted))[0]
+            raise CheckpointError(
+                f"holds other parts of group {self.index} than expected for this rank (first difference: {odd[0]}, "
+                f"elements [{odd[1]}, {odd[1] + odd[2]}) of its partition). The file belongs to another rank, run or "
+                "world size; put the right one back.",
+                path=self._path(shard),
+            )
+
+    def _add_states(self, run: FileRun, swapped: Container[str]) -> None:
+        """Add the optimizer's states of files that have them in the same sizes."""
+        shard = self.holders.shards[run.parts[0]]
+        optim, template = _get_optim(shard), run.batch.template
+        held = optim.tensors[self.index]
+        pieces = dict(zip(held.states, template.list_states(self.index), strict=False))
+        states = replace(held, states={state: piece for state, piece in held.states.items() if state not in swapped})
+        if _keeps_whole_momentum(self.builder.save, optim, self.index):
+            states = self._add_momentum(shard, run.parts[0], states)
+        stored = optim.masters[self.index].numel if optim.elastic else self.buffer.partition
+        params = list(map(self.rank.param, self._list_names(run)))
+        for state in self.builder.sort_states(params, states, stored, shard):
+            self._put_pieces(state, pieces[state], run)
+
+    def _list_names(self, run: FileRun) -> Iterable[str]:
+        """Return the parameters with elements in some files."""
+        if len(run.parts) == self.buffer.parts:
+            return [name for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True) if count(shape)]
+        return dict.fromkeys(cut.name for part in run.parts for cut in self.buffer.cuts(part))
+
+    def _put_pieces(self, state: str, piece: int, run: FileRun) -> None:
+        """Record the locations of a state in files."""
+        first = run.batch.make_piece(piece, run.files[0])
+        if first.fault:
+            self.builder.note_unreadable(self.rank, self._list_names(run), state, first.fault)
+            return
+        base = self.builder.number_records(run.batch, piece)
+        self._put(state, first, run.parts, run.number(base), run.pick(piece, "start"))
+
+    def _put(
+        self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]
+    ) -> None:
+        missing = array("q", [-1]) * self.buffer.parts
+        dtype, held, begins = self.found.setdefault(state, (piece.dtype, missing, missing[:]))
+        if dtype != piece.dtype:
+            name, shard = self.buffer.cuts(parts[0])[0].name, self.holders.shards[parts[0]]
+            shape = self.rank.shapes[name]
+            self.builder.refuse_mismatch(shard, self.rank.param(name), state, (piece.dtype, shape), (dtype, shape))
+        if len(parts) == self.buffer.parts:  # all, in order
+            held[:], begins[:] = array("q", records), array("q", offsets)
+            return
+        for part, record, offset in zip(parts, records, offsets, strict=True):
+            held[part], begins[part] = record, offset
+
+    def _add_momentum(self, shard: FileHeader, part: int, held: TensorStates) -> TensorStates:
+        """Add the momentum of the parameters that a partition touches, and return the other states.
+
+        The rank's own elements form the atom; those beyond its partition repeat elements of other ranks.
+        """
+        states, touched = dict(held.states), self.buffer.join_touched(part)
+        piece = states.pop(MOMENTUM, None)
+        if piece is None or piece.fault:
+            return held
+        if piece.numel != touched.partition:
+            fault = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
+            return replace(held, states=states, other={**held.other, MOMENTUM: fault})
+        inside, beyond = [], []
+        cuts = {cut.name: cut for cut in self.buffer.cuts(part)}
+        for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
+            cut = cuts.get(name, Cut(name, 0, 0, 0))  # an expert in one tensor with experts of this partition
+            if cut.numel:
+                inside.append(replace(cut, offset=place + cut.start))
+            rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
+            beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
+        self.builder.add_cuts(self.rank, MOMENTUM, inside, shard, piece)
+        self.builder.add_repeated(self.rank, MOMENTUM, beyond, shard, piece)
+        return replace(held, states=states)
+
+    def _path(self, shard: FileHeader) -> str:
+        return self.builder.save.path(shard)
+
+
+def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
+    offloaded = not describe_offload(save.zero).startswith("none/")
+    return MOMENTUM in optim.traits.list_whole(optim.groups[optim.owners[index]], offloaded=offloaded)
+
+
+def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
+    """Return the elements of a rank's partition with padding, which ZeRO 1/2 strip from the masters."""
+    optim = _get_optim(shard)
+    if index >= len(optim.masters):
+        raise CheckpointError(
+            f"has {len(optim.masters)} flat buffers, but the model states list more. The file belongs to another run; "
+            "put the right one back.",
+            path=builder.save.path(shard),
+        )
+    padding = optim.paddings[index] if optim.traits.strips_padding and index < len(optim.paddings) else 0
+    return optim.masters[index].numel + padding
+
+
+def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHeader], optimized: set[str]) -> None:
+    """Add the frozen parameters of ZeRO 3: each rank's model states hold ``ceil(numel / dp)`` elements.
+
+    ``optimized`` parameters are trained on some tensor-parallel rank, and are empty on ranks that list them as frozen.
+    """
+    first, zero = models[0].model, builder.save.zero
+    if first and zero.get("zero_quantized_nontrainable_weights"):
+        builder.note_unreadable(rank, first.frozen, MODULE, "a frozen parameter saved quantized, without its scales")
+        return
+    on_nvme = describe_offload(zero).endswith("/nvme")
+    for part, header in enumerate(models):
+        model = header.model
+        for name, piece in model.frozen.items() if model else ():
+            if model is None or name in optimized:
+                continue
+            shape = model.frozen_shapes[name]
+            start, numel = cut_parameter(count(shape), part, len(models))
+            # DeepSpeed saves one element of 1.0 instead of a frozen parameter on NVMe.
+            if piece.numel < numel or (on_nvme and piece.numel == 1):
+                fault = "a frozen parameter on NVMe, which the save replaced by a placeholder"
+                builder.note_unreadable(rank, [name], MODULE, fault)
+            else:
+                builder.add_cuts(rank, MODULE, (Cut(name, start, numel, 0),), header, piece, {name: shape})
+
+
+def _get_optim(shard: FileHeader) -> OptimHeader:
+    if shard.optim is None:
+        raise CheckpointError("holds no optimizer state.", path=shard.name)
+    return shard.optim

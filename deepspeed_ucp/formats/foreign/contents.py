@@ -1,0 +1,320 @@
+"""Contents of a foreign checkpoint in a common form, and their atomic view."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import CheckpointError, UnsupportedError, shorten
+from ...model import (
+    COPY,
+    ITEMSIZE,
+    MASTER,
+    MODULE,
+    Atom,
+    AtomicIndex,
+    AtomKey,
+    FileRef,
+    GroupInfo,
+    Limits,
+    ModelInfo,
+    ParamKey,
+    Record,
+    RunState,
+    Shard,
+    StoredAtoms,
+    Tile,
+    Tiles,
+    check_coverage,
+    count,
+    strip_compiled,
+)
+from ...model.flat import Shape
+from ...model.topology import Topology
+from ...model.wrappers import ATOMIC
+from ...torchsave.objects import describe
+from ...torchsave.records import FileRecord
+from ...torchsave.unpickle import MOST_DIMENSIONS
+from ..findings import WARNING, Finding
+from ..table import FileTable
+
+_LARGEST_SIZE = 1 << 62
+_LONGEST_NAME = 1 << 12
+
+_UNCHECKED = "its tensors have no checksums: damage in them is not detected"
+_MOST_RUNS = 1 << 22
+"""Maximum number of runs of elements in all tensors that are not cut into a grid."""
+
+NEITHER = "neither model nor optimizer"
+
+
+def read_shape(value: Any) -> Shape:
+    """Validate a shape, or an index, from a file.
+
+    Raises:
+        ValueError: torch has no such shape.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) > MOST_DIMENSIONS:
+        raise ValueError(f"{describe(value)} for a shape")
+    for size in value:
+        if type(size) is not int or not 0 <= size < _LARGEST_SIZE:
+            raise ValueError(f"{describe(size)} in a shape")
+    return tuple(value)
+
+
+def is_number(state: str, shape: Shape, weight: Shape | None) -> bool:
+    """Return True if an optimizer state is a number: ``step``, or a 0-dim state of a weight of another shape.
+
+    Args:
+        weight: shape of the parameter, if known.
+    """
+    return shape == () and (state == "step" or weight != ())
+
+
+def read_name(value: Any) -> str:
+    """Validate a name from a pickle: text of limited length.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    if not isinstance(value, str) or len(value) > _LONGEST_NAME:
+        raise ValueError(f"{describe(value)} for a name")
+    return value
+
+
+def count_steps(steps: Iterable[Any]) -> dict[str, int]:
+    """Derive the counters of a run from the steps of the optimizer's parameters; empty without steps.
+
+    Raises:
+        ValueError: a value is no number of steps.
+    """
+    found = list(steps)
+    for step in found:
+        if not isinstance(step, (int, float)) or not 0 <= step < _LARGEST_SIZE:
+            raise ValueError(f"{describe(step)} for a step")
+    return {"global_steps": int(max(found))} if found else {}
+
+
+def list_ignored(names: Collection[str], reason: str, where: str, file: str = "") -> list[Finding]:
+    """Warn of contents of a checkpoint that are not loaded.
+
+    Args:
+        names: names of these contents.
+        reason: description of the contents.
+        where: path.
+        file: file name (default: the first of ``names``).
+    """
+    text = f"{where}: not loaded by the engine, since it is {reason}: {shorten(names)}."
+    return [Finding("unsaved", file or next(iter(names)), text, WARNING)] if names else []
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBlock:
+    """A contiguous, row-major block of a tensor in a file.
+
+    Attributes:
+        offsets, shape: place in the tensor, in elements by dimension.
+        file: file name.
+        record: bytes of the file with at most one checksum.
+        begin: offset of the block in the record, in bytes.
+    """
+
+    offsets: Shape
+    shape: Shape
+    file: str
+    record: FileRecord
+    begin: int = 0
+
+    def check(self, name: str, shape: Shape, where: FileTable) -> None:
+        """Raise CheckpointError if the block is not inside the tensor of that name and shape."""
+        dims = list(zip(self.offsets, self.shape, shape, strict=False))
+        fits = len(self.offsets) == len(self.shape) == len(shape)
+        if not fits or any(at < 0 or size < 0 or at + size > whole for at, size, whole in dims):
+            raise CheckpointError(
+                f"{name}: a block of shape {self.shape} at {self.offsets} is not inside of shape {shape}; the file is "
+                "damaged.",
+                path=where.path(self.file),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as blocks in any order."""
+
+    dtype: str
+    shape: Shape
+    chunks: tuple[TensorBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Contents of a foreign checkpoint, as returned by the reader of its format.
+
+    Attributes:
+        format: name of the format.
+        head: name of the first file, for messages.
+        weights: tensors of the model by name.
+        states: optimizer states by parameter and state.
+        scalars: numbers of the optimizer by parameter.
+        groups: param groups: names, and hyper-parameters.
+        aliases: tied name → name with the data.
+        counters: as in :class:`RunState`.
+        stateless: why the optimizer states cannot be loaded, and the remedy; empty if they can, or there are none.
+        scalar_dtypes: dtypes of scalars that are 0-dim tensors.
+        dropped: as in :class:`Limits`.
+        hints: as in :class:`ModelInfo`.
+        unchecked: parts without a checksum, if the tensors have some.
+    """
+
+    format: str
+    head: str
+    weights: Mapping[str, StoredTensor]
+    states: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
+    scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    stateless: str = ""
+    scalar_dtypes: Mapping[str, str] = field(default_factory=dict)
+    dropped: str = ""
+    hints: Mapping[str, Any] = field(default_factory=dict)
+    unchecked: str = ""
+
+
+def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
+    """Build the atomic view.
+
+    Weights of optimized parameters are masters, or copies if the states include a master; all other weights are module
+    tensors.
+
+    Raises:
+        CheckpointError: blocks have gaps, overlap or exceed their file, or two tensors have one name.
+        UnsupportedError: tensors have too many pieces.
+    """
+    maker = _Maker(where)
+    trained = {name for names, _ in contents.groups for name in names} | contents.states.keys()
+    for name, tensor in contents.weights.items():
+        state = COPY if MASTER in contents.states.get(name, ()) else MASTER if name in trained else MODULE
+        maker.add(strip_compiled(name), state, tensor)
+    irregular: dict[AtomKey, str] = {}
+    for name, states in contents.states.items():
+        weight = contents.weights.get(contents.aliases.get(name, name))
+        for state, tensor in states.items():
+            if state in (MODULE, COPY):
+                raise UnsupportedError(f"{name} has an optimizer state {state!r}.", path=where.path(contents.head))
+            if weight is None or tensor.shape == weight.shape:
+                maker.add(strip_compiled(name), state, tensor)
+                continue
+            shapes = f"of shape {tensor.shape}, its weight of {weight.shape}"
+            if state == MASTER:
+                raise CheckpointError(f"{name}: the master is {shapes}; it is damaged.", path=where.path(contents.head))
+            irregular[AtomKey(strip_compiled(name), state)] = shapes
+    aliases = {strip_compiled(alias): strip_compiled(name) for alias, name in contents.aliases.items()}
+    if twice := aliases.keys() & {atom.name for atom in maker.atoms}:
+        raise CheckpointError(f"holds {shorten(sorted(twice))} twice.", path=where.folder)
+    unchecked = _UNCHECKED if any(each.crc is None for each in maker.records if each.nbytes) else contents.unchecked
+    dtypes = [tensor.dtype for name, tensor in contents.weights.items() if tensor.dtype.startswith(("float", "bf"))]
+    precision = max(dtypes, key=dtypes.count, default="float32")
+    masters = [states[MASTER].dtype for states in contents.states.values() if MASTER in states] or [precision]
+    groups = [
+        GroupInfo(tuple(ParamKey(strip_compiled(name)) for name in names), dict(hyper))
+        for names, hyper in contents.groups
+    ]
+    return AtomicIndex(
+        stored=StoredAtoms.of(maker.files, maker.records, maker.atoms),
+        run=RunState(
+            topology=Topology(zero_stage=0, wrapper=ATOMIC, precision=precision, master=masters[0]),
+            state_file=where.path(contents.head),
+            counters=dict(contents.counters),
+            scalars={ParamKey(strip_compiled(name)): dict(values) for name, values in contents.scalars.items()},
+            groups=tuple(groups),
+            scalar_dtypes=dict(contents.scalar_dtypes),
+            format=contents.format,
+        ),
+        model=ModelInfo(aliases=aliases, hints=dict(contents.hints)),
+        limits=Limits(irregular=irregular, stateless=contents.stateless, dropped=contents.dropped, unchecked=unchecked),
+    )
+
+
+class _Maker:
+    """Numbers files and records, and makes atoms."""
+
+    def __init__(self, where: FileTable) -> None:
+        self.where = where
+        self.files: list[FileRef] = []
+        self.records: list[Record] = []
+        self.atoms: list[Atom] = []
+        self._file_ids: dict[str, int] = {}
+        self._record_ids: dict[tuple[int, FileRecord], int] = {}
+        self._keys: set[tuple[str, str]] = set()
+        self._runs = 0
+
+    def add(self, name: str, state: str, tensor: StoredTensor) -> None:
+        """Add an atom of one shard.
+
+        Raises:
+            CheckpointError, UnsupportedError: as for :func:`make_index`.
+        """
+        if (name, state) in self._keys:
+            raise CheckpointError(f"holds {name} ({state}) twice.", path=self.where.folder)
+        self._keys.add((name, state))
+        chunks, tiles = [chunk for chunk in tensor.chunks if count(chunk.shape)], []
+        for chunk in chunks:
+            record = self._find_record(chunk)
+            self._check(name, tensor, chunk)
+            tiles.append(Tile(chunk.offsets, chunk.shape, record, chunk.begin))
+        shape, itemsize = tensor.shape, ITEMSIZE[tensor.dtype]
+        runs = sum(tile.count_runs(shape) for tile in tiles)
+        if runs > len(tiles) and _is_grid(shape, tiles):
+            atom = Atom(name, state, tensor.dtype, (Shard(shape, Tiles(tensor.dtype, shape, tuple(sorted(tiles)))),))
+        else:
+            self._runs += runs
+            if self._runs > _MOST_RUNS:
+                raise UnsupportedError(
+                    f"{name} is cut irregularly, into more than {_MOST_RUNS} pieces with the others.",
+                    path=self.where.folder,
+                )
+            cut = sorted((run for tile in tiles for run in tile.list_runs(shape, itemsize)), key=lambda run: run.start)
+            atom = Atom(name, state, tensor.dtype, (Shard(shape, tuple(cut)),))
+            check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
+        self.atoms.append(atom)
+
+    def _check(self, name: str, tensor: StoredTensor, chunk: TensorBlock) -> None:
+        chunk.check(name, tensor.shape, self.where)
+        nbytes = count(chunk.shape) * ITEMSIZE[tensor.dtype]
+        size = self.where.entries[chunk.file].size
+        if not 0 <= chunk.begin <= chunk.record.nbytes - nbytes or chunk.record.offset + chunk.record.nbytes > size:
+            raise CheckpointError(
+                f"{name}: {nbytes} bytes do not fit into {chunk.record.nbytes} of the file's {size}; it is truncated, "
+                "or of another save.",
+                path=self.where.path(chunk.file),
+            )
+
+    def _find_record(self, chunk: TensorBlock) -> int:
+        file = self._file_ids.get(chunk.file)
+        if file is None:
+            if chunk.file not in self.where.entries:
+                raise CheckpointError("is missing. Copy it here.", path=self.where.path(chunk.file))
+            file = self._file_ids[chunk.file] = len(self.files)
+            self.files.append(_refer(self.where, chunk.file))
+        key = (file, chunk.record)
+        if key not in self._record_ids:
+            self._record_ids[key] = len(self.records)
+            self.records.append(Record(file, chunk.record.offset, chunk.record.nbytes, chunk.record.crc))
+        return self._record_ids[key]
+
+
+def _refer(where: FileTable, name: str) -> FileRef:
+    size = where.entries[name].size
+    copies = [path for path, nbytes in where.list_copies(name, near=True).items() if nbytes == size]
+    return FileRef(where.path(name, size), size, None, tuple(copies) if where.folders[1:] else ())
+
+
+def _is_grid(shape: Shape, tiles: Sequence[Tile]) -> bool:
+    """Return True if the tiles are all cells of a grid over a shape."""
+    cuts = [sorted({(tile.begins[dim], tile.shape[dim]) for tile in tiles}) for dim in range(len(shape))]
+    for cut, size in zip(cuts, shape, strict=True):
+        if [*(at for at, _ in cut), size] != [0, *(at + width for at, width in cut)]:
+            return False
+    return len({tile.begins for tile in tiles}) == len(tiles) == count(tuple(map(len, cuts)))

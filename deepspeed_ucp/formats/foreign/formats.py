@@ -1,0 +1,154 @@
+"""Readers of foreign formats, and the index of a foreign folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, NoReturn, Protocol
+
+from ...comm import Comm
+from ...errors import CheckpointError, UnsupportedError, shorten
+from ...io.jsonfile import read_json
+from ...io.paths import join_path
+from ...model import AtomicIndex
+from ..deepspeed.compare import find_late_files, find_other_step
+from ..deepspeed.files import scan_if_there
+from ..deepspeed.reading import explain_form
+from ..findings import WARNING, Finding
+from ..latest import find_tags
+from ..table import FileTable
+from . import adapter, dcp, names, safetensors, statedict
+from .contents import NEITHER, Contents, list_ignored, make_index
+from .headers import read_once
+
+_UNNAMED = "states by number, without the names of their parameters"
+
+_WEIGHTLESS = "states of parameters without weights in the checkpoint"
+
+_PACKED = re.compile(r".*(weight_scale(_inv)?|qweight|weight_packed|weight\.absmax|proj_blocks)")
+"""Names of tensors that accompany or replace quantized weights."""
+
+
+_SHAPING = re.compile(
+    r"num_.*heads|n_head|head_dim|rope_(theta|parameters)|\w*_eps\w*|layer_norm_epsilon|hidden_act\w*"
+)
+"""Keys of a configuration that change the results of a model with the same weights."""
+
+_EMPTY = (
+    "holds no tensors: there is nothing to load. Trainers write such files next to an engine's tag under ZeRO 3 "
+    "without "
+    "stage3_gather_16bit_weights_on_model_save."
+)
+
+
+class Reader(Protocol):
+    """Reader of a format: reads the headers of the files, each on one rank; collective.
+
+    Raises:
+        CheckpointError: files are damaged, missing or contradictory; equal on all ranks.
+        UnsupportedError: the kind of checkpoint is not supported.
+    """
+
+    def __call__(self, where: FileTable, comm: Comm, /) -> tuple[Contents, list[Finding]]: ...
+
+
+def _refuse_megatron(where: FileTable, _: Comm, /) -> NoReturn:
+    raise UnsupportedError(names.REFUSAL, path=where.folder)
+
+
+READERS: dict[str, Reader] = {
+    names.MEGATRON: _refuse_megatron,
+    names.DCP: dcp.read_contents,
+    names.SAFETENSORS: safetensors.read_contents,
+    names.STATE_DICT: statedict.read_contents,
+    names.ADAPTER: adapter.read_contents,
+}
+
+
+def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex, list[Finding]]:
+    """Return the index of a foreign checkpoint, and warnings; collective.
+
+    Args:
+        kind: format of the checkpoint.
+
+    Raises:
+        CheckpointError, UnsupportedError: as for :class:`Reader`.
+    """
+    taken = names.pick_model(kind, [name for name in where.entries if names.holds(kind, name)])
+    chosen = where.choose(taken.__contains__)
+    contents, findings = READERS[kind](chosen, comm)
+    if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
+        contents = statedict.add_states(contents, where, comm)
+    contents = adapter.name_as_live(contents)
+
+    def build() -> AtomicIndex:
+        if not contents.weights:
+            raise CheckpointError(_EMPTY, path=where.path(contents.head))
+        with explain_form(where.path(contents.head)):
+            return make_index(contents, where)
+
+    index = comm.alike(build)
+    if kind != names.DCP:
+        config = _read_config(where, kind, comm)
+        shaping = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
+        index = index.change(hints={**index.model.hints, "config": shaping}) if shaping else index
+        findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
+    stray = sorted({*contents.states, *contents.scalars} - {*contents.weights, *contents.aliases})
+    findings += list_ignored(stray, _WEIGHTLESS, where.path(contents.head), contents.head)
+    return index, [*findings, *comm.once(lambda: [*_find_beside(where), *_find_mixed(where, contents)])]
+
+
+def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
+    """Warn if optimizer states are of another save than the weights."""
+    tensors = chain(contents.weights.values(), *(states.values() for states in contents.states.values()))
+    if not contents.states:  # weights may be downloaded at any time
+        return []
+    used = {contents.head, *(chunk.file for tensor in tensors for chunk in tensor.chunks)}
+    steps, state = contents.counters.get("global_steps"), join_path(where.folder, names.TRAINER_STATE)
+    return [*find_late_files(where.folder, where.entries, sorted(used)), *find_other_step(state, steps)]
+
+
+def _find_beside(where: FileTable) -> list[Finding]:
+    """Warn of a trainer's files, for which the engine has no place, and of DeepSpeed's checkpoints in subfolders."""
+    entries = scan_if_there(where.folder)
+    tags = sorted(
+        name for name, each in entries.items() if each.is_folder and find_tags(os.path.join(where.folder, name))
+    )
+    text = f"{where.folder}: this folder is read, not DeepSpeed's checkpoints in {shorten(tags)}. Name one of them"
+    runs = [Finding("extra", tags[0], f"{text} to resume.", WARNING)] if tags else []
+    ignored = sorted(filter(names.TRAINERS.fullmatch, entries))
+    ignored += [f"{names.META} (schedulers, loops)"] if names.META in entries else []
+    numbered = sorted(filter(names.NUMBERED.fullmatch, entries))
+    return [*runs, *list_ignored(ignored, NEITHER, where.folder), *list_ignored(numbered, _UNNAMED, where.folder)]
+
+
+def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:
+    """Warn of weights in the folder that are not read."""
+    used = {contents.head, *(chunk.file for tensor in contents.weights.values() for chunk in tensor.chunks)}
+    heads = [name for name in where.entries if any(names.holds(each, name, heads=True) for each in READERS)]
+    if unread := sorted({*heads} - used):
+        text = f"{where.folder}: {contents.head} is read ({kind}), as by Hugging Face's libraries; not read: "
+        yield Finding("extra", contents.head, text + shorten(unread), WARNING)
+
+
+def _read_config(where: FileTable, kind: str, comm: Comm) -> dict[str, Any]:
+    """Read the configuration of transformers in the folder; empty without one."""
+    if kind == names.ADAPTER or names.CONFIG not in where.entries:
+        return {}
+    return read_once(read_json, where, names.CONFIG, comm)
+
+
+def _find_packed(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Refuse quantized weights."""
+    quantized = config.get(names.QUANTIZED)
+    method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
+    method = str(method or f"{names.QUANTIZED} in {names.CONFIG}") if quantized else ""
+    method = method or next(filter(_PACKED.fullmatch, contents.weights), "")
+    if method:
+        text = (
+            f"{where.folder}: its weights are quantized ({method}), which only transformers unpacks. Load it there, "
+            "dequantize() it, save_pretrained it, and load that folder."
+        )
+        yield Finding("unsupported", contents.head, text)

@@ -1,0 +1,317 @@
+"""Find the checkpoint in a folder: its tags, and ``latest``, which names one of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from difflib import SequenceMatcher
+
+from ..errors import CheckpointError, shorten, suggest
+from ..io.opened import explain_failure
+from ..io.paths import find_tag_folder, normalize
+from ..io.staging import LATEST as UNIVERSAL
+from ..io.store import exists, is_folder, read_small
+from .deepspeed.files import (
+    PUBLISHED,
+    find_foreign,
+    has_states,
+    holds_atoms,
+    is_state_file,
+    list_entries,
+    scan_folder,
+    scan_if_there,
+)
+from .findings import COPY, NOTE, WARNING, Finding
+
+LATEST = "latest"
+"""Names the newest tag; ``latest_universal`` names the newest atomic checkpoint."""
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file with the number of the newest iteration, or ``release``."""
+
+_BUCKET = re.compile(r"(s3a?|gs|gcs|az|abfss?)://[^/]+")
+
+LOST = "lost+found"
+"""Folder in the root of a file system that only root may list."""
+
+_SIBLINGS = 32
+"""Maximum number of folders that are searched after a mistyped path."""
+
+_LONGEST = 4096
+"""Maximum bytes of a path."""
+
+
+def read_tag(path: str) -> str:
+    """Read the tag from a ``latest`` file: a relative path of a folder.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file cannot be read, is empty, or names a path outside its folder.
+    """
+    try:
+        data = read_small(path, _LONGEST + 1)
+        tag = data.decode("utf-8").strip()
+    except FileNotFoundError:
+        if os.path.islink(path):
+            raise CheckpointError("cannot be read (it is a link to nothing).", path=path) from None
+        raise
+    except NotADirectoryError:
+        folder, file = os.path.split(os.path.dirname(path))
+        raise CheckpointError("is a file. Name the folder that it lies in.", path=os.path.join(folder, file)) from None
+    except OSError as error:
+        raise explain_failure(path, "read", error) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"cannot be read ({error}).", path=path) from error
+    if not tag:
+        known = shorten(find_tags(os.path.dirname(path) or "."))
+        raise CheckpointError(f"{path} is empty; write the wanted tag into it ({known}).")
+    if len(data) > _LONGEST or not tag.isprintable():
+        raise CheckpointError(f"holds {tag[:80]!r}…, which is no tag; write the wanted tag into it.", path=path)
+    if os.path.isabs(tag) or ".." in tag.split("/"):
+        raise CheckpointError(
+            f"names {tag!r}, which is outside of the folder. Write the name of a subfolder into the file, or name the "
+            "checkpoint's own folder.",
+            path=path,
+        )
+    return tag
+
+
+def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False) -> str | None:
+    """Read the tag to resume from ``latest``, ``latest_universal`` or Megatron's tracker; None without checkpoints.
+
+    Args:
+        load_dir: folder of all tags, or of one tag (:func:`find_folder`).
+        universal: read ``latest_universal`` first.
+        foreign: the folder may be a checkpoint of another format.
+
+    Raises:
+        CheckpointError: there are checkpoints without such a file, or the file names no tag.
+    """
+    for name in (UNIVERSAL, LATEST) if universal else (LATEST, UNIVERSAL):
+        try:
+            return read_tag(os.path.join(load_dir, name))
+        except FileNotFoundError:
+            continue
+    if is_checkpoint(load_dir):
+        return os.path.basename(normalize(load_dir))
+    tags = find_tags(load_dir)
+    if foreign and not tags and holds_foreign(load_dir):
+        return os.path.basename(normalize(load_dir))
+    if foreign and not tags and (tracked := _read_tracked(load_dir)) is not None:
+        return tracked
+    if not tags:
+        _check_bucket(load_dir)
+        return None
+    raise CheckpointError(
+        f"{os.path.join(load_dir, LATEST)} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming "
+        "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), or write it into that file."
+    )
+
+
+def _read_tracked(folder: str) -> str | None:
+    """Return the folder of Megatron's newest iteration; None without its tracker."""
+    path = os.path.join(folder, _TRACKER)
+    try:
+        iteration = read_tag(path)
+    except FileNotFoundError:
+        return None
+    if iteration == "release":
+        return iteration
+    if not re.fullmatch(r"\d{1,18}", iteration, re.ASCII):
+        text = f"holds {iteration!r:.80}, which is no iteration. Name a checkpoint's own folder."
+        raise CheckpointError(text, path=path)
+    return f"iter_{int(iteration):07d}"
+
+
+def is_checkpoint(folder: str) -> bool:
+    """Return True for the folder of a tag or of an atomic checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    entries = scan_if_there(folder)
+    return PUBLISHED in entries or any(map(is_state_file, entries)) or holds_atoms(entries)
+
+
+def holds_foreign(folder: str) -> bool:
+    """Return True for a foreign checkpoint that holds no tags: a trainer's folder has weights and the engine's tag.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    is_one = leads_to_folder(folder) and find_foreign(list_entries(folder)) is not None
+    return is_one and not find_tags(folder)
+
+
+def find_foreign_folders(folder: str) -> list[str]:
+    """Return the subfolders with foreign checkpoints, sorted.
+
+    Raises:
+        CheckpointError: a folder cannot be listed.
+    """
+    names = sorted(name for name, entry in scan_if_there(folder).items() if entry.is_folder and name != LOST)
+    return [name for name in names if holds_foreign(os.path.join(folder, name))]
+
+
+def find_folder(load_dir: str, tag: str) -> str:
+    """Return the folder of a tag: a subfolder, or ``load_dir`` itself if it is this tag's folder."""
+    below = os.path.join(load_dir, tag)
+    is_own = os.path.basename(normalize(load_dir)) == tag and not leads_to_folder(below)
+    is_own = is_own and (is_checkpoint(load_dir) or holds_foreign(load_dir))
+    return load_dir if is_own else below
+
+
+_ODD = (
+    (r"checkpoint-\d+", "a trainer's output folder: name one of its checkpoints, {0}"),
+    (r".*\.ckpt", "a folder of Lightning's: name one of its checkpoints, {0}"),
+    (r"adapter_config\.json", "a PEFT adapter without its weights (adapter_model.safetensors)"),
+    (r"zero_to_fp32\.py", "leftovers of removed checkpoints"),
+)
+"""Pattern of file names → description of a folder without a checkpoint; {0} is the list of these names."""
+
+
+def describe_content(folder: str) -> str:
+    """Describe a folder without a checkpoint, and the remedy; an empty text if it is missing or empty.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    if not leads_to_folder(folder):
+        return "is a file, or a link to nothing, where the folder of all tags is wanted" if exists(folder) else ""
+    entries = {name: entry for name, entry in scan_folder(folder).items() if name != LOST}
+    for pattern, text in _ODD:
+        found = sorted(name for name in entries if re.fullmatch(pattern, name))
+        if found:
+            found.sort(key=lambda name: (len(name), name))
+            return f"looks like {text.format(shorten(found))}"
+    folders = sorted(name for name, entry in entries.items() if entry.is_folder)
+    paths = {name: os.path.join(folder, name) for name in folders}
+    further = [name for name, path in paths.items() if exists(os.path.join(path, LATEST)) or holds_foreign(path)]
+    if further:
+        return f"holds folders of checkpoints: name one of them, {shorten(further)}"
+    seen = sorted(name for name in entries if not name.startswith("."))
+    return f"holds {shorten(seen)}, none of them a checkpoint" if seen else ""
+
+
+def find_siblings(folder: str) -> list[str]:
+    """Return other folders in the parent with DeepSpeed's checkpoints, most similar names first.
+
+    Only the ``_SIBLINGS`` most similar names are searched. Folders that cannot be listed are skipped.
+
+    Raises:
+        CheckpointError: the parent cannot be listed.
+    """
+    parent, base = os.path.split(normalize(folder))
+    names = [name for name, entry in scan_if_there(parent).items() if entry.is_folder and name not in (LOST, base)]
+    names.sort(key=lambda name: (-SequenceMatcher(None, name, base).ratio(), name))
+    found = []
+    for name in names[:_SIBLINGS]:
+        path = os.path.join(parent, name)
+        with suppress(CheckpointError, OSError):
+            found += [name] if exists(os.path.join(path, LATEST)) or has_states(path) else []
+    return found
+
+
+def _check_bucket(load_dir: str) -> None:
+    """Raise if the bucket does not exist, so that a typo does not silently restart training.
+
+    A missing folder in the bucket is fine: the first save creates it.
+    """
+    if (match := _BUCKET.match(load_dir)) is None:
+        return
+    with suppress(OSError):  # permission for a folder of a bucket does not imply permission for the bucket
+        if not exists(match[0]):
+            raise CheckpointError(f"there is no bucket {match[0]}; check its name and the endpoint.", path=load_dir)
+
+
+def find_tags(load_dir: str) -> list[str]:
+    """Return the subfolders with model or optimizer states, sorted; empty if ``load_dir`` does not exist.
+
+    Raises:
+        CheckpointError: a subfolder cannot be listed; it may hold a checkpoint.
+    """
+    folders = [name for name, entry in scan_if_there(load_dir).items() if entry.is_folder and name != LOST]
+    return sorted(name for name in folders if has_states(os.path.join(load_dir, name)))
+
+
+def check_tag(load_dir: str, tag: str) -> str:
+    """Return the folder of a tag.
+
+    Raises:
+        CheckpointError: the tag does not exist; the message lists the existing tags.
+    """
+    folder = find_folder(load_dir, str(tag))
+    if not leads_to_folder(folder):
+        if not leads_to_folder(load_dir):
+            fact = "is a file" if exists(load_dir) else "does not exist"
+            raise CheckpointError(f"no checkpoint with tag {tag!r}: {load_dir} {fact}. Check the path.", path=folder)
+        tags, advice = find_tags(load_dir) or find_foreign_folders(load_dir), COPY
+        known = "the folder holds no checkpoint"
+        if tags:
+            near = suggest(tag, tags)
+            known = f"the folder holds {shorten(tags)}{f' ({near})' if near else ''}"
+            advice = 'Name one of them, or a place that has this tag ("also", --also).'
+        names = scan_if_there(load_dir).keys()  # weights in a folder with `latest` are not the tag
+        if names and not (tags or {LATEST, UNIVERSAL} & names) and (kind := find_foreign(list_entries(load_dir))):
+            known, advice = f"the folder is itself a checkpoint, {kind}", "Load it without a tag."
+        raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {advice}", path=folder)
+    return folder
+
+
+def find_checkpoint(path: str) -> str:
+    """Find the folder of the checkpoint at ``path``, as a load does.
+
+    ``latest`` is followed, else ``latest_universal``; a folder with state files is the checkpoint itself.
+
+    Raises:
+        CheckpointError: there is no checkpoint; the message describes the folder.
+    """
+    folder = path.rstrip("/") or path
+    if not leads_to_folder(folder):
+        _check_bucket(folder)
+        fact = "is a file; name the checkpoint's folder, which holds it" if exists(folder) else "does not exist"
+        raise CheckpointError(f"{folder} {fact}.")
+    if not {LATEST, UNIVERSAL} & scan_folder(folder).keys() and (is_checkpoint(folder) or holds_foreign(folder)):
+        return folder
+    tag = read_latest(folder, foreign=True)
+    if tag is None:
+        content = describe_content(folder) or "is empty"
+        raise CheckpointError(f"neither a checkpoint's folder nor one with `latest`: it {content}.", path=folder)
+    return check_tag(folder, tag)
+
+
+def leads_to_folder(path: str) -> bool:
+    """Return True if a path leads to a folder.
+
+    Raises:
+        CheckpointError: the path cannot be read.
+    """
+    try:
+        return is_folder(path)
+    except OSError as error:
+        raise explain_failure(path, "looked at", error) from error
+
+
+def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
+    """Return a finding if ``latest`` in the parent folder does not name this checkpoint."""
+    parent, tag = os.path.split(normalize(find_tag_folder(folder)))
+    name = UNIVERSAL if atomic else LATEST
+    try:
+        named = read_tag(os.path.join(parent, name))
+        is_there = leads_to_folder(os.path.join(parent, named))
+    except FileNotFoundError:
+        return [
+            Finding(
+                "latest",
+                name,
+                f"no `{name}` in its parent folder: load_checkpoint needs tag={tag!r}, or this folder",
+                NOTE,
+            )
+        ]
+    except CheckpointError as error:
+        return [Finding("latest", name, str(error), WARNING)]
+    if not is_there:
+        text = f"{parent}/{name}: names {named!r}, which does not exist; a load without a tag fails."
+        return [Finding("latest", name, text, WARNING)]
+    return [] if named == tag else [Finding("latest", name, f"`{name}` names {named!r}, not this one", NOTE)]

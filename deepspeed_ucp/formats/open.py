@@ -1,0 +1,319 @@
+"""Open a checkpoint folder: files → headers, each read by one rank → findings → AtomicIndex."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..comm import Comm
+from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
+from ..io.paths import find_tag_folder, normalize
+from ..io.read import sum_range
+from ..io.store import open_stored
+from ..model import AtomicIndex, SavedJob
+from .deepspeed.compare import find_other_step
+from .deepspeed.files import SEAL, find_foreign, holds_atoms, holds_optimizer, sort_files
+from .deepspeed.gather import gather_save, keep_new, look_at_header
+from .deepspeed.headers import FileHeader
+from .deepspeed.identify import identify_save
+from .deepspeed.index import build_index
+from .deepspeed.module import rename_keys
+from .deepspeed.naming import GroupNames, NamedGroups, Naming
+from .deepspeed.reading import read_file
+from .deepspeed.save import Save
+from .deepspeed.swapped import adopt_sums
+from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
+from .foreign.formats import survey_foreign
+from .foreign.names import TRAINER_STATE
+from .places import find_files, list_by_host, list_files
+from .table import FileTable
+from .universal import survey_atomic
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_EARLIER = "files of an earlier save, which DeepSpeed's own load would read as part of this one"
+
+
+@dataclass(frozen=True, slots=True)
+class FolderReport:
+    """The headers of a checkpoint's folder.
+
+    Attributes:
+        files: all files, also in further places.
+        atomic: whether it is an atomic checkpoint.
+        index: the atomic view; None if faults prevent it.
+        findings: faults, equal on all ranks; warnings and notes, on rank 0.
+    """
+
+    files: FileTable
+    atomic: bool
+    index: AtomicIndex | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def folder(self) -> str:
+        """The tag's folder in the first place."""
+        return self.files.folder
+
+    @property
+    def fault(self) -> UcpError | None:
+        """The faults of the files that prevent a load, as one error; None without any."""
+        return make_error(each for each in self.findings if each.kind not in ("unnamed", "unsupported"))
+
+    def require(self) -> AtomicIndex:
+        """Return the index of a checkpoint without faults.
+
+        Raises:
+            UcpError: all faults.
+        """
+        error = make_error(self.findings)
+        if error is not None:
+            raise error
+        if self.index is None:
+            raise UcpError(f"{self.folder}: was not read.")
+        return self.index
+
+    def log_warnings(self, *, weights_only: bool = False) -> None:
+        """Log the warnings; for a load of weights alone, without those about state that DeepSpeed does not save."""
+        passed = ("unsaved",) if weights_only else ()
+        warnings = [each for each in self.findings if each.severity == WARNING and each.kind not in passed]
+        if earlier := _list_earlier(warnings):
+            logger.warning("%s: ignoring files of an earlier save: %s", self.folder, shorten(earlier))
+        for finding in fold_findings(warnings):
+            if finding.kind != "leftover":
+                logger.warning("%s", finding.text)
+
+
+def open_checkpoint(
+    folder: str,
+    comm: Comm,
+    live_groups: GroupNames | None = None,
+    live_hyper: Sequence[Mapping[str, Any]] = (),
+    live_order: Mapping[str, str] | None = None,
+    *,
+    groups: NamedGroups | None = None,
+    weights_only: bool = False,
+    dual: bool = False,
+    record: Callable[[], Iterable[str]] | None = None,
+    ep: int = 0,
+    also: Sequence[str] = (),
+) -> AtomicIndex:
+    """Read the headers of a checkpoint folder into the atomic view, each file on one rank; collective.
+
+    Atomic checkpoints (with a manifest, or of DeepSpeed's ``ds_to_universal``) are opened too.
+
+    Args:
+        folder: the tag's folder.
+        comm: the loading ranks. If they see different files, the union is the checkpoint.
+        live_groups, live_hyper, live_order, groups, weights_only, dual, record, ep: names of the tensors, as in
+            :class:`.naming.Naming`.
+        also: the tag's folder in further places; files in the first place take precedence.
+
+    Raises:
+        CheckpointError: missing, damaged, foreign or differing files; the same error on every rank.
+        UnsupportedError: the kind of checkpoint is not supported.
+        MismatchError: at stage 0, the param groups differ from the live ones.
+    """
+    naming = Naming(
+        live_groups, live_hyper, groups, weights_only, dual=dual, order=live_order or {}, record=record, ep=ep
+    )
+    report = survey_checkpoint(folder, comm, naming, also=also)
+    index = comm.run(report.require)
+    if comm.rank == 0:
+        report.log_warnings(weights_only=weights_only)
+    return index
+
+
+def survey_checkpoint(
+    folder: str, comm: Comm, naming: Naming | None = None, *, also: Sequence[str] = ()
+) -> FolderReport:
+    """Read the headers of a checkpoint's files and collect all findings; collective.
+
+    Args:
+        folder: the tag's folder.
+        comm: the ranks that share the files.
+        naming: names of the parameters of a stage-0 source.
+        also: the tag's folder in further places.
+
+    Raises:
+        CheckpointError: the folder cannot be listed, or machines hold different files under one name.
+        ConfigError: the groups have an invalid form.
+    """
+    return survey_files(find_files([folder, *also], comm), comm, naming)
+
+
+def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> FolderReport:
+    """Read the headers of listed files and collect all findings; collective.
+
+    Raises:
+        ConfigError: the groups have an invalid form.
+    """
+    atomic, foreign = holds_atoms(where.entries), find_foreign(where.entries)
+    try:
+        if atomic:
+            index, findings = survey_atomic(where, comm)
+        elif foreign is not None:
+            index, findings = survey_foreign(where, comm, foreign)
+        else:
+            index, findings = _survey_normal(where, comm, naming or Naming())
+    except (CheckpointError, UnsupportedError) as error:
+        index, findings = None, from_error(where.folder, error)
+    return FolderReport(where, atomic, index, sort_findings(findings))
+
+
+def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
+    """Read the job that saved a checkpoint, from one model-states file or the headers of a foreign checkpoint.
+
+    Args:
+        folder: the folder of a tag, or of a foreign checkpoint.
+        also: the same folder in further places.
+
+    Raises:
+        UcpError: the files cannot be read, or hold no checkpoint.
+    """
+    where = find_files([folder, *also], Comm())
+    entries = where.entries
+    if not holds_atoms(entries) and find_foreign(entries) is not None:
+        index = survey_files(where, Comm()).require()
+        return replace(index.run.job, weights_alone=index.is_weights_alone)
+    name = "mp_rank_00_model_states.pt"
+    if holds_atoms(entries):
+        first = [where.read(name, lambda folder: read_file(folder, name))]
+    else:
+        files = identify_save(sort_files(folder, where.sizes, where), partial(look_at_header, where))
+        first, error = files.first, make_error(files.faults)
+        if not first and error is not None:
+            raise error
+    model = next((header.model for header in first if header.model), None)
+    if model is None:
+        raise CheckpointError("holds no model states.", path=folder)
+    return SavedJob.read({**model.counters, **model.batch})
+
+
+def lacks_states(folder: str) -> bool:
+    """Return True for a folder on this node with a readable stage-0 save without optimizer states."""
+    try:
+        if any(map(holds_optimizer, os.listdir(folder))):
+            return False
+        model = read_file(folder, "mp_rank_00_model_states.pt").model
+    except (UcpError, OSError):
+        return False
+    return model is not None and model.optim is None
+
+
+def seal_folder(
+    folder: str,
+    comm: Comm,
+    *,
+    local: bool = False,
+    hosts: Mapping[str, list[str]] | None = None,
+) -> None:
+    """Write or replace the seal of a finished save; collective.
+
+    Args:
+        folder: the tag's folder.
+        local: every node has its own folder, and gets the seal.
+        hosts: names of the files that each machine holds elsewhere.
+
+    Raises:
+        CheckpointError: the files are damaged or of several saves; no seal is written.
+        UnsupportedError: the kind of checkpoint is not supported.
+        StorageError: the seal cannot be written.
+    """
+    from .deepspeed.seal import write_seal
+
+    where = find_files([folder], comm) if local else list_files(folder, comm)
+    save, findings = gather_save(where, comm)
+
+    def check() -> list[FileHeader]:
+        error = make_error(findings)
+        if error is not None:
+            raise error
+        return save.headers if save else []
+
+    headers = comm.run(check)
+    swaps = {header.name: header.size for header in headers if header.swap}
+    found = where.share(list(swaps), lambda name: _sum_file(where.folder, name, swaps[name]), comm)
+    sums = dict(zip(swaps, found, strict=True))
+    sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
+    if where.access.is_partial:
+        hosts = list_by_host(where)
+        comm.run(lambda: write_seal(where.folder, sealed, hosts) if where.is_first else None)
+    else:
+        comm.once(lambda: write_seal(where.folder, sealed, hosts))
+
+
+def _sum_file(folder: str, name: str, size: int) -> int:
+    with open_stored(os.path.join(folder, name), os.POSIX_FADV_SEQUENTIAL) as file:
+        return sum_range(file, 0, size)
+
+
+def _list_earlier(findings: Iterable[Finding]) -> list[str]:
+    """Return the files of an earlier save."""
+    return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
+
+
+def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
+    """Return the index of a normal checkpoint, and all findings; collective."""
+    save, findings = gather_save(where, comm)
+    if naming.weights_only and make_error(findings) is not None and not where.access.is_partial:
+        save, findings = _read_weights(where, comm) or (save, findings)
+    if save is not None and SEAL in where.entries:
+        from .deepspeed.seal import compare_seal  # pydantic takes long to import
+
+        faults, sums = where.once(SEAL, lambda: compare_seal(where.find(SEAL)[0], save.headers), comm)
+        findings += keep_new(faults, findings)
+        adopt_sums(save, sums)
+    if save is None or make_error(findings) is not None:
+        return None, findings
+    rename_keys(save, naming.keys)
+    index, more = _build(save, naming)
+    if index is not None and any(name.endswith("model_states.pt") for name in _list_earlier(findings)):
+        index = index.change(unnoticed=(*index.limits.unnoticed, _EARLIER))
+    if comm.rank == 0 and save.main.model is not None:
+        state = os.path.join(os.path.dirname(normalize(find_tag_folder(where.folder))), TRAINER_STATE)
+        findings += find_other_step(state, save.main.model.counters.get("global_steps"))
+    return index, [*findings, *more, *find_unsaved(save)]
+
+
+def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:
+    """Return a save without its damaged optimizer files, if it still has all weights; collective."""
+    if not any(map(holds_optimizer, where.entries)):
+        return None
+    save, findings = gather_save(where.choose(lambda name: not holds_optimizer(name)), comm)
+    if save is None or make_error(findings) is not None:
+        return None
+    text = (
+        f"{where.folder}: its files of optimizer states are not whole and are ignored, since only weights are loaded."
+    )
+    return save, [*findings, Finding("missing", "", text, WARNING)]
+
+
+def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
+    """Build the index, without unnamed optimizer states; they are a fault unless only weights are loaded."""
+    folder, unnamed = save.listing.folder, list[Finding]()
+    try:
+        try:
+            return build_index(save, naming), []
+        except MismatchError as error:
+            unnamed = [] if naming.weights_only else from_error(folder, error)
+            return build_index(save, replace(naming, optimizer=False)), unnamed
+    except (CheckpointError, UnsupportedError, MismatchError) as error:
+        return None, [*unnamed, *from_error(folder, error)]
+
+
+def find_unsaved(save: Save) -> list[Finding]:
+    """Warn of state that DeepSpeed does not save, by the ds_config."""
+    autocast = save.main.config.get("torch_autocast") or {}
+    halves = ("fp16", "float16", "half", "torch.float16")  # all that DeepSpeed takes for it (runtime/config.py)
+    if not autocast.get("enabled") or autocast.get("dtype") not in halves:
+        return []
+    text = (
+        f"{save.path(save.main)}: was saved under torch_autocast in fp16, whose GradScaler DeepSpeed does not save. A "
+        "run that scales its loss starts with the scale that it is configured with."
+    )
+    return [Finding("unsaved", save.main.name, text, WARNING)]

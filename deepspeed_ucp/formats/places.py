@@ -1,0 +1,365 @@
+"""Find the files of a checkpoint in several places and on several machines.
+
+Every rank lists the tag's folder in every place. If all ranks see the same files (equal digests or, if only times
+differ, equal zip directories), the listing is complete. Otherwise the checkpoint is the union of all ranks' files, and
+:class:`~..access.PartialAccess` records the ranks that can read each. Ranks with equal listings, such as those of one
+machine, share a view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from ..comm import Comm
+from ..errors import CheckpointError, UcpError, join_numbers, raise_first, shorten
+from ..io.filesystems import choose_map, measure_distance
+from ..io.paths import Entry, is_url, join_path
+from ..io.read import sum_range
+from ..io.store import note_listed, open_stored
+from ..model.access import READ_ALL, PartialAccess
+from ..torchsave.records import sum_directory
+from .deepspeed.files import SEAL, list_entries, read_model_rank, read_optim_ranks, read_swap_name, resolve_published
+from .table import Entries, FileTable, NodeView
+
+logger = logging.getLogger("deepspeed_ucp")
+
+
+class Copy(NamedTuple):
+    """A copy of a file: its place, and the view that sees it."""
+
+    place: int
+    view: int
+
+
+def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] | None = None) -> FileTable:
+    """Find the files of a checkpoint; collective.
+
+    Args:
+        folders: the tag's folder by place.
+        list_place: lists one of them (default: :func:`~.files.list_entries`).
+
+    Raises:
+        CheckpointError: no rank sees any file, or machines hold different files under one name; equal on all ranks.
+    """
+    list_place = list_place or list_entries
+    stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
+    for folder, entries, _ in stores.values():
+        note_listed(folder, entries)
+    looks: list[_Look] = []
+
+    def look() -> tuple[list[str], bytes, bytes, bool, list[str]]:
+        looks.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
+        listings = [each.entries for each in looks]
+        errors = [str(each.error or "") for each in looks]
+        below = [each.folder.removeprefix(folder) for each, folder in zip(looks, folders, strict=True)]
+        return below, _digest(listings, lambda entry: entry.size), _digest(listings, _pick), any(listings), errors
+
+    reports = comm.each(look)
+    listings = tuple(each.entries for each in looks)
+    if not any(some for *_, some, _ in reports):
+        comm.run(lambda: raise_first(each.error for each in looks))
+    below = [max(each) for each in zip(*(each for each, *_ in reports), strict=True)]
+    # A rank that sees none of a tag's files does not know their subfolder.
+    folders = [
+        folder + path if each.folder == folder else each.folder
+        for folder, path, each in zip(folders, below, looks, strict=True)
+    ]
+    near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
+    found = FileTable(tuple(folders), _join(listings), listings, tuple(near))
+    views = [view for _, _, view, *_ in reports]
+    if len({sizes for _, sizes, *_ in reports}) > 1 or not (len(set(views)) == 1 or _is_one_save(found, views, comm)):
+        found = _unite(found, views, comm)
+    if comm.rank == 0:
+        for error, *others in zip(*(errors for *_, errors in reports), strict=True):
+            if error and all(others):  # a wrong path, or an unreachable store
+                logger.warning("%s The other places are read.", error)
+        _warn_others(found)
+    return found
+
+
+def list_files(folder: str, comm: Comm) -> FileTable:
+    """List a folder that every rank sees, on one rank; collective.
+
+    Raises:
+        CheckpointError: the folder cannot be listed; equal on all ranks.
+    """
+    folder, entries = comm.once(lambda: _list_published(folder, list_entries))
+    note_listed(folder, entries)
+    return FileTable((folder,), entries, (entries,))
+
+
+def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
+    """Return True if all ranks see the same, and further places hold only files of the first place's save.
+
+    Args:
+        sums: file name → CRC32 of the zip directory.
+    """
+    first, *others = zip(table.folders, table.visible, strict=True)
+    for folder, entries in others:
+        both = [name for name in sums if name in entries and name in first[1]]
+        both = [name for name in both if first[1][name].size == entries[name].size]
+        paths = [join_path(folder, name) for name in both]
+        if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
+            return False
+    return bool(others) and not table.access.is_partial
+
+
+def list_by_host(table: FileTable) -> dict[str, list[str]]:
+    """Return the names of the files on each machine; empty if all ranks see the same."""
+    names_by_host: dict[str, set[str]] = defaultdict(set)
+    for view in table.views:
+        names = (name for place in view.places for name in place)
+        names_by_host[view.host] |= {name for name in names if name != SEAL and table.entries[name].size >= 0}
+    return {host: sorted(names) for host, names in sorted(names_by_host.items())}
+
+
+def describe_hosts(table: FileTable) -> str:
+    """Describe the data-parallel ranks whose files each machine has; empty if all ranks see the same."""
+    by_host = {
+        host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
+        for host, names in list_by_host(table).items()
+    }
+    texts = [
+        f"{host} has the files of data-parallel ranks {join_numbers(sorted(ranks)).replace(',', ' and ') or 'none'}"
+        for host, ranks in by_host.items()
+    ]
+    return shorten(texts, 16).replace(", ", "; ") if any(by_host.values()) else ""
+
+
+def list_variants(table: FileTable) -> list[tuple[str, str]]:
+    """Return (folder, name) of this machine's files that every node writes, and that differ from the ones in use."""
+    odd = sorted(table.odd) if table.is_first else []
+    return [(table.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
+
+
+class _Look(NamedTuple):
+    """The folder of a place with the tag's files, its entries, and the error of listing it."""
+
+    folder: str
+    entries: Entries
+    error: CheckpointError | None = None
+
+
+def _list(folder: str, list_place: Callable[[str], Entries]) -> _Look:
+    try:
+        return _Look(*_list_published(folder, list_place))
+    except CheckpointError as error:
+        return _Look(folder, {}, error)
+
+
+def _list_published(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries]:
+    """Return the folder with a tag's files, and its entries."""
+    entries = list_place(folder)
+    found = resolve_published(folder, entries)
+    return found, entries if found == folder else list_place(found)
+
+
+def _warn_others(found: FileTable) -> None:
+    """Warn of files that differ from those in an earlier place."""
+    for folder, entries in zip(found.folders[1:], found.visible[1:], strict=True):
+        others = [name for name, entry in entries.items() if entry.size != found.entries[name].size]
+        if others:
+            text = "%s: these files differ from the places before it and are read only if those are unreadable: %s"
+            logger.warning(text, folder, shorten(others))
+
+
+def _digest(listings: Sequence[Entries], pick: Callable[[Entry], object]) -> bytes:
+    rows = [sorted((name, pick(entry)) for name, entry in entries.items()) for entries in listings]
+    return hashlib.sha256(repr(rows).encode()).digest()
+
+
+def _pick(entry: Entry) -> tuple[int, float]:
+    """Return bytes and time of change; the time of a folder is irrelevant."""
+    return entry.size, 0.0 if entry.is_folder else entry.changed
+
+
+_SMALL = 1 << 26
+"""Maximum bytes of a file without a zip directory that is read to compare it."""
+
+
+def _is_one_save(found: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
+    """Return True if files of equal names and sizes are equal, although their times differ; collective.
+
+    A shared file system may report different times to each machine; local files may be of one save or of two. The ranks
+    of a view take turns.
+
+    Args:
+        views: digest of the listing by rank.
+    """
+    among = [rank for rank, view in enumerate(views) if view == views[comm.rank]]
+    turn, turns = among.index(comm.rank), min(Counter(views).values())
+    files = [
+        (join_path(folder, name), entry)
+        for folder, entries in zip(found.folders, found.visible, strict=True)
+        for name, entry in sorted(entries.items())
+        if not (entry.is_folder or is_url(folder))
+    ]
+
+    def sum_part() -> bytes:
+        sums = choose_map(found.folder)(lambda file: _sum_content(*file), files[turn::turns])
+        return hashlib.sha256(repr(list(sums)).encode()).digest()
+
+    parts = comm.each(lambda: (turn, sum_part()) if turn < turns else None)
+    return len({each for each in parts if each is not None}) == turns
+
+
+def _sum_content(path: str, entry: Entry) -> object:
+    """Return a CRC32 that identifies a file's content, else its time of change."""
+    crc = _sum(path)
+    if crc is None and entry.size <= _SMALL:
+        with suppress(UcpError), open_stored(path, os.POSIX_FADV_SEQUENTIAL) as file:
+            return sum_range(file, 0, entry.size)
+    return entry.changed if crc is None else crc
+
+
+def _sum(path: str) -> int | None:
+    try:
+        return sum_directory(path)
+    except UcpError:
+        return None
+
+
+def _join(listings: Sequence[Entries]) -> dict[str, Entry]:
+    """Join the entries of all places; the first place of a file counts."""
+    joined: dict[str, Entry] = {}
+    for entries in reversed(listings):
+        joined |= entries
+    return dict(sorted(joined.items()))
+
+
+# -- ranks that see different files -----------------------------------------------------------------------------------
+
+
+def _unite(found: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
+    """Unite the listings of all ranks, given the digest of each; collective."""
+    numbers: dict[bytes, int] = {}
+    ranks = [numbers.setdefault(digest, len(numbers)) for digest in digests]
+    mine, among = ranks[comm.rank], [rank for rank, view in enumerate(ranks) if view == ranks[comm.rank]]
+    is_first = among[0] == comm.rank
+    places = tuple({name: _pick(entry) for name, entry in entries.items()} for entries in found.visible)
+    views = comm.gather(NodeView(socket.gethostname(), places) if is_first else None)
+    union = _Union(found.folders, [view for view in views if view is not None])
+    part = [at for at, (_, copy) in enumerate(union.doubts) if copy.view == mine][among.index(comm.rank) :: len(among)]
+    for sums in comm.each(lambda: {at: _sum(union.path(*union.doubts[at])) for at in part}):
+        union.sums.update((union.doubts[at], crc) for at, crc in sums.items())
+    same = {name: union.list_same(name) for name in sorted(union.homes)}
+    comm.run(lambda: union.refuse_different(same))
+    if comm.rank == 0:
+        hosts = len({view.host for view in union.views})
+        logger.info("%s: ranks see different files, on %d machines; each is read where it lies", found.folder, hosts)
+    readers = [dict.fromkeys(copy.view for copy in copies) for copies in same.values()]
+    odd = (
+        (copy.place, name)
+        for name, copies in same.items()
+        for copy in set(union.list_wanted(name)).difference(copies)
+        if copy.view == mine
+    )
+    return replace(
+        found,
+        entries={name: Entry(*union.look(name, union.homes[name])) for name in same},
+        access=PartialAccess.of(ranks, readers) if same else READ_ALL,
+        odd=frozenset(odd),
+        views=tuple(union.views),
+        is_first=is_first,
+    )
+
+
+class _Union:
+    """The union of all views, equal on all ranks.
+
+    Attributes:
+        copies: file name → copies.
+        homes: file name → the copy in use.
+        doubts: copies of equal size and another time than the one in use, and that one.
+        sums: copy → CRC32 of its zip directory, if known.
+    """
+
+    def __init__(self, folders: Sequence[str], views: Sequence[NodeView]) -> None:
+        self.folders, self.views = folders, views
+        self.copies: dict[str, list[Copy]] = defaultdict(list)
+        for view, each in enumerate(views):
+            for place, files in enumerate(each.places):
+                for name in files:
+                    self.copies[name].append(Copy(place, view))
+        self.homes = {name: min(files, key=lambda copy: self._rank(name, copy)) for name, files in self.copies.items()}
+        self.doubts = [doubt for name in sorted(self.homes) for doubt in self._list_doubts(name)]
+        self.sums: dict[tuple[str, Copy], int | None] = {}
+
+    def _rank(self, name: str, copy: Copy) -> tuple[int, int, int]:
+        """Sort key of copies. Of files that every node writes, the first data-parallel rank's node comes first."""
+        first = self._find_first_rank(name, copy) if is_written_by_each_node(name) else 0
+        return copy.place, first, copy.view
+
+    def _find_first_rank(self, name: str, copy: Copy) -> int:
+        mp = read_model_rank(name)
+        found = [read_optim_ranks(each) for each in self.views[copy.view].places[copy.place]]
+        return min((ranks[1] for ranks in found if ranks and mp in (None, ranks[0])), default=1 << 30)
+
+    def look(self, name: str, copy: Copy) -> tuple[int, float]:
+        """Return bytes and time of change of a copy."""
+        return self.views[copy.view].places[copy.place][name]
+
+    def path(self, name: str, copy: Copy) -> str:
+        """Return the path of a copy."""
+        return join_path(self.folders[copy.place], name)
+
+    def list_wanted(self, name: str) -> list[Copy]:
+        """Return the copies that are read: those in object stores only if no machine has the file."""
+        near = [copy for copy in self.copies[name] if not is_url(self.folders[copy.place])]
+        return near or self.copies[name]
+
+    def _list_doubts(self, name: str) -> list[tuple[str, Copy]]:
+        home = self.homes[name]
+        size, changed = self.look(name, home)
+        looks = [(copy, self.look(name, copy)) for copy in self.list_wanted(name)]
+        unsure = [copy for copy, (nbytes, at) in looks if nbytes == size and at != changed]
+        return [(name, copy) for copy in ([home, *unsure] if unsure and size >= 0 else [])]
+
+    def list_same(self, name: str) -> list[Copy]:
+        """Return the copies of a file that equal the one in use, and that one."""
+        home = self.homes[name]
+        size, changed = self.look(name, home)
+        crc = self.sums.get((name, home))
+
+        def is_same(copy: Copy) -> bool:
+            nbytes, at = self.look(name, copy)
+            is_equal = at == changed or size < 0 or (crc is not None and self.sums.get((name, copy)) == crc)
+            return copy == home or (nbytes == size and is_equal)
+
+        return [copy for copy in self.list_wanted(name) if is_same(copy)] or [home]
+
+    def refuse_different(self, same: Mapping[str, Sequence[Copy]]) -> None:
+        """Refuse different files under one name on several machines.
+
+        Raises:
+            CheckpointError: the message names the file and two machines.
+        """
+        for name, copies in same.items():
+            home = self.homes[name]
+            others = [copy for copy in self.list_wanted(name) if copy.place == home.place and copy not in copies]
+            if others and not is_written_by_each_node(name):
+                raise CheckpointError(self._describe_different(name, home, others[0]))
+
+    def _describe_different(self, name: str, *copies: Copy) -> str:
+        here, there = (f"{self.views[copy.view].host} ({self.look(name, copy)[0]} bytes)" for copy in copies)
+        text = f"{self.path(name, copies[0])}: is one file on {here} and another on {there}"
+        if read_swap_name(name):
+            return (
+                f"{text}: with use_node_local_storage DeepSpeed names swap files by ranks of a node, so other nodes "
+                "cannot identify them. Load them with DeepSpeed in the topology, and on the nodes, that wrote them."
+            )
+        return f"{text}; the nodes hold different copies of the checkpoint. Remove the files that are not of this save."
+
+
+def is_written_by_each_node(name: str) -> bool:
+    """Return True for files that each node writes with ``use_node_local_storage``."""
+    return read_model_rank(name) is not None or name == SEAL

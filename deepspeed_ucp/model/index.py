@@ -1,0 +1,275 @@
+"""The index of a checkpoint: the locations of its bytes, its run and model, and its missing or unusable parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from .atom import Atom, Atoms
+from .flat import FlatBuffer
+from .keys import AtomKey, ParamKey
+from .storage import FileRef, Fragment, Record, Records
+from .topology import Topology
+
+if TYPE_CHECKING:  # numpy takes long to import
+    from .access import ReadAccess
+
+
+def _read_all() -> ReadAccess:
+    from .access import READ_ALL
+
+    return READ_ALL
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A param group of the source: its parameters and hyper-parameters."""
+
+    members: tuple[ParamKey, ...]
+    hyper: dict[str, Any]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its parameters, each once."""
+        return tuple(dict.fromkeys(member.name for member in self.members))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAtoms:
+    """The locations of a checkpoint's bytes.
+
+    Attributes:
+        files, records: numbered; fragments refer to them by number.
+        atoms: by parameter, state and instance.
+        repeated: further copies of elements in the files, as (``tp_shard``, fragment); a load verifies that they agree.
+        access: which ranks can read which files.
+        failed: paths of copies that this rank skips after a failure.
+    """
+
+    files: tuple[FileRef, ...]
+    records: Records
+    atoms: Atoms
+    repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
+    access: ReadAccess = field(default_factory=_read_all)
+    failed: set[str] = field(default_factory=set, compare=False)
+
+    @classmethod
+    def of(cls, files: Iterable[FileRef], records: Sequence[Record], atoms: Iterable[Atom]) -> StoredAtoms:
+        """Build it from plain sequences."""
+        return cls(tuple(files), Records.of(records), Atoms.of(atoms))
+
+
+def to_integer(value: Any) -> Any:
+    """Convert a whole number that is stored as a float (6.0) to an int; return other values unchanged.
+
+    With sequence parallelism DeepSpeed divides with ``/``, so its batch sizes and counters of samples may be floats.
+    """
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys of a ds_config: samples of a step over all ranks, of a micro batch, and micro batches of a step."""
+
+ASKED = "ucp_asked_batch"
+"""Key of a ds_config: samples per rank and step that the script asked for, if a trainer kept the saved total batch."""
+
+BEGUN = ("ucp_begun_ranks", "ucp_begun_accumulation")
+"""Keys of a ds_config: ranks and micro batches per step at the start of the run, if a resume has changed them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedJob:
+    """The job around a saved engine.
+
+    Attributes:
+        ranks: number of processes.
+        model_ranks: number of processes that hold one replica of the model.
+        steps: optimizer steps.
+        total_batch: samples per step over all ranks; None if unknown.
+        accumulation: micro batches per step; None if unknown.
+        asked: value of :data:`ASKED`; None if the job trained on the script's own batch.
+        begun: values of :data:`BEGUN`; None if no resume has changed them.
+        format: name of a foreign format, which records neither ranks nor batch; empty for a DeepSpeed save.
+        weights_alone: the checkpoint has no optimizer states.
+    """
+
+    ranks: int
+    model_ranks: int
+    steps: int
+    total_batch: int | None
+    accumulation: int | None
+    asked: int | None = None
+    begun: tuple[int, int] | None = None
+    format: str = ""
+    weights_alone: bool = False
+
+    @classmethod
+    def read(cls, counters: Mapping[str, Any]) -> SavedJob:
+        """Read the job from a save's counters. A missing total batch is derived from samples and steps."""
+        held = {key: to_integer(value) for key, value in counters.items()}
+        model_ranks = held.get("mp_world_size") or 1
+        steps, samples = held.get("global_steps") or 0, held.get("global_samples") or 0
+        total = held.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
+        ranks = (held.get("dp_world_size") or 1) * model_ranks
+        ours, micro = map(held.get, BEGUN)
+        begun = (ours, micro) if ours and micro else None
+        return cls(ranks, model_ranks, steps, total or None, held.get(BATCH_SIZES[2]), held.get(ASKED), begun)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A class or function that a pickle names, and its use in the pickle.
+
+    Attributes:
+        kind: its dotted name.
+        value: the pickle only makes plain values of it: empty instances (for a few classes of the standard library
+            also a call with numbers or text) that receive attributes. It is no argument of a call, and no instance is
+            called, filled, hashed or passed to a call.
+        states: types of the attributes that its instances receive (``dict``, ``list``, ``tuple``…).
+        called: the pickle calls it with arguments.
+        steered: the file chooses the code that setting the attributes runs: instances change after they received
+            attributes, or may have an entry ``__setstate__``. No known writer does so.
+        member: for ``builtins.getattr``: it only looks up names of classes; for other names: it was looked up in this
+            way, as Python 3.11.0 to 3.11.3 writes members of enums.
+    """
+
+    kind: str
+    value: bool = False
+    states: frozenset[str] = frozenset()
+    called: bool = False
+    steered: bool = False
+    member: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Data of the run that saved a checkpoint, except tensors.
+
+    Attributes:
+        topology: of the run.
+        state_file: the file with scheduler, counters and client state.
+        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, and batch sizes.
+        scalars: parameter → the optimizer's scalars (``step``) as Python numbers.
+        groups: param groups with hyper-parameters.
+        scaler: fields of the loss scaler (``cur_scale``, ``dynamic``, …); empty without one.
+        clip_grad: gradient clipping that the optimizer stored, or None.
+        optimizer: name of the optimizer in the saved ds_config, or None.
+        optimizer_params: ``lr`` and ``adam_w_mode`` of the saved ds_config if they are plain values.
+        scalar_dtypes: scalar name → dtype, for scalars that the optimizer keeps as 0-dim tensors.
+        client_records: records of the state file that hold the client's tensors.
+        globals: uncommon classes and functions that pickles name, each with the path of one such file.
+        flats: model-parallel rank ``pp_rank * tp + tp_rank`` → its flat buffers, with local names and sizes.
+        degrees: tensor- and pipeline-parallel degrees of the ranks that wrote client states, if the topology has
+            others (as that of an atomic checkpoint).
+        format: name of a foreign format, which has no state file, scheduler or client state.
+    """
+
+    topology: Topology
+    state_file: str
+    counters: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[ParamKey, dict[str, Any]] = field(default_factory=dict)
+    groups: tuple[GroupInfo, ...] = ()
+    scaler: dict[str, Any] = field(default_factory=dict)
+    clip_grad: float | None = None
+    optimizer: str | None = None
+    optimizer_params: dict[str, Any] = field(default_factory=dict)
+    scalar_dtypes: dict[str, str] = field(default_factory=dict)
+    client_records: tuple[int, ...] = ()
+    flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
+    globals: dict[Use, str] = field(default_factory=dict)
+    degrees: tuple[int, int] | None = None
+    format: str = ""
+
+    @property
+    def written(self) -> str:
+        """Description of its topology or foreign format."""
+        return self.format or self.topology.describe()
+
+    @property
+    def configured(self) -> dict[str, Any]:
+        """The kept part of the ``optimizer`` section of the saved ds_config; empty without one."""
+        return {"type": self.optimizer, "params": self.optimizer_params} if self.optimizer else {}
+
+    @property
+    def job(self) -> SavedJob:
+        """The job that ran the engine."""
+        return replace(SavedJob.read(self.counters), format=self.format)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Data of the saved model.
+
+    Attributes:
+        aliases: tied parameter name → name that holds the data.
+        buffers: names of the module's persistent buffers.
+        instances: name → number of pipeline stages that hold the parameter with own values, numbered in stage order.
+        hints: plain data about the model from the client state: ``universal_checkpoint_info``, ``args``,
+            ``checkpoint_version``, ``iteration``.
+        recorded: parameter → pattern in the manifest of an atomic checkpoint, as plain data.
+        fused: name → number of experts, for AutoEP's parameters that hold all experts of a layer in DeepSpeed's
+            universal checkpoints; each expert has an atom.
+    """
+
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    instances: dict[str, int] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Missing or unusable parts of a checkpoint, with explanations for messages.
+
+    Attributes:
+        irregular: optimizer states that cannot be resharded → their description.
+        unreadable: tensors whose bytes cannot be resharded → the reason.
+        dropped: reason why buffers and frozen parameters may be missing (upstream's converter omits them), or empty.
+        unnoticed: parts that DeepSpeed's own load would miss or misread in the same topology.
+        stateless: reason why there are no optimizer states, with a remedy; empty if there are.
+        unchecked: parts of a foreign checkpoint without checksum.
+        ambiguous: further names of parameters whose owner no file records.
+    """
+
+    irregular: dict[AtomKey, str] = field(default_factory=dict)
+    unreadable: dict[AtomKey, str] = field(default_factory=dict)
+    dropped: str = ""
+    unnoticed: tuple[str, ...] = ()
+    stateless: str = ""
+    unchecked: str = ""
+    ambiguous: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AtomicIndex:
+    """A whole checkpoint: its bytes, run, model, and missing or unusable parts."""
+
+    stored: StoredAtoms
+    run: RunState
+    model: ModelInfo = field(default_factory=ModelInfo)
+    limits: Limits = field(default_factory=Limits)
+
+    def change(self, **fields: Any) -> AtomicIndex:
+        """Return a copy with other values of some fields of any of its parts."""
+        parts = {}
+        for name in ("stored", "run", "model", "limits"):
+            part = getattr(self, name)
+            known = {each: fields.pop(each) for each in part.__dataclass_fields__ if each in fields}
+            parts[name] = replace(part, **known)
+        return replace(self, **parts, **fields)
+
+    def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
+        """Return an atom, or None if it does not exist."""
+        return self.stored.atoms.get(AtomKey(name, state, instance))
+
+    @property
+    def is_weights_alone(self) -> bool:
+        """True if it has a foreign format and no optimizer states, so that a load expects none."""
+        return bool(self.run.format) and not (self.limits.stateless or self.run.groups or self.run.scalars)
+
+    def resolve(self, name: str) -> str:
+        """Return the name that holds a parameter's data: its own or that of the parameter that it is tied to."""
+        return self.model.aliases.get(name, name)

@@ -1,6 +1,0 @@
-"""Checkpoints on disk → :class:`~deepspeed_ucp.atoms.AtomicIndex`, header-only."""
-
-from .latest import check_tag, find_tags, read_latest
-from .open import open_checkpoint
-
-__all__ = ["check_tag", "find_tags", "open_checkpoint", "read_latest"]

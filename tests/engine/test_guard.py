@@ -1,0 +1,37 @@
+"""A broken engine neither steps nor saves until a load succeeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.engine.guard import block, release
+from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.errors import CheckpointError
+
+
+class Engine:
+    """An engine with some of the blocked methods."""
+
+    def step(self) -> str:
+        return "stepped"
+
+    def save_checkpoint(self, folder: str, **_: Any) -> str:
+        return f"saved to {folder}"
+
+
+def test_blocking_and_release() -> None:
+    engine = Engine()
+    block(engine)
+    assert vars(engine).keys() <= {"_ucp_state"}  # it is not broken
+    find_state(engine).broken = "it holds a part of the checkpoint"
+    block(engine)
+    for use in (engine.step, lambda: engine.save_checkpoint("here", tag="t")):
+        with pytest.raises(CheckpointError, match="a part of the checkpoint"):
+            use()
+    assert not hasattr(engine, "train_batch")
+    release(engine)
+    assert engine.step() == "stepped"
+    assert engine.save_checkpoint("here") == "saved to here"
+    assert vars(engine).keys() <= {"_ucp_state"}

@@ -1,0 +1,88 @@
+"""DeepSpeed loads unchanged topologies only in configurations that are known to be correct."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from deepspeed_ucp.engine.known import KNOWN, list_unknown
+
+
+class Zero(BaseModel):
+    """Fields of ``zero_optimization``: a harmless one, one that changes saves, and one of a future release."""
+
+    reduce_bucket_size: int = 1
+    elastic_checkpoint: bool = False
+    other_layout: int = 0
+
+
+class TorchCheckpointEngine:
+    """A reader that loads ZeRO's files."""
+
+
+class FastCheckpointEngine:
+    """A reader that refuses ZeRO's files."""
+
+
+def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
+    """Make a plain target that differs in its topology, its engine, or its own attributes."""
+    wrapper, stage = row
+    topology = {"wrapper": wrapper, "zero_stage": stage, "precision": "float32", "tp": 1, "pp": 1}
+    topology |= {"offload": "none/none", **differs.pop("topology", {})}
+    engine: dict[str, Any] = {"checkpoint_engine": TorchCheckpointEngine(), "use_node_local_storage": lambda: False}
+    engine |= {"_config": SimpleNamespace(zero_config=differs.pop("zero", Zero())), **differs.pop("engine", {})}
+    plain: dict[str, Any] = {"experts": {}, "params": {"a": 0}, "owned": {"a"}, "unfiled": list, "has_copies": True}
+    return SimpleNamespace(
+        topology=SimpleNamespace(**topology),
+        engine=SimpleNamespace(**engine),
+        place=SimpleNamespace(tp=topology["tp"]),
+        **plain | differs,
+    )
+
+
+def hold(degree: int, over_tp: bool = False) -> Any:
+    return SimpleNamespace(degree=degree, over_tp=over_tp)
+
+
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "wrapper": (make(("zero9", 9)), "zero9 at ZeRO stage 9"),
+    "stage": (make(("bf16", 0)), "bf16 at ZeRO stage 0"),
+    "reader": (make(engine={"checkpoint_engine": FastCheckpointEngine()}), "a FastCheckpointEngine"),
+    "nvme": (make(("zero3", 3), topology={"offload": "nvme/none"}), "offload nvme/none"),
+    "elastic": (make(zero=Zero(elastic_checkpoint=True)), "zero_optimization.elastic_checkpoint"),
+    "release to come": (make(zero=Zero(other_layout=2)), "zero_optimization.other_layout"),
+    "tensor parallelism at ZeRO 3": (make(("zero3", 3), topology={"tp": 2}), "tensor parallelism"),
+    "degrees": (make(experts={"x": hold(2), "y": hold(4)}), "experts of other ranks or degrees"),
+    "folded": (make(topology={"tp": 4}, experts={"x": hold(2, True)}), "experts of other ranks or degrees"),
+    "frozen experts": (
+        make(("zero12", 2), params={"a": 0, "moe.experts.w1.3": 0}, experts={"moe.experts.": hold(2)}),
+        "frozen experts",
+    ),
+    "layer files": (make(("torch", 0), unfiled=lambda: ["tied.w"], has_copies=False), "tied.w (in no layer file)"),
+    "node files": (
+        make(experts={"x": hold(2)}, engine={"use_node_local_storage": lambda: True}),
+        "node-local files",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_unknown_options(case: str) -> None:
+    target, text = UNKNOWN[case]
+    assert list_unknown(target) == [text]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(make(row, topology={"precision": "bfloat16"}, zero=Zero(reduce_bucket_size=5)) for row in KNOWN),
+        make(params={"a": 0, "b": 0}, experts={"x": hold(2)}, topology={"tp": 2, "pp": 2}),
+        make(("zero3", 3), topology={"offload": "cpu/cpu"}),
+    ],
+    ids=lambda target: f"{target.topology.wrapper}-{target.topology.zero_stage}",
+)
+def test_known_options(target: Any) -> None:
+    assert list_unknown(target) == []

@@ -1,0 +1,48 @@
+"""Keys of tensors in a module's own state dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.engine.statedict import StateDict, ask_state_dict, find_changed
+
+
+class Renaming(torch.nn.Module):
+    """A module whose state dict omits a layer's name and adds a computed tensor."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.inner, self.twin = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)
+        self.twin.bias = self.inner.bias
+        self.scale, self.kept, self.detached = 2.0, torch.ones(2), detached
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = self.inner.state_dict(keep_vars=not self.detached)
+        found.update(self.twin.state_dict(prefix="twin.", keep_vars=not self.detached))
+        return {**found, "made": torch.tensor([self.scale]), "kept": self.kept, "_extra_state": torch.ones(1)}
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_keys_are_matched_by_their_tensors(detached: bool) -> None:
+    found = ask_state_dict(Renaming(detached=detached))
+    names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    assert found.keys == {name: f"inner.{name}" for name in names}
+    assert (set(found.others), found.made) == ({"made", "kept"}, {"made"})
+
+
+def test_the_state_dict_of_a_plain_module_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    monkeypatch.setattr(torch.nn.Module, "_save_to_state_dict", lambda *_: pytest.fail("was made"))
+    assert ask_state_dict(module) == StateDict()
+
+
+def test_computed_tensors_that_differ_from_loaded_ones() -> None:
+    module = Renaming(detached=False)
+    before = ask_state_dict(module)
+    assert find_changed(module, before) == []
+    before.others["made"].fill_(3.0)
+    before.others["kept"].fill_(3.0)
+    assert find_changed(module, before) == ["made"]

@@ -1,0 +1,341 @@
+"""Folders of DeepSpeed's converter, made from synthesised checkpoints: contents and refusals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.io import objects
+from deepspeed_ucp.io.objects import ObjectStore
+from deepspeed_ucp.model import COPY, AtomicIndex, AtomKey, ParamKey
+from deepspeed_ucp.tensor_parallel import ShardH, ShardV, read_pattern
+from tests.support.memory import clear_memory, put_folder
+from tests.support.ranks import Apart, run_ranks
+from tests.support.reshard import LIVE_LR, check_content, check_reads, get_field, load, make_targets
+from tests.support.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
+from tests.support.upstream import to_universal
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+
+MODEL = Model(
+    (
+        Param("a.weight", (7, 13)),
+        Param("a.bias", (7,), frozen=True),
+        Param("b.weight", (5, 7), group=1),
+        Param("one", (1,), group=1),
+        Param("outside", (3,), group=None, frozen=True),
+        Param("tied", (7, 13), alias_of="a.weight"),
+    ),
+    {"count": torch.arange(3), "flag": torch.tensor([True, False])},
+)
+ZERO1 = Topology(1, 2, "bf16")
+ZERO3 = Topology(3, 3, "bf16", sub_group_size=40)
+
+
+def write(folder: Path, topology: Topology, *, legacy: bool = False, **run: Any) -> Path:
+    """Write a checkpoint and convert it."""
+    state = random_state(MODEL, 5, precision=topology.precision)
+    write_files(folder / "tag", build_files(MODEL, state, topology, Run(**run)), legacy=legacy)
+    return to_universal(folder / "tag", folder / "universal")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology], Path]:
+    """Converted once for each topology; not to be changed."""
+    folders: dict[str, Path] = {}
+
+    def make(topology: Topology) -> Path:
+        if topology.label not in folders:
+            folders[topology.label] = write(tmp_path_factory.mktemp("made"), topology)
+        return folders[topology.label]
+
+    return make
+
+
+@pytest.fixture
+def folder(made: Callable[[Topology], Path], tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return Path(shutil.copytree(made(ZERO1), tmp_path / "universal"))
+
+
+def open_alone(folder: Path) -> AtomicIndex:
+    return open_checkpoint(str(folder), Comm())
+
+
+SOURCES = [ZERO1, Topology(2, 3, "fp16", round_robin=True), Topology(1, 2, "bf16", "bf16"), Topology(1, 4), ZERO3]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda t: t.label)
+def test_everything_is_there_and_loads(source: Topology, made: Callable[[Topology], Path]) -> None:
+    """Frozen parameters and buffers come from the copied model states in their saved dtype."""
+    folder, state = made(source), random_state(MODEL, 5, precision=source.precision)
+    index = open_alone(folder)
+    normal = open_alone(folder.with_name("tag"))
+    for field in ("scalars", "aliases", "buffers", "counters", "scaler", "clip_grad", "optimizer", "scalar_dtypes"):
+        assert get_field(index, field) == get_field(normal, field), field
+    assert [set(group.names) for group in index.run.groups] == [set(group.names) for group in normal.run.groups]
+    assert [group.hyper for group in index.run.groups] == [group.hyper for group in normal.run.groups]
+    assert {key for key in index.stored.atoms if key[1] != COPY} == {
+        key for key in normal.stored.atoms if key[1] != COPY
+    }
+    assert (index.run.topology.wrapper, index.run.topology.zero_stage) == ("atomic", source.stage)
+    assert index.run.topology.precision == normal.run.topology.precision
+    assert not index.limits.dropped
+    for target in (Topology(2, 3), Topology(3, 2, source.precision)):
+        targets = make_targets(MODEL, target)
+        ranks = load(index, targets)
+        check_content(ranks, state)
+        check_reads(index, ranks)
+
+
+def test_several_ranks_share_the_headers(made: Callable[[Topology], Path]) -> None:
+    alone = open_alone(made(ZERO3))
+    assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(made(ZERO3)), comm)) == [alone] * 3
+
+
+def test_of_a_store_one_rank_lists_all_files_once_and_every_rank_knows_their_versions(
+    made: Callable[[Topology], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of files whose headers another rank has read."""
+    clear_memory()
+    url = "memory://universals/tag"
+    put_folder(made(ZERO1), url)
+    monkeypatch.setattr(objects, "_known", Apart())
+    listed = list[str]()
+    for name in ("list_folder", "list_tree"):
+        monkeypatch.setattr(ObjectStore, name, partial(_note, getattr(ObjectStore(), name), listed))
+
+    def look(_: int, comm: Comm) -> list[str]:
+        files = open_checkpoint(url, comm).stored.files
+        return [file.path for file in files if objects.find_known(file.path) is None]
+
+    assert run_ranks(2, look) == [[], []]
+    assert [each for each in listed if "/zero" in each] == [f"{url}/zero"]
+
+
+def _note(work: Callable[[str], Any], asked: list[str], url: str) -> Any:
+    asked.append(url)
+    return work(url)
+
+
+def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
+    """Archives of several torch releases have equal contents."""
+    before = open_alone(folder)
+    for number, path in enumerate(sorted(folder.glob("zero/*/*.pt"))):
+        content = torch.load(path, weights_only=False)
+        torch.serialization.set_crc32_options(False)
+        torch.save(content, path, _use_new_zipfile_serialization=bool(number % 2))
+        torch.serialization.set_crc32_options(True)
+    after = open_alone(folder)
+    assert after.stored.atoms.keys() == before.stored.atoms.keys()
+    masters = [a for a in after.stored.atoms.values() if a.state == "exp_avg"]
+    assert {after.stored.records[atom.shards[0].fragments[0].record].crc for atom in masters} == {None}
+    check_content(load(after, make_targets(MODEL, Topology(3, 2))), random_state(MODEL, 5, precision="bf16"))
+
+
+def test_a_missing_step_comes_from_the_counters(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for path in folder.glob("zero/*/step.pt"):
+        path.unlink()
+    with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
+        index = open_alone(folder)
+    assert index.run.scalars == {ParamKey(name): {"step": 3} for name in ("a.weight", "b.weight", "one")}
+    assert "kept no step of the optimizer; 3, by the counters, is taken" in caplog.text
+
+
+def test_a_group_without_gradients_has_only_masters(tmp_path: Path) -> None:
+    """The converter takes its values from the model states."""
+    state = random_state(MODEL, 5, without=("b.weight", "one"))
+    write_files(tmp_path / "tag", build_files(MODEL, state, Topology(1, 2)))
+    index = open_alone(to_universal(tmp_path / "tag", tmp_path / "universal"))
+    assert {key.state for key in index.stored.atoms if key.name == "b.weight"} == {"fp32", COPY}
+    assert set(index.run.scalars) == {ParamKey("a.weight")}
+
+
+# --- refusals
+
+
+def remove(*paths: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for path in paths:
+            found = folder / path
+            shutil.rmtree(found) if found.is_dir() else found.unlink()
+
+    return change
+
+
+def copy_stray(folder: Path) -> None:
+    shutil.copytree(folder / "zero" / "one", folder / "zero" / "other")
+
+
+def mark_expert(folder: Path, number: object) -> None:
+    path = folder / "zero" / "one" / "fp32.pt"
+    torch.save({**torch.load(path), "is_expert_param": True, "ep_num_experts": number}, path)
+
+
+def reshape(folder: Path) -> None:
+    torch.save({"param": torch.zeros(6, 7)}, folder / "zero" / "b.weight" / "fp32.pt")
+
+
+def reshape_state(folder: Path) -> None:
+    torch.save({"param": torch.zeros(6, 7)}, folder / "zero" / "b.weight" / "exp_avg.pt")
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "interrupted": (lambda folder: (folder / "tmp").mkdir(), "holds tmp, .* interrupted.*--keep_temp_folder"),
+    "no optimizer": (remove("zero/optimizer_state.pt"), "zero/optimizer_state.pt is missing"),
+    "no model states": (remove("mp_rank_00_model_states.pt"), "no model states found"),
+    "no master": (remove("zero/a.weight/fp32.pt"), "zero/a.weight/fp32.pt is missing, mp_rank_00_.* lists"),
+    "no state": (remove("zero/b.weight/exp_avg.pt"), "zero: b.weight/exp_avg.pt missing, other parameters"),
+    "no step": (remove("zero/b.weight/step.pt"), "zero: b.weight/step.pt missing, other parameters"),
+    "no folder": (remove("zero/one"), "zero/one/fp32.pt is missing"),
+    "no parameters": (remove("zero/a.weight", "zero/b.weight", "zero/one", "zero/a.bias", "zero/outside",
+                             "zero/tied", "zero/count", "zero/flag"), "every parameter's folder is missing"),
+    "stray": (copy_stray, "zero: other have optimizer states, .* does not list them"),
+    "truncated": (lambda folder: os.truncate(folder / "zero/one/exp_avg.pt", 99), "zero/one/exp_avg.pt: .*truncated"),
+    "no tensor": (lambda folder: torch.save({"x": 1}, folder / "zero/one/fp32.pt"), "zero/one/fp32.pt: has no 'param'"),
+    "text": (lambda folder: torch.save("x", folder / "zero/one/fp32.pt"), "zero/one/fp32.pt: holds a str"),
+    "other shape": (reshape, r"zero/b.weight/fp32.pt: has shape \(6, 7\), .* says \(5, 7\)"),
+    "other state": (reshape_state, r"zero/b.weight/exp_avg.pt: holds \(6, 7\), b.weight has shape \(5, 7\)"),
+    "module.pt": (
+        lambda folder: shutil.copy(folder / "zero/one/fp32.pt", folder / "zero/one/module.pt"),
+        "ucp_manifest.json is missing: zero/one/module.pt was written by `ds_ucp convert`",
+    ),
+    "optimizer of something else": (
+        lambda folder: torch.save({"x": 1}, folder / "zero/optimizer_state.pt"),
+        "optimizer_state.pt: has no param_groups",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_half_made_and_damaged_folders_are_refused(damage: str, folder: Path) -> None:
+    change, text = DAMAGES[damage]
+    change(folder)
+    with pytest.raises(CheckpointError, match=text):
+        open_alone(folder)
+
+
+@pytest.mark.parametrize("number", [None, 0, 2, 1 << 20, "1"])
+def test_other_numbers_of_experts_than_there_are_rows_are_refused(number: object, folder: Path) -> None:
+    mark_expert(folder, number)
+    with pytest.raises(UnsupportedError, match=rf"zero/one/fp32.pt: is of {number!r} experts and holds \(1,\)"):
+        open_alone(folder)
+
+
+def test_missing_ranks_of_stage_3_are_named(made: Callable[[Topology], Path], tmp_path: Path) -> None:
+    """They have the frozen parameters' parts."""
+    folder = Path(shutil.copytree(made(ZERO3), tmp_path / "universal"))
+    (folder / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="zero_pp_rank_1_mp_rank_00_model_states.pt missing"):
+        open_alone(folder)
+
+
+def test_model_states_of_another_step_are_refused(made: Callable[[Topology], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(made(ZERO3), tmp_path / "universal"))
+    path = folder / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path, weights_only=False), "global_steps": 9}, path)
+    with pytest.raises(CheckpointError, match="zero_pp_rank_2.*belongs to another step, run"):
+        open_alone(folder)
+
+
+def test_a_normal_checkpoint_with_converted_files_in_it_is_a_normal_one(
+    made: Callable[[Topology], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made(ZERO1).with_name("tag"), tmp_path / "tag"))
+    shutil.copytree(made(ZERO1) / "zero", folder / "zero")
+    assert open_alone(folder).run.topology.wrapper == "zero12"
+
+
+# --- tensor and pipeline parallelism
+
+KINDS = {"column": ShardV(), "row": ShardH(dim=1)}
+INFO = {"parameter_with_row_parallelism_patterns": [r".*\.row"], "tp_replicated_parameter_patterns": [r".*\.norm"]}
+
+
+def convert_parallel(model: Model, topology: Topology, root: Path) -> tuple[Any, Path]:
+    held = draw_state(model, topology)
+    run = Run(client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.4, **INFO}})
+    held.write(root / "tag", run)
+    return held, to_universal(root / "tag", root / "universal")
+
+
+def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_plain(["column", "row", "norm", "bias"], frozen=["bias"])
+    _, folder = convert_parallel(model, Topology(2, 2, tp=2), tmp_path)
+    with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
+        index = open_alone(folder)
+    assert read_pattern(index.model.recorded["body.column"]) == ShardV()
+    assert read_pattern(index.model.recorded["body.row"]) == ShardH(dim=1)
+    assert "body.norm" not in index.model.recorded  # the converter has no mark for replicated parameters
+    assert index.stored.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that both ranks have alike
+    assert not index.find("body.bias", "module")
+    assert "does not unite the tensor-parallel shards of frozen parameters and buffers: body.bias" in caplog.text
+    assert "frozen parameters and buffers" in index.limits.dropped
+    masters = {
+        name: index.stored.atoms[AtomKey(name, "fp32")].shape for name in ("body.column", "body.row", "body.norm")
+    }
+    assert masters == {"body.column": (12, 5), "body.row": (5, 12), "body.norm": (7,)}
+
+
+@pytest.mark.parametrize("target", [Topology(1, 1, tp=4), Topology(3, 3)], ids=lambda t: f"→{t.label}")
+@pytest.mark.parametrize("source", [Topology(2, 2, "bf16", tp=2), Topology(3, 2, tp=2)], ids=lambda t: t.label)
+def test_tensor_parallel_sources_load(source: Topology, target: Topology, tmp_path: Path) -> None:
+    """Without the user's patterns, by the converter's files and the model states."""
+    held, folder = convert_parallel(make_plain(["column", "row", "norm", "bias"]), source, tmp_path)
+    wanted = expect(held, target)
+    _, ranks = load_all(folder, wanted.make_targets(), UniversalConfig(threads=1))
+    check_content(ranks, wanted.state, wanted.locals)
+
+
+def test_missing_data_keeps_the_fresh_value_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pipeline's frozen parameters and buffers; everything else is loaded."""
+    model = make_pipeline([["column", "norm"], ["row", "norm"]], tied=False, frozen=[])
+    model = replace(model, params=(*model.params, Param("1.bias", (12,), group=1, frozen=True)))
+    held, folder = convert_parallel(model, Topology(1, 1, tp=2, pp=2), tmp_path)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
+        index, ranks = load_all(
+            folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
+        )
+    assert "a pipeline's buffers and frozen parameters" in index.limits.dropped
+    assert all(rank.work.match.kept == ["1.bias", "0.count", "1.count"] for rank in ranks)
+    assert "1.bias, 0.count, 1.count keep the values that the new model has" in caplog.text
+    for rank in ranks:
+        assert {name for flat in rank.target.flats for name in flat.names} == {"0.column", "0.norm", "1.row", "1.norm"}
+
+
+def test_a_trained_parameter_is_never_taken_for_a_dropped_one(tmp_path: Path) -> None:
+    model = make_pipeline([["column", "norm"], ["row", "norm"]], tied=False)
+    _, folder = convert_parallel(model, Topology(1, 1, pp=2), tmp_path)
+    frozen = replace(model, params=tuple(replace(p, frozen=p.name == "0.column") for p in model.params))
+    targets = make_targets(frozen, Topology(1, 1))
+    (rank,) = load(open_alone(folder), targets)
+    assert rank.work.match.kept == ["0.count", "1.count"]
+    (note,) = rank.work.match.notes
+    assert note.startswith("0.column was trained in the saved run")
+
+
+def test_different_groups_of_stages_are_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The converter keeps the first stage's; the second one has matrices alone."""
+    model = make_pipeline([["column", "norm"], ["row"]], tied=False)
+    held, folder = convert_parallel(model, Topology(1, 1, pp=2), tmp_path)
+    with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
+        index, ranks = load_all(
+            folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
+        )
+    assert index.run.groups == ()
+    assert "the hyper-parameters of this run are kept (the saved groups differ in lr" in caplog.text
+    for rank in ranks:
+        assert {group["lr"] for group in rank.target.wrapped.param_groups} == {LIVE_LR}

@@ -1,0 +1,401 @@
+"""File names, ``latest`` and tags."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedError
+from deepspeed_ucp.formats import check_tag, find_tags, open_checkpoint, read_latest
+from deepspeed_ucp.formats.deepspeed.files import (
+    NO_AXIS,
+    NO_LAYER,
+    SEAL,
+    SwapName,
+    holds_atoms,
+    list_entries,
+    name_expert,
+    read_swap_name,
+    sort_files,
+)
+from deepspeed_ucp.formats.deepspeed.ownfiles import find_state_file
+from deepspeed_ucp.formats.latest import describe_content, find_checkpoint, find_folder
+from deepspeed_ucp.formats.older import find_age, find_newest, is_sealed, list_older, list_unsealed
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
+
+MODEL = "mp_rank_00_model_states.pt"
+TINY = Model((Param("a", (3, 5)),))
+
+
+def touch(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(b"x" * len(name))
+
+
+def list_sizes(folder: Path) -> dict[str, int]:
+    return {name: entry.size for name, entry in list_entries(str(folder)).items()}
+
+
+OPTIM = "zero_pp_rank_%d_mp_rank_00_optim_states.pt"
+BF16_OPTIM = "bf16_zero_pp_rank_1_mp_rank_07_optim_states.pt"
+OLD_OPTIM = "zero_pp_rank_2_mp_rank_00optim_states.pt"
+EXPERTS = ["layer_2_expert_13_mp_rank_01_model_states.pt", "expert_3_mp_rank_00_model_states.pt"]
+COPIES = {rank: f"{OPTIM % rank}-{of}" for rank, of in enumerate(("0.2", "0.1", "1.2", "0.1"))}
+SWAPS = [f"offloaded_tensors/rank03/{name}" for name in ("1_4.tensor.swp", "exp_avg-1_4.tensor.swp")]
+ROLES: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
+    ([MODEL, "mp_rank_103_model_states.pt"], {"model": {0: MODEL, 103: "mp_rank_103_model_states.pt"}}),
+    (
+        [MODEL, *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11))],
+        {"model_zero3": {(0, rank): f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11)}},
+    ),
+    (
+        [MODEL, OPTIM % 1, BF16_OPTIM, OLD_OPTIM],
+        {"optim": {("", 0, 1): OPTIM % 1, ("bf16_", 7, 1): BF16_OPTIM, ("", 0, 2): OLD_OPTIM}},
+    ),
+    (
+        [MODEL, "layer_01-model_states.pt", "layer_120-model_11-model_states.pt"],
+        {"layers": {(1, NO_AXIS): "layer_01-model_states.pt", (120, 11): "layer_120-model_11-model_states.pt"}},
+    ),
+    (
+        [MODEL, *EXPERTS, "expp_rank_5_mp_rank_01_optim_states.pt"],
+        {
+            "experts": {(2, 13, 1): EXPERTS[0], (NO_LAYER, 3, 0): EXPERTS[1]},
+            "expert_optim": {(1, 5): "expp_rank_5_mp_rank_01_optim_states.pt"},
+        },
+    ),
+    (  # of the fast writer on two sockets, with two ranks that write alone
+        [*(f"{MODEL}-{of}" for of in ("0.1", "1.2", "0.2")), *COPIES.values()],
+        {
+            "model": {0: f"{MODEL}-0.2"},
+            "optim": {("", 0, rank): name for rank, name in COPIES.items()},
+            "copies": {f"{MODEL}-0.1": f"{MODEL}-0.2", f"{MODEL}-1.2": f"{MODEL}-0.2"},
+        },
+    ),
+    ([MODEL, *SWAPS], {"swaps": {SwapName(3, "", 1, 4): SWAPS[0], SwapName(3, "exp_avg", 1, 4): SWAPS[1]}}),
+    *(
+        ([MODEL, f"{MODEL}{ending}"], {"model": {0: MODEL}, "copies": {}})
+        for ending in ("-0", "-0.", "-٣.4", "-0.2-0.2", f"-{'9' * 10}.1")
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "roles"), ROLES, ids=lambda each: " ".join(each) if isinstance(each, dict) else "")
+def test_files_get_their_roles(names: list[str], roles: dict[str, dict[Any, str]]) -> None:
+    listing = sort_files("folder", dict.fromkeys(names, 1))
+    assert {role: getattr(listing, role) for role in roles} == roles
+    assert {name_expert(*key) for key in listing.experts} == set(names) & set(EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "text"),
+    [
+        ([], CheckpointError, "no model states found .* only nothing"),
+        ([OPTIM % 0], CheckpointError, f"only {OPTIM % 0}"),
+        (
+            [MODEL, "layer_00-expert_01-model_01-model_states.pt"],
+            UnsupportedError,
+            "layer_00-expert_01-model_01-model_states.pt belongs to .*axes of its own.*DeepSpeed's own load takes it",
+        ),
+        ([f"{MODEL}-0.2", MODEL], CheckpointError, f"two saves .{MODEL}-0.2 and {MODEL}"),
+        (
+            [f"{OPTIM % 0}-0.4", f"{OPTIM % 0}-0.2"],
+            CheckpointError,
+            f"two saves .{OPTIM % 0}-0.4 and {OPTIM % 0}-0.2",
+        ),
+    ],
+    ids=["nothing", "no model states", "axes", "two writers", "two shards"],
+)
+def test_invalid_listings_are_refused(names: list[str], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        sort_files("folder", dict.fromkeys(names, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("offloaded_tensors/rank07/0_13.tensor.swp", SwapName(7, "", 0, 13)),
+        ("offloaded_tensors/rank123/exp_avg-9_3.tensor.swp", SwapName(123, "exp_avg", 9, 3)),
+        ("offloaded_tensors/rank00/a-b-2_2.tensor.swp", SwapName(0, "a-b", 2, 2)),
+        ("offloaded_tensors/rank00/0_13_gradient_0_5.tensor.swp", None),
+        ("offloaded_tensors/rank0x/0_13.tensor.swp", None),
+        ("offloaded_tensors/0_13.tensor.swp", None),
+        ("rank00/0_13.tensor.swp", None),
+        ("elsewhere/rank00/0_13.tensor.swp", None),
+        ("offloaded_tensors/rank00/1_٣.tensor.swp", None),
+        (f"offloaded_tensors/rank00/{'9' * 5000}_1.tensor.swp", None),
+    ],
+)
+def test_names_of_swap_files(name: str, expected: SwapName | None) -> None:
+    assert read_swap_name(name) == expected
+
+
+def test_state_files_folders_and_swap_files_are_listed(tmp_path: Path) -> None:
+    touch(tmp_path, MODEL, "zero_to_fp32.py", "notes.txt", f"{OPTIM % 0}.tmp")
+    touch(tmp_path / "offloaded_tensors" / "rank03", "1_4.tensor.swp", "exp_avg-1_4.tensor.swp", "notes.txt")
+    (tmp_path / "offloaded_tensors" / "rank03" / "5_6.tensor.swp").mkdir()
+    sizes = {MODEL: len(MODEL), "offloaded_tensors": -1, **{name: len(Path(name).name) for name in SWAPS}}
+    assert list_sizes(tmp_path) == sizes
+    with pytest.raises(CheckpointError, match="nowhere: cannot be listed .No such file"):
+        list_sizes(tmp_path / "nowhere")
+
+
+# -- latest and tags --------------------------------------------------------------------------------------------------
+
+
+def test_latest_names_the_tag(tmp_path: Path) -> None:
+    assert read_latest(str(tmp_path / "absent")) is None
+    (tmp_path / "logs").mkdir()
+    assert read_latest(str(tmp_path)) is None
+    touch(tmp_path / "global_step3", MODEL)
+    (tmp_path / "latest_universal").write_text("global_step3_universal")
+    assert read_latest(str(tmp_path)) == "global_step3_universal"
+    (tmp_path / "latest").write_text("global_step3\n")
+    assert read_latest(str(tmp_path)) == "global_step3"
+    assert check_tag(str(tmp_path), "global_step3") == str(tmp_path / "global_step3")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "latest is missing, but .* global_step3, global_step9.*tag=.*its folder"),
+        (b"", r"latest is empty.*\(global_step3, global_step9\)"),
+        (b" \n", r"latest is empty.*\(global_step3, global_step9\)"),
+        (b"\xff\xfe\x00garbage", "latest: cannot be read"),
+        ("folder", "latest: cannot be read"),
+    ],
+    ids=["missing", "empty", "blank", "garbage", "folder"],
+)
+def test_an_invalid_latest_is_refused(content: bytes | str | None, text: str, tmp_path: Path) -> None:
+    for tag in ("global_step3", "global_step9"):
+        touch(tmp_path / tag, MODEL)
+    if isinstance(content, bytes):
+        (tmp_path / "latest").write_bytes(content)
+    elif content:
+        (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match=text):
+        read_latest(str(tmp_path))
+    (tmp_path / "latest_universal").write_text("global_step3")  # does not replace a damaged `latest`
+    if content is not None:
+        with pytest.raises(CheckpointError, match=text):
+            read_latest(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [MODEL, "ucp_manifest.json"], ids=["normal", "atomic"])
+def test_the_folder_of_a_tag_is_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, below = tmp_path / "global_step3", tmp_path / "global_step3" / "global_step9"
+    touch(own, name)
+    monkeypatch.chdir(own)
+    for folder in (str(own), f"{own}/", "."):
+        assert read_latest(folder) == "global_step3"
+        assert os.path.samefile(find_folder(folder, "global_step3"), own)
+        assert os.path.samefile(check_tag(folder, "global_step3"), find_checkpoint(folder))
+    assert find_folder(str(own), "other") == str(own / "other")
+    touch(below, MODEL)  # a later save into the loaded folder, complete once `latest` names it
+    assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step3", str(own))
+    (own / "latest").write_text("global_step9")
+    assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step9", str(below))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (("checkpoint-4/x", "checkpoint-12/x", "config.json"), "trainer's output folder.*checkpoint-4, checkpoint-12$"),
+        (("last.ckpt/latest", "hparams.yaml"), "of Lightning's: name one of its checkpoints, last.ckpt$"),
+        (("adapter_config.json",), "PEFT adapter without its weights"),
+        (("zero_to_fp32.py",), "leftovers of removed checkpoints"),
+        (("first/latest", "second/latest", "log"), "folders of checkpoints: name one of them, first, second$"),
+        (("step-3/.metadata", "step-3/__0_0.distcp", "log"), "folders of checkpoints: name one of them, step-3$"),
+        (("README.md", "docs/index.md"), "^holds README.md, docs, none of them a checkpoint"),
+        ((".gitkeep", "lost+found/x"), "^$"),
+        ((), "^$"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_described(names: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    for name in names:
+        touch((tmp_path / name).parent, Path(name).name)
+    looks = describe_content(str(tmp_path))
+    assert re.search(text, looks)
+    with pytest.raises(CheckpointError, match="neither a checkpoint's folder nor one with `latest`: it") as error:
+        find_checkpoint(str(tmp_path))
+    assert str(error.value).endswith(f": it {looks or 'is empty'}.")
+
+
+def test_a_file_in_place_of_a_folder_is_described(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    assert describe_content(str(tmp_path / "absent")) == ""
+    for name in ("file", "link"):
+        assert "is a file, or a link to nothing" in describe_content(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("names", "atomic"),
+    [
+        (("zero/", MODEL), True),
+        (("ucp_manifest.json",), True),
+        (("zero/", MODEL, OPTIM % 0), False),
+        ((MODEL,), False),
+    ],
+    ids=["converted", "manifest", "converted-into-itself", "normal"],
+)
+def test_atomic_checkpoints_are_recognised_by_their_files(tmp_path: Path, names: tuple[str, ...], atomic: bool) -> None:
+    for name in names:
+        (tmp_path / name).mkdir() if name.endswith("/") else touch(tmp_path, name)
+    assert holds_atoms(list_entries(str(tmp_path))) is atomic
+
+
+@pytest.mark.parametrize(
+    ("folder", "tag", "text"),
+    [
+        ("empty", "x", "no checkpoint with tag 'x'.*the folder holds no checkpoint"),
+        ("absent", "x", "no checkpoint with tag 'x': {}/absent does not exist. Check"),
+        ("file", "x", "no checkpoint with tag 'x': {}/file is a file. Check"),
+        ("weights", "x", "itself a checkpoint, safetensors. Load it without a tag"),
+        ("lost", "x", "the folder holds no checkpoint"),  # the weights beside `latest` are not the missing tag
+        ("run", "global_step4", "'global_step4'.*holds global_step3 .did you mean 'global_step3'.*Name one of"),
+    ],
+)
+def test_an_unknown_tag_is_refused_with_the_known_ones(folder: str, tag: str, text: str, tmp_path: Path) -> None:
+    for path in ("empty", "run/logs"):
+        (tmp_path / path).mkdir(parents=True)
+    touch(tmp_path, "file")
+    touch(tmp_path / "weights", "model.safetensors")
+    touch(tmp_path / "lost", "model.safetensors")
+    (tmp_path / "lost" / "latest").write_text("x")
+    touch(tmp_path / "run" / "global_step3", MODEL)
+    with pytest.raises(CheckpointError, match=text.format(tmp_path)):
+        check_tag(str(tmp_path / folder), tag)
+
+
+@pytest.mark.parametrize("closed", ["", "a"], ids=["all", "one"])
+def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be listed is an error, except ``lost+found``: a run must not restart from scratch."""
+    touch(tmp_path / "b", MODEL)
+    touch(tmp_path / "a", OPTIM % 0)
+    touch(tmp_path / "c", "notes.txt")
+    touch(tmp_path, MODEL)
+    (tmp_path / "lost+found").mkdir()
+    scan, refused = os.scandir, [str(tmp_path / "lost+found")]
+
+    def look(path: str) -> Any:
+        if path in refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", look)
+    assert find_tags(str(tmp_path)) == ["a", "b"]
+    assert find_tags(str(tmp_path / "absent")) == find_tags(str(tmp_path / "c" / "notes.txt")) == []
+    (tmp_path / MODEL).unlink()
+    refused.append(os.path.join(tmp_path, closed).rstrip("/"))
+    with pytest.raises(OutOfReachError, match=r"cannot be listed \(Permission denied\)"):
+        read_latest(str(tmp_path))
+
+
+# -- the order of tags ------------------------------------------------------------------------------------------------
+
+
+def test_tags_without_steps_are_ordered_by_their_first_times_in_all_places(tmp_path: Path) -> None:
+    saves = {"here/c": 30, "there/b": 99, "nearby/b": 20, "there/later": 40, "there/a": 10, "here/run/x": 5}
+    for tag, time in saves.items():
+        touch(tmp_path / tag, f"{MODEL}-0.1" if "x" in tag else MODEL)
+        for file in (tmp_path / tag).iterdir():
+            os.utime(file, (time, time))
+    places = [str(tmp_path / name) for name in ("here", "there", "nearby", "absent")]
+    assert list_older(places, "c") == ["c", "b", "a"]
+    assert list_older(places[:1], "a") == ["a", "c"]  # the time of `a` is unknown
+    assert list_older([str(tmp_path)], "there/b") == ["there/b", "there/later", "there/a"]
+    assert list_older(places, "run/x") == ["run/x"]
+    assert find_newest(places[1]) == "b"
+
+
+def test_tags_are_ordered_by_step_then_seal_then_time(tmp_path: Path) -> None:
+    """Times count only for tags of one step, or without a readable step."""
+    saves = {"final": (12, 5), "best": (9, 90), "old": (3, 99), "copy": (9, 40), "newer": (13, 1), "sealed": (9, 7)}
+    for tag, (step, time) in saves.items():
+        folder = write_checkpoint(tmp_path, TINY, random_state(TINY, 0), Topology(1, 1), tag=tag, run=Run(step))
+        for file in folder.iterdir():
+            os.utime(file, (time, time))
+    (tmp_path / "sealed" / SEAL).touch()
+    (tmp_path / "old" / (OPTIM % 7)).symlink_to("nowhere")
+    place = str(tmp_path)
+    assert list_older([place], "final") == ["final", "sealed", "best", "copy", "old"]
+    assert list_older([place], "best") == ["best", "sealed", "copy", "old"]
+    assert find_newest(place) == "newer"
+    os.truncate(tmp_path / "best" / MODEL, 100)
+    assert list_older([place], "best") == ["best", "newer", "final", "sealed", "copy"]  # `old` was written after it
+    assert list_older([place], "final") == ["final", "sealed", "copy", "old"]
+    assert find_age([str(tmp_path / "old")]) == (3, False, 99.0)
+    assert find_age([str(tmp_path / "absent"), str(tmp_path / "sealed")]) == (9, True, 7.0)
+
+
+def test_tags_without_a_seal_are_listed_if_others_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tags, places = ["c", "b", "a"], [str(tmp_path), str(tmp_path / "there")]
+    for tag in tags:
+        (tmp_path / tag).mkdir()
+        (tmp_path / "there" / tag).mkdir(parents=True)
+    assert list_unsealed(places, tags) == set()
+    (tmp_path / "a" / SEAL).touch()
+    assert list_unsealed(places, tags) == {"b", "c"}
+    (tmp_path / "there" / "c" / SEAL).touch()
+    assert list_unsealed(places, tags) == {"b"}
+
+    def look(path: str) -> int:
+        if path.startswith(places[1]):
+            raise ConnectionError("out of reach")
+        return os.stat(path).st_mtime_ns
+
+    monkeypatch.setattr("deepspeed_ucp.formats.older.find_change", look)
+    assert is_sealed(places, "a")
+    with pytest.raises(OutOfReachError, match=r"there.c.ucp_seal.json: cannot be looked at .out of reach"):
+        list_unsealed(places, tags)
+
+
+# -- files named by sequence-parallel rank ----------------------------------------------------------------------------
+
+
+def name_by_sequence_rank(files: dict[str, Any], sp: int) -> dict[str, Any]:
+    """The files as DeepSpeed before 0.19.8 names them with ALST's mpu."""
+    found = {}
+    for name, content in files.items():
+        rank = re.match(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_", name)
+        found[name.replace("_mp_rank_00_", f"_mp_rank_{int(rank[1]) % sp:02d}_") if rank else name] = content
+    return found
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("topology", [Topology(1, 4, "bf16"), Topology(3, 4)], ids=lambda each: each.label)
+def test_files_named_by_sequence_parallel_rank(tmp_path: Path, topology: Topology, sp: int) -> None:
+    model = Model((Param("a", (3, 5)), Param("b", (7,))))
+    files = build_files(model, random_state(model, 0, precision=topology.precision), topology)
+    write_files(tmp_path / "plain", files)
+    write_files(tmp_path / "alst", name_by_sequence_rank(files, sp))
+    plain, index = (open_checkpoint(str(tmp_path / each), Comm()) for each in ("plain", "alst"))
+    assert index.run.topology == plain.run.topology
+    assert index.stored.atoms == plain.stored.atoms
+    if topology.stage == 3:
+        own = [find_state_file(index, 0, rank) for rank in range(1, 4)]
+        assert own == [
+            str(tmp_path / "alst" / f"zero_pp_rank_{r}_mp_rank_{r % sp:02d}_model_states.pt") for r in range(1, 4)
+        ]
+    assert [each for each in index.limits.unnoticed if "sequence-parallel rank" in each] and not plain.limits.unnoticed
+
+
+def test_missing_shards_of_tensor_parallel_ranks_are_not_taken_for_sequence_ranks(tmp_path: Path) -> None:
+    """The remaining files are numbered as under sequence parallelism."""
+    model = Model((Param("a", (4, 5)), Param("b", (8,))))
+    topology = Topology(1, 2, tp=2)
+    files = build_files(model, random_state(model, 0), topology, cut=lambda _, tensor, tp, rank: tensor.chunk(tp)[rank])
+    left = {
+        name: each for name, each in files.items() if not re.match(r"zero_pp_rank_(0_mp_rank_01|1_mp_rank_00)", name)
+    }
+    assert len(left) == len(files) - 2
+    write_files(tmp_path, left)
+    with pytest.raises(CheckpointError, match=r"zero_pp_rank_(0_mp_rank_01|1_mp_rank_00).* missing"):
+        open_checkpoint(str(tmp_path), Comm())

@@ -1,0 +1,559 @@
+"""Foreign checkpoints as indexes: contents, damage and hostile files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from deepspeed_ucp.cli import main
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.examine.verify import verify_checkpoint
+from deepspeed_ucp.export.dcp import export_dcp
+from deepspeed_ucp.export.statedict import LAYOUTS
+from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.foreign import contents
+from deepspeed_ucp.formats.foreign.contents import Contents, StoredTensor, TensorBlock, make_index
+from deepspeed_ucp.formats.table import FileTable
+from deepspeed_ucp.io.paths import Entry
+from deepspeed_ucp.model import MASTER, MODULE, Atom, AtomicIndex, AtomKey
+from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
+from deepspeed_ucp.stream.reader import AtomReader
+from deepspeed_ucp.torchsave.records import FileRecord
+from tests.export import fsdp_run
+from tests.export.test_dcp import read_all
+from tests.export.test_safetensors import TOPOLOGIES, check_same, open_model
+from tests.properties.samples import PLAIN
+from tests.stream import test_full_tensors
+from tests.support.foreign import make_tree, write_dcp
+from tests.support.memory import clear_memory, put_folder
+from tests.synth import random_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = fsdp_run.build()
+    fsdp_run.train(model, optimizer, range(3))
+    return model, optimizer
+
+
+def save_dcp(folder: Path, trained: Any, *, outer: Callable[[Any, Any], Any], flatten: bool = False) -> Path:
+    weights, states = get_state_dict(*trained, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
+    dcp.save(outer(weights, states), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def nest(weights: Any, states: Any) -> Any:
+    return {"model": weights, "optim": states}
+
+
+def put_apart(weights: Any, states: Any) -> Any:
+    """As torchtitan, with the model's names at the top."""
+    train = {"step": torch.tensor(3, dtype=torch.int32)}
+    return {**weights, "optimizer": states, "lr_scheduler": {"last_epoch": 3}, "train_state": train}
+
+
+def put_deep(weights: Any, states: Any) -> Any:
+    return {"app": {"model": weights, "optim": states, "epoch": 4}}
+
+
+def open_it(folder: Path) -> AtomicIndex:
+    return open_checkpoint(str(folder), Comm())
+
+
+def read_whole(index: AtomicIndex, atom: Atom) -> torch.Tensor:
+    full = assemble_full_tensors(index)
+    with AtomReader(index) as reader:
+        return test_full_tensors.read_whole(reader, full.tensors[atom.key])
+
+
+def check_index(index: AtomicIndex, trained: Any) -> None:
+    """Weights, states, steps and groups by name."""
+    model, optimizer = trained
+    names = {param: name for name, param in model.named_parameters()}
+    saved = dict(model.state_dict())
+    for key, atom in index.stored.atoms.items():
+        wanted = saved[key.name]
+        if key.state not in (MASTER, MODULE):
+            param = next(param for param, name in names.items() if name == key.name)
+            wanted = optimizer.state[param][key.state]
+        check_same({"it": read_whole(index, atom)}, {"it": wanted})
+    held = {(key.name, key.state) for key in index.stored.atoms}
+    assert held == {(name, MODULE) for name in saved if name not in names.values()} | {
+        (name, state) for name in names.values() for state in (MASTER, "exp_avg", "exp_avg_sq")
+    }
+    assert {param.name: told for param, told in index.run.scalars.items()} == {
+        name: {"step": 3.0} for name in names.values()
+    }
+    groups = [({names[param] for param in group["params"]}, group["lr"]) for group in optimizer.param_groups]
+    found = [(set(group.names), group.hyper["lr"]) for group in index.run.groups]
+    assert sorted(found, key=str) == sorted(groups, key=str) or found == groups
+    assert index.run.counters == {"global_steps": 3}
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("outer", [nest, put_apart, put_deep])
+def test_model_and_optimizer_are_found_under_any_words(
+    tmp_path: Path, trained: Any, outer: Callable[[Any, Any], Any], flatten: bool
+) -> None:
+    check_index(open_it(save_dcp(tmp_path / "it", trained, outer=outer, flatten=flatten)), trained)
+
+
+@pytest.mark.parametrize("kept", [("metadata.json", "common.pt"), ("common.pt",), ()], ids=str)
+def test_checkpoints_of_megatron_core_are_refused(tmp_path: Path, kept: Sequence[str]) -> None:
+    """Also without the files that such a save writes last."""
+    dcp.save({"decoder.weight": torch.ones(2), "rng_state/shard_0_1": b"state"}, checkpoint_id=tmp_path)
+    for name in kept:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UnsupportedError, match="Convert it with Megatron-Bridge to Hugging Face's format"):
+        open_checkpoint(str(tmp_path), Comm())
+
+
+def test_folders_of_accelerate(tmp_path: Path, trained: Any) -> None:
+    weights, states = get_state_dict(*trained)
+    for name, tree in (("pytorch_model_fsdp_0", {"model": weights}), ("optimizer_0", {"optimizer": states})):
+        dcp.save(tree, checkpoint_id=tmp_path / "it" / name, no_dist=True)
+    check_index(open_it(tmp_path / "it"), trained)
+
+
+def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
+    index = open_it(save_dcp(tmp_path / "it", trained, outer=lambda weights, _: {"model": weights}))
+    assert {key.state for key in index.stored.atoms} == {MODULE}
+    assert index.is_weights_alone
+
+
+def test_states_without_their_weight_are_a_warning(
+    tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    lacking = next(iter(dict(trained[0].named_parameters())))
+
+    def cut(weights: Any, states: Any) -> Any:
+        return nest({name: held for name, held in weights.items() if name != lacking}, states)
+
+    open_it(save_dcp(tmp_path / "it", trained, outer=cut))
+    text = "not loaded by the engine, since it is states of parameters without weights in the checkpoint"
+    assert f"{text}: {lacking}" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, trained: Any, kind: str) -> None:
+    model, optimizer = trained
+    if kind == "SGD":  # which has param groups alone
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tree = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(tree, checkpoint_id=tmp_path / "it", no_dist=True)
+    index = open_it(tmp_path / "it")
+    assert "get_state_dict" in index.limits.stateless
+    assert not index.is_weights_alone
+
+
+def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path, trained: Any) -> None:
+    """Also with equal numbers of elements."""
+    weights, states = get_state_dict(*trained)
+    held = states["state"]["first.weight"]
+    states["state"]["first.weight"] = {**held, "exp_avg": held["exp_avg"].T.contiguous()}
+    dcp.save(nest(weights, states), checkpoint_id=tmp_path / "it", no_dist=True)
+    index = open_it(tmp_path / "it")
+    assert index.limits.irregular == {
+        AtomKey("first.weight", "exp_avg"): "of shape (6, 64), its weight of (64, 6)",
+    }
+    assert AtomKey("first.weight", "exp_avg") not in index.stored.atoms
+    states["state"]["first.weight"]["fp32"] = held["exp_avg"].T.contiguous()
+    dcp.save(nest(weights, states), checkpoint_id=tmp_path / "master", no_dist=True)
+    with pytest.raises(CheckpointError, match="first.weight: the master is of shape"):
+        open_it(tmp_path / "master")
+
+
+def test_several_models_or_optimizers_are_ambiguous(tmp_path: Path, trained: Any) -> None:
+    weights, states = get_state_dict(*trained)
+    other = {name: tensor + 1 for name, tensor in weights.items()}
+    trees = {
+        "average": {"ema": other, "model": weights, "optim": states},
+        "any": {"net": weights, "avg": other, "optim": states},
+        "optimizers": {"model": weights, "optim": states, "more": states},
+    }
+    for name, tree in trees.items():
+        dcp.save(tree, checkpoint_id=tmp_path / name, no_dist=True)
+    check_index(open_it(tmp_path / "average"), trained)
+    with pytest.raises(UnsupportedError, match=r"several models .*avg\., net\."):
+        open_it(tmp_path / "any")
+    with pytest.raises(UnsupportedError, match="several optimizers in it hold states of first.bias"):
+        open_it(tmp_path / "optimizers")
+    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):  # of Accelerate's
+        dcp.save({"model": weights}, checkpoint_id=tmp_path / "two" / name, no_dist=True)
+    with pytest.raises(CheckpointError, match="fsdp_0 and pytorch_model_fsdp_1 both hold"):
+        open_it(tmp_path / "two")
+
+
+def test_files_of_another_step_or_time_are_a_warning(
+    tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The optimizer of an older save, a trainer's state, and torchtitan's counter."""
+    weights, states = get_state_dict(*trained)
+    for name, tree in (("pytorch_model_fsdp_0", {"model": weights}), ("optimizer_0", {"optimizer": states})):
+        dcp.save(tree, checkpoint_id=tmp_path / name, no_dist=True)
+    state, found = tmp_path / "trainer_state.json", list[tuple[bool, bool]]()
+    for step, hours in ((3, 0), (4, 0), (3, 5)):
+        state.write_text(f'{{"global_step": {step}}}')
+        for file in (tmp_path / "optimizer_0").iterdir():
+            os.utime(file, (changed := file.stat().st_mtime - 3600 * hours, changed))
+        caplog.clear()
+        open_it(tmp_path)
+        found.append(("counts 4 steps, the optimizer 3" in caplog.text, "written 5 hours" in caplog.text))
+    assert found == [(False, False), (True, False), (False, True)]
+    for step in (2, 4):  # fp16 skips steps of the optimizer's, and never of the trainer's
+        state.write_text(f'{{"global_step": {step}}}')
+        (tmp_path / "scaler.pt").touch()
+        caplog.clear()
+        open_it(tmp_path)
+        assert (" steps, the optimizer " in caplog.text) is (step == 2)
+    for step in (3, 4):
+        tree = put_apart(weights, states) | {"train_state": {"step": torch.tensor(step, dtype=torch.int32)}}
+        dcp.save(tree, checkpoint_id=tmp_path / str(step), no_dist=True)
+        caplog.clear()
+        open_it(tmp_path / str(step))
+        assert (f"counts {step} steps, the optimizer 3" in caplog.text) is (step == 4)
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path, trained: Any) -> Path:
+    return save_dcp(tmp_path / "it", trained, outer=nest)
+
+
+def change_metadata(folder: Path, change: Callable[[Any], object]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def find_info(metadata: Any, key: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+
+
+WEIGHT = "model.first.weight"
+
+
+def place(**fields: Any) -> Callable[[Any], object]:
+    """Change the place of a tensor's block."""
+    return lambda metadata: vars(find_info(metadata, WEIGHT)).update(fields)
+
+
+def overlap(metadata: Any) -> None:
+    """A second block of 64 elements that begins in the middle of the first."""
+    item = metadata.state_dict_metadata["model.first.bias"]
+    item.size = torch.Size([96])
+    item.chunks.append(ChunkStorageMetadata(torch.Size([32]), torch.Size([64])))
+    index = MetadataIndex("model.first.bias", torch.Size([32]))
+    metadata.storage_data[index] = find_info(metadata, "model.norm.bias")
+
+
+def point_elsewhere(metadata: Any) -> None:
+    other = find_info(metadata, "model.second.weight")
+    place(offset=other.offset, length=other.length)(metadata)
+
+
+def name_at_length(metadata: Any) -> None:
+    """A name that has as many prefixes as words."""
+    metadata.state_dict_metadata["param_groups." * 50_000] = metadata.state_dict_metadata[WEIGHT]
+
+
+def nest_path(metadata: Any) -> None:
+    """Text of 2^60 characters in 60 opcodes."""
+    name: Any = "x"
+    for _ in range(60):
+        name = (name, name)
+    metadata.planner_data[WEIGHT] = ("state", name, "x")
+
+
+OTHER_TYPE = r"holds float32 .* model\.first\.weight .* The folder mixes"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda metadata: metadata.state_dict_metadata[WEIGHT].chunks.clear(), "fragments hold 0"),
+        (overlap, "covered twice"),
+        (place(relative_path="../../etc/passwd"), "outside of the folder"),
+        (place(relative_path="/etc/passwd"), "outside of the folder"),
+        (place(relative_path="__7_0.distcp"), "do not exist.*__7_0.distcp"),
+        (place(offset=1 << 40), "it is truncated"),
+        (point_elsewhere, "mixes files"),
+        (
+            lambda metadata: vars(metadata.state_dict_metadata[WEIGHT]).update(size=torch.Size([1 << 40, 1 << 20])),
+            "are missing",
+        ),
+        (place(transform_descriptors=["zstd"]), "transformed"),
+        (name_at_length, "for a name"),
+        (nest_path, "for a name"),
+        *(
+            (lambda metadata, dtype=dtype: _set_dtype(metadata, dtype), OTHER_TYPE)
+            for dtype in (torch.bfloat16, torch.int32, torch.float64)
+        ),
+    ],
+)
+def test_contradictory_metadata_is_refused(saved: Path, change: Callable[[Any], None], text: str) -> None:
+    change_metadata(saved, change)
+    with pytest.raises((CheckpointError, UnsupportedError), match=text):
+        open_it(saved)
+
+
+def _set_dtype(metadata: Any, dtype: torch.dtype) -> None:
+    metadata.state_dict_metadata[WEIGHT].properties.dtype = dtype
+
+
+@pytest.mark.parametrize(
+    "step", ["x", None, -1.0, float("nan"), float("inf"), 10**30, [3], torch.tensor(3j), torch.ones(2)]
+)
+def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
+    tree = make_tree(PLAIN, random_state(PLAIN, 0))
+    tree["optim"]["param_groups"][0]["step"] = step
+    write_dcp(tmp_path, tree, lambda tensor: [1] * tensor.dim())
+    with pytest.raises((CheckpointError, UnsupportedError), match="for a step|is wanted|without its place"):
+        open_it(tmp_path)
+
+
+def test_contradictory_trees_are_refused(tmp_path: Path) -> None:
+    """Groups without numbers; metadata files of two folders that describe one tensor."""
+    tree = {"a": torch.ones(2), "optim.param_groups.x.params": ["a"], "optim.state.a.exp_avg": torch.ones(2)}
+    (tmp_path / "groups").mkdir()
+    write_dcp(tmp_path / "groups", tree, lambda tensor: [1])
+    with pytest.raises(UnsupportedError, match="invalid literal for int"):
+        open_it(tmp_path / "groups")
+    for name, size in (("pytorch_model_fsdp_0", 2), ("optimizer_0", 3)):
+        (tmp_path / "two" / name).mkdir(parents=True)
+        write_dcp(tmp_path / "two" / name, {"model": {"a": torch.ones(size)}}, lambda tensor: [1])
+    with pytest.raises(CheckpointError, match=r"model\.a as float32 of shape \(3,\) and as float32 of shape \(2,\)"):
+        open_it(tmp_path / "two")
+
+
+def test_moments_may_be_of_another_element_type_than_weights(tmp_path: Path) -> None:
+    tree = make_tree(PLAIN, random_state(PLAIN, 0))
+    tree["model"]["a.weight"] = tree["model"]["a.weight"].bfloat16()
+    write_dcp(tmp_path, tree, lambda tensor: [2, 2][: tensor.dim()])
+    index = open_it(tmp_path)
+    expected = {"fp32": tree["model"]["a.weight"], "exp_avg": tree["optim"]["state"]["a.weight"]["exp_avg"]}
+    for state, tensor in expected.items():
+        check_same({"it": read_whole(index, index.stored.atoms["a.weight", state, 0])}, {"it": tensor})
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return (open, ("harm", "w"))
+
+
+def test_no_code_of_a_metadata_file_runs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved)
+    change_metadata(saved, lambda metadata: metadata.planner_data.update(x=Harm()))
+    open_it(saved)
+    assert not (saved / "harm").exists()
+
+
+def test_damage_anywhere_gives_at_most_one_error(saved: Path) -> None:
+    """Changed bytes of the metadata, truncated files, and a flipped bit of a tensor."""
+    index = open_it(saved)
+    whole, draw = (saved / ".metadata").read_bytes(), np.random.default_rng(0)
+    for at in draw.integers(0, len(whole), 60).tolist():
+        data = bytearray(whole)
+        data[at] = int(draw.integers(256))
+        (saved / ".metadata").write_bytes(data[: at + 1] if at % 3 == 0 else data)
+        with suppress(UcpError):
+            open_it(saved)
+    (saved / ".metadata").write_bytes(whole)
+    record = next(each for each in index.stored.records if each.nbytes > 100)
+    file = Path(index.stored.files[record.file].path)
+    held = bytearray(file.read_bytes())
+    for length in (0, 1, 100, len(held) // 2, len(held) - 1):
+        file.write_bytes(held[:length])
+        with pytest.raises(CheckpointError, match="trunc|damaged|is to lie"):
+            open_it(saved)
+    held[record.offset + 50] ^= 4
+    file.write_bytes(held)
+    assert not verify_checkpoint(str(saved)).whole
+
+
+def test_whole_weights_with_an_optimizer_file(tmp_path: Path, trained: Any) -> None:
+    """By name as under FSDP; by number its states are refused, the weights are not."""
+    weights, states = get_state_dict(*trained)
+    torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
+    save_file(weights, tmp_path / "model.safetensors")
+    torch.save(states, tmp_path / "optimizer.bin")
+    check_index(open_it(tmp_path), trained)
+    assert verify_checkpoint(str(tmp_path)).whole
+    torch.save(trained[1].state_dict(), tmp_path / "optimizer.bin")
+    index = open_it(tmp_path)
+    assert "numbers, not names" in index.limits.stateless and not index.is_weights_alone
+    for odd in ([1], {"state": {}}):
+        torch.save(odd, tmp_path / "optimizer.bin")
+        with pytest.raises(UnsupportedError, match="not an optimizer's"):
+            open_it(tmp_path)
+
+
+def test_model_states_make_a_folder_deepspeeds(tmp_path: Path, trained: Any) -> None:
+    folder = save_dcp(tmp_path / "it", trained, outer=nest)
+    (folder / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="mp_rank_00"):
+        open_it(folder)
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def make_tensor(folder: Path, shape: tuple[int, int], *boxes: tuple[int, int, int, int]) -> Any:
+    """A tensor in blocks (row, column, rows, columns), in a sparse file: contents and table."""
+    chunks, at = [], 0
+    for row, column, *block in boxes:
+        nbytes = block[0] * block[1] * 4
+        record = FileRecord(f"{at}", at, nbytes, None)
+        chunks.append(TensorBlock((row, column), (block[0], block[1]), "it", record))
+        at += nbytes
+    (folder / "it").touch()
+    os.truncate(folder / "it", at)
+    entries = {"it": Entry(at, 0.0)}
+    held = Contents("made", "it", {"w": StoredTensor("float32", shape, tuple(chunks))})
+    return held, FileTable((str(folder),), entries, (entries,))
+
+
+def cut_irregularly(rows: int) -> list[tuple[int, int, int, int]]:
+    """In each half of the rows columns of other widths: two pieces for each row."""
+    half = rows // 2
+    return [(0, 0, half, 1), (0, 1, half, 3), (half, 0, half, 2), (half, 2, half, 2)]
+
+
+def test_the_number_of_irregular_pieces_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted before they are made: a sparse file has room for a billion rows."""
+    with pytest.raises(UnsupportedError, match="w is cut irregularly, .* more than 4194304 pieces"):
+        make_index(*make_tensor(tmp_path, (10**9, 4), *cut_irregularly(10**9)))
+    monkeypatch.setattr(contents, "_MOST_RUNS", 24)
+    (atom,) = make_index(*make_tensor(tmp_path, (12, 4), *cut_irregularly(12))).stored.atoms.values()
+    assert len(atom.shards[0].fragments) == 24
+    with pytest.raises(UnsupportedError, match="more than 24 pieces"):
+        make_index(*make_tensor(tmp_path, (14, 4), *cut_irregularly(14)))
+
+
+def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
+    half = 10**9 // 2
+    grid = [(row, column, half, 2) for column in (0, 2) for row in (0, half)]
+    (atom,) = make_index(*make_tensor(tmp_path, (10**9, 4), *grid)).stored.atoms.values()
+    assert [piece.start for piece in atom.shards[0].pieces] == [0, 2, half * 4, half * 4 + 2]
+
+
+@pytest.mark.parametrize(
+    ("grid", "told"),
+    [
+        ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2)], "are missing"),
+        ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2), (2, 2, 2, 2), (0, 0, 2, 2)], "covered twice"),
+        ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2), (0, 2, 2, 2)], "covered twice"),
+        ([(0, 0, 4, 1), (0, 2, 4, 2)], "missing"),
+        ([(0, 0, 4, 3), (0, 2, 4, 2)], "covered twice"),
+    ],
+)
+def test_a_grid_with_a_fault_is_refused(tmp_path: Path, grid: list[Any], told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        make_index(*make_tensor(tmp_path, (4, 4), *grid))
+
+
+def test_of_a_store_it_is_the_same(saved: Path) -> None:
+    """Headers are asked for ahead, as pieces of large files."""
+    clear_memory()
+    put_folder(saved, "memory://foreign/it")
+    here, there = open_it(saved), open_checkpoint("memory://foreign/it", Comm())
+    assert there.stored.records == here.stored.records
+    assert there.stored.atoms.keys() == here.stored.atoms.keys()
+    assert (there.run.scalars, there.run.groups) == (here.run.scalars, here.run.groups)
+
+
+# -- there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_an_export_can_be_opened(tmp_path: Path, layout: str) -> None:
+    """Masters, states, steps and hyper-parameters of a DeepSpeed save that has been exported."""
+    index = open_model(tmp_path, TOPOLOGIES[0])
+    export_dcp(index, str(tmp_path / "out"), options=ExportOptions(), layout=layout)
+    back = open_it(tmp_path / "out")
+    assert back.run.scalars == index.run.scalars
+    ours, theirs = assemble_full_tensors(index), assemble_full_tensors(back)
+    trained = {key for key in ours.tensors if key.state not in (MODULE,)}
+    assert trained <= theirs.tensors.keys()
+    with AtomReader(index) as one, AtomReader(back) as other:
+        for key in trained:
+            read = test_full_tensors.read_whole
+            check_same({"it": read(other, theirs.tensors[key])}, {"it": read(one, ours.tensors[key])})
+    lrs = {name: group.hyper["lr"] for group in index.run.groups for name in group.names}
+    assert {name: group.hyper["lr"] for group in back.run.groups for name in group.names} == lrs
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_commands_accept_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool) -> None:
+    if tiled:  # each tensor is cut in two along each dimension
+        (tmp_path / "tiles").mkdir()
+        write_dcp(tmp_path / "tiles", read_all(saved), lambda tensor: [2, 2][: tensor.dim()])
+        saved = tmp_path / "tiles"
+        assert main(["diff", str(tmp_path / "it"), str(saved)]) == 0
+    assert main(["convert", str(saved), str(tmp_path / "atomic")]) == 0
+    assert main(["diff", str(saved), str(tmp_path / "atomic")]) == 0
+    assert main(["verify", str(tmp_path / "atomic")]) == 0
+    assert main(["inspect", str(saved), "--param", "first.weight"]) == 0
+    blocks = re.findall(r"\[(?:\d+:\d+, )+\d+:\d+\]", capsys.readouterr().out)
+    assert blocks == ["[0:32, 0:3]", "[0:32, 3:6]", "[32:64, 0:3]", "[32:64, 3:6]"] * 3 * tiled
+    assert main(["inspect", str(saved)]) == 0
+    assert "written by  torch.distributed.checkpoint, float32" in capsys.readouterr().out
+    assert main(["plan", str(saved), "--target", "zero=3,dp=2"]) == 0
+    assert main(["list", str(saved)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "torch.distributed.checkpoint" in line and line.split()[1] == "3"
+
+
+def test_commands_report_weights_without_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"a": torch.randn(3, 2)}, tmp_path / "hf" / "model.safetensors")
+    for command in ("inspect", "verify", "convert", "export"):
+        more = [str(tmp_path / command)] if command in ("convert", "export") else []
+        assert main([command, str(tmp_path / "hf"), *more]) == 0
+    assert re.search("^  optimizer +no states$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("adapter", ["default", "other"])
+def test_weights_of_an_adapter_get_the_names_of_its_states(tmp_path: Path, adapter: str) -> None:
+    """FSDP saves weights as PEFT's file names them, and states as the model does."""
+    root, weight = "base_model.model", torch.zeros(2, 2)
+    weights = {f"{root}.a.lora_A.weight": weight + 1, f"{root}.a.lora_B.weight": weight, f"{root}.b.weight": weight}
+    live = [f"{root}.a.lora_{kind}.{adapter}.weight" for kind in "AB"] + [f"{root}.b.modules_to_save.{adapter}.weight"]
+    state = {name: {"exp_avg": weight.clone(), "step": torch.tensor(3.0)} for name in live}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": live}]}
+    dcp.save({"model": weights, "optim": optim}, checkpoint_id=tmp_path, no_dist=True)
+    index = open_it(tmp_path)
+    assert {key.name for key in index.stored.atoms} == {*live}
+    assert torch.equal(read_whole(index, index.stored.atoms[AtomKey(live[0], MASTER)]), weight + 1)
+    assert "adapter" in index.limits.dropped
+
+
+def test_weights_of_a_base_keep_their_names(tmp_path: Path) -> None:
+    """A model's tensor may have a name of PEFT's files."""
+    weights = {"a.lora_A.weight": torch.zeros(2), "a.weight": torch.zeros(2)}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
+    index = open_it(tmp_path)
+    assert {key.name for key in index.stored.atoms} == {*weights} and not index.limits.dropped

@@ -1,0 +1,188 @@
+"""Folders of weights: safetensors and state dicts that are odd, damaged, or made to harm."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.model import MODULE
+from tests.export.test_safetensors import check_same
+from tests.formats.test_foreign import open_it, read_whole
+
+
+def write_header(path: Path, header: Any, nbytes: int) -> None:
+    """Write a file with a header, given as text or as a value for JSON."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode("utf-8", "surrogateescape")
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+
+
+FORM = "a form that is not supported"
+
+
+def tell(**changed: Any) -> dict[str, Any]:
+    """The entry of two numbers in a header."""
+    return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changed}
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"a": tell(data_offsets=[0, 4])}, "4 bytes for shape"),
+        ({"a": tell(data_offsets=[0, 24])}, "truncated"),
+        ({"a": tell(data_offsets=[8, 0])}, "is to lie"),
+        ({"a": tell(data_offsets=[-8, 0])}, "is to lie"),
+        ({"a": tell(data_offsets=[0.0, 8.0])}, "is to lie"),
+        ({"a": tell(data_offsets=[False, 8])}, "is to lie"),
+        ({"a": tell(data_offsets=[0, 8, 8])}, FORM),
+        ({"a": tell(shape=[-2])}, "-2 in a shape"),
+        ({"a": tell(shape=[True])}, "True in a shape"),
+        ({"a": tell(shape=[2.0])}, "2.0 in a shape"),
+        ({"a": tell(shape=[2] + [1] * 64)}, "for a shape"),
+        ({"a": tell(shape=[1 << 61, 1 << 61])}, "8 bytes for shape"),
+        ({"a": tell(shape="2")}, "for a shape"),
+        ({"a": tell(dtype="F4")}, "type F4"),
+        ({"a": tell(dtype=["F32"])}, FORM),
+        ({"a": {"dtype": "F32"}}, FORM),
+        ({"a": "F32"}, FORM),
+        (["a"], "an array where an object is expected"),
+        ({"a": tell(), "b": tell(data_offsets=[4, 12])}, "overlap"),
+        ({"a": tell(), "b": tell(data_offsets=[12, 20])}, "4 bytes between a and b are no tensor's"),
+        ({"a": tell(data_offsets=[8, 16])}, "8 bytes between the header and a"),
+        ({"a": tell()}, "12 bytes between a and the end"),
+        ({}, "20 bytes between the header and the end"),
+        ('{"a": 1, "a": 2}', "a key occurs twice"),
+        ('{"a": NaN}', "NaN is not allowed"),
+        ('{"a": 1' + "0" * 5000 + "}", "is no valid JSON"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        ('{"a": "\udc80"}', "is no valid JSON"),
+        ({"a\x1b[31m\n": tell(dtype="\x1b[2J")}, r"a\\x1b\[31m\\n has elements of type \\x1b\[2J"),
+    ],
+)
+def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, says: str) -> None:
+    """Of 20 bytes of data: holes, overlaps, invalid numbers, ambiguous JSON. The message has one line."""
+    write_header(tmp_path / "model.safetensors", header, 20)
+    with pytest.raises((CheckpointError, UnsupportedError), match=says) as found:
+        open_it(tmp_path)
+    assert str(found.value).isprintable() and len(str(found.value)) < 500
+
+
+@pytest.mark.parametrize("length", [0, 1, 30, 101_000_000, 2**64 - 1])
+def test_invalid_lengths_of_headers_are_refused(tmp_path: Path, length: int) -> None:
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(20))
+    with pytest.raises(CheckpointError, match="declares a header"):
+        open_it(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", ".metadata"]
+)
+@pytest.mark.parametrize("target", [None, "/dev/zero", "nowhere"], ids=["fifo", "device", "dangling"])
+def test_special_files_are_refused(tmp_path: Path, name: str, target: str | None) -> None:
+    if name.endswith("index.json"):
+        save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
+    (tmp_path / name).symlink_to(target) if target else os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="FIFO|device|No such file"):
+        open_it(tmp_path)
+
+
+def test_a_file_truncated_after_its_header_was_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "model.safetensors")
+    index = open_it(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 20)
+    with pytest.raises(CheckpointError, match="truncated since"):
+        read_whole(index, index.stored.atoms["b", MODULE, 0])
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_numbered_files_without_an_index(tmp_path: Path, kind: str) -> None:
+    """All of them are the model, each name once; one that is not there is missed."""
+    save = save_file if kind == "safetensors" else torch.save
+    stem = {"safetensors": "model", "bin": "pytorch_model"}[kind]
+    last = tmp_path / f"{stem}-00002-of-00002.{kind}"
+    save({"a": torch.ones(2)}, tmp_path / f"{stem}-00001-of-00002.{kind}")
+    save({"b": torch.ones(3)}, last)
+    assert {key.name for key in open_it(tmp_path).stored.atoms} == {"a", "b"}
+    save({"a": torch.ones(2)}, last)
+    with pytest.raises(CheckpointError, match="a is in .* and in another file"):
+        open_it(tmp_path)
+    last.unlink()
+    with pytest.raises(CheckpointError, match=f"{last.name} missing"):
+        open_it(tmp_path)
+
+
+def test_ties_across_files_are_no_ties(tmp_path: Path) -> None:
+    """A file's second copy of a tensor does not stand for the one that the index takes from another file."""
+    old, new = torch.zeros(2), torch.ones(2)
+    torch.save({"embed": new}, tmp_path / "pytorch_model-1.bin")
+    torch.save({"embed": old, "head": old}, tmp_path / "pytorch_model-2.bin")
+    files = {"embed": "pytorch_model-1.bin", "head": "pytorch_model-2.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    index = open_it(tmp_path)
+    read = {name: read_whole(index, index.stored.atoms[name, MODULE, 0]) for name in ("embed", "head")}
+    check_same(read, {"embed": new, "head": old})
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "text"),
+    [
+        ("model.safetensors", ("a.w", "_orig_mod.a.w"), r"holds a\.w \(module\) twice"),
+        ("model.pt", (1, "1"), "two tensors under 1"),
+        (
+            "adapter_model.safetensors",
+            ("m.lora_magnitude_vector", "m.lora_magnitude_vector.weight"),
+            "two of its tensors are one",
+        ),
+    ],
+)
+def test_names_of_one_tensor_are_refused(tmp_path: Path, file: str, names: tuple[Any, Any], text: str) -> None:
+    """Names that differ by the prefix of ``torch.compile``, by type, or by PEFT's renaming."""
+    save = torch.save if file.endswith(".pt") else save_file
+    save({names[0]: torch.zeros(2), names[1]: torch.ones(2)}, tmp_path / file)
+    with pytest.raises(CheckpointError, match=text):
+        open_it(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "told"),
+    [
+        ({"a": "model-2.safetensors"}, "missing"),
+        ({"b": "model-1.safetensors"}, "do not contain"),
+        ({"a": "../model.safetensors"}, "outside"),
+        ({"a": "/dev/zero.safetensors"}, "outside"),
+        ({"a": "config.json"}, "another kind"),
+        ({"a": None}, "another kind"),
+        ({}, "names no files"),
+        ("a", FORM),
+    ],
+)
+def test_a_contradictory_index_is_refused(tmp_path: Path, weight_map: Any, told: str) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises((CheckpointError, UnsupportedError), match=told):
+        open_it(tmp_path)
+
+
+def test_ties_of_a_state_dict(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    torch.save({"embed": weight, "head": weight, "bias": torch.zeros(0)}, tmp_path / "pytorch_model.bin")
+    index = open_it(tmp_path)
+    assert index.model.aliases == {"head": "embed"}
+    check_same({"it": read_whole(index, index.stored.atoms["embed", MODULE, 0])}, {"it": weight})
+
+
+def test_other_contents_are_refused(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        save_file({"a": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(UnsupportedError, match="several models"):
+        open_it(tmp_path)
+    (tmp_path / "pickle").mkdir()
+    torch.save({"a": torch.zeros(2), "b": object()}, tmp_path / "pickle" / "model.pt")
+    with pytest.raises(UnsupportedError, match="no state dict"):
+        open_it(tmp_path / "pickle")

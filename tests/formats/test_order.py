@@ -1,0 +1,166 @@
+"""Stage 0 with a live module in another order: states follow the saved order, or the load is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.order import ModuleOrder, number_names
+from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.experts import is_expert
+from deepspeed_ucp.model.topology import find_differences
+from tests.support.reshard import FakeTarget, check_content, load, make_targets, open_for
+from tests.synth import Model, Param, State, Topology, build_files, random_state, write_files
+
+WRAPPERS = pytest.mark.parametrize(
+    "wrapper",
+    [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(0, 1, "fp16", "unfused")],
+    ids=lambda wrapper: wrapper.label,
+)
+SAVED = ("norm", "a.weight", "a.bias", "frozen", "b.weight", "b.bias", "empty", "c.weight")
+OTHER = ("b.weight", "b.bias", "c.weight", "a.weight", "a.bias", "empty", "frozen", "norm")
+
+
+def define(names: Sequence[str], group: Callable[[str], int] = lambda name: 0) -> Model:
+    """A model of equal layers, a frozen and an empty parameter, in the order of ``names``."""
+
+    def make(name: str) -> Param:
+        shape = {"weight": (3, 3), "empty": (0, 2)}.get(name.rpartition(".")[2], (3,))
+        return Param(name, shape, group(name), frozen=name == "frozen")
+
+    return Model(tuple(map(make, names)), {"count": torch.arange(3)})
+
+
+def by_decay(name: str) -> int:
+    return int(not name.endswith("weight"))
+
+
+def save(folder: Path, model: Model, topology: Topology) -> State:
+    state = random_state(model, 3, precision=topology.precision)
+    write_files(folder, build_files(model, state, topology))
+    return state
+
+
+def refuse(folder: Path, target: FakeTarget, text: str) -> None:
+    """The states are refused; the weights, which have names, load."""
+    with pytest.raises(MismatchError, match=f"in another order .*{text}.* load with load_optimizer_states=False"):
+        open_for(folder, target)
+    assert open_checkpoint(str(folder), Comm(), weights_only=True).stored.atoms
+
+
+def compare(index: AtomicIndex, target: FakeTarget) -> list[str]:
+    saved = index.run.topology
+    return find_differences(saved, replace(saved, flats=tuple(target.layout)))
+
+
+class Backwards(FakeTarget):
+    """Its optimizer was given the parameters from the last to the first."""
+
+    def live_groups(self) -> list[list[tuple[str, bool]]]:
+        return [group[::-1] for group in super().live_groups()]
+
+
+@WRAPPERS
+@pytest.mark.parametrize("group", [lambda name: 0, by_decay], ids=["one-group", "decay"])
+def test_states_follow_the_order_of_the_saved_module(
+    wrapper: Topology, group: Callable[[str], int], tmp_path: Path
+) -> None:
+    """The topologies differ, as DeepSpeed's load would follow the live order."""
+    saved, live = define(SAVED, group), define(OTHER, group)
+    state = save(tmp_path, saved, wrapper)
+    for target in (wrapper, Topology(1, 2), Topology(3, 2, "bf16")):
+        targets = make_targets(live, target)
+        index = open_for(tmp_path, targets[0])
+        check_content(load(index, targets), state)
+        if target == wrapper:
+            (told,) = compare(index, targets[0])
+            assert "parameter order" in told
+    own = FakeTarget(saved, wrapper, 0)
+    assert not compare(open_for(tmp_path, own), own)
+
+
+@WRAPPERS
+def test_a_tied_parameter_has_the_place_of_its_first_name(wrapper: Topology, tmp_path: Path) -> None:
+    middle = define(["a.weight", "b.weight"]).params
+    saved = Model((Param("head", (3, 3)), *middle, Param("embed", (3, 3), alias_of="head")))
+    live = Model((*middle[::-1], Param("embed", (3, 3)), Param("head", (3, 3), alias_of="embed")))
+    state = save(tmp_path, saved, wrapper)
+    targets = make_targets(live, Topology(1, 2))
+    atoms = {{"head": "embed"}.get(name, name): held for name, held in state.atoms.items()}
+    scalars = {{"head": "embed"}.get(name, name): held for name, held in state.scalars.items()}
+    check_content(load(open_for(tmp_path, targets[0]), targets), replace(state, atoms=atoms, scalars=scalars))
+
+
+@WRAPPERS
+def test_an_optimizer_in_another_order_needs_the_saved_module(wrapper: Topology, tmp_path: Path) -> None:
+    save(tmp_path, define(SAVED), wrapper)
+    refuse(tmp_path, Backwards(define(OTHER), Topology(1), 0), "the optimizer has them in a different order")
+    alike = define(["a.weight", "b.weight", "c.weight"])
+    save(tmp_path / "alike", alike, wrapper)
+    index = open_for(tmp_path / "alike", Backwards(alike, Topology(1), 0))
+    assert [group.names for group in index.run.groups] == [("c.weight", "b.weight", "a.weight")]
+
+
+@WRAPPERS
+def test_groups_of_the_same_sizes_may_have_changed_places(wrapper: Topology, tmp_path: Path) -> None:
+    """The save does not show whether a loop over the modules filled the groups."""
+    names = ["a.weight", "a.bias", "b.weight", "b.bias"]
+
+    def by_layer(name: str) -> int:
+        return int(name.startswith("b"))
+
+    def by_layer_from_behind(name: str) -> int:
+        return int(name.startswith("a"))
+
+    save(tmp_path, define(names, by_layer), wrapper)
+    for groups in (by_layer, by_layer_from_behind):
+        refuse(tmp_path, FakeTarget(define(names[2:] + names[:2], groups), Topology(1), 0), "changed places")
+
+
+@WRAPPERS
+def test_a_reordered_state_dict_hides_the_order(wrapper: Topology, tmp_path: Path) -> None:
+    """Both state dicts are sorted by name; a live one in the saved order shows no change."""
+    saved = define(SAVED)
+    files = build_files(saved, random_state(saved, 3, precision=wrapper.precision), wrapper)
+    for file in files.values():
+        file["module"] = dict(sorted(file["module"].items()))
+    write_files(tmp_path, files)
+    target = FakeTarget(saved, wrapper, 0)
+    target.recorded = lambda: sorted(SAVED)
+    index = open_for(tmp_path, target)
+    assert not compare(index, target)
+    other = FakeTarget(define(OTHER), wrapper, 0)
+    other.recorded = lambda: sorted(SAVED, reverse=True)
+    refuse(tmp_path, other, "the model's state_dict has a different order")
+
+
+def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[list[str]]:
+    """Return the saved order of an optimizer with one group, from the modules' orders."""
+    places = [number_names(names, lambda name: int(name[0]) if options else is_expert(name)) for names in (now, before)]
+    order = ModuleOrder("path", *places, dict.fromkeys(places[1], ()), **options)
+    return [[name for name, _ in group] for group in order.follow([[(name, True) for name in now]], ())]
+
+
+def test_each_layer_of_a_pipeline_is_compared_with_its_file() -> None:
+    """The order of stages, which register tied modules first, is inferred elsewhere."""
+    layers = ["0.w", "0.v", "1.w", "1.v"]
+    assert follow(layers, layers[2:] + layers[:2], pipeline=True) == [layers[2:] + layers[:2]]
+    with pytest.raises(MismatchError, match="1.v before 1.w; in the checkpoint behind it.*pipeline's stages"):
+        follow(layers, ["0.w", "0.v", "1.v", "1.w"], pipeline=True)
+
+
+def test_experts_are_compared_only_with_their_files() -> None:
+    expert = "moe.deepspeed_moe.experts.deepspeed_experts"
+    names = ["in", f"{expert}.0.w", f"{expert}.0.b", f"{expert}.1.w", f"{expert}.1.b", "out"]
+    assert follow(["in", "out", f"{expert}.3.w", f"{expert}.3.b"], names) == [names]
+    with pytest.raises(MismatchError, match="the places of experts among them are not known"):
+        follow(["out", "in", *names[1:5]], names)
+    with pytest.raises(MismatchError, match="experts.0.w before .*experts.0.b; in the checkpoint behind it"):
+        follow(["in", "out", f"{expert}.0.b", f"{expert}.0.w"], names)

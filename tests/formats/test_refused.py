@@ -1,0 +1,167 @@
+"""Saves of engines that are refused by name, recognized by their ds_config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.save import describe_offload
+from deepspeed_ucp.formats.open import survey_checkpoint
+from deepspeed_ucp.model import MODULE, AtomicIndex, AtomKey
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (9, 5)), Param("frozen", (7,), frozen=True), Param("b", (17,), group=1)))
+
+Files = dict[str, dict[str, Any]]
+
+
+def make_files(topology: Topology, model: Model = MODEL, **zero: Any) -> Files:
+    """A save whose ds_config has further keys of `zero_optimization`."""
+    state = random_state(model, 0, precision=topology.precision)
+    files = build_files(model, state, topology, Run())
+    for tree in files.values():
+        tree["ds_config"]["zero_optimization"].update(zero)
+    return files
+
+
+def open_files(folder: Path, files: Files) -> AtomicIndex:
+    write_files(folder, files)
+    return open_checkpoint(str(folder), Comm())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zenflow(stage: int, tmp_path: Path) -> None:
+    """The weights of ZeRO 1 and 2 are in the model states."""
+    remedy = {2: "load_optimizer_states=False", 3: "transposed partitions"}[stage]
+    files = make_files(Topology(stage, 2), zenflow={"topk_ratio": 0.1})
+    with pytest.raises(UnsupportedError, match=f"was saved by ZenFlow.*behind the weights.*{remedy}"):
+        open_files(tmp_path, files)
+    if stage == 2:
+        assert open_checkpoint(str(tmp_path), Comm(), weights_only=True).find("a", "copy")
+    else:
+        with pytest.raises(UnsupportedError, match="was saved by ZenFlow"):
+            open_checkpoint(str(tmp_path), Comm(), weights_only=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_autoep(stage: int, tmp_path: Path) -> None:
+    """Its experts need a description of their placement; AutoEP without layers is a dense model."""
+    files = make_files(Topology(stage, 2))
+    for name, tree in files.items():
+        tree["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 2}
+        if "model_states" in name and stage != 1:
+            tree["num_experts"] = [1]
+    if stage == 1:
+        assert open_files(tmp_path, files).find("a", "fp32")
+        return
+    if stage == 0:
+        files["layer_0_expert_0_mp_rank_00_model_states.pt"] = {"experts.w1.0": torch.ones(2)}
+        optimizer = files["mp_rank_00_model_states.pt"]["optimizer"]
+        files["expp_rank_0_mp_rank_00_optim_states.pt"] = {"optimizer": optimizer}
+    text = "mixture-of-experts checkpoint of AutoEP without a placement of the experts"
+    with pytest.raises(UnsupportedError, match=text):
+        open_files(tmp_path, files)
+
+
+LORA = (
+    Param("l.lora_weight_1.weight", (2, 8)),
+    Param("l.lora_weight_2.weight", (5, 2)),
+)
+
+
+@pytest.mark.parametrize(("stage", "shape"), [(1, (20,)), (3, (20,)), (1, (5, 8))], ids=str)
+def test_base_weights_of_lora_must_be_whole(stage: int, shape: tuple[int, ...], tmp_path: Path) -> None:
+    files = make_files(Topology(stage, 2), Model((Param("l.weight", shape, frozen=True), *LORA)))
+    if len(shape) == 2:
+        assert open_files(tmp_path, files).find("l.weight", "module")
+        return
+    with pytest.raises(UnsupportedError, match="only rank 0's slice was saved.*l.weight"):
+        open_files(tmp_path, files)
+
+
+@pytest.mark.parametrize("numel", [7, 2])
+def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -> None:
+    """With 2 elements each rank has one, and only the ds_config shows the placeholder."""
+    model = Model((Param("a", (9, 5)), Param("frozen", (numel,), frozen=True)))
+    files = make_files(Topology(3, 2), model, offload_param={"device": "nvme"})
+    for tree in files.values():
+        for name in tree.get("frozen_param_fragments", {}):
+            tree["frozen_param_fragments"][name] = torch.ones(1, dtype=torch.float16)
+    index = open_files(tmp_path, files)
+    assert list(index.limits.unreadable) == [AtomKey("frozen", MODULE)]
+    assert "placeholder" in index.limits.unreadable[AtomKey("frozen", MODULE)]
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"enabled": True, "dtype": "torch.float16"}, 1),
+        ({"enabled": True, "dtype": "half"}, 1),
+        ({"enabled": False, "dtype": "fp16"}, 0),
+        ({"enabled": True, "dtype": "bfloat16"}, 0),
+        ({"enabled": True}, 0),
+    ],
+    ids=str,
+)
+def test_an_unsaved_grad_scaler_is_a_warning(section: dict[str, Any], told: int, tmp_path: Path) -> None:
+    files = make_files(Topology(1, 2))
+    for tree in files.values():
+        tree["ds_config"]["torch_autocast"] = section
+    write_files(tmp_path, files)
+    findings = survey_checkpoint(str(tmp_path), Comm()).findings
+    assert [finding.kind for finding in findings if finding.warning] == ["unsaved"] * told
+
+
+@pytest.mark.parametrize(
+    ("options", "told", "offload"),
+    [({"super_offload": True}, "SuperOffload", "superoffload/none"), ({"ratio": 0.5}, "ratio 0.5", "cpu/none")],
+    ids=["superoffload", "partial"],
+)
+def test_unsaved_moments_are_irregular(options: dict[str, Any], told: str, offload: str, tmp_path: Path) -> None:
+    files = make_files(Topology(3, 2), offload_optimizer={"device": "cpu", **options})
+    assert open_files(tmp_path / "whole", files).limits.irregular == {}
+    for name, tree in files.items():
+        if "optim_states" in name:
+            tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0)
+    index = open_files(tmp_path / "lost", files)
+    assert list(index.limits.irregular) == [AtomKey("a", "moments")]
+    assert told in index.limits.irregular[AtomKey("a", "moments")]
+    assert index.run.topology.offload == offload
+
+
+@pytest.mark.parametrize(
+    ("zero", "told"),
+    [
+        ({}, "none/none"),
+        ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}, "cpu/nvme"),
+        ({"offload_optimizer": {}}, "none/none"),
+        ({"cpu_offload": True}, "cpu/none"),
+        ({"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}, "zenflow/none"),
+        ({"cpu_offload": False, "cpu_offload_param": True}, "none/cpu"),
+    ],
+    ids=str,
+)
+def test_where_a_configuration_offloads_to(zero: dict[str, Any], told: str) -> None:
+    assert describe_offload(zero) == told
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_compression_errors_of_any_size_are_irregular(padding: int, tmp_path: Path) -> None:
+    """1-bit Adam (up to DeepSpeed 0.18) pads them to the number of ranks, which may add nothing."""
+    files = make_files(Topology(1, 2))
+    for name, tree in files.items():
+        if "optim_states" in name:
+            for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+                state["worker_error"] = torch.zeros(len(state["exp_avg"]) + padding)
+    index = open_files(tmp_path, files)
+    assert (
+        index.limits.irregular[AtomKey("a", "worker_error")]
+        == "a compression error of rank 0; those of other ranks are not saved"
+    )
+    assert "worker_error" not in {key.state for key in index.stored.atoms}

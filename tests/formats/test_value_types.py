@@ -1,0 +1,188 @@
+"""Types of the values in state files: those of DeepSpeed releases are read, others are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.open import look_at_job
+from deepspeed_ucp.model import AtomicIndex, SavedJob
+from tests.synth import Model, Param, Topology, build_files, random_state, write_files
+
+MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1), Param("fixed", (2, 2), frozen=True)))
+MODEL_STATES, OPTIM = "model_states", "optim_states"
+Files = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A value in all files of one kind.
+
+    Attributes:
+        kind: part of the names of the files.
+        keys: path of keys; "" stands for each entry of a list.
+    """
+
+    kind: str
+    keys: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.keys))
+
+    def change(self, files: Files, convert: Callable[[Any], Any]) -> None:
+        """Replace the value in all files."""
+        found = [self._find(content) for name, content in files.items() if self.kind in name]
+        assert found
+        for tree, key in found:
+            tree[key] = convert(tree[key])
+
+    def _find(self, tree: Any) -> tuple[Any, Any]:
+        for key in self.keys[:-1]:
+            tree = tree[key]
+        return tree, self.keys[-1]
+
+
+def model(*keys: Any) -> Field:
+    return Field(MODEL_STATES, keys)
+
+
+def config(*keys: Any) -> Field:
+    return Field("_states.pt", ("ds_config", *keys))
+
+
+def optim(*keys: Any) -> Field:
+    return Field(OPTIM, ("optimizer_state_dict", *keys))
+
+
+def as_text(value: Any) -> str:
+    return str(value)
+
+
+STAGE_1, STAGE_3 = Topology(1, 2, "bf16"), Topology(3, 2)
+WHOLE = (float, np.int64, np.float64, torch.tensor)
+
+# Field, topology, types other than int that were found for it, and the code that writes them. Of the releases 0.16.0,
+# 0.16.9, 0.17.2, 0.17.6, 0.18.2 and 0.19.8; numbers that a script computes with numpy or torch reach them unchanged.
+WRITTEN: list[tuple[Field, Topology, tuple[Callable[[Any], Any], ...]]] = [
+    # engine.py: += train_batch_size(), which is micro * (world / sp) since 0.17 (runtime/config.py)
+    (model("global_samples"), STAGE_1, WHOLE),
+    (model("global_samples"), STAGE_3, WHOLE),
+    # engine.py: += 1; a script that continues another run's count may set them
+    (model("global_steps"), STAGE_1, WHOLE),
+    (model("skipped_steps"), STAGE_1, WHOLE),
+    # groups.py: sizes of process groups, or what an mpu returns
+    (model("dp_world_size"), STAGE_3, WHOLE),
+    (model("mp_world_size"), STAGE_3, WHOLE),
+    # the script's own ds_config, unchanged: DeepSpeed accepts floats there, and the stage also as text or enum
+    (config("train_batch_size"), STAGE_1, (float,)),
+    (config("train_micro_batch_size_per_gpu"), STAGE_1, (float,)),
+    (config("gradient_accumulation_steps"), STAGE_1, (float,)),
+    (config("zero_optimization", "stage"), STAGE_1, (float, as_text, ZeroStageEnum)),
+    (config("zero_optimization", "stage"), STAGE_3, (float, as_text, ZeroStageEnum)),
+    # zero/config.py to 0.18: an integer for pydantic
+    (config("zero_optimization", "mics_shard_size"), STAGE_3, (float, as_text)),
+    # bwc.py: what an mpu returns
+    (model("checkpoint_parallel_dimensions", "tp_degree"), STAGE_1, WHOLE),
+    (model("checkpoint_parallel_dimensions", "pp_degree"), STAGE_1, WHOLE),
+    # stage_1_and_2.py, stage3.py, bf16_optimizer.py
+    (optim("zero_stage"), STAGE_1, (ZeroStageEnum,)),
+    (optim("zero_stage"), STAGE_3, (ZeroStageEnum,)),
+    (optim("partition_count"), STAGE_1, (list, tuple)),
+    (optim("group_paddings"), STAGE_1, (list, tuple)),
+    # config.py: "gradient_clipping" as the script has it
+    (optim("clip_grad"), STAGE_1, (float, int)),
+]
+ROWS = [
+    pytest.param(field, topology, convert, id=f"{field}-zero{topology.stage}-{convert.__name__}")
+    for field, topology, types in WRITTEN
+    for convert in types
+]
+
+# Field, topology, and a value that no release writes.
+UNKNOWN: list[tuple[Field, Topology, Any]] = [
+    (model("global_samples"), STAGE_1, 6.5),
+    (model("global_samples"), STAGE_1, float("nan")),
+    (model("global_samples"), STAGE_1, "6"),
+    (model("global_samples"), STAGE_1, -6.0),
+    (model("global_steps"), STAGE_3, 2.5),
+    (model("skipped_steps"), STAGE_1, [1]),
+    (model("dp_world_size"), STAGE_3, 1.5),
+    (model("mp_world_size"), STAGE_3, 0),
+    (config("zero_optimization", "stage"), STAGE_1, 1.5),
+    (config("zero_optimization", "stage"), STAGE_1, "weights"),
+    (model("checkpoint_parallel_dimensions", "tp_degree"), STAGE_1, 1.5),
+    (model("buffer_names"), STAGE_1, [7]),
+    (model("module"), STAGE_1, [7]),
+    (model("param_shapes"), STAGE_1, [7]),
+    (model("param_shapes"), STAGE_3, [{"a": [3, 5]}]),
+    (model("shared_params"), STAGE_1, {"a": 7}),
+    (optim("zero_stage"), STAGE_1, 1.5),
+    (optim("partition_count"), STAGE_1, [2.5]),
+    (optim("group_paddings"), STAGE_1, [0.5, 0]),
+    (optim("param_slice_mappings"), STAGE_1, [{"a": (0, 15)}]),
+]
+
+
+def make(topology: Topology) -> Files:
+    """The files of a save whose fields all have integers."""
+    files = build_files(MODEL, random_state(MODEL, 0, precision=topology.precision, topology=topology), topology)
+    for name, content in files.items():
+        content["ds_config"] |= {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3}
+        content["ds_config"]["gradient_accumulation_steps"] = 1
+        content["ds_config"]["zero_optimization"]["mics_shard_size"] = -1
+        if MODEL_STATES in name:
+            content["checkpoint_parallel_dimensions"] = {"tp_degree": 1, "pp_degree": 1}
+            content |= {"global_steps": 5, "global_samples": 30, "skipped_steps": 1, "mp_world_size": 1}
+        else:
+            content["optimizer_state_dict"]["clip_grad"] = 1
+    return files
+
+
+def open_files(folder: Path, files: Files) -> tuple[AtomicIndex, SavedJob]:
+    write_files(folder, files)
+    return open_checkpoint(str(folder), Comm()), look_at_job(str(folder))
+
+
+@pytest.mark.parametrize(("field", "topology", "convert"), ROWS)
+def test_a_value_that_deepspeed_writes_is_read(
+    tmp_path: Path, field: Field, topology: Topology, convert: Callable[[Any], Any]
+) -> None:
+    plain, plain_job = open_files(tmp_path / "plain", make(topology))
+    changed = make(topology)
+    field.change(changed, convert)
+    index, job = open_files(tmp_path / "changed", changed)
+    assert (job, index.run.job) == (plain_job, plain.run.job)
+    assert job.total_batch == 6 and job.accumulation == 1 and job.steps == 5
+    assert index.run.counters == plain.run.counters
+    assert all(type(value) is int for value in index.run.counters.values())
+    assert index.stored.atoms == plain.stored.atoms
+    assert index.run.topology == plain.run.topology
+    assert index.run.clip_grad == plain.run.clip_grad
+
+
+@pytest.mark.parametrize(
+    ("field", "topology", "value"), [pytest.param(*row, id=f"{row[0]}-{str(row[2])[:20]}") for row in UNKNOWN]
+)
+def test_an_unknown_value_is_named_and_not_called_damage(
+    tmp_path: Path, field: Field, topology: Topology, value: Any
+) -> None:
+    files = make(topology)
+    field.change(files, lambda _: value)
+    with pytest.raises(UnsupportedError) as found:
+        open_files(tmp_path, files)
+    text = str(found.value)
+    where = next(key for key in field.keys if key != "optimizer_state_dict")
+    assert f"its {where} is " in text and "is not supported" in text and "Update deepspeed_ucp" in text
+    assert field.kind in text and "damage" not in text
+    if not isinstance(value, (list, dict)):
+        assert (str(value) if not isinstance(value, str) else repr(value)) in text

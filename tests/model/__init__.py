@@ -1,0 +1,1 @@
+"""Data model of a checkpoint: keys, storage, flat buffers, wrappers, topology."""

@@ -1,0 +1,91 @@
+"""Differences between topologies."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.model.flat import FlatBuffer, join_parameters
+from deepspeed_ucp.model.topology import Topology, find_differences
+from deepspeed_ucp.model.wrappers import BARE
+
+FLAT = join_parameters(0, ("a", "b"), ((3,), (1, 5)), parts=2, partition=6, gaps=(1, 0))
+BASE = Topology(1, "zero12", "bfloat16", dp=2, flats=(FLAT, join_parameters(1, ("c",), ((2,),), parts=2, partition=1)))
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "undeclared": (True, "undeclared False → True"),
+    "zero_stage": (2, "zero_stage 1 → 2"),
+    "wrapper": ("bf16", "wrapper zero12 → bf16"),
+    "precision": ("float32", "precision bfloat16 → float32"),
+    "dp": (4, "dp 2 → 4"),
+    "tp": (2, "tp 1 → 2"),
+    "pp": (2, "pp 1 → 2"),
+    "sp": (2, "sp 1 → 2"),
+    "ep": (2, "ep 1 → 2"),
+    "master": ("bfloat16", "master float32 → bfloat16"),
+    "elastic": (True, "elastic False → True"),
+    "offload": ("cpu/none", "offload none/none → cpu/none"),
+    "flats": ((FLAT,), "parameter layout: 2 → 1 parts"),
+}
+
+FLAT_CHANGES: dict[str, tuple[Any, str]] = {
+    "names": (("b", "a"), "parameter order"),
+    "shapes": (((3,), (5,)), "b (1, 5) → (5,)"),
+    "offsets": ((0, 3), "parameter alignment"),
+    "group": (1, "param group 0 → 1"),
+    "partition": (8, "partition 6 → 8 elements"),
+    "parts": (3, "partitions 2 → 3"),
+    "by_parameter": (True, "cut by parameter on one side only"),
+    "tensors": (((0, 6), (3, 6)), "tensors that are cut as one"),
+    "ranks": (range(0, 4, 2), "on other ranks"),
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Topology)])
+def test_every_field_counts(field: str) -> None:
+    value, text = CHANGES[field]
+    assert find_differences(BASE, replace(BASE)) == []
+    assert find_differences(BASE, replace(BASE, **{field: value})) == [text]
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(FlatBuffer)])
+def test_every_property_of_a_flat_buffer_counts(field: str) -> None:
+    value, text = FLAT_CHANGES[field]
+    changed = replace(FLAT, **{field: value})
+    assert find_differences(BASE, replace(BASE, flats=(changed, BASE.flats[1]))) == [f"parameter layout: {text}"]
+
+
+NEW_NAMES = replace(FLAT, names=("a", "x"))
+BARE_TOPOLOGY = replace(BASE, wrapper=BARE, dp=1, tp=2, flats=())
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "listed"),
+    [
+        (
+            BASE,
+            replace(BASE, flats=(NEW_NAMES, BASE.flats[1])),
+            ["parameter layout: parameters (2 → 2 or other names)"],
+        ),
+        # flat buffers only if nothing else differs
+        (BASE, replace(BASE, dp=4, flats=(replace(FLAT, parts=4), BASE.flats[1])), ["dp 2 → 4"]),
+        (BASE, replace(BASE, dp=4, flats=(FLAT,)), ["dp 2 → 4"]),
+        (
+            BASE,
+            replace(BASE, dp=3, zero_stage=3, wrapper="zero3"),
+            ["zero_stage 1 → 3", "wrapper zero12 → zero3", "dp 2 → 3"],
+        ),
+        # an engine without masters has no partitioning degree
+        (replace(BASE, tp=2), BARE_TOPOLOGY, ["wrapper zero12 → none"]),
+    ],
+)
+def test_listed_differences(source: Topology, target: Topology, listed: list[str]) -> None:
+    assert find_differences(source, target) == listed
+
+
+def test_the_description_is_one_phrase() -> None:
+    assert BASE.describe() == "ZeRO-1 dp=2 bfloat16 (zero12)"
+    assert replace(BASE, tp=2, pp=4).describe() == "ZeRO-1 dp=2 tp=2 pp=4 bfloat16 (zero12)"
+    assert BARE_TOPOLOGY.describe() == "ZeRO-1 tp=2 bfloat16 (none)"

@@ -1,0 +1,47 @@
+"""Shards of a numpy array by a layout, element by element: the reference for the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from deepspeed_ucp.tensor_parallel.layout import Layout, Product, Run, copy_runs
+
+
+def index_shard(layout: Layout, shard: Product) -> np.ndarray:
+    """List the logical flat positions of a shard's elements in local order."""
+    positions = np.arange(int(np.prod(layout.view, dtype=np.int64))).reshape(layout.view)
+    for axis, intervals in enumerate(shard):
+        places = [place for low, high in intervals for place in range(low, high)]
+        positions = np.take(positions, places, axis=axis)
+    return positions.reshape(-1)
+
+
+def cut_array(layout: Layout, values: np.ndarray) -> list[np.ndarray]:
+    """Cut an array into flattened shards."""
+    return [values.reshape(-1)[index_shard(layout, shard)] for shard in layout.shards]
+
+
+def follow(runs: Sequence[Run], source: np.ndarray, target: np.ndarray, writes: np.ndarray) -> None:
+    """Execute runs, and count how often each target element is written."""
+    for run in runs:
+        for i in range(run.count):
+            src, dst = run.src + i * run.src_step, run.dst + i * run.dst_step
+            assert 0 <= src <= src + run.width <= source.size
+            assert 0 <= dst <= dst + run.width <= target.size
+            target[dst : dst + run.width] = source[src : src + run.width]
+            writes[dst : dst + run.width] += 1
+
+
+def reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout) -> list[np.ndarray]:
+    """Make the target's shards from the source's; check that each element is written exactly once."""
+    made = []
+    for rank, local in enumerate(target.local_shapes):
+        values = np.full(int(np.prod(local, dtype=np.int64)), -1)
+        writes = np.zeros(values.size, dtype=np.int64)
+        for src_rank in [0] if source.replicated else range(len(shards)):
+            follow(copy_runs(source, src_rank, target, rank, 0, values.size), shards[src_rank], values, writes)
+        assert (writes == 1).all()
+        made.append(values)
+    return made

@@ -1,0 +1,83 @@
+"""Weights of the example's models, cut by the example itself, are resharded by the rules to other degrees."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from deepspeed_ucp.tensor_parallel import copy_runs, from_attributes, from_config, from_universal_info
+from tests.tensor_parallel.settling import settle
+
+from .shards import follow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt"
+FAMILIES = {"tiny": "megatron-gpt", "tiny-llama": "megatron-llama", "tiny-moe": "mixtral-moe"}
+PAIRS = [(1, 2), (2, 4), (4, 1)]
+
+
+@pytest.fixture(scope="module")
+def example():
+    """Import the example's modules, and remove them afterwards because their names are generic."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(EXAMPLE))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("config", "gpt", "metadata", "parallel")})
+    sys.path.remove(str(EXAMPLE))
+    for name in set(sys.modules) - before:
+        if str(EXAMPLE) in str(getattr(sys.modules[name], "__file__", None)):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def build(example):
+    """Build all ranks' parameters of a preset at a degree."""
+    made = {}
+
+    def make(preset, tp):
+        if (preset, tp) not in made:
+            one = example.parallel.Line((0,), 0, None)
+            lines = [example.parallel.Line(tuple(range(tp)), rank, None) for rank in range(tp)]
+            states = [SimpleNamespace(tensor=line, sequence=one, data=one, pipe=one) for line in lines]
+            config = example.config.PRESETS[preset]
+            made[preset, tp] = [dict(example.gpt.GPT(config, state).named_parameters()) for state in states]
+        return made[preset, tp]
+
+    return make
+
+
+def rule_sets(example, preset, origin, source_tp, target):
+    config = example.config.PRESETS[preset]
+    vocab = from_config({"original_vocab_size": config.vocabulary})
+    attributes = from_attributes({name: vars(parameter) for name, parameter in target[0].items()})
+    if origin == "family":
+        return [*vocab, *from_config(FAMILIES[preset])]
+    if origin == "attributes":
+        return [*vocab, attributes]
+    degrees = example.config.Degrees(tp=source_tp, pipeline=False)
+    return [from_universal_info(example.metadata.universal_checkpoint_info(config, degrees)), attributes]
+
+
+@pytest.mark.parametrize("origin", ["family", "metadata", "attributes"])
+@pytest.mark.parametrize("preset", sorted(FAMILIES))
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda tp: f"tp{tp}")
+def test_weights_of_the_example(example, build, preset, origin, first, second):
+    """Weights are a function of the seed and the name, so that the expected shards of any degree are known."""
+    source, target = build(preset, first), build(preset, second)
+    shapes = [{name: tuple(tuple(rank[name].shape) for rank in side) for name in side[0]} for side in (source, target)]
+    args = vars(example.metadata.megatron_arguments(example.config.PRESETS[preset], example.config.Degrees(tp=first)))
+    rules = rule_sets(example, preset, origin, first, target)
+    settled = settle(list(shapes[0]), *shapes, rules, {"args": args})
+    for name, (have, want) in settled.layouts.items():
+        shards = [rank[name].detach().numpy().reshape(-1) for rank in source]
+        for rank, live in enumerate(target):
+            expected = live[name].detach().numpy().reshape(-1)
+            made, writes = np.full_like(expected, np.nan), np.zeros(expected.size, dtype=int)
+            for src_rank in [0] if have.replicated else range(first):
+                runs = copy_runs(have, src_rank, want, rank, 0, expected.size)
+                follow(runs, shards[src_rank], made, writes)
+            assert (writes == 1).all(), name
+            np.testing.assert_array_equal(made, expected, err_msg=name)

@@ -1,0 +1,235 @@
+"""Every pattern, degree and width: union(cut(x)) == x with each element once; contradicting shapes are refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.tensor_parallel import (
+    Partial,
+    Replicate,
+    SameShards,
+    ShardH,
+    ShardHy,
+    ShardNC,
+    ShardV,
+    Unique,
+    copy_runs,
+    whole,
+)
+from deepspeed_ucp.tensor_parallel.layout import find_faults, stack
+from deepspeed_ucp.tensor_parallel.metadata import Viewed
+
+from .shards import cut_array, reshard
+
+small = st.integers(1, 4)
+
+
+def split(array, widths, dim):
+    return np.split(array, np.cumsum(widths)[:-1], axis=dim)
+
+
+def widths_of(draw, total, ranks):
+    """Split ``total`` places over ranks, in any widths including 0."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
+    return [high - low for low, high in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+@st.composite
+def plain_cuts(draw):
+    """Draw (pattern, array, numpy's shards) for Unique, Replicate, Partial, Shard-V, Shard-H."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    array = np.arange(np.prod(shape)).reshape(shape)
+    ranks = draw(st.integers(1, 5))
+    kind = draw(st.sampled_from(["unique", "replicate", "partial", "v", "h"]))
+    if kind == "unique":
+        return Unique(), array, [array]
+    if kind in ("replicate", "partial"):
+        return (Replicate() if kind == "replicate" else Partial()), array, [array] * ranks
+    dim = 0 if kind == "v" else draw(st.integers(0, len(shape) - 1))
+    pattern = ShardV() if kind == "v" else ShardH(dim=dim)
+    return pattern, array, split(array, widths_of(draw, shape[dim], ranks), dim)
+
+
+@st.composite
+def hybrid_cuts(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=3)))
+    grid = tuple(draw(st.integers(1, 3)) for _ in range(draw(st.integers(2, len(shape)))))
+    array = np.arange(np.prod(shape)).reshape(shape)
+    shards = [array]
+    for dim, ranks in enumerate(grid):
+        widths = widths_of(draw, shape[dim], ranks)
+        shards = [piece for shard in shards for piece in split(shard, widths, dim)]
+    return ShardHy(grid=grid), array, shards
+
+
+@st.composite
+def block_cuts(draw):
+    """[blocks × parts, …] along a dimension, every part cut for ranks in proportion or with widths of its own."""
+    ranks, blocks, others = draw(small), draw(small), tuple(draw(st.lists(small, max_size=2)))
+    dim = draw(st.integers(0, len(others)))
+    shares = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    given_widths = draw(st.booleans())
+    base = [draw(st.integers(0, 3)) for _ in range(ranks)]
+    base[0] += 1
+    widths = [
+        widths_of(draw, share * sum(base), ranks) if given_widths else [share * b for b in base] for share in shares
+    ]
+    sizes = [sum(part) for part in widths]
+    shape = (*others[:dim], blocks * sum(sizes), *others[dim:])
+    array = np.arange(np.prod(shape)).reshape(shape)
+    shards = [[] for _ in range(ranks)]
+    for block in np.split(array, blocks, axis=dim):
+        for part, part_widths in zip(split(block, sizes, dim), widths, strict=True):
+            for rank, piece in enumerate(split(part, part_widths, dim)):
+                shards[rank].append(piece)
+    pattern = ShardNC(
+        parts=tuple(sizes) if given_widths or draw(st.booleans()) else tuple(shares),
+        dim=dim,
+        blocks=blocks,
+        widths=tuple(map(tuple, widths)) if given_widths else None,
+    )
+    return pattern, array, [np.concatenate(pieces, axis=dim) for pieces in shards]
+
+
+cuts = st.one_of(plain_cuts(), hybrid_cuts(), block_cuts())
+
+
+@given(cuts)
+@settings(max_examples=300)
+def test_union_of_cut_is_the_whole_for_every_pattern(case):
+    """Numpy's shards are the layout's shards, and joined they are the tensor again."""
+    pattern, array, shards = case
+    layout = pattern.join([shard.shape for shard in shards])
+    assert layout.shape == array.shape
+    assert find_faults(layout) == []
+    for got, expected in zip(cut_array(layout, array), shards, strict=True):
+        np.testing.assert_array_equal(got, expected.reshape(-1))
+    (joined,) = reshard(layout, [shard.reshape(-1) for shard in shards], whole(array.shape))
+    np.testing.assert_array_equal(joined, array.reshape(-1))
+    cut = pattern.cut(array.shape, [shard.shape for shard in shards])
+    for got, expected in zip(reshard(whole(array.shape), [array.reshape(-1)], cut), shards, strict=True):
+        np.testing.assert_array_equal(got, expected.reshape(-1))
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_degree_to_degree_and_back(data):
+    """Fused parts of any number of blocks, from any degree to any other that its widths allow, and back, bitwise."""
+    first, second, blocks = (data.draw(small) for _ in range(3))
+    parts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    dim, heads = data.draw(st.integers(0, 1)), first * second
+    pattern = ShardNC(parts=tuple(parts), dim=dim, blocks=blocks)
+
+    def shapes(ranks):
+        local = blocks * sum(parts) * heads // ranks
+        return [(local, 3) if dim == 0 else (3, local)] * ranks
+
+    source = pattern.join(shapes(first))
+    target = pattern.cut(source.shape, shapes(second))
+    array = np.arange(np.prod(source.shape))
+    shards = cut_array(source, array)
+    there = reshard(source, shards, target)
+    for got, expected in zip(there, cut_array(target, array), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    for got, expected in zip(reshard(target, there, source), shards, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_recorded_widths_are_for_their_own_degree():
+    """Three key/value heads on two ranks, [2, 1]; on three ranks the widths follow the shapes."""
+    pattern = ShardNC(parts=(6, 3), sized=True, widths=((4, 2), (2, 1)))
+    assert pattern.join([(6,), (3,)]).shards[1][0] == ((4, 6), (8, 9))
+    assert pattern.cut((9,), [(3,)] * 3).shards[1][0] == ((2, 4), (7, 8))
+    with pytest.raises(MismatchError, match="do not sum to the shards' widths"):
+        pattern.join([(5,), (4,)])
+
+
+def test_a_vocabulary_keeps_rows_of_both_sides():
+    """10 words: 12 rows on two ranks, 16 on four. Rows 0-11 come over, rows 12-15 are new."""
+    pattern = ShardV(vocab=10)
+    source = pattern.join([(6, 2)] * 2)
+    target = pattern.cut(source.shape, [(4, 2)] * 4)
+    assert target.shape == (16, 2)
+    values = np.arange(24)
+    rows = [np.full(8, -1) for _ in range(4)]
+    for rank, row in enumerate(rows):
+        for src_rank, shard in enumerate(cut_array(source, values)):
+            for run in copy_runs(source, src_rank, target, rank, 0, 8):
+                row[run.dst : run.dst + run.width] = shard[run.src : run.src + run.width]
+    np.testing.assert_array_equal(np.concatenate(rows), [*range(24), *[-1] * 8])
+    back = ShardV(vocab=10).cut(target.shape, [(12, 2)])
+    assert sum(run.numel for rank in range(4) for run in copy_runs(target, rank, back, 0, 0, 24)) == 24
+
+
+LOGICAL = r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "method", "args", "message"),
+    [
+        (Unique(), "join", [[(2,), (2,)]], "unique, but 2"),
+        (Replicate(), "join", [[(2,), (3,)]], "shapes differ"),
+        (Partial(), "join", [[(2,), (3,)]], "shapes differ"),
+        (ShardH(dim=1), "join", [[(2, 4), (3, 4)]], "shard along dimension 1, but the shapes differ in 0"),
+        (ShardV(), "join", [[(2, 4), (2, 5)]], "shard along dimension 0, but the shapes differ in 1"),
+        (ShardH(dim=1), "join", [[(4,), (4,)]], "has 1 dimensions"),
+        (ShardV(), "join", [[(4,), (4, 1)]], "different numbers of dimensions"),
+        (ShardV(), "join", [[(), ()]], "has 0 dimensions"),
+        (ShardV(unit=3), "join", [[(4,), (2,)]], "not whole units of 3"),
+        (ShardV(vocab=9), "join", [[(4, 2), (4, 2)]], "fewer rows than the vocabulary"),
+        (ShardHy(grid=(2, 2)), "join", [[(2, 2)] * 3], "does not fit 3 ranks"),
+        (ShardHy(grid=(2, 2)), "join", [[(2, 2), (2, 2), (2, 2), (2, 3)]], "differ there"),
+        (ShardNC(parts=(1, 1)), "join", [[(3,), (3,)]], "shares are not whole"),
+        (ShardNC(parts=(4, 4), sized=True), "join", [[(3,), (3,)]], "sum to 8, dimension 0 has blocks of 6"),
+        (ShardNC(blocks=4), "join", [[(6,), (6,)]], "does not divide into 4 blocks"),
+        (ShardNC(parts=(2, 1), unit=2), "join", [[(3,), (3,)]], "not whole units of 2"),
+        (ShardV(), "join", [[]], "no shards"),
+        (ShardV(), "cut", [(9, 2), [(4, 2), (4, 2)]], "original_vocab_size"),
+        (ShardV(), "cut", [(8, 3), [(4, 2), (4, 2)]], LOGICAL),
+        (ShardV(), "spread", [(10, 5), 4], "dimension 0: 10 does not divide into 4 equal parts"),
+        (ShardNC(blocks=3), "spread", [(18, 5), 4], "dimension 0: 6 does not divide into 4 equal parts"),
+        (ShardHy((2, 1)), "spread", [(4, 6), 4], r"grid \[2, 1\] does not fit 4 ranks"),
+        (Unique(), "spread", [(8, 8), 4], "unique"),
+    ],
+)
+def test_shapes_that_contradict_the_pattern(pattern, method, args, message):
+    with pytest.raises(MismatchError, match=message):
+        getattr(pattern, method)(*args)
+
+
+def test_unchanged_shards():
+    assert SameShards().join([(2, 3), (1, 3)]) == stack([(2, 3), (1, 3)])
+    assert SameShards().join([(2, 3)]) == whole((2, 3))
+
+
+def test_a_mean_is_replicated():
+    assert Partial().join([(2,), (2,)]).mean
+    assert not Partial().join([(2,)]).mean
+    assert not Replicate().join([(2,), (2,)]).mean
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape", "degree", "local"),
+    [
+        (ShardV(), (12, 5), 4, (3, 5)),
+        (ShardH(), (5, 12), 3, (5, 4)),
+        (ShardH(dim=2), (2, 3, 8), 2, (2, 3, 4)),
+        (ShardHy((2, 2)), (4, 6), 4, (2, 3)),
+        (ShardNC(parts=(1, 1), blocks=3), (36, 2), 2, (18, 2)),
+        (Replicate(), (7,), 3, (7,)),
+        (Partial(), (7,), 3, (7,)),
+        (ShardV(vocab=11), (12, 4), 5, (3, 4)),
+        (ShardV(vocab=11), (12, 4), 1, (12, 4)),
+        (Viewed((-1, 6), 0, (8, 4, 4)), (16, 6), 4, (4, 6)),
+    ],
+)
+def test_equal_parts_follow_from_the_pattern(pattern, shape, degree, local):
+    assert pattern.spread(shape, degree) == (local,) * degree
+
+
+def test_megatron_pads_the_vocabulary_for_the_degree():
+    assert ShardV(vocab=50257).spread((50304, 8), 4, 128) == ((12672, 8),) * 4

@@ -1,0 +1,242 @@
+"""Layouts and runs compared with numpy, element by element, for random layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.tensor_parallel.layout import (
+    Layout,
+    Run,
+    align,
+    copy_runs,
+    find_faults,
+    measure,
+    restrict_source,
+    stack,
+    whole,
+)
+
+from .shards import cut_array, follow, index_shard, reshard
+
+
+@st.composite
+def axis_parts(draw, size, ranks):
+    """Cut an axis at random places and assign the pieces to ranks in random order: interval lists per rank."""
+    cuts = sorted(draw(st.lists(st.integers(0, size), max_size=5)))
+    pieces = list(zip([0, *cuts], [*cuts, size], strict=True))
+    pieces = draw(st.permutations(pieces))
+    owners = [draw(st.integers(0, ranks - 1)) for _ in pieces]
+    return [tuple(p for p, o in zip(pieces, owners, strict=True) if o == rank) for rank in range(ranks)]
+
+
+@st.composite
+def layouts(draw, view):
+    """Draw a grid of ranks over the view's axes, each axis cut at random."""
+    grid = tuple(draw(st.integers(1, 3 if axis < 2 else 1)) for axis in range(len(view)))
+    parts = [draw(axis_parts(size, ranks)) for size, ranks in zip(view, grid, strict=True)]
+    shards = tuple(
+        tuple(parts[axis][place] for axis, place in enumerate(coordinates)) for coordinates in np.ndindex(*grid)
+    )
+    local = tuple(tuple(map(measure, shard)) for shard in shards)
+    return Layout(tuple(view), tuple(view), shards, local)
+
+
+views = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def pairs(draw):
+    view = draw(views)
+    return draw(layouts(view)), draw(layouts(view))
+
+
+def numel(layout):
+    return int(np.prod(layout.shape, dtype=np.int64))
+
+
+@given(pairs())
+@settings(max_examples=150)
+def test_any_layout_to_any_other(pair):
+    source, target = pair
+    values = np.random.default_rng(0).permutation(numel(source))
+    made = reshard(source, cut_array(source, values), target)
+    for got, expected in zip(made, cut_array(target, values), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@given(views.flatmap(layouts))
+@settings(max_examples=60)
+def test_union_of_cut_is_the_whole(layout):
+    values = np.arange(numel(layout))
+    (made,) = reshard(layout, cut_array(layout, values), whole(layout.shape))
+    np.testing.assert_array_equal(made, values)
+    assert find_faults(layout) == []
+
+
+@given(pairs(), st.data())
+@settings(max_examples=150)
+def test_part_of_a_target_shard(pair, data):
+    source, target = pair
+    values = np.arange(numel(source))
+    shards = cut_array(source, values)
+    rank = data.draw(st.integers(0, len(target.shards) - 1))
+    size = index_shard(target, target.shards[rank]).size
+    low, high = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
+    got, writes = np.full(size, -1), np.zeros(size, dtype=np.int64)
+    for src_rank, shard in enumerate(shards):
+        follow(copy_runs(source, src_rank, target, rank, low, high), shard, got, writes)
+    assert (writes[low:high] == 1).all()
+    assert writes.sum() == high - low
+    np.testing.assert_array_equal(got[low:high], cut_array(target, values)[rank][low:high])
+
+
+@given(pairs(), st.data())
+@settings(max_examples=150)
+def test_part_of_a_source_shard(pair, data):
+    source, target = pair
+    shard = cut_array(source, np.arange(numel(source)))[0]
+    size = target.local_shapes[0]
+    runs = copy_runs(source, 0, target, 0, 0, int(np.prod(size, dtype=np.int64)))
+    cut = data.draw(st.integers(0, shard.size))
+    blank = np.full(int(np.prod(size, dtype=np.int64)), -1)
+    expected, got, writes = blank.copy(), blank.copy(), np.zeros_like(blank)
+    follow(runs, shard, expected, np.zeros_like(blank))
+    for low, high in ((0, cut), (cut, shard.size)):
+        for run in runs:
+            parts = restrict_source(run, low, high)
+            assert len(parts) <= 3
+            assert all(low <= p.src and p.src + (p.count - 1) * p.src_step + p.width <= high for p in parts)
+            follow(parts, shard, got, writes)
+    np.testing.assert_array_equal(got, expected)
+    assert writes.max(initial=0) <= 1
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
+@settings(max_examples=60)
+def test_rows_that_only_one_side_has_are_left_out(have, want, columns):
+    rows = min(have, want)
+    source, target = whole((have, columns)), whole((want, columns))
+    runs = copy_runs(source, 0, target, 0, 0, want * columns)
+    assert runs == (Run(0, 0, rows * columns),)
+
+
+@given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.sampled_from([(0, 1), (1, 2)]), st.data())
+@settings(max_examples=100)
+def test_layouts_with_different_views_meet(view, joined, data):
+    """(a, b, c) against the same elements as (a * b, c) or (a, b * c), whole or cut along what stays an axis."""
+    fine = data.draw(layouts(view))
+    coarse_view = tuple(
+        np.multiply.reduce(part) for part in ((view[:2], view[2:]) if joined == (0, 1) else (view[:1], view[1:]))
+    )
+    coarse_view = tuple(int(size) for size in coarse_view)
+    coarse = dataclasses.replace(whole(coarse_view), shape=fine.shape, local_shapes=(fine.shape,))
+    values = np.arange(numel(fine))
+    (made,) = reshard(fine, cut_array(fine, values), coarse)
+    np.testing.assert_array_equal(made, values)
+    for got, expected in zip(reshard(coarse, [values], fine), cut_array(fine, values), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_views_that_do_not_meet_are_refused():
+    rows = Layout((6, 2), (6, 2), (((((0, 3)),), ((0, 2),)), (((3, 6),), ((0, 2),))), ((3, 2), (3, 2)))
+    blocks = whole((3, 2, 2))
+    with pytest.raises(MismatchError, match="do not follow blocks of 2"):
+        align(rows, blocks)
+    with pytest.raises(MismatchError, match="no common refinement"):
+        align(whole((2, 3, 4)), whole((2, 4, 3)))
+
+
+def test_shards_that_stay_are_one_run():
+    layout = stack(((3, 4), (2, 4), (0, 4)))
+    assert find_faults(layout) == []
+    assert copy_runs(layout, 1, layout, 1, 2, 100) == (Run(2, 2, 6),)
+    assert copy_runs(layout, 0, layout, 1, 0, 8) == ()
+    assert copy_runs(layout, 2, layout, 2, 0, 0) == ()
+
+
+def test_claims_take_shared_elements_from_one_rank():
+    """Query rows are cut, key/value rows are on every rank: rank 0's copy counts."""
+    shards = (((((0, 2), (4, 6))), ((0, 3),)), ((((2, 4), (4, 6))), ((0, 3),)))
+    claims = (((((0, 2), (4, 6))), ((0, 3),)), ((((2, 4),)), ((0, 3),)))
+    layout = Layout((6, 3), (6, 3), shards, ((4, 3), (4, 3)), claims=claims)
+    assert find_faults(layout) == []
+    assert find_faults(dataclasses.replace(layout, claims=None)) == ["ranks 0 and 1 have the same elements"]
+    values = np.arange(18)
+    (made,) = reshard(layout, cut_array(layout, values), whole((6, 3)))
+    np.testing.assert_array_equal(made, values)
+    for got, expected in zip(
+        reshard(layout, cut_array(layout, values), layout), cut_array(layout, values), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        (Layout((4,), (4,), ((((0, 2),),), (((3, 4),),)), ((2,), (1,))), "have 3 of 4"),
+        (Layout((4,), (4,), ((((0, 3),),), (((2, 4),),)), ((3,), (2,))), "ranks 0 and 1 have the same"),
+        (Layout((4,), (4,), ((((0, 3), (2, 4)),),), ((5,),)), r"\[2, 3\) occurs twice"),
+        (Layout((4,), (4,), ((((0, 5),),),), ((5,),)), r"\[0, 5\) is not inside \[0, 4\)"),
+        (Layout((4,), (4,), ((((0, 4),),),), ((3,),)), "intervals have 4 elements"),
+        (Layout((4,), (4,), ((((0, 4),),), (((0, 3),),)), ((4,), (3,)), replicated=True), "rank 1 does not have"),
+    ],
+)
+def test_faults_are_found(layout, fault):
+    (found, *_) = find_faults(layout)
+    with pytest.raises(AssertionError, match=fault):
+        raise AssertionError(found)
+
+
+def cut_columns(rows, columns, ranks):
+    width = columns // ranks
+    shards = tuple((((0, rows),), ((r * width, (r + 1) * width),)) for r in range(ranks))
+    return Layout((rows, columns), (rows, columns), shards, ((rows, width),) * ranks)
+
+
+def test_runs_are_as_few_as_possible():
+    source, target = cut_columns(100, 64, 8), cut_columns(100, 64, 4)
+    assert copy_runs(source, 1, target, 0, 0, 1600) == (Run(0, 8, 8, 100, 8, 16),)
+    assert copy_runs(source, 1, target, 0, 10, 60) == (Run(2, 10, 6), Run(8, 24, 8, 2, 8, 16), Run(24, 56, 4))
+    assert copy_runs(source, 3, target, 0, 0, 1600) == ()
+    assert copy_runs(target, 0, target, 0, 5, 50) == (Run(5, 5, 45),)
+
+
+def test_time_does_not_grow_with_the_elements():
+    """102400 × 25600 elements cut along columns: hundreds of ranges a second."""
+    source, target = cut_columns(102400, 25600, 8), cut_columns(102400, 25600, 4)
+    size = 102400 * 6400
+    start = time.perf_counter()
+    for low in range(0, size, size // 500):
+        copy_runs(source, 1, target, 0, low, low + size // 500)
+    assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "runs"),
+    [
+        (0, 0, [(0, 0, 1), (2, 2, 1)]),
+        (0, 1, [(3, 0, 1)]),
+        (1, 0, []),
+        (1, 1, [(2, 1, 3)]),
+    ],
+    ids=str,
+)
+def test_only_claimed_elements_are_copied(src: int, dst: int, runs: list[tuple[int, int, int]]) -> None:
+    """Shards of elements 0-4 and 2-7 claim 0, 2, 3 and 4, 5, 6; elements 1 and 7 are not claimed."""
+
+    def shard(*intervals: tuple[int, int]) -> tuple[tuple[tuple[int, int], ...]]:
+        return (intervals,)
+
+    claims = shard((0, 1), (2, 4)), shard((1, 1), (4, 7))
+    source = Layout((8,), (8,), (shard((0, 5)), shard((2, 8))), ((5,), (6,)), claims=claims)
+    target = Layout((8,), (8,), (shard((0, 3)), shard((3, 8))), ((3,), (5,)))
+    found = copy_runs(source, src, target, dst, 0, (3, 5)[dst])
+    assert [(run.src, run.dst, run.width) for run in found] == runs
+    assert all(run.count == 1 for run in found)

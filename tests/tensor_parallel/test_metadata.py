@@ -1,0 +1,430 @@
+"""``universal_checkpoint_info`` of every version, compared with DeepSpeed's own code on the same data."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from deepspeed_ucp import tensor_parallel as patterns
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.tensor_parallel import (
+    Partial,
+    Replicate,
+    ShardH,
+    ShardNC,
+    ShardV,
+    copy_runs,
+    from_attributes,
+    from_config,
+    from_universal_info,
+    whole,
+)
+from deepspeed_ucp.tensor_parallel.affine import read_map
+from deepspeed_ucp.tensor_parallel.layout import find_faults
+from tests.tensor_parallel.settling import settle
+
+from . import models
+from .shards import cut_array, reshard
+
+MEGATRON = {
+    # Written by Megatron-DeepSpeed's GPTModelPipe at TP 2.
+    "universal_checkpoint_version": 0.2,
+    "original_vocab_size": 50257,
+    "vocabulary_parameter_patterns": [r"tied_modules.embed.word_embeddings.weight"],
+    "pipeline_replicated_parameter_patterns": [r"tied_modules.embed.word_embeddings.weight"],
+    "tp_replicated_parameter_patterns": [
+        r"tied_modules.embed.position_embeddings.weight",
+        r"\d+.input_layernorm.weight",
+        r"\d+.input_layernorm.bias",
+        r"\d+.post_attention_layernorm.weight",
+        r"\d+.post_attention_layernorm.bias",
+        r"\d+.self_attention.dense.bias",
+        r"\d+.mlp.dense_4h_to_h.bias",
+        r"\d+.weight",
+        r"\d+.bias",
+    ],
+    "parameter_with_row_parallelism_patterns": [r"\d+.self_attention.dense.weight", r"\d+.mlp.dense_4h_to_h.weight"],
+}
+
+
+def settle_one(info, shapes, target=None):
+    rules = [from_universal_info(info)]
+    return settle(["w"], {"w": tuple(shapes)}, None if target is None else {"w": tuple(target)}, rules)
+
+
+def test_megatron_metadata():
+    """Fused attention is in no list and stays open; the first feed-forward matrix follows from the second."""
+    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (2, 4))
+    rules = from_universal_info(MEGATRON)
+    with pytest.raises(MismatchError) as caught:
+        settle(list(source), source, target, [rules])
+    text = str(caught.value)
+    assert "(4 parameters)" in text
+    assert "{2-3}.self_attention.query_key_value.weight: (1536, 1024) on 2 ranks" in text
+    assert "dense_h_to_4h" not in text
+    settled = settle(list(source), source, target, [rules, *from_config("megatron-gpt")])
+    assert settled.patterns["2.self_attention.dense.weight"] == ShardH()
+    assert settled.patterns["4.weight"] == Replicate()
+    assert settled.patterns["tied_modules.embed.word_embeddings.weight"] == ShardV(vocab=50257)
+    assert settled.origin["2.mlp.dense_h_to_4h.bias"] == "family megatron-gpt"
+    assert settled.unused == []
+
+
+def test_parameters_in_no_list_are_not_settled():
+    """Megatron-DeepSpeed writes no row-parallel patterns at TP 1; DeepSpeed would cut these weights on dimension 0."""
+    info = {**MEGATRON, "parameter_with_row_parallelism_patterns": [], "tp_replicated_parameter_patterns": []}
+    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
+    with pytest.raises(MismatchError, match=r"\{2-3\}.self_attention.dense.weight: \(1024, 1024\) on 1 rank"):
+        settle(list(source), source, target, [from_universal_info(info)])
+    settled = settle(list(source), source, target, [from_universal_info(info), *from_config("megatron-gpt")])
+    assert settled.patterns["2.self_attention.dense.weight"] == ShardH()
+
+
+@pytest.mark.parametrize("info", [None, {}, "method", {"universal_checkpoint_version": 0.1}])
+def test_metadata_without_lists(info):
+    with pytest.raises(MismatchError, match="is not known"):
+        settle_one(info, [(4,), (4,)])
+
+
+def test_parameters_shared_by_pipeline_stages():
+    (match,) = from_universal_info(MEGATRON).shared
+    assert match("tied_modules.embed.word_embeddings.weight")
+    assert not match("tied_modules.embed.position_embeddings.weight")
+
+
+VOCABULARY_OF_3 = {"vocabulary_parameter_patterns": ["w"], "original_vocab_size": 3}
+
+
+@pytest.mark.parametrize(
+    ("info", "shapes", "pattern"),
+    [
+        ({"tp_replicated_parameter_patterns": ["w"]}, [(4,), (4,)], Replicate()),
+        ({"parameter_to_average_patterns": ["w"]}, [(4,), (4,)], Partial()),
+        ({"parameter_with_row_parallelism_patterns": ["w"]}, [(4, 1), (4, 2)], ShardH()),
+        ({"parameter_with_2_sub_params_cat_dim_0": ["w"]}, [(4, 3), (4, 3)], ShardNC(parts=(1, 1))),
+        ({"vocabulary_parameter_patterns": ["w"], "original_vocab_size": 7}, [(4, 3), (4, 3)], ShardV(vocab=7)),
+        ({**VOCABULARY_OF_3, "tp_replicated_parameter_patterns": ["^w$"]}, [(4, 3), (4, 3)], Replicate(vocab=3)),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_lists(info, shapes, pattern):
+    assert settle_one(info, shapes).patterns["w"] == pattern
+
+
+def test_lists_that_disagree():
+    info = {"tp_replicated_parameter_patterns": ["w"], "parameter_with_row_parallelism_patterns": [r"\w"]}
+    with pytest.raises(MismatchError, match="two rules of universal_checkpoint_info disagree"):
+        settle_one(info, [(4, 4), (4, 4)])
+
+
+def test_unused_patterns_are_reported():
+    info = {"tp_replicated_parameter_patterns": ["w", "^v$", r"x\d"]}
+    settled = settle_one(info, [(4,), (4,)])
+    assert settled.unused == []
+    assert sorted(settled.notes) == [
+        "universal_checkpoint_info: '^v$' matches no parameter",
+        r"universal_checkpoint_info: 'x\\d' matches no parameter",
+    ]
+
+
+def test_parameters_that_autotp_could_not_describe_are_refused():
+    info = {"autotp_unsupported_parameter_patterns": {"^w$": "it interleaves blocks"}}
+    with pytest.raises(MismatchError, match="w: universal_checkpoint_info: it interleaves blocks"):
+        settle(["w"], {"w": ((4,), (4,))}, None, [from_universal_info(info), *from_config("megatron-gpt")])
+    user = from_config([{"match": "w", "pattern": "shard-v"}])
+    assert settle(["w"], {"w": ((4,), (4,))}, None, [*user, from_universal_info(info)]).patterns["w"] == ShardV()
+
+
+def test_autotp_before_it_wrote_maps():
+    """It lists every parameter but those that are cut on dimension 0."""
+    info = {
+        "universal_checkpoint_version": 0.4,
+        "autotp_unsupported_parameter_patterns": {},
+        "parameter_with_row_parallelism_patterns": [r"^o\.weight$"],
+        "tp_replicated_parameter_patterns": [r"^norm\.weight$"],
+    }
+    shapes = {"q.weight": ((4, 6), (2, 6)), "o.weight": ((6, 4), (6, 2)), "norm.weight": ((6,), (6,))}
+    settled = settle(list(shapes), shapes, None, [from_universal_info(info)])
+    assert settled.patterns == {"q.weight": ShardV(), "o.weight": ShardH(), "norm.weight": Replicate()}
+    assert settled.notes == []
+
+
+def parts_info(shape, dim, version=0.4, widths=None, **more):
+    entry = {"patterns": ["w"], "shape": shape, "partition_dim": dim, **more}
+    info = {"universal_checkpoint_version": version, "parameter_with_sub_params": [entry]}
+    return info if widths is None else {**info, "sub_param_shard_widths": {"w": widths}}
+
+
+def merge_upstream(shards, view, dim, widths):
+    """Join shards like ``merge_tp_slices``: sub-parameters joined over ranks, one after the other."""
+    local = [list(view) for _ in shards]
+    for rank, shape in enumerate(local):
+        shape[dim] = sum(part[rank] for part in widths)
+    views = [shard.reshape(shape) for shard, shape in zip(shards, local, strict=True)]
+    offsets, merged = [0] * len(shards), []
+    for part in widths:
+        for rank, width in enumerate(part):
+            merged.append(np.take(views[rank], range(offsets[rank], offsets[rank] + width), axis=dim))
+            offsets[rank] += width
+    return np.concatenate(merged, axis=dim)
+
+
+@pytest.mark.parametrize(
+    ("info", "view", "dim", "widths", "local"),
+    [
+        # Grouped-query attention, three key/value heads of two rows on two ranks.
+        (parts_info([(12, 6, 6), 5], 0, widths=[[8, 4], [4, 2], [4, 2]]), (24, 5), 0, [[8, 4], [4, 2], [4, 2]], None),
+        # Before 0.4 a number counts equal sub-parameters, and sizes are split evenly.
+        (parts_info([3, -1], 0, 0.3), (24, 5), 0, [[4, 4]] * 3, None),
+        (parts_info([(12, 4, 4), 5], 0, 0.3), (20, 5), 0, [[6, 6], [2, 2], [2, 2]], None),
+        (parts_info([-1, (4, 4)], 1, 0.3), (5, 8), 1, [[2, 2], [2, 2]], None),
+        # A rank without key/value heads.
+        (parts_info([(4, 2, 2), 3], 0, widths=[[2, 2], [2, 0], [2, 0]]), (8, 3), 0, [[2, 2], [2, 0], [2, 0]], None),
+        # Experts: the tensor [3 × 8, 5] viewed as [3, (4; 4), 5] and cut along the middle.
+        (parts_info([3, (4, 4), 5], 1, widths=[[2, 2], [2, 2]]), (3, 8, 5), 1, [[2, 2], [2, 2]], (12, 5)),
+        # Heads: the tensor [(4 + 2) × 3, 5] viewed as [(4; 2), 3, 5] and cut along heads.
+        (parts_info([(4, 2), 3, 5], 0, widths=[[2, 2], [1, 1]]), (6, 3, 5), 0, [[2, 2], [1, 1]], (9, 5)),
+        # A bias.
+        (parts_info([(4, 2)], 0, widths=[[2, 2], [1, 1]]), (6,), 0, [[2, 2], [1, 1]], None),
+    ],
+    ids=["gqa", "count", "sizes", "columns", "empty", "experts", "heads", "bias"],
+)
+def test_sub_parameters_are_joined_as_deepspeed_joins_them(info, view, dim, widths, local):
+    sizes = []
+    for rank in range(2):
+        shape = list(view)
+        shape[dim] = sum(part[rank] for part in widths)
+        sizes.append(tuple(shape) if local is None else local)
+    total = sum(int(np.prod(size)) for size in sizes)
+    cuts = np.split(np.random.default_rng(0).permutation(total), [int(np.prod(sizes[0]))])
+    expected = merge_upstream(cuts, view, dim, widths)
+    layout, _ = settle_one(info, sizes).layouts["w"]
+    assert find_faults(layout) == []
+    (made,) = reshard(layout, cuts, whole((total,)) if len(view) == 1 else whole(layout.shape))
+    np.testing.assert_array_equal(made, expected.reshape(-1))
+
+
+def test_recorded_widths_serve_other_degrees_by_proportion():
+    info = parts_info([(12, 6, 6), 5], 0, widths=[[8, 4], [4, 2], [4, 2]])
+    settled = settle_one(info, [(16, 5), (8, 5)], [(8, 5)] * 3)
+    assert settled.layouts["w"][1].shards[1][0] == ((4, 8), (14, 16), (20, 22))
+
+
+@pytest.mark.parametrize(
+    ("info", "shapes", "message"),
+    [
+        (parts_info([(12, 6, 6), 5], 0, widths=[[6, 6], [3, 3], [3, 3]]), [(16, 5), (8, 5)], "do not sum"),
+        (parts_info([(12, 6, 6), 5], 0, widths=[[6, 6], [3, 3], [3, 3]]), [(12, 4), (12, 4)], "do not fit"),
+        (parts_info([(4, 4), 5], 0, 0.3), [(3, 5), (5, 5)], "shares are not whole|not whole units"),
+        (parts_info([3, -1], 0, 0.3), [(4, 5), (4, 5)], "shares are not whole"),
+    ],
+)
+def test_sub_parameters_that_contradict_the_shapes(info, shapes, message):
+    with pytest.raises(MismatchError, match=message):
+        settle_one(info, shapes)
+
+
+affine = pytest.importorskip("deepspeed.checkpoint.affine", reason="DeepSpeed before 0.19 has no affine maps")
+
+MAPS = {
+    "replicated": lambda: affine.replicated_map((3, 4), 2),
+    "rows": lambda: affine.contiguous_split_map((7, 3), [3, 2, 2], 0),
+    "columns": lambda: affine.contiguous_split_map((3, 7), [0, 4, 3], 1),
+    "sub": lambda: affine.sub_param_map((8, 3), (4, 2, 2), [[2, 2], [2, 0], [2, 0]], 0),
+    "sub-columns": lambda: affine.sub_param_map((2, 9), (6, 3), [[4, 2], [2, 1]], 1),
+    "segmented": lambda: affine.segmented_map((10, 3), [(6, False), (4, True)], 0, 3, [[2, 2, 2]]),
+    "gather": lambda: affine.block_gather_map((8, 3), {0: [0, 3], 1: [2, 1]}, 2, 0),
+    "gather-columns": lambda: affine.block_gather_map((3, 8), {0: [2, 0], 1: [1, 3]}, 2, 1),
+    "vector": lambda: affine.contiguous_split_map((7,), [4, 3], 0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MAPS))
+def test_affine_maps_are_deepspeeds(name):
+    """Shards are those of ``ParamAffineMap.extract``; joined, they are the tensor again."""
+    import torch
+
+    upstream = MAPS[name]()
+    layout = read_map(upstream.to_dict()).layout
+    assert find_faults(layout) == []
+    values = torch.arange(upstream.numel).view(upstream.logical_shape)
+    shards = [upstream.extract(values, rank).reshape(-1).numpy() for rank in range(len(layout.shards))]
+    for got, expected in zip(cut_array(layout, values.numpy()), shards, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    (made,) = reshard(layout, shards, whole(upstream.logical_shape))
+    np.testing.assert_array_equal(made, values.reshape(-1).numpy())
+    for got, expected in zip(reshard(whole(upstream.logical_shape), [made], layout), shards, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "general"),
+    [
+        ("replicated", Replicate()),
+        ("rows", ShardV()),
+        ("columns", ShardH()),
+        ("sub", None),
+        ("sub-columns", ShardNC(parts=(6, 3), dim=1, sized=True)),
+        ("segmented", None),
+        ("gather", None),
+    ],
+)
+def test_the_general_pattern_of_a_map(name, general):
+    assert read_map(MAPS[name]().to_dict()).general == general
+
+
+def affine_info(upstream):
+    return {"affine_map": {"version": 1, "params": {"^w$": upstream.to_dict()}}, "original_vocab_size": 3}
+
+
+def test_each_side_describes_itself():
+    """AutoTP at degrees 2 and 3 with uneven heads: each side's own map counts, not the other's general pattern."""
+    two = affine.sub_param_map((18, 2), (12, 6), [[8, 4], [4, 2]], 0)
+    three = affine.sub_param_map((18, 2), (12, 6), [[4, 6, 2], [2, 2, 2]], 0)
+    rules = [
+        from_universal_info(affine_info(two)),
+        from_universal_info(affine_info(three), by="target"),
+    ]
+    shapes = {"w": ((12, 2), (6, 2))}, {"w": ((6, 2), (8, 2), (4, 2))}
+    settled = settle(["w"], *shapes, rules)
+    source, target = settled.layouts["w"]
+    assert source.shards[0][0] == ((0, 8), (12, 16))
+    assert target.shards[1][0] == ((4, 10), (14, 16))
+    assert settled.origin["w"] == "universal_checkpoint_info; the live engine's universal_checkpoint_info"
+    assert settled.patterns["w"].vocab is None
+    values = np.arange(36)
+    for got, expected in zip(
+        reshard(source, cut_array(source, values), target), cut_array(target, values), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("name", ["segmented", "gather"])
+def test_a_map_without_counterpart_reaches_one_rank_only(name):
+    upstream = MAPS[name]()
+    local = tuple(upstream.shard_shapes[rank] for rank in sorted(upstream.shard_shapes))
+    source, target = settle_one(affine_info(upstream), local, [upstream.logical_shape]).layouts["w"]
+    assert target == whole(upstream.logical_shape)
+    numel = int(np.prod(upstream.logical_shape))
+    runs = [run for rank in range(len(local)) for run in copy_runs(source, rank, target, 0, 0, numel)]
+    assert sum(run.numel for run in runs) == numel
+    with pytest.raises(MismatchError, match="its layout has no counterpart"):
+        settle_one(affine_info(upstream), local, [(2, 3)] * 4)
+
+
+def test_one_rank_to_a_map():
+    upstream = MAPS["gather"]()
+    rules = [from_universal_info(affine_info(upstream), by="target")]
+    settled = settle(["w"], {"w": ((8, 3),)}, {"w": ((4, 3), (4, 3))}, rules)
+    assert settled.layouts["w"] == (whole((8, 3)), read_map(upstream.to_dict()).layout)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": 0.5}, "scales a piece by 0.5"),
+        ({"source": [0, [1, 3]]}, "not row-major blocks"),
+        ({"source": [9, [3, 1]]}, "not a tiling|reach beyond"),
+        ({"dest": [3, [3, 1]]}, "reach beyond|leave gaps"),
+    ],
+    ids=str,
+)
+def test_maps_that_cannot_be_used_are_refused_by_name(change, message):
+    entry = affine.contiguous_split_map((4, 3), [2, 2], 0).to_dict()
+    entry["ranks"][0]["pieces"][0].update(change)
+    info = {"affine_map": {"version": 1, "params": {"^w$": entry}}}
+    with pytest.raises(MismatchError, match=rf"w: universal_checkpoint_info: .*(?:{message})"):
+        settle_one(info, [(2, 3), (2, 3)])
+
+
+def test_maps_supersede_lists_and_lists_supersede_attributes():
+    info = affine_info(affine.contiguous_split_map((4, 3), [2, 2], 0))
+    info["parameter_with_row_parallelism_patterns"] = ["^w$"]
+    rules = [from_universal_info(info), from_attributes({"w": {"tensor_model_parallel": True, "partition_dim": 1}})]
+    settled = settle(["w"], {"w": ((2, 3), (2, 3))}, None, rules)
+    assert settled.layouts["w"][0].shape == (4, 3)
+
+
+def test_thousands_of_named_parameters():
+    """AutoTP names every parameter by an escaped expression; these are looked up by name."""
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3000)]
+    shape = affine.contiguous_split_map((4, 3), [2, 2], 0).to_dict()
+    info = {"affine_map": {"version": 1, "params": {f"^{re.escape(name)}$": shape for name in names}}}
+    rules = from_universal_info(info)
+    assert rules.rules == ()
+    shapes = dict.fromkeys(names, ((2, 3), (2, 3)))
+    assert len(settle(names, shapes, None, [rules]).layouts) == 3000
+
+
+HOSTILE = {
+    "nested repeats": "(a+)+$",
+    "alternatives": "(a|a)*$",
+    "several repeats": ".*a.*a.*a.*a.*a.*a.*a.*a.*a.*a$",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_expressions_are_matched_in_linear_time(text):
+    """Python's engine needs exponential time for these."""
+    (rule,) = from_universal_info({"tp_replicated_parameter_patterns": [text]}).rules
+    names = ["a" * 5000 + "b", "a" * 9 + "\ud800b", "b" * 5000]
+    assert not any(rule.match(name) for name in names)
+    assert rule.match("a" * 5000)
+
+
+def test_expressions_match_a_prefix_like_the_converter():
+    texts = [r"\d+.dense.weight", r"(.+\.)?q_proj", "^a.b$", r"^a\.b$", "a"]
+    rules = [from_universal_info({"tp_replicated_parameter_patterns": [text]}) for text in texts]
+    names = ("12.dense.weight", "12.dense.weight.more", "x.q_proj.weight", "a.b", "a.bc", "acb", "ba", "12dense.weight")
+    for name in names:
+        for text, each in zip(texts, rules, strict=True):
+            found = any(rule.match(name) for rule in (*each.rules, *each.literal.get(name, ())))
+            assert found == bool(re.match(text, name)), (text, name)
+
+
+ODD = {
+    "malformed entry": {"parameter_with_sub_params": [{"patterns": ["w"]}]},
+    "tp_replicated_parameter_patterns must be a list": {"tp_replicated_parameter_patterns": "w"},
+    "affine_map has format 2, this release supports up to 1": {"affine_map": {"version": 2, "params": {}}},
+}
+MALFORMED = {
+    "no expression": {"tp_replicated_parameter_patterns": ["("]},
+    "a number": {"tp_replicated_parameter_patterns": [7]},
+    "looks ahead": {"tp_replicated_parameter_patterns": ["(?!a)(b)*"]},
+    "refers back": {"tp_replicated_parameter_patterns": [r"(a+)\1"]},
+    "large": {"tp_replicated_parameter_patterns": ["((a{100}){100}){100}"]},
+    "unsupported": {"autotp_unsupported_parameter_patterns": ["w"]},
+    "map": {"affine_map": ["w"]},
+    "map's version": {"affine_map": {"version": "x"}},
+    "map's parameters": {"affine_map": {"params": ["w"]}},
+    "map's entry": {"affine_map": {"params": {"w": 3}}},
+    "map's ranks": {"affine_map": {"params": {"w": {"logical_shape": [2], "ranks": {"0": None}}}}},
+    "version": {**parts_info([3, -1], 0, 0.3), "universal_checkpoint_version": "new"},
+    "widths": parts_info([(4, 4), 5], 0, widths=[["x", "y"]]),
+    "very many parts": parts_info([10**9, -1], 0, 0.3),
+    "no parts": parts_info([0, -1], 0, 0.3),
+    "negative": parts_info([(4, -4), 5], 0),
+    "vocabulary": {"original_vocab_size": -3},
+}
+
+
+@pytest.mark.parametrize(
+    ("info", "words"), [*((info, words) for words, info in ODD.items()), *((info, "") for info in MALFORMED.values())]
+)
+def test_malformed_metadata_is_refused(info, words):
+    with pytest.raises(MismatchError, match=f"universal_checkpoint_info: .*{words}"):
+        from_universal_info(info)
+
+
+@pytest.mark.parametrize(("rows", "settles"), [(8, True), (16, False)], ids=["plain", "gate and up"])
+def test_a_row_parallel_second_matrix_settles_the_first(rows, settles):
+    """No list of Megatron-DeepSpeed names dense_h_to_4h; a live model's attributes do."""
+    first, second = "3.mlp.dense_h_to_4h.weight", "3.mlp.dense_4h_to_h.weight"
+    shapes = {first: ((rows, 4),) * 2, second: ((4, 8),) * 2}
+    info = {"parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight"]}
+    found = patterns.settle([first, second], shapes, None, [from_universal_info(info)])
+    assert found.patterns[second] == ShardH()
+    assert (found.patterns.get(first) == ShardV()) == settles
+    assert (first in found.open) != settles

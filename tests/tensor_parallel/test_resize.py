@@ -1,0 +1,100 @@
+"""Rules for parameters with another number of rows, and the rules that an error message suggests."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.errors import ConfigError, MismatchError
+from deepspeed_ucp.tensor_parallel import Partial, ShardNC, ShardV, advise_resize, copy_runs, from_config, whole
+from deepspeed_ucp.tensor_parallel.layout import Layout, Run
+from deepspeed_ucp.tensor_parallel.resize import Resize, Resized
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"match": "("}, "not a regular expression"),
+        ({"match": "w", "dim": 1}, "dim: unknown key"),
+        ({"match": "w", "keep": 0}, "keep is a number of rows from 1 on"),
+        ({"match": "w", "new": "random"}, "live"),
+        ({"match": "w", "new": "zero", "scale": "lora"}, "scale: unknown key"),
+    ],
+)
+def test_invalid_rules(rule: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        from_config({"resize": [rule]})
+
+
+def test_names_include_the_prefix() -> None:
+    (mine,) = from_config({"prefix": r"base\.", "resize": [{"match": "w"}]})
+    assert mine.resizes[0].fits("base.w") and not mine.resizes[0].fits("w")
+
+
+def test_kept_rows() -> None:
+    saved, live = whole((4, 2)), whole((6, 2))
+    layout, resized = Resize("w").fit(saved, live)
+    assert layout == saved and resized == Resized(4, 6, 4, "live")
+    assert Resize("w").fit(saved, live, vocab=3)[1].kept == 3
+    layout, resized = Resize("w", keep=3).fit(saved, live, vocab=2)
+    assert (resized.kept, layout.claims) == (3, ((((0, 3),), ((0, 2),)),))
+    assert copy_runs(layout, 0, live, 0, 0, 12) == (Run(0, 0, 6),)
+    layout, resized = Resize("w", shrink=True).fit(live, saved)
+    assert (resized.kept, resized.saved, resized.live) == (4, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "saved", "live", "words"),
+    [
+        (Resize("w"), whole((4, 2)), (6, 3), r"changes only rows; shape \(4, 2\) in the checkpoint, \(6, 3\)"),
+        (Resize("w"), whole((4,)), (4, 2), "changes only rows"),
+        (Resize("w"), whole((6, 2)), (4, 2), r'model has 4 of 6 rows; "shrink": true'),
+        (Resize("w", keep=5), whole((6, 2)), (4, 2), "model has 4 of 5 rows"),
+        (Resize("w"), ShardNC(blocks=2).join([(2, 2), (2, 2)]), (6, 2), "cannot be resized"),
+        (Resize("w"), Partial().join([(4, 2), (4, 2)]), (6, 2), "cannot be resized"),
+    ],
+)
+def test_shapes_that_do_not_fit(rule: Resize, saved: Layout, live: tuple[int, ...], words: str) -> None:
+    with pytest.raises(MismatchError, match=words):
+        rule.fit(saved, whole(live))
+
+
+def test_kept_rows_of_several_ranks() -> None:
+    parts = ShardV().join([(2, 2), (2, 2)])
+    layout, _ = Resize("w", keep=3).fit(parts, ShardV().join([(3, 2), (3, 2)]))
+    assert layout.claims == ((((0, 2),), ((0, 2),)), (((2, 3),), ((0, 2),)))
+    assert layout == replace(parts, claims=layout.claims)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rules"),
+    [
+        ({"embed.weight": ((4, 2), (6, 2)), "head.bias": ((4,), (6,))}, [{"match": r"embed\.weight|head\.bias"}]),
+        ({"embed.weight": ((4, 2), (3, 2))}, [{"match": r"embed\.weight", "shrink": True}]),
+        ({f"x.{n}.o": ((2, 4), (3, 4)) for n in range(9)}, [{"match": r"x\.\d+\.o"}]),
+    ],
+)
+def test_suggested_rules_work(shapes: Any, rules: Any) -> None:
+    patterns = {"resize": rules}
+    assert f'"patterns": {json.dumps(patterns)} ' in advise_resize(shapes)
+    (made,) = from_config(patterns)
+    for name, (saved, live) in shapes.items():
+        (rule,) = [rule for rule in made.resizes if rule.fits(name)]
+        assert rule.fit(whole(saved), whole(live))[1].live == live[0]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {},
+        {"w": ((4, 2), (6, 3))},
+        {"w": ((4, 2), (4, 2, 1))},
+        {"qkv.weight": ((12, 2), (24, 2))},
+        {"a": ((1,), (2,)), "b": ((1, 1), (1, 2))},
+    ],
+)
+def test_no_rules_are_suggested_for_another_model(shapes: Any) -> None:
+    assert advise_resize(shapes) == ""

@@ -1,0 +1,343 @@
+"""Rules as users write them: valid forms, matching, and the precedence of rule sets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deepspeed_ucp.errors import ConfigError, MismatchError
+from deepspeed_ucp.tensor_parallel import (
+    Partial,
+    Replicate,
+    SameShards,
+    ShardH,
+    ShardHy,
+    ShardNC,
+    ShardV,
+    Unique,
+    from_attributes,
+    from_config,
+    from_universal_info,
+    load_family,
+)
+from tests.tensor_parallel.settling import settle
+
+SOURCE = {"1.a.weight": ((4, 6), (4, 6)), "2.a.weight": ((4, 6), (4, 6)), "norm.weight": ((6,), (6,))}
+TARGET = {"1.a.weight": ((8, 6),), "2.a.weight": ((8, 6),), "norm.weight": ((6,),)}
+V = {"match": r"\d+\.a\.weight", "pattern": "shard-v"}
+N = {"match": r"norm\.weight", "pattern": "replicate"}
+
+
+def run(*sets, source=SOURCE, target=TARGET, hints=None):
+    return settle(list(source), source, target, [rule_set for each in sets for rule_set in each], hints)
+
+
+@pytest.mark.parametrize("value", [[V, N], {"rules": [V, N]}, "rules.yaml", "rules.yml", "rules.json"])
+def test_rules_in_the_configuration_or_a_file(tmp_path, value):
+    origin = "the user's rules"
+    if isinstance(value, str):
+        (tmp_path / value).write_text(json.dumps({"rules": [V, N]}))
+        value = str(tmp_path / value)
+        origin = f"the rules in {value}"
+    settled = run(from_config(value))
+    assert settled.patterns == {"1.a.weight": ShardV(), "2.a.weight": ShardV(), "norm.weight": Replicate()}
+    assert set(settled.origin.values()) == {origin}
+    assert settled.layouts["1.a.weight"][1].shape == (8, 6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "pattern"),
+    [
+        ({"pattern": "partial"}, [(6,), (6,)], Partial()),
+        ({"pattern": "shard-h"}, [(2, 3), (2, 3)], ShardH(dim=1)),
+        ({"pattern": "shard-h", "dim": 0}, [(2, 3), (2, 3)], ShardV()),
+        ({"pattern": "shard-h", "dim": 2}, [(2, 3, 1), (2, 3, 2)], ShardH(dim=2)),
+        ({"pattern": "shard-v", "unit": 2}, [(2, 3), (4, 3)], ShardV(unit=2)),
+        ({"pattern": "shard-hy", "grid": [2, 2]}, [(2, 3)] * 4, ShardHy(grid=(2, 2))),
+        ({"pattern": "shard-nc", "parts": [1, 1]}, [(4,), (2,)], ShardNC(parts=(1, 1))),
+        ({"pattern": "shard-nc", "parts": [4, "rest", "rest"]}, [(4,), (4,)], ShardNC(parts=(4, 2, 2), sized=True)),
+        ({"pattern": "shard-nc", "parts": ["n", "2 * n"]}, [(6,), (6,)], ShardNC(parts=(4, 8), sized=True)),
+        ({"pattern": "shard-nc", "blocks": "n", "dim": 1}, [(1, 8), (1, 4)], ShardNC(blocks=4, dim=1)),
+        (
+            {"pattern": "shard-nc", "parts": [4, 2], "widths": [[3, 1], [1, 1]]},
+            [(4,), (2,)],
+            ShardNC(parts=(4, 2), sized=True, widths=((3, 1), (1, 1))),
+        ),
+    ],
+    ids=str,
+)
+def test_every_pattern_can_be_written(spec, shapes, pattern):
+    rules = from_config({"rules": [{"match": "w", **spec}], "variables": {"n": 4}})
+    assert settle(["w"], {"w": tuple(shapes)}, None, rules).patterns["w"] == pattern
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (7, "A family, a path, a list of rules"),
+        ("missing.yaml", "missing.yaml cannot be read"),
+        ("nothing", "there is no family 'nothing'"),
+        ({"rule": []}, r"rule: unknown key\. Did you mean 'rules'"),
+        ({"polygon": []}, r"polygon: unknown key\. .*family.*rename.*rules"),
+        ({"rules": {}}, "rules: Input should be a valid tuple"),
+        ({"variables": 3}, "variables: Input should be a valid dictionary"),
+        ({"original_vocab_size": "many"}, "original_vocab_size is a positive integer"),
+        ({"original_vocab_size": 0}, "original_vocab_size is a positive integer"),
+        ({"original_vocab_size": True}, "original_vocab_size is a positive integer"),
+        ([{"match": "a", "pattern": "unique", "polygon": 3}], "rules.0.polygon: unknown key"),
+        ([{"match": "a", "patern": "unique"}], "rules.0.patern: .*Did you mean 'pattern'"),
+        ([{"match": "a", "pattern": "shard_v"}], "'shard_v'.*Did you mean 'shard-v'"),
+        ({"refuse": [{"when": "1"}]}, "refuse is a list of objects with when and reason"),
+        ([{"match": "a"}], "rules.0.pattern: Field required"),
+        ([{"match": "a", "pattern": "shard-nc", "parts": 3}], "rules.0.parts: Input should be a valid tuple"),
+        ([{"match": "a", "pattern": "shard-h", "dim": "rows"}], "rules.0.dim: Input should be a valid integer"),
+        ([{"match": "a", "pattern": "rows"}], "rules.0.pattern: Input should be 'unique', 'replicate', .*'rows'"),
+        ([{"match": "a", "pattern": "shard-v", "dim": 1}], "shard-v has no 'dim'. Did you mean 'dims'"),
+        ([{"match": "a", "pattern": "shard-v", "grid": [2]}], "shard-v has no 'grid'. Valid: dims, match"),
+        ([{"match": "(", "pattern": "shard-v"}], "is not a regular expression"),
+        ([{"match": "a", "pattern": "shard-hy"}], "needs a grid"),
+        ({"rename": 5}, "rename: a list"),
+        ({"rename": [{"from": "a"}]}, 'rename: {"from": REGEX, "to": NAME} is needed'),
+    ],
+    ids=str,
+)
+def test_invalid_rules(value, message):
+    with pytest.raises(ConfigError, match=message):
+        from_config(value)
+
+
+def test_a_file_that_is_not_yaml(tmp_path):
+    (tmp_path / "a.yaml").write_text("rules: [")
+    with pytest.raises(ConfigError, match="a.yaml is not YAML"):
+        from_config(str(tmp_path / "a.yaml"))
+
+
+def use(expression, key="blocks", pattern="shard-nc"):
+    """Make a rule for norm.weight with an expression."""
+    return [V, {"match": r"norm\.weight", "pattern": pattern, key: expression}]
+
+
+CUT_NORM = {**TARGET, "norm.weight": ((12,),)}
+OTHER_NORM = {**TARGET, "norm.weight": ((7,),)}
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "error", "words"),
+    [
+        (use("1 +"), CUT_NORM, ConfigError, "is not an expression"),
+        (use("__import__('os')"), CUT_NORM, ConfigError, "unknown function '__import__'"),
+        (use("(1, 2)[0]"), CUT_NORM, ConfigError, "is not supported"),
+        (use("own.shape"), CUT_NORM, ConfigError, "is not supported"),
+        (use("[2][3]"), CUT_NORM, MismatchError, "has 1 items and no item 3; the first is item 0"),
+        (use("own('rows')"), CUT_NORM, ConfigError, "own in .* has arguments of a wrong type"),
+        (use("shape(1, 0)"), CUT_NORM, ConfigError, "shape in .* has arguments of a wrong type"),
+        (
+            use(["args.q", "rest"], "parts"),
+            CUT_NORM,
+            MismatchError,
+            "norm.weight: the rule .* needs args.q, .*; write n",
+        ),
+        (use(0), CUT_NORM, MismatchError, "norm.weight: the rule .*: 0 is 0, a size is an integer from 1 on"),
+        (use("args.impl"), CUT_NORM, MismatchError, "'args.impl' is 'local', a size is an integer from 1 on"),
+        (use([-1, 1], "grid", "shard-hy"), CUT_NORM, MismatchError, "-1 is -1, a size is an integer from 1 on"),
+        (use([-1, "rest"], "parts"), CUT_NORM, MismatchError, "-1 is -1, a size is an integer from 0 on"),
+        (
+            [V, {**N, "pattern": "shard-v", "unit": 0}],
+            CUT_NORM,
+            MismatchError,
+            "0 is 0, a size is an integer from 1 on",
+        ),
+        ([{**V, "match": r"\d\.a"}], TARGET, MismatchError, "is not known"),
+        ([{**V, "match": r"a\.weight"}], TARGET, MismatchError, "is not known"),
+        ([{**V, "match": r"1\.a\.weigh"}], TARGET, MismatchError, "is not known"),
+        ([V, {**N, "match": r"1\..*"}, N], TARGET, MismatchError, "two rules of the user's rules .*ShardV.*Replicate"),
+        ([{**V, "pattern": "shard-h"}, N], TARGET, MismatchError, r"\{1-2\}.a.weight: logical shape \(4, 12\) in the"),
+    ],
+)
+def test_rules_that_do_not_settle(value, target, error, words):
+    with pytest.raises(error, match=words):
+        run(from_config(value), target=target, hints={"args": {"impl": "local"}})
+
+
+def test_a_prefix_is_optional_and_declared():
+    source = dict.fromkeys(("w", "7.w", "7.8.w"), ((4,), (4,)))
+    target = dict.fromkeys(source, ((8,),))
+    value = {"prefix": r"(?:\d+\.)*", "rules": [{"match": "w", "pattern": "shard-v"}]}
+    assert set(run(from_config(value), source=source, target=target).patterns.values()) == {ShardV()}
+
+
+def test_the_first_set_with_a_rule_counts():
+    info = {"parameter_with_row_parallelism_patterns": [r"\d+\.a\.weight"]}
+    source = {"1.a.weight": ((4, 6), (4, 6)), "2.a.weight": ((4, 6), (4, 6))}
+    target = {"1.a.weight": ((8, 6),), "2.a.weight": ((4, 12),)}
+    user = from_config([{"match": r"1\.a\.weight", "pattern": "shard-v"}])
+    attributes = from_attributes({"2.a.weight": {"tensor_model_parallel": True, "partition_dim": 0}})
+    settled = run(user, [from_universal_info(info), attributes], source=source, target=target)
+    assert settled.patterns == {"1.a.weight": ShardV(), "2.a.weight": ShardH()}
+    assert settled.origin == {"1.a.weight": "the user's rules", "2.a.weight": "universal_checkpoint_info"}
+
+
+def test_inline_rules_come_before_their_family():
+    name = "2.self_attention.dense.weight"
+    source, target = {name: ((8, 4), (8, 4))}, {name: ((16, 4),)}
+    rules = from_config({"family": "megatron-gpt", "rules": [{"match": ".*dense.*", "pattern": "shard-v"}]})
+    assert run(rules, source=source, target=target).patterns[name] == ShardV()
+
+
+def test_two_rules_that_agree():
+    assert run(from_config([V, {"match": r"1\..*", "pattern": "shard-v"}, N])).patterns["1.a.weight"] == ShardV()
+
+
+def test_rules_that_match_nothing_are_reported():
+    idle = {"match": r"b\.weight", "pattern": "shard-v"}
+    assert run(from_config([V, N, idle])).unused == [r"the user's rules: 'b\\.weight' matches no parameter"]
+
+
+def test_open_parameters_are_listed_with_rules_to_paste():
+    source = {
+        **SOURCE,
+        "embed.weight": ((4, 2), (4, 2)),
+        "1.qkv.weight": ((6, 2), (6, 2)),
+        "1.mlp.dense_h_to_4h.weight": ((8, 2), (8, 2)),
+        "1.out.weight": ((3, 4), (3, 4)),
+        "1.odd": ((2, 2, 2), (3, 2, 2)),
+    }
+    target = {
+        **TARGET,
+        "embed.weight": ((8, 2),),
+        "1.qkv.weight": ((12, 2),),
+        "1.mlp.dense_h_to_4h.weight": ((16, 2),),
+        "1.out.weight": ((3, 8),),
+        "1.odd": ((20,),),
+    }
+    with pytest.raises(MismatchError) as caught:
+        run(from_config([]), source=source, target=target)
+    text = str(caught.value)
+    assert "How tensor parallelism cuts the following is not known (7 parameters)" in text
+    assert "{1-2}.a.weight: (4, 6) on 2 ranks in the checkpoint, (8, 6) on 1 rank in the model" in text
+    assert "1.odd: (2, 2, 2) and (3, 2, 2) on 2 ranks in the checkpoint" in text
+    assert "norm.weight" not in text
+    start = text.index('"checkpoint": {"universal": {"patterns": [')
+    rules = json.loads("{" + text[start:] + "}")["checkpoint"]["universal"]["patterns"]
+    suggested = {rule["match"]: rule for rule in rules}
+    assert suggested[r"\d+\.a\.weight"] == V
+    assert suggested[r"embed\.weight"] == {"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}
+    assert suggested[r"\d+\.out\.weight"] == {"match": r"\d+\.out\.weight", "pattern": "shard-h", "dim": 1}
+    for open_choice in (r"\d+\.qkv\.weight", r"\d+\.mlp\.dense_h_to_4h\.weight", r"\d+\.odd"):
+        assert suggested[open_choice]["pattern"].startswith("<")
+
+
+def test_the_same_shards_need_no_rules():
+    settled = run(source=SOURCE, target=SOURCE)
+    assert settled.patterns["1.a.weight"] == SameShards()
+    assert run(source=TARGET, target=TARGET).patterns["1.a.weight"] == Unique()
+
+
+def test_without_tensor_parallelism_shapes_are_equal():
+    with pytest.raises(MismatchError, match=r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."):
+        run(source=TARGET, target=OTHER_NORM)
+
+
+@pytest.mark.parametrize("size", [None, 10])
+def test_padding_differs_without_tensor_parallelism(size):
+    source, target = {"embed.weight": ((12, 2),)}, {"embed.weight": ((16, 2),)}
+    value = {"rules": [{"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}]}
+    if size is None:
+        with pytest.raises(
+            MismatchError, match=r'embed.weight: shape \(12, 2\).*"vocab": true, and original_vocab_size'
+        ):
+            run(from_config(value), source=source, target=target)
+        return
+    settled = run(from_config({**value, "original_vocab_size": size}), source=source, target=target)
+    assert settled.patterns["embed.weight"] == Unique(vocab=10)
+
+
+def test_shapes_prove_that_a_parameter_is_replicated():
+    """Not for a vocabulary, whose padding can make the shapes equal."""
+    settled = run(from_config([V]))
+    assert (settled.patterns["norm.weight"], settled.origin["norm.weight"]) == (Replicate(), "the shapes")
+    source, target = {"embed.weight": ((128, 2),)}, {"embed.weight": ((128, 2), (128, 2))}
+    with pytest.raises(MismatchError, match="embed.weight"):
+        run(source=source, target=target)
+
+
+@pytest.mark.parametrize(
+    ("marks", "pattern"),
+    [
+        ({"tensor_model_parallel": False, "partition_dim": -1}, Replicate()),
+        ({"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}, ShardV()),
+        ({"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 1}, ShardH(dim=1)),
+        ({"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2}, ShardNC(parts=(1, 1))),
+        ({"tensor_model_parallel": True, "partition_dim": 0, "partition_sizes": [4, 1, 1]}, ShardNC(parts=(4, 1, 1))),
+        ({"tensor_model_parallel": True, "partition_dim": -1}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_attributes(marks, pattern):
+    shapes = {"w": ((6, 12), (6, 12))}
+    rules = from_attributes({"w": marks})
+    if pattern is None:
+        with pytest.raises(MismatchError, match="is not known"):
+            settle(["w"], shapes, None, [rules])
+        return
+    assert settle(["w"], shapes, None, [rules]).patterns["w"] == pattern
+
+
+def test_attributes_do_not_settle_fused_gates():
+    """Megatron's stride is 1 for fused and plain first matrices; the second matrix decides."""
+    first, second = (f"1.mlp.{name}.weight" for name in ("dense_h_to_4h", "dense_4h_to_h"))
+    rules = from_attributes({first: {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}})
+    target = {first: ((8, 2),)}
+    plain = {first: ((4, 2), (4, 2)), second: ((2, 4), (2, 4))}
+    assert settle([first], plain, target, [rules]).patterns[first] == ShardV()
+    gated = {**plain, second: ((2, 2), (2, 2))}
+    with pytest.raises(MismatchError, match="whether gate and up are fused"):
+        settle([first], gated, target, [rules])
+    settled = settle([first], gated, target, [rules, load_family("megatron-gpt")])
+    assert settled.patterns[first] == ShardNC(parts=(1, 1))
+
+
+def test_attributes_do_not_settle_fused_attention():
+    """Unless they have the number of parts."""
+    name, marks = "1.self_attention.query_key_value.weight", {"tensor_model_parallel": True, "partition_dim": 0}
+    shapes = {name: ((6, 2), (6, 2))}
+    with pytest.raises(MismatchError, match="per-rank .q; k; v. and interleaved per head group have the same shapes"):
+        settle([name], shapes, None, [from_attributes({name: marks})])
+    settled = settle([name], shapes, None, [from_attributes({name: {**marks, "partition_stride": 3}})])
+    assert settled.patterns[name] == ShardNC(parts=(1, 1, 1))
+    rules = [from_attributes({name: marks}), load_family("megatron-gpt-interleaved")]
+    hints = {"args": {"hidden_size": 4, "num_attention_heads": 2}}
+    assert settle([name], shapes, None, rules, hints).patterns[name] == ShardV(unit=6)
+
+
+def settle_for(degree, source, *sets, **hints):
+    """Settle a target that is known by its degree only."""
+    return settle(sorted(source), source, None, sets, hints, degree=degree)
+
+
+def test_rules_give_a_target_its_shapes():
+    rules = from_config([{"match": "a", "pattern": "shard-h"}, {"match": "n", "pattern": "replicate"}])
+    for source in ({"a": ((4, 12),), "n": ((5,),)}, {"a": ((4, 4),) * 3, "n": ((5,),) * 3}):
+        have, want = settle_for(2, source, *rules).layouts["a"]
+        assert (have.shape, want.local_shapes) == ((4, 12), ((4, 6), (4, 6)))
+        assert settle_for(2, source, *rules).layouts["n"][1].local_shapes == ((5,), (5,))
+
+
+def test_the_same_degree_needs_no_rules():
+    found = settle_for(2, {"a": ((4, 4), (4, 3))})
+    assert found.layouts["a"][1].local_shapes == ((4, 4), (4, 3))
+
+
+def test_metadata_of_the_checkpoint_gives_a_target_its_shapes():
+    info = {"original_vocab_size": 11, "vocabulary_parameter_patterns": ["word"]}
+    source = {"word": ((6, 4), (6, 4))}
+    found = settle_for(3, source, from_universal_info(info), args={"make_vocab_size_divisible_by": 4})
+    assert found.layouts["word"][1].local_shapes == ((4, 4),) * 3
+
+
+def test_open_parameters_of_a_degree_are_listed_with_rules_to_paste():
+    words = r'not known \(2 parameters\): h.\{0-1\}.w: \(4, 4\) on 1 rank in the checkpoint.*"match": "h\\\\.\\\\d\+'
+    with pytest.raises(MismatchError, match=words):
+        settle_for(2, {"h.0.w": ((4, 4),), "h.1.w": ((4, 4),)})
