@@ -29,10 +29,10 @@ from deepspeed_ucp.formats.universal.manifest import read_manifest
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
-from tests.properties.faults import flip
 from tests.formats.parallel import tail_cut
 from tests.formats.test_index import count_read_bytes
 from tests.formats.test_parallel import PIPE, PLAIN
+from tests.properties.faults import flip
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
