@@ -37,6 +37,14 @@ def list_actions(name: str) -> list[argparse.Action]:
     return [each for each in find_parser(name)._actions if each.help != argparse.SUPPRESS]
 
 
+def shorten_help(name: str) -> str:
+    """Leave out lists of options in the usage, and texts that the page has once for all commands."""
+    text = SHARED.sub("", find_parser(name).format_help())
+    text = re.sub(r"(\[-[^\]]*\]\s+)+", "[OPTIONS] ", text, count=1)
+    text = re.sub(r"  (-h, --help|\w+) +(show this help|a folder \(or URL\) with) .*\n( {20,}.*\n)*", "", text)
+    return text.replace("positional arguments:\n\n", "")
+
+
 def list_flags(name: str) -> set[str]:
     return {flag for action in list_actions(name) for flag in action.option_strings}
 
@@ -46,7 +54,7 @@ def test_the_page_has_the_help_of_every_command(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "100")
     path = DOCS / "cli.md"
     page = path.read_text(encoding="utf-8")
-    sections = [f"\n## {name}\n\n```text\n{SHARED.sub('', find_parser(name).format_help())}```\n" for name in COMMANDS]
+    sections = [f"\n## {name}\n\n```text\n{shorten_help(name)}```\n" for name in COMMANDS]
     shared = SHARED.search(find_parser("diff").format_help())
     assert shared
     sections.append(f"\n## Shared options\n\n`run` has none of them.\n\n```text\n{shared[0].strip()}\n```\n")

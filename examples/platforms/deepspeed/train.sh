@@ -1,6 +1,6 @@
 #!/bin/bash
 # HOSTFILE=hosts train.sh train.py ARGS …, on the machine that launches: the deepspeed launcher, started again after a
-# failure on the hosts that answer (docs/platforms/deepspeed.md). LAUNCHER holds further options of the launcher.
+# failure on the hosts that answer (docs/platforms.md). LAUNCHER holds further options of the launcher.
 answering=$(mktemp) stopped=
 trap 'rm -f "$answering"' EXIT
 # To all of the launch: the launcher itself does not pass it to ranks of this machine.

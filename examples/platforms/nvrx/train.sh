@@ -1,5 +1,5 @@
 #!/bin/bash
-# ENDPOINT=node0:29500 train.sh train.py ARGS …, on every node: NVRx's ft_launcher (docs/platforms/nvrx.md).
+# ENDPOINT=node0:29500 train.sh train.py ARGS …, on every node: NVRx's ft_launcher (docs/platforms.md).
 exec ft_launcher \
     --nnodes="${NNODES:-1:2}" --nproc-per-node="${RANKS_PER_NODE:-8}" \
     --rdzv-backend=c10d --rdzv-endpoint="${ENDPOINT:-localhost:29500}" --rdzv-conf="${RDZV_CONF:-last_call_timeout=30}" \

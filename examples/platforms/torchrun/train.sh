@@ -1,5 +1,5 @@
 #!/bin/bash
-# RENDEZVOUS=/shared/run/rdzv NNODES=1:4 train.sh train.py ARGS …, on each node (docs/platforms/torchrun.md).
+# RENDEZVOUS=/shared/run/rdzv NNODES=1:4 train.sh train.py ARGS …, on each node (docs/platforms.md).
 export DEEPSPEED_UCP=${DEEPSPEED_UCP:-1}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else nodes that join look for the store of a lost node
 export TORCHELASTIC_ENABLE_FILE_TIMER=1      # the agent kills a rank that hangs
