@@ -42,7 +42,7 @@ def shorten_help(name: str) -> str:
     text = SHARED.sub("", find_parser(name).format_help())
     text = re.sub(r"(\[-[^\]]*\]\s+)+", "[OPTIONS] ", text, count=1)
     text = re.sub(r"  (-h, --help|\w+) +(show this help|a folder \(or URL\) with) .*\n( {20,}.*\n)*", "", text)
-    return text.replace("positional arguments:\n\n", "")
+    return text.replace("positional arguments:\n\n", "").partition("\nkeys of the JSON object:\n")[0]
 
 
 def list_flags(name: str) -> set[str]:

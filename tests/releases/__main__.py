@@ -154,27 +154,25 @@ def format_counts(counts: dict[str, int]) -> str:
 
 
 def make_table(rows: list[Row]) -> str:
-    """Make the table of all results, with failures and reasons of skipped tests below it."""
+    """Make the table of all results, with failures below it. `KNOWN` has the reasons of skipped tests."""
     results = {row.name: Result(**json.loads(row.result.read_text())) for row in rows if row.result.exists()}
     varying = [name for name in NAMED if len({each.versions[name] for each in results.values()}) > 1]
     common = {name: each.versions[name] for each in results.values() for name in NAMED if name not in varying}
-    lines = [format_row(["row", *varying, "engine matrix", "saves of the others", "day"])]
-    lines.append("|---" * (len(varying) + 4) + "|")
+    lines = [format_row(["row", *varying, "engine matrix", "saves of the others"]), "|---" * (len(varying) + 3) + "|"]
     notes: dict[str, list[str]] = {}
     for row, found in results.items():
         versions = [found.versions[name] for name in varying]
-        lines.append(format_row([row, *versions, format_counts(found.matrix), format_counts(found.loads), found.day]))
-        for reason in found.reasons:
-            notes.setdefault(reason, []).append(row)
+        lines.append(format_row([row, *versions, format_counts(found.matrix), format_counts(found.loads)]))
         for test, message in found.failed.items():
             notes.setdefault(f"failed: `{test}`: {tidy(message)}", []).append(row)
-    if common:
-        lines += ["", f"All rows have {', '.join(f'{name} {version}' for name, version in common.items())}."]
-    by_rows: dict[str, list[str]] = {}
-    for note, names in notes.items():
-        by_rows.setdefault(", ".join(names), []).append(note)
-    lines += ["", "Failures, and reasons of skipped tests:", ""]
-    return "\n".join([*lines, *(f"* {names}: {'; '.join(each)}" for names, each in by_rows.items())])
+    days = [each.day for each in results.values()]
+    fixed = [f"{name} {version}" for name, version in common.items()]
+    lines += [
+        "",
+        f"In all rows: {', '.join([*fixed, f'run from {min(days, default=None)} to {max(days, default=None)}'])}.",
+    ]
+    items = [f"* {', '.join(names)}: {note}" for note, names in notes.items()]
+    return "\n".join([*lines, "", *items]).strip()
 
 
 def format_row(cells: list[str]) -> str:
