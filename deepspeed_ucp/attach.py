@@ -124,7 +124,7 @@ def install_when_imported() -> None:
     _finder.awake = True
     if _finder not in sys.meta_path:  # never removed: another thread's import would skip a finder
         sys.meta_path.insert(0, _finder)
-    for name in dict.fromkeys(each.after for each in TABLE):
+    for name in dict.fromkeys(wrapped.after for wrapped in TABLE):
         if name not in sys.modules:
             continue
         module = importlib.import_module(name)  # waits for an import in another thread
@@ -144,9 +144,9 @@ class _Finder:
         self.awake = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not self.awake or all(name != each.after for each in TABLE):
+        if not self.awake or all(name != wrapped.after for wrapped in TABLE):
             return None
-        finders = [each.find_spec for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        finders = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (find(name, path, target) for find in finders)), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(_execute, spec.loader)  # type: ignore[method-assign]
@@ -181,11 +181,11 @@ def get_default() -> bool | Mapping[str, Any] | None:
 
 
 def _attach(module: ModuleType) -> None:
-    for each in TABLE:
-        if each.after == module.__name__:
-            kind, _, name = each.name.rpartition(".")
-            home = importlib.import_module(each.module)
-            _wrap(getattr(home, kind, None) if kind else home, name, each)
+    for wrapped in TABLE:
+        if wrapped.after == module.__name__:
+            kind, _, name = wrapped.name.rpartition(".")
+            home = importlib.import_module(wrapped.module)
+            _wrap(getattr(home, kind, None) if kind else home, name, wrapped)
     if module.__name__ == _ENGINE and not hasattr(module.DeepSpeedEngine, "ucp_report"):
         module.DeepSpeedEngine.ucp_report = None
 

@@ -53,11 +53,11 @@ def _read_number(state: Mapping[str, Any], name: str, least: int | None = None) 
     Raises:
         CheckpointError: it is missing, no integer, or below ``least``.
     """
-    found = to_integer(state.get(name))
-    if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
+    number = to_integer(state.get(name))
+    if isinstance(number, bool) or not isinstance(number, int) or (least is not None and number < least):
         expected = "an integer" if least is None else f"an integer from {least} on"
-        raise CheckpointError(f"the saved state of the data has {name} {found!r}, expected {expected}. {_RESTART}")
-    return found
+        raise CheckpointError(f"the saved state of the data has {name} {number!r}, expected {expected}. {_RESTART}")
+    return number
 
 
 def _count_samples(engine: Any) -> int:
@@ -66,13 +66,13 @@ def _count_samples(engine: Any) -> int:
     Raises:
         ConfigError: it is a fraction.
     """
-    found = to_integer(engine.global_samples)
-    if not isinstance(found, int):
+    samples = to_integer(engine.global_samples)
+    if not isinstance(samples, int):
         raise ConfigError(
-            f"engine.global_samples is {found}, but the data needs an integer. Set train_batch_size, "
+            f"engine.global_samples is {samples}, but the data needs an integer. Set train_batch_size, "
             "train_micro_batch_size_per_gpu and gradient_accumulation_steps so that the ranks can share them."
         )
-    return found
+    return samples
 
 
 class Order(ABC):
@@ -405,9 +405,9 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         order, ends = self._order_shards(epoch)
         width, count = self.total_batch // self.lanes, 0
         for ids, end in steps:
-            found = np.searchsorted(ends, ids, side="right")
-            places = ids - (ends - self.sizes[order])[found]
-            for slot, (shard, place) in enumerate(zip(order[found].tolist(), places.tolist(), strict=True)):
+            shards = np.searchsorted(ends, ids, side="right")
+            places = ids - (ends - self.sizes[order])[shards]
+            for slot, (shard, place) in enumerate(zip(order[shards].tolist(), places.tolist(), strict=True)):
                 if slot == len(ids) - 1:
                     self._start = end
                 if count // (self.batch_size or 1) % workers == at:

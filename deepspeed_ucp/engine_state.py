@@ -107,7 +107,7 @@ def find_state(engine: Any) -> EngineState:
 def list_save_folders(engine: Any) -> list[str]:
     """List the folders of an engine's saves on signals and of its automatic snapshots."""
     state = find_state(engine)
-    return [each.save_dir for each in (state.preemption, state.snapshots) if each is not None]
+    return [saver.save_dir for saver in (state.preemption, state.snapshots) if saver is not None]
 
 
 def get_config(engine: Any) -> UniversalConfig | None:
@@ -135,7 +135,7 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, An
     """
     if KEY in (client_state or {}):
         raise ConfigError(f'client_state: the key "{KEY}" is reserved for the plugin. Use another name.')
-    saved = {name: each.save() for name, each in find_state(engine).carried.items()}
+    saved = {name: part.save() for name, part in find_state(engine).carried.items()}
     return {**(client_state or {}), **({KEY: saved} if saved else {})}
 
 
@@ -158,9 +158,9 @@ def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool =
     def load() -> list[str]:
         if not isinstance(saved, Mapping):
             raise CheckpointError(f'The client state\'s "{KEY}" is a {type(saved).__name__}, expected a dict.')
-        for name, each in carried.items():
+        for name, part in carried.items():
             if name in saved:
-                each.load(saved[name])
+                part.load(saved[name])
         return [name for name in carried if name not in saved]
 
     # Every rank takes part: ranks without data, such as middle pipeline stages, may carry no state.

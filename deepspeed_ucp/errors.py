@@ -123,21 +123,21 @@ class Objections:
     """
 
     def __init__(self) -> None:
-        self.found: list[UcpError] = []
+        self.errors: list[UcpError] = []
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, UcpError):
-            self.found.append(error)
+            self.errors.append(error)
         return isinstance(error, UcpError)
 
     def settle(self) -> None:
         """Raise the collected errors as one of the first error's class, with the lines of all."""
-        if not self.found:
+        if not self.errors:
             return
-        first, *others = self.found
+        first, *others = self.errors
         if not others:
             raise first
         lines = [line for error in others for line in str(error).split("\n")]

@@ -259,8 +259,8 @@ def _load(
             return resume(engine, folder, tag, options, config, fallback, unknown=unknown)
 
         with connect() as comm:
-            found = _load_from_memory(engine, load_dir, tag, config, load, fallback, comm)
-            path, client_state = found or load(load_dir, tag, config.with_tiers(), fallback)
+            loaded = _load_from_memory(engine, load_dir, tag, config, load, fallback, comm)
+            path, client_state = loaded or load(load_dir, tag, config.with_tiers(), fallback)
         if path is not None and engine.global_rank == 0:
             seconds = time.monotonic() - begin
             logger.info("%s: loaded in %.1f s, step %d", os.path.dirname(path), seconds, engine.global_steps)
@@ -284,15 +284,17 @@ def _load_from_memory(
 
     Damage that all ranks find before the engine has changed is a warning.
     """
-    found = find_in_memory(config, load_dir, tag, comm)
-    if found is None:
+    snapshot = find_in_memory(config, load_dir, tag, comm)
+    if snapshot is None:
         return None
     if comm.rank == 0:
-        logger.info("%s: taken from memory, tag %s of step %d: %s", load_dir, found.tag, found.step, found.folder)
-    fallback, broken_before = partial(fallback, load_dir=found.folder, tag=found.tag), find_state(engine).broken
-    config = config.model_copy(update={"also": [*found.copies, *config.also]})
+        logger.info(
+            "%s: taken from memory, tag %s of step %d: %s", load_dir, snapshot.tag, snapshot.step, snapshot.folder
+        )
+    fallback, broken_before = partial(fallback, load_dir=snapshot.folder, tag=snapshot.tag), find_state(engine).broken
+    config = config.model_copy(update={"also": [*snapshot.copies, *config.also]})
     try:
-        return load(found.folder, found.tag, config, fallback)
+        return load(snapshot.folder, snapshot.tag, config, fallback)
     except CheckpointError as error:
         if find_state(engine).broken is not broken_before or (comm.size > 1 and not error.shared):
             raise

@@ -64,4 +64,4 @@ def is_first_of_node() -> bool:
 
 def find_platform(environment: Mapping[str, str]) -> Platform:
     """Return the innermost platform of a process with this environment."""
-    return next((each for each in PLATFORMS if environment.get(each.variable)), ALONE)
+    return next((platform for platform in PLATFORMS if environment.get(platform.variable)), ALONE)

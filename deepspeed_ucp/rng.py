@@ -63,7 +63,7 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
     These are the global ones of Python, numpy, torch and the accelerator, the trackers of DeepSpeed's activation
     checkpointing (one state per tensor-parallel rank), and that of an engine's curriculum sampler (drawn on rank 0).
     """
-    found = {
+    generators = {
         "python": Generator(
             lambda: pack_python(random.getstate()),
             lambda version, words, gauss: random.setstate((version, tuple(_read_words(words).tolist()), gauss)),
@@ -82,15 +82,15 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
     }
     device = get_accelerator()
     if device.device_name() != "cpu":
-        found["accelerator"] = Generator(
+        generators["accelerator"] = Generator(
             lambda: pack_torch(device.get_rng_state()),
             lambda data: device.set_rng_state(_unpack(data)),
             device.manual_seed,
         )
     sampler = find_data_sampler(engine)
     if sampler is not None:
-        found[_SAMPLER] = _draw_with(sampler.np_rng.bit_generator)
-    return found | {f"{_TRACKER}{name}": _track(name) for name in get_cuda_rng_tracker().get_states()}
+        generators[_SAMPLER] = _draw_with(sampler.np_rng.bit_generator)
+    return generators | {f"{_TRACKER}{name}": _track(name) for name in get_cuda_rng_tracker().get_states()}
 
 
 def follow(engine: Any) -> None:
@@ -125,7 +125,7 @@ def capture(engine: Any) -> dict[str, Any]:
         each); on the others, which write files of their own at ZeRO 3, the rank's states.
     """
     comm, place = connect(), find_place(engine)
-    coords, states = find_coords(place), {name: each.read() for name, each in list_generators(engine).items()}
+    coords, states = find_coords(place), {name: generator.read() for name, generator in list_generators(engine).items()}
     digests = {name: digest(state) for name, state in states.items()}
     trackers = {name: state for name, state in states.items() if name.startswith(_TRACKER) and not place.dp_rank}
     gathered = comm.gather((coords, digests, trackers))

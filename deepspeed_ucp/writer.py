@@ -34,8 +34,8 @@ def find_other_writer(engine: Any) -> str:
     It may write after the save has returned. Empty if DeepSpeed and torch write.
     """
     makers = (type(getattr(engine, "checkpoint_engine", None)), "deepspeed."), (torch.save, "torch.")
-    others = (each for each, package in makers if not f"{each.__module__}.".startswith((package, "builtins.")))
-    return next((f"{each.__module__}.{getattr(each, '__qualname__', '')}" for each in others), "")
+    others = (maker for maker, package in makers if not f"{maker.__module__}.".startswith((package, "builtins.")))
+    return next((f"{maker.__module__}.{getattr(maker, '__qualname__', '')}" for maker in others), "")
 
 
 def finish_save(engine: Any) -> None:

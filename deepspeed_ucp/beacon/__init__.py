@@ -49,13 +49,13 @@ def report_step(step: int, total: int | None = None) -> None:
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Report a phase, which may contain others: forward, backward, step, save, load or train_batch."""
-    for each, listener in _find_listeners():
-        _call(each, listener.enter, name)
+    for room, listener in _find_listeners():
+        _call(room, listener.enter, name)
     try:
         yield
     finally:
-        for each, listener in _find_listeners():
-            _call(each, listener.leave, name)
+        for room, listener in _find_listeners():
+            _call(room, listener.leave, name)
 
 
 def mute(name: str) -> None:
@@ -70,8 +70,8 @@ def mute(name: str) -> None:
 def _find_listeners() -> list[tuple[str, Listener]]:
     global _active  # noqa: PLW0603 - one for the process
     if _active is None:
-        found = {name: import_module(f".{name}", __name__).find(os.environ) for name in LISTENERS}
-        _active = {name: listener for name, listener in found.items() if listener is not None}
+        listeners = {name: import_module(f".{name}", __name__).find(os.environ) for name in LISTENERS}
+        _active = {name: listener for name, listener in listeners.items() if listener is not None}
     return list(_active.items()) if _active else []
 
 

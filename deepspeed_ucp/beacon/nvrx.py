@@ -107,7 +107,7 @@ def _is_connected(path: str) -> bool:
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # closed, or not connected
             if stat.S_ISSOCK(os.fstat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as each:
-                    if each.getpeername() == path:
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    if connection.getpeername() == path:
                         return True
     return False

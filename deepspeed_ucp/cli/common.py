@@ -46,10 +46,14 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, left: Sequence[str], command: str | None = None) -> NoReturn:
         """Exit with an error for arguments of ``command`` that no option takes."""
-        commands: Any = next((each.choices for each in self._get_positional_actions() if each.choices), {})
+        commands: Any = next((action.choices for action in self._get_positional_actions() if action.choices), {})
         parser: Parser = commands.get(command, self)
-        near = [suggest(each.partition("=")[0], parser._option_string_actions) for each in left if each[:2] == "--"]
-        parser.error(" ".join([f"unrecognized arguments: {' '.join(left)}", *(f"({each})" for each in near if each)]))
+        near = [
+            suggest(argument.partition("=")[0], parser._option_string_actions)
+            for argument in left
+            if argument[:2] == "--"
+        ]
+        parser.error(" ".join([f"unrecognized arguments: {' '.join(left)}", *(f"({hint})" for hint in near if hint)]))
 
 
 def find_width() -> int:
@@ -202,17 +206,17 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
 
     places = (path, *also)
     looks = comm.each(lambda: [look(place) for place in places])
-    found = [next((tag for tag, _ in looks if tag), "") for looks in zip(*looks, strict=True)]
-    if not any(found):
+    tags = [next((tag for tag, _ in looks if tag), "") for looks in zip(*looks, strict=True)]
+    if not any(tags):
         comm.run(lambda: refuse(looks[0][0][1]))
-    pairs = sorted(zip(places, found, strict=True), key=lambda pair: not pair[1])  # places that no rank sees come last
+    pairs = sorted(zip(places, tags, strict=True), key=lambda pair: not pair[1])  # places that no rank sees come last
     first, tag = pairs[0]
     if tag == "." and also:  # a copy under another name: further places name the tag
         name = os.path.basename(normalize(first))
         below = [os.path.join(place, name) for place in places]
-        is_known = any(comm.each(lambda: any(leads_to_folder(each) for each in below)))
-        tag = name if is_known else next((each for each in found if each not in ("", ".")), name)
-    return [place if each == "." else os.path.join(place, tag) for place, each in pairs]
+        is_known = any(comm.each(lambda: any(leads_to_folder(path) for path in below)))
+        tag = name if is_known else next((other for other in tags if other not in ("", ".")), name)
+    return [place if seen == "." else os.path.join(place, tag) for place, seen in pairs]
 
 
 def read_groups(value: str | None) -> str | list[list[str]] | None:
@@ -244,16 +248,16 @@ def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: one has no ``=``.
     """
-    found: dict[str, Any] = {}
-    for each in given:
-        key, equals, value = each.partition("=")
+    options: dict[str, Any] = {}
+    for argument in given:
+        key, equals, value = argument.partition("=")
         if not key or not equals:
             raise ConfigError("--storage-option: use KEY=VALUE, such as anon=true.")
         try:
-            found[key] = json.loads(value)
+            options[key] = json.loads(value)
         except json.JSONDecodeError:
-            found[key] = value
-    return found
+            options[key] = value
+    return options
 
 
 def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:

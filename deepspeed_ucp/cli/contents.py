@@ -85,7 +85,9 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
     rows, files = list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)
     findings = [*_find_limits(index, rows, settled, rules), *list_findings(report)]
-    topology = {each.name: getattr(run.topology, each.name) for each in fields(run.topology) if each.name != "flats"}
+    topology = {
+        field.name: getattr(run.topology, field.name) for field in fields(run.topology) if field.name != "flats"
+    }
     optimizer, _, parameters = topology.pop("offload").partition("/")
     return {
         "folder": report.folder,

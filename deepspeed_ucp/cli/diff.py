@@ -79,9 +79,9 @@ def run(options: argparse.Namespace) -> int:
     with join_launch() as comm:
         rules = comm.run(lambda: read_rules(options))
         left, right = (open_index(options, find_folders(*side, comm), comm) for side in _list_sides(options))
-        found = diff_checkpoints(left, right, comm, how, rules=rules)
-    emit(options, to_data(found, options.a, options.b), to_text(found, everything=options.all))
-    return OK if found.equal else FAULT
+        difference = diff_checkpoints(left, right, comm, how, rules=rules)
+    emit(options, to_data(difference, options.a, options.b), to_text(difference, everything=options.all))
+    return OK if difference.equal else FAULT
 
 
 def _compare_settings(options: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def _compare_settings(options: argparse.Namespace) -> int:
     (left, mine), (right, theirs) = (_open_settings(options, *side) for side in _list_sides(options))
     values, notes = compare_configs(mine, theirs)
     if left and right:
-        values += [each for each in compare_values(left, right, {}, lambda name: True) if each.section != "scalar"]
+        values += [value for value in compare_values(left, right, {}, lambda name: True) if value.section != "scalar"]
     elif left:
         values += compare_hyper(left, theirs, is_left=True)
     elif right:
@@ -124,27 +124,27 @@ def _open_settings(
     return index, read_saved_config(index)
 
 
-def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
+def to_data(difference: Difference, a: str, b: str) -> dict[str, Any]:
     """Convert a difference to data for ``--json``."""
     return {
         "a": a,
         "b": b,
-        "equal": found.equal,
-        "tolerance": found.tolerance,
-        "tensors_compared": found.compared,
-        "elements_compared": found.numel,
-        "tensors_of_two_dtypes": found.converted,
-        "tensors": [_describe_atom(atom) for atom in found.atoms],
-        "values": _list_values(found.values),
-        "notes": found.notes,
-        "unused_rules": found.unused,
+        "equal": difference.equal,
+        "tolerance": difference.tolerance,
+        "tensors_compared": difference.compared,
+        "elements_compared": difference.numel,
+        "tensors_of_two_dtypes": difference.converted,
+        "tensors": [_describe_atom(atom) for atom in difference.atoms],
+        "values": _list_values(difference.values),
+        "notes": difference.notes,
+        "unused_rules": difference.unused,
     }
 
 
 def _list_values(values: Iterable[ValueDifference]) -> list[dict[str, Any]]:
     return [
-        {"section": each.section, "key": each.key, "a": each.left, "b": each.right, "parameters": each.names}
-        for each in values
+        {"section": value.section, "key": value.key, "a": value.left, "b": value.right, "parameters": value.names}
+        for value in values
     ]
 
 
@@ -160,21 +160,21 @@ def _describe_atom(atom: AtomDifference) -> dict[str, Any]:
     return data
 
 
-def to_text(found: Difference, *, everything: bool = False) -> list[str]:
+def to_text(difference: Difference, *, everything: bool = False) -> list[str]:
     """Write a difference; the first line is the verdict."""
     lines = [
-        _conclude(found),
-        *(f"note: {note}" for note in found.notes),
-        *(f"unused: {rule}" for rule in found.unused),
+        _conclude(difference),
+        *(f"note: {note}" for note in difference.notes),
+        *(f"unused: {rule}" for rule in difference.unused),
     ]
-    groups = [[atom] for atom in found.atoms] if everything else fold(found.atoms)
+    groups = [[atom] for atom in difference.atoms] if everything else fold(difference.atoms)
     shown = groups if everything else groups[:ROWS]
     if shown:
         header = ("tensor", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
         lines += format_table([_make_row(atoms) for atoms in shown], header, right=(3, 5, 6))
     if len(shown) < len(groups):
         lines.append(f"… {len(groups) - len(shown)} more lines; --all shows all, --json too")
-    return [*lines, *map(_describe_value, found.values)]
+    return [*lines, *map(_describe_value, difference.values)]
 
 
 def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
@@ -205,19 +205,19 @@ def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
     return (name, worst.state, difference, " of ".join(counts), place, *sizes)
 
 
-def _describe_value(each: ValueDifference) -> str:
-    more = f" and {len(each.names) - 1} more" if len(each.names) > 1 else ""
-    where = f" ({each.names[0]}{more})" if each.names else ""
-    return f"{each.section} {each.key}: {each.left} ≠ {each.right}{where}"
+def _describe_value(value: ValueDifference) -> str:
+    more = f" and {len(value.names) - 1} more" if len(value.names) > 1 else ""
+    where = f" ({value.names[0]}{more})" if value.names else ""
+    return f"{value.section} {value.key}: {value.left} ≠ {value.right}{where}"
 
 
-def _conclude(found: Difference) -> str:
-    compared = f"{pluralize(found.compared, 'tensor')} ({format_count(found.numel)} elements) compared"
-    if found.converted:
-        compared += f", {found.converted} of two dtypes by value"
-    if not found.atoms and not found.values:
+def _conclude(difference: Difference) -> str:
+    compared = f"{pluralize(difference.compared, 'tensor')} ({format_count(difference.numel)} elements) compared"
+    if difference.converted:
+        compared += f", {difference.converted} of two dtypes by value"
+    if not difference.atoms and not difference.values:
         return f"equal: {compared}"
-    counts = (len(found.atoms), "tensor"), (len(found.values), "other value")
+    counts = (len(difference.atoms), "tensor"), (len(difference.values), "other value")
     parts = [f"{pluralize(number, noun)} differ{'s' * (number == 1)}" for number, noun in counts if number]
-    verdict = f"equal within {found.tolerance:g}" if found.equal else "different"
+    verdict = f"equal within {difference.tolerance:g}" if difference.equal else "different"
     return f"{verdict}: {', '.join(parts)}; {compared}"

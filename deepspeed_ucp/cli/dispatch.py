@@ -48,7 +48,7 @@ def build_parser(names: Sequence[str] = COMMANDS) -> Parser:
     for title, members in GROUPS.items():
         for name in (name for name in members if name in names):
             load_command(name).add_parser(commands)
-        lines += ["", f"{title}:", *(f"  {each.dest:9}{each.help}" for each in commands._choices_actions)]
+        lines += ["", f"{title}:", *(f"  {action.dest:9}{action.help}" for action in commands._choices_actions)]
         commands._choices_actions.clear()
     parser.description = "\n".join(lines)
     return parser

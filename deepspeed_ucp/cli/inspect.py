@@ -91,7 +91,7 @@ def pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: 
     if name in rows:
         return rows[name]
     try:
-        matches = [each for each in rows if re.search(wanted, each)]
+        matches = [row for row in rows if re.search(wanted, row)]
     except re.error as error:
         raise ConfigError(f"--param: {wanted!r} is neither a parameter nor a regular expression ({error}).") from None
     if len(matches) != 1:
@@ -111,7 +111,7 @@ def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
         report.require()
     error = make_error(report.findings)
     files = [{"name": name, "size": size} for name, size in sorted(report.files.sizes.items()) if size >= 0]
-    texts = (each.text.removeprefix(f"{report.folder}{os.sep}") for each in fold_findings(faults))
+    texts = (finding.text.removeprefix(f"{report.folder}{os.sep}") for finding in fold_findings(faults))
     lines = [f"{report.folder}: does not open, {pluralize(len(faults), 'fault')}", *dict.fromkeys(texts)]
     facts = {"folder": report.folder, "error": str(error), "kind": type(error).__name__}
     emit(options, {**facts, "files": files, "findings": report.findings}, lines)

@@ -62,26 +62,26 @@ def run(options: argparse.Namespace) -> int:
 
     folder = options.folder.rstrip("/") or options.folder
     if is_root(folder):
-        named, found = {}, _list_in_memory(folder, None)
-        if not found:
+        named, rows = {}, _list_in_memory(folder, None)
+        if not rows:
             raise CheckpointError("no saves are in this folder of memory.", path=folder)
         resumed = "each folder's own resume is marked"
     else:
-        found = _list_in_memory(options.memory, folder)
-        stored = _list_stored(folder, required=not found)
+        rows = _list_in_memory(options.memory, folder)
+        stored = _list_stored(folder, required=not rows)
         named = {name: _read_name(folder, name) for name in (LATEST, UNIVERSAL)}
-        resumed = _mark_resumed(folder, found, stored)
-        found += stored
-    found.sort(key=lambda each: each.pop("age"), reverse=True)
-    for each in found:
-        each["named_by"] = [name for name, tag in named.items() if (each["place"], each["tag"]) == (STORAGE, tag)]
-    emit(options, {"folder": folder, **named, "checkpoints": found}, _write(found, resumed))
-    return OK if all(map(_is_usable, found)) else FAULT
+        resumed = _mark_resumed(folder, rows, stored)
+        rows += stored
+    rows.sort(key=lambda row: row.pop("age"), reverse=True)
+    for row in rows:
+        row["named_by"] = [name for name, tag in named.items() if (row["place"], row["tag"]) == (STORAGE, tag)]
+    emit(options, {"folder": folder, **named, "checkpoints": rows}, _write(rows, resumed))
+    return OK if all(map(_is_usable, rows)) else FAULT
 
 
-def _is_usable(each: Mapping[str, Any]) -> bool:
+def _is_usable(row: Mapping[str, Any]) -> bool:
     """Return True unless the checkpoint is known to lack weights."""
-    return each["whole"] is not False or each["weights_only"]
+    return row["whole"] is not False or row["weights_only"]
 
 
 def _list_stored(folder: str, *, required: bool) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def _describe_in_memory(save: HeldSave, folder: str | None) -> dict[str, Any] | 
 
     first, *others = save.parts
     try:
-        report = look_at_tag(first.folder, first.tag, [os.path.join(each.folder, each.tag) for each in others])
+        report = look_at_tag(first.folder, first.tag, [os.path.join(other.folder, other.tag) for other in others])
     except (UcpError, OSError):
         if first.is_recorded():
             raise
@@ -152,15 +152,15 @@ def _mark_resumed(folder: str, in_memory: Sequence[dict[str, Any]], stored: Sequ
     from ..comm import Comm
     from ..load.tags import find_tag
 
-    for each in in_memory:
-        each["resume"] &= each["tag"] in (".", each["memory"]["tag"])  # not one of a subfolder
-    taken = next((each for each in in_memory if each["resume"]), None)
+    for row in in_memory:
+        row["resume"] &= row["tag"] in (".", row["memory"]["tag"])  # not one of a subfolder
+    taken = next((row for row in in_memory if row["resume"]), None)
     if taken is None:
         try:
             tag = find_tag(folder, None, Comm())
         except CheckpointError as error:
             return f"a resume fails: {error}"
-        tags = {each["tag"]: each for each in stored}
+        tags = {row["tag"]: row for row in stored}
         taken = None if tag is None else tags.get(os.path.normpath(tag), tags.get("."))
         if taken is None:
             return "no checkpoint is named: a resume needs the folder of one"
@@ -201,33 +201,33 @@ def _describe(save: TagReport) -> dict[str, Any]:
     }
 
 
-def _write(found: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
-    broken = sum(not _is_usable(each) for each in found)
-    verdict = f"{pluralize(len(found), 'checkpoint')}, {f'{broken} not complete' if broken else 'all complete'}"
-    rows = [
+def _write(rows: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
+    broken = sum(not _is_usable(row) for row in rows)
+    verdict = f"{pluralize(len(rows), 'checkpoint')}, {f'{broken} not complete' if broken else 'all complete'}"
+    cells = [
         [
-            *(each["tag"], "?" if each["step"] is None else each["step"]),
+            *(row["tag"], "?" if row["step"] is None else row["step"]),
             *(
-                "weights" if each["weights_only"] and each["whole"] is not None else _WHOLE[each["whole"]],
-                "yes" if each["sealed"] else "no",
+                "weights" if row["weights_only"] and row["whole"] is not None else _WHOLE[row["whole"]],
+                "yes" if row["sealed"] else "no",
             ),
-            *(format_bytes(each["bytes"]), (each["written"] or "?")[:16].replace("T", " "), each["topology"] or "?"),
-            *(each["place"], ", ".join([*each["named_by"], *(["resume"] if each["resume"] else [])])),
+            *(format_bytes(row["bytes"]), (row["written"] or "?")[:16].replace("T", " "), row["topology"] or "?"),
+            *(row["place"], ", ".join([*row["named_by"], *(["resume"] if row["resume"] else [])])),
         ]
-        for each in found
+        for row in rows
     ]
     header = ["tag", "step", "complete", "sealed", "size", "written", "topology", "place", ""]
-    lines = [f"{verdict}; {resumed}", "", *format_table(rows, header, right=(1, 4))]
-    faults = [(each["tag"], *each["fault"].split("\n")) for each in found if each["fault"]]
+    lines = [f"{verdict}; {resumed}", "", *format_table(cells, header, right=(1, 4))]
+    faults = [(row["tag"], *row["fault"].split("\n")) for row in rows if row["fault"]]
     notes = [f"{tag}: {first}{f' (and {len(more)} more)' if more else ''}" for tag, first, *more in faults]
-    notes += [f"{each['tag']}: {_write_memory(each)}" for each in found if each["memory"]]
+    notes += [f"{row['tag']}: {_write_memory(row)}" for row in rows if row["memory"]]
     return [*lines, *([""] if notes else []), *notes]
 
 
-def _write_memory(each: Mapping[str, Any]) -> str:
+def _write_memory(row: Mapping[str, Any]) -> str:
     """Folder, host, nodes and pending destinations of a save in memory."""
-    memory = each["memory"]
-    text = f"in {each['folder']} on {memory['host']}, for {memory['save_dir']}"
+    memory = row["memory"]
+    text = f"in {row['folder']} on {memory['host']}, for {memory['save_dir']}"
     if memory["nodes"] > 1:
         numbers = ", ".join(map(str, memory["parts"]))
         text += f"; files of node {numbers} of {memory['nodes']} (0 to {memory['nodes'] - 1})"

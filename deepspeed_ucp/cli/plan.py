@@ -108,30 +108,30 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
 
     index = open_index(options, find_folders(options.checkpoint, options.also, Comm()), Comm())
     degrees = parse_degrees(options.target, index.run.topology, world=options.ranks)
-    found = check_resume(index, degrees, read_rules(options), train_batch=options.train_batch_size)
-    data = {"possible": not found.obstacles, "source": index.run.written, "target": degrees.describe()}
-    data |= {**asdict(found), "read_per_rank": -(-found.read // degrees.world)}
-    lines = [f"possible: {found.loader} loads it on {pluralize(degrees.world, 'rank')}", ""]
-    if found.obstacles:
-        lines = ["not possible", *(f"  - {text}" for text in found.obstacles), ""]
-    lines += format_table([("from", index.run.written), ("to", degrees.describe()), *_list_facts(found)])
+    check = check_resume(index, degrees, read_rules(options), train_batch=options.train_batch_size)
+    data = {"possible": not check.obstacles, "source": index.run.written, "target": degrees.describe()}
+    data |= {**asdict(check), "read_per_rank": -(-check.read // degrees.world)}
+    lines = [f"possible: {check.loader} loads it on {pluralize(degrees.world, 'rank')}", ""]
+    if check.obstacles:
+        lines = ["not possible", *(f"  - {text}" for text in check.obstacles), ""]
+    lines += format_table([("from", index.run.written), ("to", degrees.describe()), *_list_facts(check)])
     return _add_times(options, data, lines, degrees, *count_state(index, degrees))
 
 
-def _list_facts(found: ResumeCheck) -> Iterator[tuple[str, str]]:
+def _list_facts(check: ResumeCheck) -> Iterator[tuple[str, str]]:
     from ..model.topology import list_untold
 
-    if more := list_untold(found.differences):
+    if more := list_untold(check.differences):
         yield "differs", "; ".join(more)
-    if found.obstacles:
+    if check.obstacles:
         return
-    if train := found.batch["train"]:
-        ranks = pluralize(found.degrees.dp, "data-parallel rank")
-        yield "batch", f"train_batch_size {train} on {ranks}: {found.batch['change'] or 'fits'}"
-    yield "checkpoint", f"{format_both(found.checkpoint)} in {pluralize(found.files, 'file')}"
-    if found.read:
-        each = format_bytes(found.read / found.degrees.world)
-        yield "reads", f"{format_both(found.read)}, each byte once; {each} per rank on average"
+    if train := check.batch["train"]:
+        ranks = pluralize(check.degrees.dp, "data-parallel rank")
+        yield "batch", f"train_batch_size {train} on {ranks}: {check.batch['change'] or 'fits'}"
+    yield "checkpoint", f"{format_both(check.checkpoint)} in {pluralize(check.files, 'file')}"
+    if check.read:
+        per_rank = format_bytes(check.read / check.degrees.world)
+        yield "reads", f"{format_both(check.read)}, each byte once; {per_rank} per rank on average"
 
 
 def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -189,15 +189,19 @@ def _plan_saves(
     size = measure_save(states, weights, degrees, per_node)
     network = network and network * per_node
     speeds = SaveSpeeds(MEMORY, options.write_gbs, options.read_gbs, network, options.stall, options.restart)
-    found = [(way, choose_interval(way, options.mtbf)) for way in list_ways(size, speeds)]
-    data = {"mtbf": options.mtbf, "size": size, "ways": [{**asdict(way), "interval": each} for way, each in found]}
+    ways = [(way, choose_interval(way, options.mtbf)) for way in list_ways(size, speeds)]
+    data = {
+        "mtbf": options.mtbf,
+        "size": size,
+        "ways": [{**asdict(way), "interval": interval} for way, interval in ways],
+    }
     rows = [
         (
             *(way.saves, way.leaves),
-            *(format_duration(time) for time in (each.seconds, way.stall, way.safe, each.lost)),
-            f"{each.trains:.2%}",
+            *(format_duration(time) for time in (interval.seconds, way.stall, way.safe, interval.lost)),
+            f"{interval.trains:.2%}",
         )
-        for way, each in found
+        for way, interval in ways
     ]
     header = ("saves", "a failure leaves", "interval", "stall", "safe after", "a failure costs", "trains")
     text = f"a failure every {format_duration(options.mtbf)}; {pluralize(size.nodes, 'node')} of {per_node} ranks"

@@ -98,16 +98,16 @@ def to_json(data: Any) -> str:
     """Serialize to strict JSON: NaN and infinities become the strings ``nan``, ``inf``, ``-inf``."""
     is_ascii = not codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
     text = hide_secrets(json.dumps(_to_plain(data), indent=2, ensure_ascii=is_ascii, allow_nan=False))
-    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
+    return re.sub(r"[^\n -~]", lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text)
 
 
 def _to_plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _to_plain(getattr(value, each.name)) for each in fields(value)}
+        return {field.name: _to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(each) for key, each in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_plain(each) for each in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(_to_plain, value), key=str)
     if isinstance(value, float):

@@ -97,12 +97,12 @@ def _read_object(text: str) -> dict[str, Any]:
         if not is_text:
             with open(text, encoding="utf-8") as file:
                 text = file.read()
-        found = json.loads(text)
+        parsed = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config: a JSON object or a file with one is needed: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ConfigError('--config: a JSON object is needed, such as {"fallback": true}.')
-    return found
+    return parsed
 
 
 def run_script(

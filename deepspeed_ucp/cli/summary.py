@@ -34,7 +34,7 @@ def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) 
     if ties:
         lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in ties)]
     if findings:
-        lines += ["", "findings", *(line for each in findings for line in _write_finding(each))]
+        lines += ["", "findings", *(line for finding in findings for line in _write_finding(finding))]
     return lines
 
 
@@ -108,22 +108,25 @@ def _write_parameters(rows: Sequence[Parameter], *, unfold: bool) -> list[str]:
 
 
 def _make_line(name: str, group: Sequence[Parameter]) -> list[str]:
-    pieces = [max(each.fragments.values(), default=0) for each in group]
-    files = [len(each.files) for each in group]
-    counts = (str(min(each)) if min(each) == max(each) else f"{min(each)}-{max(each)}" for each in (pieces, files))
-    label, size = str(ParamKey(name, group[0].instance)), format_bytes(sum(each.nbytes for each in group))
+    pieces = [max(storage.fragments.values(), default=0) for storage in group]
+    files = [len(storage.files) for storage in group]
+    counts = (
+        str(min(numbers)) if min(numbers) == max(numbers) else f"{min(numbers)}-{max(numbers)}"
+        for numbers in (pieces, files)
+    )
+    label, size = str(ParamKey(name, group[0].instance)), format_bytes(sum(storage.nbytes for storage in group))
     return [label, *_describe_form(group[0]), *counts, size]
 
 
 def _describe_form(row: Parameter) -> tuple[str, ...]:
     """Shape, dtype, states, pattern and its source."""
     shapes = dict.fromkeys(row.shards) if row.shape is None else (row.shape,)
-    shape = " | ".join(str(list(each)) for each in shapes)
+    shape = " | ".join(str(list(shape)) for shape in shapes)
     dtype = f"{row.dtype} + {row.copy}" if row.copy and row.copy != row.dtype else row.dtype
     states = " ".join(state for state in row.states if state not in ("fp32", "module"))
     shown = row.kind if row.kind != TRAINED else states or "no states yet"
     kind, *fields = (row.pattern or "?").split(" ")
-    pattern = " ".join((kind, *(each for each in fields if each.split("=")[0] in _SHOWN)))
+    pattern = " ".join((kind, *(field for field in fields if field.split("=")[0] in _SHOWN)))
     return shape, dtype, shown, pattern, "" if row.pattern == "unique" else row.origin
 
 

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
             folder, *also = find_folders(options.checkpoint, options.also, comm)
         except CheckpointError as error:
             return _report_dangling(options, error)
-        found = verify_checkpoint(
+        verification = verify_checkpoint(
             folder,
             comm,
             how,
@@ -79,12 +79,12 @@ def run(options: argparse.Namespace) -> int:
             groups=read_groups(options.groups),
             against=options.against,
         )
-        if options.seal and found.whole:
+        if options.seal and verification.whole:
             seal_folder(folder, comm)
             if not options.quiet and not comm.rank:
                 print_message(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
-    emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
-    return OK if found.whole else FAULT
+    emit(options, to_data(verification), to_text(verification, headers_only=options.headers_only))
+    return OK if verification.whole else FAULT
 
 
 def _report_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
@@ -100,67 +100,70 @@ def _report_dangling(options: argparse.Namespace, error: CheckpointError) -> int
     for latest in ("latest", "latest_universal"):
         if exists(os.path.join(options.checkpoint, latest)):
             fault = Finding("latest", latest, str(error))
-            found = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (fault,))
-            emit(options, to_data(found), [f"{options.checkpoint}: 1 fault", _word(fault)])
+            verification = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (fault,))
+            emit(options, to_data(verification), [f"{options.checkpoint}: 1 fault", _word(fault)])
             return FAULT
     raise error
 
 
-def to_data(found: Verification) -> dict[str, Any]:
+def to_data(verification: Verification) -> dict[str, Any]:
     """Convert a verification to data for ``--json``."""
-    files = [{"name": f.name, "bytes": f.nbytes, "records": f.records, "unchecked": f.unchecked} for f in found.files]
+    files = [
+        {"name": f.name, "bytes": f.nbytes, "records": f.records, "unchecked": f.unchecked} for f in verification.files
+    ]
     faults = [
-        {"kind": f.kind, "file": f.file, "text": f.text, "warning": f.warning, "tensors": f.names} for f in found.faults
+        {"kind": f.kind, "file": f.file, "text": f.text, "warning": f.warning, "tensors": f.names}
+        for f in verification.faults
     ]
     return {
-        "folder": found.folder,
-        "kind": found.kind,
-        "topology": found.topology,
-        "whole": found.whole,
+        "folder": verification.folder,
+        "kind": verification.kind,
+        "topology": verification.topology,
+        "whole": verification.whole,
         "files": files,
-        "others": found.others,
-        "bytes": found.nbytes,
-        "read": found.read,
-        "unchecked": found.unchecked,
-        "seconds": found.seconds,
-        "rate": found.read / found.seconds if found.seconds else 0.0,
+        "others": verification.others,
+        "bytes": verification.nbytes,
+        "read": verification.read,
+        "unchecked": verification.unchecked,
+        "seconds": verification.seconds,
+        "rate": verification.read / verification.seconds if verification.seconds else 0.0,
         "faults": faults,
-        "fingerprint": found.fingerprint,
+        "fingerprint": verification.fingerprint,
     }
 
 
-def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
+def to_text(verification: Verification, *, headers_only: bool = False) -> list[str]:
     """Write a verification; the first line is the verdict."""
     from ..formats.findings import fold_findings
 
-    records = sum(file.records for file in found.files)
-    rate = format_bytes(found.read / max(found.seconds, 1e-9))
-    read = f"{format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
+    records = sum(file.records for file in verification.files)
+    rate = format_bytes(verification.read / max(verification.seconds, 1e-9))
+    read = f"{format_bytes(verification.read)} read in {format_duration(verification.seconds)} ({rate}/s)"
     lines = [
-        f"{found.folder}: {_conclude(found, headers_only=headers_only)}",
-        f"{found.kind} checkpoint{f', {found.topology}' if found.topology else ''}",
-        f"{pluralize(len(found.files), 'file')}, {pluralize(records, 'record')}, {format_bytes(found.nbytes)}; "
-        + ("only headers were read" if headers_only else read),
+        f"{verification.folder}: {_conclude(verification, headers_only=headers_only)}",
+        f"{verification.kind} checkpoint{f', {verification.topology}' if verification.topology else ''}",
+        f"{pluralize(len(verification.files), 'file')}, {pluralize(records, 'record')}, "
+        f"{format_bytes(verification.nbytes)}; {'only headers were read' if headers_only else read}",
     ]
-    if found.fingerprint.get("digest"):
-        lines.append(f"source: {found.fingerprint['digest']}")
-    if found.others:
-        lines.append(f"{pluralize(len(found.others), 'other file')} not looked into")
-    return [*lines, *map(_word, fold_findings(found.faults))]
+    if verification.fingerprint.get("digest"):
+        lines.append(f"source: {verification.fingerprint['digest']}")
+    if verification.others:
+        lines.append(f"{pluralize(len(verification.others), 'other file')} not looked into")
+    return [*lines, *map(_word, fold_findings(verification.faults))]
 
 
-def _conclude(found: Verification, *, headers_only: bool) -> str:
+def _conclude(verification: Verification, *, headers_only: bool) -> str:
     """Write the verdict: the number of faults, or the extent to which checksums were compared."""
-    warnings = sum(fault.warning for fault in found.faults)
+    warnings = sum(fault.warning for fault in verification.faults)
     more = f" ({pluralize(warnings, 'warning')})" if warnings else ""
-    if not found.whole:
-        return pluralize(len(found.faults) - warnings, "fault") + more
+    if not verification.whole:
+        return pluralize(len(verification.faults) - warnings, "fault") + more
     if headers_only:
         return f"complete by names, sizes and headers; checksums were not compared{more}"
-    if not any(file.checked for file in found.files):
+    if not any(file.checked for file in verification.files):
         return f"complete by names and sizes; no checksums to compare{more}"
-    if found.unchecked:
-        return f"complete; {format_bytes(found.unchecked)} have no checksums to compare, the rest matches{more}"
+    if verification.unchecked:
+        return f"complete; {format_bytes(verification.unchecked)} have no checksums to compare, the rest matches{more}"
     return f"complete, all checksums match{more}"
 
 

@@ -273,7 +273,7 @@ def _convert(work: _Conversion) -> None:
     comm, report = work.comm, work.report
     checks = Checks()
     fresh = _write(work, checks)
-    written = sorted(each for part in comm.gather(fresh) for each in part)
+    written = sorted(item for part in comm.gather(fresh) for item in part)
     nbytes = checks.nbytes
     with report.phase("verify"):
         if work.options.verify:
@@ -333,14 +333,14 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
     done: list[Written] = []
     finisher = _Finisher(work)
 
-    def consume(batch: Batch, sides: Sequence[list[Item]], found: list[Checked], scratch: Scratch) -> None:
+    def consume(batch: Batch, sides: Sequence[list[Item]], checked: list[Checked], scratch: Scratch) -> None:
         written = []
-        for each, item in zip(batch.ranges, sides[0], strict=True):
+        for span, item in zip(batch.ranges, sides[0], strict=True):
             crc = crc32(item.into)
-            files[each.output].write(staging.folder, each.start, item.into, crc)
-            written.append(Written(each, crc))
+            files[span.output].write(staging.folder, span.start, item.into, crc)
+            written.append(Written(span, crc))
         done.extend(written)
-        checks.add(found)
+        checks.add(checked)
         finisher.take(written)
 
     def is_halted() -> bool:
@@ -366,8 +366,8 @@ class _Finisher:
     def take(self, written: Iterable[Written]) -> None:
         """Note ranges that were written; thread-safe."""
         if self._work.staging.is_remote:
-            for each in written:
-                self._add(each.range.output, each)
+            for item in written:
+                self._add(item.range.output, item)
 
     def _add(self, number: int, written: Written) -> None:
         file = self._work.files[number]
@@ -408,7 +408,7 @@ def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int
     """Write frames of files with several ranges, and this rank's small files; return each file's CRC32."""
     comm, folder = work.comm, work.staging.folder
     crcs = join_ranges(written, work.files)
-    split = {each.range.output for each in written if each.range.numel < work.files[each.range.output].atom.numel}
+    split = {item.range.output for item in written if item.range.numel < work.files[item.range.output].atom.numel}
     for number in () if work.staging.is_remote else sorted(split)[comm.rank :: comm.size]:
         work.files[number].close(folder, crcs[number])
     for path in sorted(work.steps)[comm.rank :: comm.size]:
@@ -465,13 +465,13 @@ def join_ranges(
         CheckpointError: ranges are missing.
     """
     sums: dict[int, tuple[int, int]] = {}
-    for each in sorted(written):
-        end, crc = sums.get(each.range.output, (0, 0))
-        nbytes = each.range.numel * files[each.range.output].atom.itemsize
-        joined = combine_crc32(crc, each.crc, nbytes) if end else each.crc
-        sums[each.range.output] = (end + each.range.numel if each.range.start == end else -1, joined)
+    for item in sorted(written):
+        end, crc = sums.get(item.range.output, (0, 0))
+        nbytes = item.range.numel * files[item.range.output].atom.itemsize
+        joined = combine_crc32(crc, item.crc, nbytes) if end else item.crc
+        sums[item.range.output] = (end + item.range.numel if item.range.start == end else -1, joined)
     wanted = range(len(files)) if numbers is None else numbers
-    lacking = [files[each].path for each in wanted if sums.get(each, (-1, 0))[0] != files[each].atom.numel]
+    lacking = [files[output].path for output in wanted if sums.get(output, (-1, 0))[0] != files[output].atom.numel]
     if lacking:
         raise CheckpointError(f"not written as a whole: {shorten(lacking)}.")
     return {number: crc for number, (_, crc) in sums.items()}

@@ -166,7 +166,7 @@ def _can_be_a_name(name: str) -> bool:
 def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
     """Relative path → content of every parameter's ``step.pt``, and the CRC32 of its zip directory."""
     made: dict[tuple[type, object], tuple[bytes, int]] = {}
-    found = {}
+    steps = {}
     for param, scalars in sorted(index.run.scalars.items()):
         if STEP not in scalars:
             continue
@@ -174,5 +174,5 @@ def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
         kind = type(step), step
         if kind not in made:
             made[kind] = dump_value(step, index.run.scalar_dtypes.get(STEP))
-        found[place_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
-    return found
+        steps[place_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
+    return steps

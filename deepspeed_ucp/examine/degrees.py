@@ -82,7 +82,7 @@ def parse_degrees(text: str, source: Topology, *, world: int | None = None) -> D
         ConfigError: unknown key, invalid value, or degrees that do not multiply to ``world``.
     """
     given: dict[str, str] = {}
-    for item in (each.strip() for each in text.split(",") if each.strip()):
+    for item in (part.strip() for part in text.split(",") if part.strip()):
         key, _, value = (part.strip() for part in item.partition("="))
         if not value or key in given or key not in _KEYS:
             listed = f"It is a list such as dp=3,tp=2,pp=1,zero=3; keys: {', '.join(_KEYS)}, each once."
@@ -96,15 +96,15 @@ def parse_degrees(text: str, source: Topology, *, world: int | None = None) -> D
     numbers = {key: _parse_number(key, value) for key, value in given.items()}
     zero, dp = numbers.pop("zero", source.zero_stage), numbers.pop("dp", None)
     wrapper = _choose_wrapper(zero, precision, numbers.get("pp", 1), source)
-    found = Degrees(**numbers, zero=zero, wrapper=wrapper, precision=precision)
+    degrees = Degrees(**numbers, zero=zero, wrapper=wrapper, precision=precision)
     if dp is None and world is None:
         raise ConfigError("--target: dp is missing. Add it, or give the number of ranks with --ranks.")
-    if world is not None and (world % found.world or dp not in (None, world // found.world)):
+    if world is not None and (world % degrees.world or dp not in (None, world // degrees.world)):
         raise ConfigError(f"--ranks {world} is not the product of the degrees in --target {text!r}.")
-    found = replace(found, dp=dp or (world or 0) // found.world)
-    if found.world > MOST_RANKS:
-        raise ConfigError(f"--target: at most {MOST_RANKS:,} ranks can be planned, found {found.world:,}.")
-    return found
+    degrees = replace(degrees, dp=dp or (world or 0) // degrees.world)
+    if degrees.world > MOST_RANKS:
+        raise ConfigError(f"--target: at most {MOST_RANKS:,} ranks can be planned, found {degrees.world:,}.")
+    return degrees
 
 
 def _parse_number(key: str, value: str) -> int:

@@ -51,7 +51,7 @@ class Tally:
 
     def join(self, other: Tally) -> Tally:
         """Add two results."""
-        places = [each.first for each in (self, other) if each.differing]
+        places = [tally.first for tally in (self, other) if tally.differing]
         return Tally(
             self.numel + other.numel,
             self.differing + other.differing,
@@ -205,19 +205,19 @@ def _compare_share(
     threads, most = options.divide(left.run.state_file)
     outputs = [Output(pair.numel, max(pair.left.itemsize, pair.right.itemsize), pair.left.place) for pair in pairs]
     batches = cut_batches(outputs, most)[comm.rank :: comm.size]
-    found: list[tuple[int, tuple[Tally, Tally]]] = []
+    tallies: list[tuple[int, tuple[Tally, Tally]]] = []
 
     def consume(batch: Batch, sides: Sequence[list[Item]], checks: list[Checked], scratch: Scratch) -> None:
-        for each, mine, theirs in zip(batch.ranges, *sides, strict=True):
-            found.append((each.output, _tally(pairs[each.output], mine, theirs)))
+        for span, mine, theirs in zip(batch.ranges, *sides, strict=True):
+            tallies.append((span.output, _tally(pairs[span.output], mine, theirs)))
 
     with AtomReader(left, checksum=False) as first, AtomReader(right, checksum=False) as second:
         sources = [(first, [pair.left for pair in pairs]), (second, [pair.right for pair in pairs])]
-        ranges = [each for batch in batches for each in batch.ranges]
-        total = sum(each.numel * atoms[each.output].itemsize for _, atoms in sources for each in ranges)
+        ranges = [span for batch in batches for span in batch.ranges]
+        total = sum(span.numel * atoms[span.output].itemsize for _, atoms in sources for span in ranges)
         with options.bar(total) as progress:
             stream(sources, batches, consume, threads=threads, progress=progress)
-    return _join(found)
+    return _join(tallies)
 
 
 def _join(parts: Iterable[tuple[int, tuple[Tally, Tally]]]) -> Tallies:
@@ -243,13 +243,13 @@ def _compare_rest(
     if left.is_weights_alone != right.is_weights_alone:
         notes.append("weights alone are compared, since one side has nothing else")
     if not weights and not options.only and not options.states:
-        found, more = compare_runs(left, right)
-        values, notes = values + found, notes + more
+        differences, more = compare_runs(left, right)
+        values, notes = values + differences, notes + more
     if bool(left.run.format) != bool(right.run.format):
-        lacking = [each for each in values if ABSENT in (each.left, each.right)]
-        values = [each for each in values if each not in lacking]
+        lacking = [value for value in values if ABSENT in (value.left, value.right)]
+        values = [value for value in values if value not in lacking]
         if lacking:
-            names = ", ".join(dict.fromkeys(each.key for each in lacking))
+            names = ", ".join(dict.fromkeys(value.key for value in lacking))
             notes.append(f"only one of the two formats keeps, and not compared: {names}")
     return values, notes
 
@@ -257,24 +257,24 @@ def _compare_rest(
 def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
     """Compare a range without and in padding rows."""
     border = min(max(pair.meaning - mine.start, 0), mine.numel)
-    found = []
+    tallies = []
     for low, high in ((0, border), (border, mine.numel)):
         first, second = (item.into[low * item.tensor.itemsize : high * item.tensor.itemsize] for item in (mine, theirs))
-        found.append(compare(first, second, pair.left.dtype, pair.right.dtype).shift(mine.start + low))
-    return found[0], found[1]
+        tallies.append(compare(first, second, pair.left.dtype, pair.right.dtype).shift(mine.start + low))
+    return tallies[0], tallies[1]
 
 
 def _list_differences(pairs: Pairs, tallies: Tallies) -> tuple[AtomDifference, ...]:
-    found = [_describe(atom, "only in A") for atom in pairs.only_left]
-    found += [_describe(atom, "only in B") for atom in pairs.only_right]
-    found += [_describe(atom, "shape", text=text) for atom, text in pairs.shapes]
+    differences = [_describe(atom, "only in A") for atom in pairs.only_left]
+    differences += [_describe(atom, "only in B") for atom in pairs.only_right]
+    differences += [_describe(atom, "shape", text=text) for atom, text in pairs.shapes]
     for number, (values, padding) in tallies.items():
         if values.differing or padding.differing:
             pair = pairs.both[number]
             index, shard = pair.locate(values.first if values.differing else padding.first)
             difference = _describe(pair.left.atom, "values", tally=values, padding=padding, index=index, shard=shard)
-            found.append(replace(difference, dtypes=(pair.left.dtype, pair.right.dtype)))
-    return tuple(sorted(found, key=_rate))
+            differences.append(replace(difference, dtypes=(pair.left.dtype, pair.right.dtype)))
+    return tuple(sorted(differences, key=_rate))
 
 
 def _describe(atom: Atom, kind: str, **more: Any) -> AtomDifference:
@@ -329,5 +329,7 @@ def _measure(first: Array, second: Array) -> tuple[float, float]:
         size = np.maximum(np.abs(first), np.abs(second))
         relative = np.where(size > 0, apart / size, 0.0)
     alike = ~_differ_in_value(first, second)
-    largest = (np.where(alike, 0.0, np.nan_to_num(each, nan=math.inf, posinf=math.inf)) for each in (apart, relative))
-    return tuple(float(each.max()) for each in largest)  # type: ignore[return-value]
+    largest = (
+        np.where(alike, 0.0, np.nan_to_num(distances, nan=math.inf, posinf=math.inf)) for distances in (apart, relative)
+    )
+    return tuple(float(distances.max()) for distances in largest)  # type: ignore[return-value]

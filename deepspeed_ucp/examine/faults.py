@@ -28,11 +28,11 @@ def find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index:
     offsets = {record.offset for *_, record in damaged if record}
     atoms = _find_atoms(index, path, offsets) if index else {}
     storages = _name_storages(path) if len(atoms) < len(offsets) else {}
-    found = []
+    findings = []
     for kind, text, record in damaged:
-        held = (atoms.get(record.offset) or storages.get(record.name, [])) if record else []
-        found.append(Finding(kind, name, f"{text}{_describe_contents(held, record)}.", names=tuple(held)))
-    return found
+        contents = (atoms.get(record.offset) or storages.get(record.name, [])) if record else []
+        findings.append(Finding(kind, name, f"{text}{_describe_contents(contents, record)}.", names=tuple(contents)))
+    return findings
 
 
 def _compare_records(
@@ -52,9 +52,9 @@ def _compare_records(
             yield "crc", text, record
 
 
-def _describe_contents(held: Sequence[str], record: FileRecord | None) -> str:
-    if held:
-        return f"; it holds {shorten(held, NAMED)}"
+def _describe_contents(contents: Sequence[str], record: FileRecord | None) -> str:
+    if contents:
+        return f"; it holds {shorten(contents, NAMED)}"
     return "; it holds the object tree of the file" if record and record.name == "data.pkl" else ""
 
 
@@ -62,11 +62,11 @@ def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict
     """Map record offsets to the atoms with fragments in these records."""
     files = {number for number, file in enumerate(index.stored.files) if path in file.copies}
     records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
-    found: dict[int, dict[str, None]] = {}
+    atoms: dict[int, dict[str, None]] = {}
     for atom in index.stored.atoms.values():
         for fragment in (f for shard in atom.shards for f in shard.pieces if f.record in records):
-            found.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None
-    return {offset: list(held) for offset, held in found.items()}
+            atoms.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None
+    return {offset: list(names) for offset, names in atoms.items()}
 
 
 def _name_storages(path: str) -> dict[str, list[str]]:

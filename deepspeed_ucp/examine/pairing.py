@@ -95,7 +95,7 @@ def pair_atoms(
     Raises:
         MismatchError: unknown patterns of parameters that both cut differently; all in one message.
     """
-    rules = [replace(each, resizes=()) for each in rules]  # another shape is a difference
+    rules = [replace(rule, resizes=()) for rule in rules]  # another shape is a difference
     renamed = apply_renames(left, list_shapes(right), rules, right.model.aliases)
     names = {old: new for new, old in renamed.items()}
     weights = is_weights_alone(left, right)
@@ -148,19 +148,19 @@ def _match(
     weights: bool,
 ) -> list[tuple[AtomKey, AtomKey]]:
     back = {new: old for old, new in names.items()}
-    found = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs, weights))]
-    met = {partner for _, partner in found}
+    partners = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs, weights))]
+    met = {partner for _, partner in partners}
     others = [(_find_partner(key, left, back, mine, weights), key) for key in theirs if key not in met]
-    return [*found, *((partner, key) for partner, key in others if partner)]
+    return [*partners, *((partner, key) for partner, key in others if partner)]
 
 
 def _find_partner(
-    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], held: Mapping[AtomKey, Atom], weights: bool
+    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], atoms: Mapping[AtomKey, Atom], weights: bool
 ) -> AtomKey | None:
     states = _WEIGHTS if weights else (key.state,)
     partners = list_partners(key.param, index, names)
     keys = (AtomKey(param.name, state, param.instance) for param in partners for state in states)
-    return next((each for each in keys if each in held), None)
+    return next((candidate for candidate in keys if candidate in atoms), None)
 
 
 def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str]) -> tuple[ParamKey, ...]:
@@ -181,13 +181,13 @@ def _settle_both(
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # weights determine the shapes
     source = {a.name: _local(left.stored.atoms[a]) for a, _ in keys}
     target = {a.name: _local(right.stored.atoms[b]) for a, b in keys}
-    theirs = [replace(each, by="target") for each in order_rules(right, ())]
+    theirs = [replace(rule, by="target") for rule in order_rules(right, ())]
     both = [*order_rules(left, rules), *theirs]
     settled = settle(sorted(source), source, target, both, left.model.hints)
-    found = replace(settled, open={}, wrong=_compare_shapes(settled, source, target, both, left))
-    _refine(found, source, target, left, order_rules(left, rules))
-    _refine(found, source, target, right, order_rules(right, rules))
-    return found
+    both_ways = replace(settled, open={}, wrong=_compare_shapes(settled, source, target, both, left))
+    _refine(both_ways, source, target, left, order_rules(left, rules))
+    _refine(both_ways, source, target, right, order_rules(right, rules))
+    return both_ways
 
 
 _RANKS = {MASTER: 3, MODULE: 2, COPY: 0}
@@ -208,19 +208,19 @@ def _compare_shapes(
         shapes = [side[name][0].shape for side in (mine, theirs)]
         why = settled.wrong.get(name) or settled.open[name].text
         wrong[name] = f"shape {shapes[0]} ≠ {shapes[1]}" if shapes[0] != shapes[1] else why
-    unknown = {name: each for name, each in settled.open.items() if name not in wrong}
+    unknown = {name: reason for name, reason in settled.open.items() if name not in wrong}
     contradicted = {name: text for name, text in settled.wrong.items() if name not in wrong}
     replace(settled, open=unknown, wrong=contradicted).require()
     return wrong
 
 
-def _refine(found: Settled, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
+def _refine(refined: Settled, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """Settle the patterns of parameters that both sides cut alike, to locate elements and padding rows."""
-    alike = [name for name in found.layouts if source[name] == target[name] and name not in index.model.buffers]
+    alike = [name for name in refined.layouts if source[name] == target[name] and name not in index.model.buffers]
     names = [
-        name for name in alike if isinstance(found.patterns[name], SameShards) or found.patterns[name].vocab is None
+        name for name in alike if isinstance(refined.patterns[name], SameShards) or refined.patterns[name].vocab is None
     ]
     settled = settle(sorted(names), source, None, rules, index.model.hints)
     for name, (have, _) in settled.layouts.items():
         if not have.replicated and have.claims is None:  # replicas are compared rank by rank
-            found.layouts[name], found.patterns[name] = (have, have), settled.patterns[name]
+            refined.layouts[name], refined.patterns[name] = (have, have), settled.patterns[name]

@@ -55,17 +55,17 @@ def compare_proof(
         first: this rank reports missing and extra files.
     """
     if isinstance(proof, Manifest) and report.atomic:
-        found, names = compare_manifest(proof, sizes, listed, first=first), set(proof.files)
+        findings, names = compare_manifest(proof, sizes, listed, first=first), set(proof.files)
     else:
         seal = proof if isinstance(proof, Seal) else make_seal(proof)
         left = {finding.file for finding in report.findings if finding.kind == "leftover"}
         sealed = [
             compare_file(report.folder, n, f.size, f.header_crc, seal) for n, f in listed.items() if n not in left
         ]
-        found, names = [fault for fault in sealed if fault], set(seal.files)
+        findings, names = [fault for fault in sealed if fault], set(seal.files)
     for name in sorted(names - set(sizes)) if first else ():
-        found.append(Finding("missing", name, f"{os.path.join(report.folder, name)} is missing; it is proven."))
-    return found
+        findings.append(Finding("missing", name, f"{os.path.join(report.folder, name)} is missing; it is proven."))
+    return findings
 
 
 def make_seal(manifest: Manifest) -> Seal:
@@ -95,11 +95,11 @@ def compare_manifest(
         # It is of a release that listed none of the parameters' step files.
         steps = {os.path.join(os.path.dirname(atom.file), "step.pt") for atom in manifest.atoms}
     extra = sorted(set(sizes) - manifest.files.keys() - steps) if first else []
-    found = [
+    findings = [
         Finding("extra", n, f"{n}: the manifest does not list it; DeepSpeed would load it all the same. Remove it.")
         for n in extra
     ]
-    return [*found, *_compare_states(manifest, listed), *_compare_atoms(manifest.atoms, listed)]
+    return [*findings, *_compare_states(manifest, listed), *_compare_atoms(manifest.atoms, listed)]
 
 
 def _compare_states(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:

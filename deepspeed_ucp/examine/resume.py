@@ -66,47 +66,47 @@ def check_resume(
         CheckpointError: the state file cannot be read.
     """
     files = index.stored.files
-    found = ResumeCheck(degrees, files=len(files), checkpoint=sum(file.size for file in files))
+    check = ResumeCheck(degrees, files=len(files), checkpoint=sum(file.size for file in files))
     saved, objections = replace(index.run.topology, flats=()), Objections()
     if index.run.format:
-        found.differences.append("not DeepSpeed's own format")
+        check.differences.append("not DeepSpeed's own format")
     else:
-        found.differences += find_differences(saved, degrees.to_topology(saved))
+        check.differences += find_differences(saved, degrees.to_topology(saved))
     config = read_saved_config(index)
     with objections:
-        found.batch = _fit_batch(config, degrees.dp, train_batch)
+        check.batch = _fit_batch(config, degrees.dp, train_batch)
     with objections:
         names = rename_names(sorted(list_names(index)), list_renames(rules))
         renamed = {new: old for old, new in names.items() if new != old}
         if renamed:
-            found.differences.append("parameters under other names by rename rules")
-        if not found.differences and any(read_name(key.name) for key in index.stored.atoms):
-            found.differences.append("experts, whose ranks are known only to a load")
-        if not found.differences:
-            found.loader = DEEPSPEED
+            check.differences.append("parameters under other names by rename rules")
+        if not check.differences and any(read_name(key.name) for key in index.stored.atoms):
+            check.differences.append("experts, whose ranks are known only to a load")
+        if not check.differences:
+            check.loader = DEEPSPEED
         else:
-            _check_load(index, renamed, found, rules, objections)
-    found.obstacles = [line for error in objections.found for line in str(error).split("\n")]
-    return found
+            _check_load(index, renamed, check, rules, objections)
+    check.obstacles = [line for error in objections.errors for line in str(error).split("\n")]
+    return check
 
 
 def _check_load(
-    index: AtomicIndex, renamed: Mapping[str, str], found: ResumeCheck, rules: Sequence[RuleSet], objections: Objections
+    index: AtomicIndex, renamed: Mapping[str, str], check: ResumeCheck, rules: Sequence[RuleSet], objections: Objections
 ) -> None:
     """Collect the objections of a load, in its order, and measure its reads."""
-    degrees, named = found.degrees, rename_all(index, renamed)
+    degrees, named = check.degrees, rename_all(index, renamed)
     with objections:
         settling.refuse_unreadable(index)
     with objections:
         settling.refuse_stateless(index)
     if text := settling.describe_irregular(index):
-        objections.found.append(MismatchError(f"{text} Pass load_optimizer_states=False to load the weights alone."))
+        objections.errors.append(MismatchError(f"{text} Pass load_optimizer_states=False to load the weights alone."))
     if degrees.pp > 1 and degrees.zero > 1:
-        objections.found.append(MismatchError("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism."))
+        objections.errors.append(MismatchError("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism."))
     with objections:
         _check_experts(named, degrees)
     with objections:
-        _measure(index, named, renamed, found, rules)
+        _measure(index, named, renamed, check, rules)
 
 
 def _check_experts(index: AtomicIndex, degrees: Degrees) -> None:
@@ -122,24 +122,24 @@ def _check_experts(index: AtomicIndex, degrees: Degrees) -> None:
 
 
 def _measure(
-    saved: AtomicIndex, named: AtomicIndex, renamed: Mapping[str, str], found: ResumeCheck, rules: Sequence[RuleSet]
+    saved: AtomicIndex, named: AtomicIndex, renamed: Mapping[str, str], check: ResumeCheck, rules: Sequence[RuleSet]
 ) -> None:
     """Plan the wants of all tensor-parallel ranks, before ZeRO and pipelines divide them."""
-    index, tp = named, found.degrees.tp
+    index, tp = named, check.degrees.tp
     names = dict.fromkeys(key.name for key in index.stored.atoms if key.state in (MASTER, MODULE))
-    local, layouts = _settle(saved, renamed, list(names), tp, rules, found)
+    local, layouts = _settle(saved, renamed, list(names), tp, rules, check)
     touched: dict[AtomKey, None] = {}
     records: set[int] = set()
-    for stage in range(2 if found.degrees.pp > 1 else 1):  # tied modules: the first and the last stage have a copy
-        held = [name for name in names if not stage or name in index.model.instances]
-        match = Match({name: pick_instance(index, name, stage, 2) for name in held})
+    for stage in range(2 if check.degrees.pp > 1 else 1):  # tied modules: the first and the last stage have a copy
+        in_stage = [name for name in names if not stage or name in index.model.instances]
+        match = Match({name: pick_instance(index, name, stage, 2) for name in in_stage})
         for rank in range(tp):
             layout = _lay_out(index, match, local, rank)
             touched |= dict.fromkeys(list_touched(index, layout, match, with_states=True))
             for want in list_wants(index, layout, match, layouts, with_states=True).wants:
                 records |= {extent.record for extent in locate(want)}
-    found.state = index.stored.atoms.count_bytes(list(touched))
-    found.read = sum(index.stored.records[record].nbytes for record in records)
+    check.state = index.stored.atoms.count_bytes(list(touched))
+    check.read = sum(index.stored.records[record].nbytes for record in records)
 
 
 def _settle(
@@ -148,7 +148,7 @@ def _settle(
     names: Sequence[str],
     tp: int,
     rules: Sequence[RuleSet],
-    found: ResumeCheck,
+    check: ResumeCheck,
 ) -> tuple[settling.Shapes, Layouts]:
     """Local shapes by tensor-parallel rank, and the layouts of both sides, by the names of the target."""
     saved = {name: renamed.get(name, name) for name in names}
@@ -156,7 +156,7 @@ def _settle(
         weights = settling.list_weights(index)
         return {name: (weights[old].shape,) for name, old in saved.items()}, {}
     settled = settling.settle_index(index, rules, names=list(saved.values()), degree=tp).require()
-    found.patterns = dict(Counter(settled.origin.values()))
+    check.patterns = dict(Counter(settled.origin.values()))
     layouts = {name: settled.pairs[old] for name, old in saved.items()}
     return {name: want.local_shapes for name, (_, want) in layouts.items()}, layouts
 

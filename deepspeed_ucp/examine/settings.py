@@ -41,7 +41,7 @@ def read_config(path: str) -> dict[str, Any]:
 def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[ValueDifference], list[str]]:
     """Compare two ds_configs by path; returns differences, and notes about values that a trainer replaces."""
     sides = dict(_flatten(left)), dict(_flatten(right))
-    found, notes = [], []
+    differences, notes = [], []
     for path in dict.fromkeys((*sides[0], *sides[1])):
         values = [side.get(path, ABSENT) for side in sides]
         if is_same(*values):
@@ -50,8 +50,8 @@ def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[
         if AUTO in values:
             notes.append(f"ds_config {path}: {a}, {b}; a trainer replaces {AUTO}")
         else:
-            found.append(ValueDifference("ds_config", path, a, b))
-    return found, notes
+            differences.append(ValueDifference("ds_config", path, a, b))
+    return differences, notes
 
 
 def _flatten(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -72,11 +72,11 @@ def compare_hyper(index: AtomicIndex, config: Mapping[str, Any], *, is_left: boo
     optimizer = config.get("optimizer")
     given = optimizer.get("params") if isinstance(optimizer, Mapping) else None
     params = given if isinstance(given, Mapping) else {}
-    found = []
+    differences = []
     for group in index.run.groups:
         saved = {**group.hyper, "lr": group.hyper.get("initial_lr", group.hyper.get("lr", ABSENT))}
         for key in [key for key in params if key in group.hyper and params[key] != AUTO]:
             if not is_same(saved[key], params[key]):
                 pair = (saved[key], params[key]) if is_left else (params[key], saved[key])
-                found.append(ValueDifference("hyper-parameter", key, *pair, tuple(group.names)))
-    return join_alike(found)
+                differences.append(ValueDifference("hyper-parameter", key, *pair, tuple(group.names)))
+    return join_alike(differences)

@@ -43,11 +43,11 @@ def estimate_run(params: int, degrees: Degrees, optimizer: str) -> RunSize:
     states, width = 4 * OPTIMIZERS[optimizer], ITEMSIZE[degrees.precision]
     is_bare, is_cut = not degrees.traits.has_copies, degrees.traits.is_cut
     lanes = degrees.tp * degrees.pp
-    held = -(-params // lanes)
-    partition = -(-held // degrees.shards) if is_cut else held
+    per_lane = -(-params // lanes)
+    partition = -(-per_lane // degrees.shards) if is_cut else per_lane
     restored = (4 + states) * params
-    weights = 0 if is_bare else width * (partition if degrees.zero == 3 else held)
-    gradients = width * (partition if degrees.zero >= 2 else held)
+    weights = 0 if is_bare else width * (partition if degrees.zero == 3 else per_lane)
+    gradients = width * (partition if degrees.zero >= 2 else per_lane)
     total = weights + gradients + (4 + states) * partition
     checkpoint = restored + (0 if is_bare or degrees.zero == 3 else width * params)
     files = (degrees.world if degrees.zero == 3 else lanes) + (degrees.world if is_cut else 0)
@@ -86,7 +86,9 @@ def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> 
         cut, whole = states + weights, 0
     nodes = [range(first, min(first + per_node, world)) for first in range(0, world, per_node)]
     writers = [sum(rank // tp % degrees.shards == 0 for rank in node) for node in nodes]
-    sizes = (cut * len(each) // world + whole * n // (tp * degrees.pp) for each, n in zip(nodes, writers, strict=True))
+    sizes = (
+        cut * len(states) // world + whole * n // (tp * degrees.pp) for states, n in zip(nodes, writers, strict=True)
+    )
     return SaveSize(states + weights, max(sizes), len(nodes))
 
 
@@ -179,10 +181,10 @@ def list_ways(size: SaveSize, speeds: SaveSpeeds) -> list[SaveWay]:
     copied, sent = size.node / speeds.memory, size.node / speeds.network if speeds.network else 0.0
     written, read = max(size.total / speeds.write, sent), max(size.total / speeds.read, sent)
     stall = copied if speeds.stall is None else speeds.stall
-    held = max(stall, copied)
-    least = max(written, sent, held) - stall
-    memory = SaveWay("to memory", "the node's memory", stall, held, speeds.restart + copied, least)
-    neighbour = replace(memory, leaves="a neighbour's memory", safe=held + sent, restart=memory.restart + sent)
-    stored = replace(memory, leaves="the storage", safe=held + written, restart=speeds.restart + read)
-    own = SaveWay("DeepSpeed's own", "the storage", written, written, speeds.restart + read)
-    return [own, stored, *([neighbour] if speeds.network else []), memory]
+    in_memory = max(stall, copied)
+    least = max(written, sent, in_memory) - stall
+    memory = SaveWay("to memory", "the node's memory", stall, in_memory, speeds.restart + copied, least)
+    neighbour = replace(memory, leaves="a neighbour's memory", safe=in_memory + sent, restart=memory.restart + sent)
+    stored = replace(memory, leaves="the storage", safe=in_memory + written, restart=speeds.restart + read)
+    deepspeed = SaveWay("DeepSpeed's own", "the storage", written, written, speeds.restart + read)
+    return [deepspeed, stored, *([neighbour] if speeds.network else []), memory]

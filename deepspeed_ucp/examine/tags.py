@@ -59,15 +59,15 @@ def find_saves(folder: str) -> list[str]:
     """
     if is_checkpoint(folder):
         return ["."]
-    found = find_tags(folder) or ["."] * holds_foreign(folder)
+    saves = find_tags(folder) or ["."] * holds_foreign(folder)
     for name, entry in sorted(scan_if_there(folder).items()):
-        if entry.is_folder and name not in (LOST, *found) and not name.startswith(PARTS):
+        if entry.is_folder and name not in (LOST, *saves) and not name.startswith(PARTS):
             try:
                 tags = [os.path.join(name, tag) for tag in find_tags(os.path.join(folder, name))]
-                found += tags or [name] * holds_foreign(os.path.join(folder, name))
+                saves += tags or [name] * holds_foreign(os.path.join(folder, name))
             except CheckpointError as error:
                 logger.warning("%s", error)
-    return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and describes the folder
+    return saves or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and describes the folder
 
 
 def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
@@ -81,7 +81,7 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
         CheckpointError, OSError: it cannot be listed.
     """
     where = folder if path == "." else os.path.join(folder, path)
-    trees = [list_tree(each) for each in (*also, where)]  # before any file is read
+    trees = [list_tree(path) for path in (*also, where)]  # before any file is read
     files = {name: entry for tree in trees for name, entry in tree.items() if not entry.is_folder}
     index, fault = None, None
     try:

@@ -70,25 +70,33 @@ def compare_values(
         names: A's names → B's, of those that differ.
         wants: whether a parameter is compared.
     """
-    found: list[ValueDifference] = []
+    differences: list[ValueDifference] = []
     for section, mine, theirs in (
         ("scalar", _list_scalars(left), _list_scalars(right)),
         ("hyper-parameter", _list_hyper(left), _list_hyper(right)),
     ):
         for param in filter(lambda param: wants(param.name), mine):
-            partner = next((theirs[each] for each in list_partners(param, right, names) if each in theirs), None)
+            partner = next(
+                (theirs[candidate] for candidate in list_partners(param, right, names) if candidate in theirs), None
+            )
             if partner is None or (section == "hyper-parameter" and not (mine[param] and partner)):
                 continue  # missing atoms are reported elsewhere, and some files keep no hyper-parameters
-            found += [ValueDifference(section, *each, (str(param),)) for each in _differ_in_keys(mine[param], partner)]
-    return join_alike(found)
+            differences += [
+                ValueDifference(section, *candidate, (str(param),))
+                for candidate in _differ_in_keys(mine[param], partner)
+            ]
+    return join_alike(differences)
 
 
-def join_alike(found: Iterable[ValueDifference]) -> list[ValueDifference]:
+def join_alike(differences: Iterable[ValueDifference]) -> list[ValueDifference]:
     """Join equal differences of several parameters into one."""
     joined: dict[tuple[str, ...], list[ValueDifference]] = defaultdict(list)
-    for each in found:
-        joined[each.section, each.key, repr(each.left), repr(each.right)].append(each)
-    return [replace(held[0], names=tuple(name for each in held for name in each.names)) for held in joined.values()]
+    for difference in differences:
+        joined[difference.section, difference.key, repr(difference.left), repr(difference.right)].append(difference)
+    return [
+        replace(alike[0], names=tuple(name for difference in alike for name in difference.names))
+        for alike in joined.values()
+    ]
 
 
 def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDifference], list[str]]:
@@ -102,18 +110,18 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
         sections.append(("scaler", left.run.scaler, right.run.scaler))
     if left.run.clip_grad is not None and right.run.clip_grad is not None:
         sections.append(("clipping", {"clip_grad": left.run.clip_grad}, {"clip_grad": right.run.clip_grad}))
-    found = [
+    differences = [
         ValueDifference(section, key, a, b)
         for section, mine, theirs in sections
         for key, a, b in _differ_in_keys(mine, theirs)
         if key not in TOPOLOGY
     ]
     kept = [("A", _list_hyper(left)), ("B", _list_hyper(right))]
-    notes = [f"{side} keeps no hyper-parameters" for side, held in kept if held and not any(held.values())]
+    notes = [f"{side} keeps no hyper-parameters" for side, hyper in kept if hyper and not any(hyper.values())]
     if left.run.state_file and right.run.state_file and not (left.run.format or right.run.format):
         client, more = _compare_clients(read_header(left.run.state_file), read_header(right.run.state_file))
-        found, notes = found + client, notes + more
-    return found, notes
+        differences, notes = differences + client, notes + more
+    return differences, notes
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -134,11 +142,11 @@ def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterat
 
 def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
     """Return scalars by parameter; some optimizers store ``step`` in the group."""
-    found = {param: dict(scalars) for param, scalars in index.run.scalars.items()}
+    by_param = {param: dict(scalars) for param, scalars in index.run.scalars.items()}
     for group in index.run.groups:
         for param in group.members if "step" in group.hyper else ():
-            found.setdefault(param, {}).setdefault("step", group.hyper["step"])
-    return found
+            by_param.setdefault(param, {}).setdefault("step", group.hyper["step"])
+    return by_param
 
 
 def _list_hyper(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
@@ -157,7 +165,7 @@ def _is_scaling(scaler: Mapping[str, Any]) -> bool:
 def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDifference], list[str]]:
     trees = [file.tree if isinstance(file.tree, dict) else {} for file in (left, right)]
     mine, theirs = ({key: value for key, value in tree.items() if key not in _MODEL} for tree in trees)
-    found, notes = [], []
+    differences, notes = [], []
     seen: set[tuple[int, int]] = set()
     for key in dict.fromkeys((*mine, *theirs)):
         a, b = mine.get(key, ABSENT), theirs.get(key, ABSENT)
@@ -168,8 +176,8 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
             if key in _ASIDE:
                 notes.append(f"{place}: {first} → {second}")
             else:
-                found.append(ValueDifference("client", place, first, second))
-    return found, notes
+                differences.append(ValueDifference("client", place, first, second))
+    return differences, notes
 
 
 def _differ_in_trees(

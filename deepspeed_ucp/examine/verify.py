@@ -172,11 +172,11 @@ def verify_checkpoint(
     known = {path: number for number, file in enumerate(index.stored.files if index else ()) for path in file.copies}
     mine = {name: _choose_copies(where, name, index, known) for name in _share(where, comm)}
     seen, read = _Examiner(index, known, options, headers_only=headers_only).examine_all(mine)
-    listed = {name: each.listed for name, each in seen.items() if each.listed is not None}
-    faults = [fault for each in seen.values() for fault in each.faults]
+    listed = {name: result.listed for name, result in seen.items() if result.listed is not None}
+    faults = [fault for result in seen.values() for fault in result.faults]
     sizes = {
         **{name: max(nbytes, 0) for name, nbytes in where.sizes.items()},
-        **{name: each.size for name, each in listed.items()},
+        **{name: result.size for name, result in listed.items()},
     }
     manifest, more_faults = comm.run(lambda: _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0))
     faults += more_faults
@@ -188,7 +188,7 @@ def verify_checkpoint(
     reports = [_describe_file(name, sizes[name], listed.get(name)) for name in mine]
     gathered = comm.gather((reports, faults, read, others))
     left = {finding.file for finding in more if finding.kind == "leftover"}
-    faults = [fault for _, held, *_ in gathered for fault in held]
+    faults = [fault for _, own_faults, *_ in gathered for fault in own_faults]
     every = [  # damage to a file of an earlier save prevents no load
         *more,
         *(replace(fault, severity=WARNING) if fault.file in left else fault for fault in faults),
@@ -199,7 +199,7 @@ def verify_checkpoint(
         folder=folder,
         kind="atomic" if report.atomic else "foreign" if find_foreign(where.entries) else "normal",
         topology=index.run.written if index else "",
-        files=tuple(sorted((report for held, *_ in gathered for report in held), key=lambda r: r.name)),
+        files=tuple(sorted((report for reports, *_ in gathered for report in reports), key=lambda r: r.name)),
         others=tuple(sorted({name for *_, names in gathered for name in names})),
         read=sum(nbytes for *_, nbytes, _ in gathered),
         seconds=time.perf_counter() - begin,
@@ -255,13 +255,13 @@ class _Examiner:
         left = {name: [ScanFile(*copy) for copy in copies.items()] for name, copies in files.items()}
         while left := {name: copies for name, copies in left.items() if copies}:
             turn = {name: copies.pop(0) for name, copies in left.items()}
-            found, nbytes = self._examine(turn)
+            results, nbytes = self._examine(turn)
             read += nbytes
-            for name, each in found.items():
-                path, before = turn[name].path, seen.setdefault(name, each)
-                if not each.faults:
+            for name, result in results.items():
+                path, before = turn[name].path, seen.setdefault(name, result)
+                if not result.faults:
                     left[name].clear()
-                    seen[name] = _Result(each.listed, [_excuse(fault, path) for fault in before.faults])
+                    seen[name] = _Result(result.listed, [_excuse(fault, path) for fault in before.faults])
                 elif self.index is not None:
                     self.index.stored.failed.add(path)
         return seen, read
@@ -289,8 +289,8 @@ class _Examiner:
         if has_directory(name):
             return _look_at(name, file.path)
         number = self.known.get(file.path)
-        held = [each for each in self.index.stored.records if each.file == number] if self.index else []
-        records = tuple(FileRecord("tensor", each.offset, each.nbytes, each.crc) for each in held)
+        in_file = [record for record in self.index.stored.records if record.file == number] if self.index else []
+        records = tuple(FileRecord("tensor", record.offset, record.nbytes, record.crc) for record in in_file)
         return FileRecords(file.path, file.size, records, 0, "")
 
     def _scan(
@@ -300,7 +300,7 @@ class _Examiner:
         wanted = []
         for name, file in files.items():
             records = listed[name].records if name in listed else ()
-            ranges = ((0, file.size),) if name in swaps else tuple((each.offset, each.nbytes) for each in records)
+            ranges = ((0, file.size),) if name in swaps else tuple((record.offset, record.nbytes) for record in records)
             size = listed[name].size if name in listed else file.size if name in swaps else 0
             wanted.append(ScanFile(file.path, size, ranges))
         with self.options.bar(sum(file.size for file in wanted)) as progress:
@@ -314,11 +314,11 @@ class _Examiner:
 
     def _compare_known(self, name: str, path: str, listed: FileRecords) -> Finding | None:
         """Return a fault for an intact file that is not the one in the index."""
-        number, found = self.known.get(path), listed.header_crc
+        number, crc = self.known.get(path), listed.header_crc
         file = self.index.stored.files[number] if self.index and number is not None else None
-        if file is None or not file.places or None in (file.header_crc, found) or file.header_crc == found:
+        if file is None or not file.places or None in (file.header_crc, crc) or file.header_crc == crc:
             return None
-        text = f"{path}: its directory has CRC32 {found:08x}, the save's {file.header_crc:08x}; it is another file."
+        text = f"{path}: its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file."
         return Finding("foreign", name, text)
 
 
@@ -373,22 +373,22 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
     Args:
         groups: parameter names that a stage-0 checkpoint was opened with; it saves optimizer states without names.
     """
-    found = []
-    for each in report.findings:
-        if each.kind == "unsupported":
-            each = replace(each, text=f"{each.text} Only checksums were verified.")
-        elif each.kind == "unnamed" and not groups:
+    findings = []
+    for finding in report.findings:
+        if finding.kind == "unsupported":
+            finding = replace(finding, text=f"{finding.text} Only checksums were verified.")
+        elif finding.kind == "unnamed" and not groups:
             text = (
-                f"{each.text} The order of its optimizer states was not verified: give the parameters' names "
+                f"{finding.text} The order of its optimizer states was not verified: give the parameters' names "
                 "(--groups)."
             )
-            each = replace(each, text=text, severity=WARNING)
-        found.append(each)
+            finding = replace(finding, text=text, severity=WARNING)
+        findings.append(finding)
     if report.index is not None and report.index.limits.stateless:
-        found.append(Finding("missing", "", report.index.limits.stateless, WARNING))
+        findings.append(Finding("missing", "", report.index.limits.stateless, WARNING))
     if report.index is not None and report.index.run.format:
-        return found  # `latest` does not name it
-    return [*found, *check_latest(report.folder, atomic=report.atomic)]
+        return findings  # `latest` does not name it
+    return [*findings, *check_latest(report.folder, atomic=report.atomic)]
 
 
 def _compare_own_manifest(
@@ -412,7 +412,7 @@ def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Findin
     try:
         check_samples(index, index.stored.atoms, comm)
     except UcpError as error:
-        return [replace(each, kind="foreign") for each in from_error(folder, error)]
+        return [replace(finding, kind="foreign") for finding in from_error(folder, error)]
     return []
 
 

@@ -38,16 +38,16 @@ def write_beside(export: Export) -> None:
         text = "%s: the saved run's scheduler was DeepSpeed's; %s has only its step, %d, for this run's scheduler"
         logger.warning(text, report.destination, _SCHEDULER, step)
     wanted = ("rng_state",) if is_trainers else ("scheduler.bin", "random_states")
-    lacking = [name for name in wanted if not any(each.startswith(name) for each in names)]
+    lacking = [name for name in wanted if not any(present.startswith(name) for present in names)]
     if "scheduler.bin" in lacking:
         lacking[0] += f" (which load_state wants for a prepared scheduler: prepare it afterwards, at step {step})"
     if lacking:
         logger.warning("%s: not in the checkpoint's folder, so not copied: %s", report.destination, ", ".join(lacking))
 
 
-def _save(export: Export, name: str, held: dict[str, Any]) -> None:
+def _save(export: Export, name: str, content: dict[str, Any]) -> None:
     with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
-        torch.save(held, stream)
+        torch.save(content, stream)
 
 
 def make_schedule(step: int, rates: list[Any]) -> dict[str, Any]:

@@ -52,9 +52,11 @@ class Planner(DefaultSavePlanner):
         checks, repeated: collect the CRC32s of the bytes read, and of those read again for a tied name.
     """
 
-    def __init__(self, index: AtomicIndex, found: Placeholders, most: int, checks: Checks, repeated: Checks) -> None:
+    def __init__(
+        self, index: AtomicIndex, placeholders: Placeholders, most: int, checks: Checks, repeated: Checks
+    ) -> None:
         super().__init__()
-        self.found, self.most = found, most
+        self.placeholders, self.most = placeholders, most
         self.reader = AtomReader(index)
         self.progress: Callable[[int], None] = lambda nbytes: None
         self.chunks: dict[MetadataIndex, Chunk] = {}
@@ -71,11 +73,11 @@ class Planner(DefaultSavePlanner):
         return sum(self.chunks[item.index].nbytes for item in plan.items if item.index in self.chunks)
 
     def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
-        found, data = self.found.get(id(self.state_dict[item.index.fqn])), item.tensor_data
-        if found is None or data is None:
+        placeholder, data = self.placeholders.get(id(self.state_dict[item.index.fqn])), item.tensor_data
+        if placeholder is None or data is None:
             yield item
             return
-        tensor, again = found
+        tensor, again = placeholder
         start = 0
         for offsets, sizes in cut_chunks(tensor.shape, self.most // ITEMSIZE[tensor.dtype]):
             index = MetadataIndex(item.index.fqn, torch.Size(offsets))

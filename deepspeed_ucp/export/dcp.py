@@ -65,16 +65,16 @@ def export_dcp(
         selection = select_tensors(index, rules, options, tied="copy", states=states)
         return selection, *make_trees(selection, weights_only=weights_only, layout=layout)
 
-    selection, trees, found = comm.run(plan)
-    nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
-    with stage_export("dcp", destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
+    selection, trees, placeholders = comm.run(plan)
+    nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in placeholders.values())
+    with stage_export("dcp", destination, selection, options, comm, tensors=len(placeholders), nbytes=nbytes) as export:
         most = max(options.divide(export.report.source)[1] // 2, ALIGNMENT)
         checks, repeated = Checks(), Checks()
         for folder, tree in trees.items():
-            _write(export, folder, tree, Planner(selection.index, found, most, checks, repeated))
+            _write(export, folder, tree, Planner(selection.index, placeholders, most, checks, repeated))
         if layout == "accelerate":
             comm.once(lambda: write_beside(export))
-        export.verify([tensor for tensor, again in found.values() if not again], checks, repeated.nbytes)
+        export.verify([tensor for tensor, again in placeholders.values() if not again], checks, repeated.nbytes)
     return export.report
 
 
@@ -109,9 +109,9 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
         results: list[WriteResult] = []
 
         def write(turn: Iterator[SavePlan]) -> None:
-            for each in turn:
-                if each.items:
-                    results.extend(writer.write_data(each, planner).wait())
+            for bucket in turn:
+                if bucket.items:
+                    results.extend(writer.write_data(bucket, planner).wait())
 
         total = sum(map(planner.count_bytes, mine))
         with planner.reader, export.options.bar(total) as progress, explain_full(export.folder):

@@ -112,7 +112,7 @@ class LikeModel:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Shapes of the weights by the names in files; empty without weights."""
-        return {name: held[0] for name, held in list_shapes(self.weights).items()} if self.weights else {}
+        return {name: shapes[0] for name, shapes in list_shapes(self.weights).items()} if self.weights else {}
 
     def name_as_files(self, index: AtomicIndex, renames: Collection[Rename]) -> AtomicIndex:
         """Return the index with the names and forms of files, for tensors that transformers fuses or renames in memory.
@@ -123,17 +123,17 @@ class LikeModel:
         saved = {param.name for param in index.stored.atoms.storages}
         known = {name for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
-            files, held = self.shapes or _list_files(model), model.state_dict()
-            index = adapt_experts(index, {name: (tuple(each.shape),) for name, each in held.items()})
+            files, weights = self.shapes or _list_files(model), model.state_dict()
+            index = adapt_experts(index, {name: (tuple(weight.shape),) for name, weight in weights.items()})
             known |= {param.name for param in index.stored.atoms.storages} - saved
             try:
-                reading = convert(model, files, held)
+                reading = convert(model, files, weights)
             except UnsupportedError:  # from_pretrained also accepts the names in memory
                 continue
             made = {
-                name: each
-                for name, each in revert(reading, files).items()
-                if name not in known and all(piece.name in known for piece in each.slices)
+                name: renamed
+                for name, renamed in revert(reading, files).items()
+                if name not in known and all(piece.name in known for piece in renamed.slices)
             }
             if made:
                 return derive(index, made)
@@ -152,14 +152,14 @@ class LikeModel:
             MismatchError: a tensor is missing, superfluous, or of another shape.
         """
         written = {tensor.names[0]: tensor.shape for tensor in selection.weights}
-        found = [_read(model, written) for model in self.models]
-        if not found and self.shapes:
-            found = [_LoadableTensors(self.shapes, written, self.shapes.keys() - written.keys())]
-        if not found:
+        readings = [_read(model, written) for model in self.models]
+        if not readings and self.shapes:
+            readings = [_LoadableTensors(self.shapes, written, self.shapes.keys() - written.keys())]
+        if not readings:
             text = "%s: transformers creates no model from it, and it has no weights: nothing was compared"
             logger.warning(text, self.folder)
             return []
-        best = min(found, key=lambda each: len(each.list_faults()))
+        best = min(readings, key=lambda reading: len(reading.list_faults()))
         atoms = {tensor.names[0]: tensor.full.atom for tensor in selection.weights}
         same = {alias: are_same(selection.index, atoms[alias], atoms[name]) for alias, name in best.twice.items()}
         faults = best.list_faults()
@@ -192,7 +192,7 @@ class LikeModel:
     def _dump_config(self, dtypes: Collection[str]) -> str:
         """Return the configuration with the element type in which from_pretrained loads the weights."""
         config = {key: value for key, value in self.config.items() if key != QUANTIZED}
-        floating = [each for each in dtypes if each in ("float64", "float32", "float16", "bfloat16")]
+        floating = [dtype for dtype in dtypes if dtype in ("float64", "float32", "float16", "bfloat16")]
         if len(floating) == 1:
             known = [name for name in ("dtype", "torch_dtype") if name in config]
             config |= dict.fromkeys(known or ["torch_dtype"], floating[0])
@@ -223,8 +223,8 @@ def _list_files(model: Any) -> dict[str, Shape]:
         from transformers.core_model_loading import revert_weight_conversion  # transformers 5
     except ImportError:
         return {}
-    held = revert_weight_conversion(model, model.state_dict())
-    return {name: tuple(each.shape) for name, each in held.items()}
+    weights = revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,40 +233,40 @@ class _LoadableTensors:
 
     Attributes:
         wanted: shapes of the model's tensors.
-        found: shapes of the tensors that it makes of the file.
+        made: shapes of the tensors that it makes of the file.
         missing: names that the file lacks.
         twice: name in the file → other name in the file that the model ties it to.
     """
 
     wanted: Mapping[str, Shape]
-    found: Mapping[str, Shape]
+    made: Mapping[str, Shape]
     missing: Collection[str]
     twice: Mapping[str, str] = field(default_factory=dict)
 
     def list_faults(self) -> list[str]:
         """Describe the tensors that do not fit, by kind of fault."""
-        both = sorted(self.wanted.keys() & self.found.keys())
-        shapes = [(name, self.found[name], self.wanted[name]) for name in both]
+        both = sorted(self.wanted.keys() & self.made.keys())
+        shapes = [(name, self.made[name], self.wanted[name]) for name in both]
         faults = {
             "missing here": sorted(self.missing),
-            "not there": sorted(self.found.keys() - self.wanted.keys()),
+            "not there": sorted(self.made.keys() - self.wanted.keys()),
             "of another shape": [f"{name} {here}, there {there}" for name, here, there in shapes if here != there],
         }
-        return [f"{kind}: {shorten(each)}" for kind, each in faults.items() if each]
+        return [f"{kind}: {shorten(names)}" for kind, names in faults.items() if names]
 
 
 def _read(model: Any, written: Mapping[str, Shape]) -> _LoadableTensors:
-    live = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    live = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
     reading = convert(model, written, live)
     used = {piece.name for made in reading.made.values() for piece in made.slices} | reading.dropped
-    found = {name: shape for name, shape in written.items() if name not in used}
+    shapes = {name: shape for name, shape in written.items() if name not in used}
     for name, made in reading.made.items():
         numel = sum(count(written[piece.name]) // piece.count for piece in made.slices)
-        found[name] = made.find_shape(numel, written[made.slices[0].name])
+        shapes[name] = made.find_shape(numel, written[made.slices[0].name])
     first: dict[int, str] = {}
-    tensors = {name: id(each) for name, each in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     ties = {name: first[tensors[name]] for name in tensors if first.setdefault(tensors[name], name) != name}
     twice = {alias: name for alias, name in ties.items() if {alias, name} <= written.keys()}
-    filled = {tensors[name] for name in found if name in tensors}
-    missing = {name for name in live.keys() - found.keys() if tensors.get(name) not in filled}
-    return _LoadableTensors(live, found, missing, twice)
+    filled = {tensors[name] for name in shapes if name in tensors}
+    missing = {name for name in live.keys() - shapes.keys() if tensors.get(name) not in filled}
+    return _LoadableTensors(live, shapes, missing, twice)

@@ -105,8 +105,8 @@ def stage_export(
         source=os.path.dirname(index.run.state_file),
         destination=destination,
         tensors=tensors,
-        parameters=sum(each.numel for each in selection.weights if each.full.name not in index.model.buffers),
-        dtypes=tuple(sorted({each.dtype for each in selection.weights})),
+        parameters=sum(weight.numel for weight in selection.weights if weight.full.name not in index.model.buffers),
+        dtypes=tuple(sorted({weight.dtype for weight in selection.weights})),
         nodes=comm.size,
     )
     staging = comm.run(lambda: _open_staging(destination, report.source, comm))
@@ -156,8 +156,8 @@ def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
             "this checkpoint has no fp32 weights with names, so the model's own %s are written%s",
             *(index.run.topology.precision, "" if index.limits.stateless else remedy),
         )
-    padded = [each for each in selection.weights if each.shape != each.full.shape]
-    if cut := [f"{each.names[0]} ({each.shape[0]} of {each.full.shape[0]} rows)" for each in padded]:
+    padded = [weight for weight in selection.weights if weight.shape != weight.full.shape]
+    if cut := [f"{weight.names[0]} ({weight.shape[0]} of {weight.full.shape[0]} rows)" for weight in padded]:
         logger.info("padding of a vocabulary is not written (--keep-padding writes it): %s", shorten(cut))
     if selection.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(selection.unused))

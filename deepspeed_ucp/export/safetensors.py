@@ -71,7 +71,7 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str
     Raises:
         UnsupportedError: the format lacks an element type, or a name is no Unicode text.
     """
-    if odd := [name for name in tensors if any("\ud800" <= each <= "\udfff" for each in name)]:
+    if odd := [name for name in tensors if any("\ud800" <= char <= "\udfff" for char in name)]:
         raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --to dcp has them.")
     if unknown := sorted({tensor.dtype for tensor in tensors.values()} - set(_NAMES)):
         raise UnsupportedError(f"safetensors has no element type for {', '.join(unknown)}; --to dcp has.")
@@ -87,16 +87,16 @@ def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Return the names by file, as huggingface_hub's ``split_state_dict_into_shards_factory``."""
     shards: list[list[str]] = []
     current: list[str] = []
-    held = 0
+    filled = 0
     for name, size in sizes.items():
         if size > limit:
             shards.append([name])
             continue
-        if held + size > limit:
+        if filled + size > limit:
             shards.append(current)
-            current, held = [], 0
+            current, filled = [], 0
         current.append(name)
-        held += size
+        filled += size
     return [*shards, current] if current else shards
 
 
@@ -195,13 +195,13 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()
 
-    def consume(batch: Batch, sides: Sequence[list[Item]], found: list[Checked], scratch: Scratch) -> None:
-        checks.add(found)
-        for each, item in zip(batch.ranges, sides[0], strict=True):
-            tensor = tensors[each.output]
+    def consume(batch: Batch, sides: Sequence[list[Item]], checked: list[Checked], scratch: Scratch) -> None:
+        checks.add(checked)
+        for span, item in zip(batch.ranges, sides[0], strict=True):
+            tensor = tensors[span.output]
             data = tensor.convert(item.into, scratch)
             for file, offset in map(layout.places.__getitem__, tensor.names):
-                _write_range(os.path.join(export.folder, file), data, offset + each.start * ITEMSIZE[tensor.dtype])
+                _write_range(os.path.join(export.folder, file), data, offset + span.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
         with AtomReader(export.index) as reader, export.options.bar(plan.shares[comm.rank]) as progress:

@@ -24,11 +24,11 @@ Placeholders = dict[int, tuple[Tensor, bool]]
 
 def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tuple[Trees, Placeholders]:
     """Return state dicts with a placeholder for each tensor, and the placeholders' tensors."""
-    found: Placeholders = {}
+    placeholders: Placeholders = {}
 
     def stand_in(tensor: Tensor, name: str = "") -> torch.Tensor:
         placeholder = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
-        found[id(placeholder)] = tensor, name in tensor.names[1:]
+        placeholders[id(placeholder)] = tensor, name in tensor.names[1:]
         return placeholder
 
     model = {name: stand_in(tensor, name) for name, tensor in selection.by_name.items()}
@@ -37,9 +37,9 @@ def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tupl
         optimizer = flatten_optimizer(optimizer)
     if layout == "accelerate":
         trees = {MODEL_FOLDER: {"model": model}, OPTIMIZER_FOLDER: {"optimizer": optimizer}}
-        return {folder: tree for folder, tree in trees.items() if optimizer or folder == MODEL_FOLDER}, found
+        return {folder: tree for folder, tree in trees.items() if optimizer or folder == MODEL_FOLDER}, placeholders
     weights, name = (model, "optimizer") if layout == "torchtitan" else ({"model": model}, "optim")
-    return {"": {**weights, name: optimizer} if optimizer else weights}, found
+    return {"": {**weights, name: optimizer} if optimizer else weights}, placeholders
 
 
 def _make_optimizer(
@@ -49,9 +49,9 @@ def _make_optimizer(
     states: dict[str, dict[str, Any]] = {}
     for key, tensor in selection.states.items():
         states.setdefault(key.name, {})[key.state] = stand_in(tensor)
-    for name, held in states.items():
+    for name, values_of in states.items():
         scalars = index.run.scalars.get(ParamKey(name), {})
-        held.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
+        values_of.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
     # DeepSpeed's Adam decouples weight decay unless its ds_config has adam_w_mode=False.
     is_plain = str(index.run.optimizer).lower() == "adam" and index.run.optimizer_params.get("adam_w_mode") is False
     groups = []
@@ -59,7 +59,7 @@ def _make_optimizer(
         names = [selection.names[name] for name in group.names if name in selection.names]
         hyper = {**({"decoupled_weight_decay": False} if is_plain else {}), **group.hyper}
         groups.append({**complete_group(hyper, states, group.names), "params": names})
-    return {"state": {selection.names[name]: held for name, held in states.items()}, "param_groups": groups}
+    return {"state": {selection.names[name]: values_of for name, values_of in states.items()}, "param_groups": groups}
 
 
 def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
@@ -79,12 +79,12 @@ def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, A
     """
     kept = {key: value for key, value in hyper.items() if key not in ("params", "param_names")}
     kept |= {"initial_lr": kept["lr"]} if "lr" in kept and "initial_lr" not in kept else {}
-    held = next((states[name] for name in names if name in states), {})
-    if not {"exp_avg", "exp_avg_sq"} <= set(held):
+    example = next((states[name] for name in names if name in states), {})
+    if not {"exp_avg", "exp_avg_sq"} <= set(example):
         return kept
     defaults = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
     missing = {key: value for key, value in defaults.items() if key not in kept and key != "params"}
-    if "max_exp_avg_sq" in held:
+    if "max_exp_avg_sq" in example:
         missing = {**missing, "amsgrad": True} if "amsgrad" in missing else missing
     return {**kept, **missing}
 
@@ -92,7 +92,9 @@ def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, A
 def flatten_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten as with ``StateDictOptions(flatten_optimizer_state_dict=True)``."""
     flat = {
-        f"state.{name}.{state}": value for name, held in optimizer["state"].items() for state, value in held.items()
+        f"state.{name}.{state}": value
+        for name, by_state in optimizer["state"].items()
+        for state, value in by_state.items()
     }
     for group in optimizer["param_groups"]:
         for name in group["params"]:

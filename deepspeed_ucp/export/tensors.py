@@ -111,8 +111,8 @@ class Selection:
     @property
     def by_name(self) -> dict[str, Tensor]:
         """Weights and buffers by written name, tied names last."""
-        own = {tensor.names[0]: tensor for tensor in self.weights}
-        return {**own, **{name: tensor for tensor in self.weights for name in tensor.names[1:]}}
+        first_names = {tensor.names[0]: tensor for tensor in self.weights}
+        return {**first_names, **{name: tensor for tensor in self.weights for name in tensor.names[1:]}}
 
 
 def select_tensors(
@@ -175,7 +175,7 @@ def select_tensors(
         states={key: make(atom, None) for key, atom in kept.items() if key.state not in WEIGHTS},
         names=names,
         unused=full.unused,
-        resizes=any(each.resizes for each in rules),
+        resizes=any(rule.resizes for rule in rules),
     )
 
 

@@ -126,7 +126,7 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
     """
     root, scheme = find_store(normalize(url)), url.partition("://")[0]
     if scheme not in MAKERS:
-        known = ", ".join(f"{each}://" for each in MAKERS)
+        known = ", ".join(f"{known_scheme}://" for known_scheme in MAKERS)
         raise UnsupportedError(f"{scheme}:// is unknown; there are {known}.", path=url)
     if writing and scheme in ("http", "https"):
         raise UnsupportedError(READ_ONLY, path=url)
@@ -151,8 +151,8 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
 
 
 def _rename(names: Mapping[str, str], options: Mapping[str, Any]) -> dict[str, Any]:
-    found = {names[name]: value for name, value in options.items() if name in names and value is not None}
-    return {name: value if isinstance(value, bool) else str(value) for name, value in found.items()}
+    renamed = {names[name]: value for name, value in options.items() if name in names and value is not None}
+    return {name: value if isinstance(value, bool) else str(value) for name, value in renamed.items()}
 
 
 def _make_s3(root: str, common: dict[str, Any]) -> Any:
@@ -288,7 +288,7 @@ def describe(error: Exception, url: str) -> OSError:
 def _shorten(error: Exception) -> str:
     """Return one line of an error: no debug output, no query of a URL (it may hold a signature), no page of HTML."""
     text = str(error).partition("\n\nDebug source")[0]
-    text, found, code = text.partition("<Code>")
+    text, separator, code = text.partition("<Code>")
     text = " ".join(word.partition("?")[0] for word in text.partition("<")[0].split())
-    suffix = f" ({code.partition('<')[0]})" if found else ""
+    suffix = f" ({code.partition('<')[0]})" if separator else ""
     return text.rstrip(" :-") + suffix

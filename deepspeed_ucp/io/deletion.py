@@ -51,8 +51,8 @@ def delete_files(
         OSError: a file cannot be deleted, or a folder was replaced by a link meanwhile.
     """
     with os.scandir(fd) as entries:
-        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in found:
+        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in children:
         path = above + name
         if not is_folder and choose(path):
             with suppress(FileNotFoundError):

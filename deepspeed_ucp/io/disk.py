@@ -55,16 +55,16 @@ def check_space(folder: str, nbytes: int) -> None:
 
 def count_allocated(folder: str) -> int:
     """Return the bytes allocated to the files of a folder, without holes."""
-    found = 0
+    nbytes = 0
     for path in (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names):
         with suppress(FileNotFoundError):  # deleted meanwhile
-            found += os.lstat(path).st_blocks * 512
-    return found
+            nbytes += os.lstat(path).st_blocks * 512
+    return nbytes
 
 
 def _count_free(path: str) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def _show(nbytes: int) -> str:

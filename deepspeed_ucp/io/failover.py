@@ -68,6 +68,6 @@ class Failover:
 
 def _find_place(path: str, copies: Sequence[str]) -> str:
     """Return the place of a copy: its path without the end that all copies share."""
-    ends = zip(*(reversed(each.split("/")) for each in copies), strict=False)
+    ends = zip(*(reversed(path.split("/")) for path in copies), strict=False)
     shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, ends))
     return path.rsplit("/", shared)[0]

@@ -56,10 +56,10 @@ def load_libc() -> ctypes.CDLL:
 
 def find_kind(file: int | str) -> str:
     """Return the kind of file system of a path or a file descriptor; empty if unknown."""
-    libc, found = load_libc(), _Statfs()
-    address = ctypes.byref(found)
+    libc, status = load_libc(), _Statfs()
+    address = ctypes.byref(status)
     failed = libc.fstatfs(file, address) if isinstance(file, int) else libc.statfs(os.fsencode(file), address)
-    return "" if failed else _LOCAL.get(found.f_type & 0xFFFFFFFF, NETWORK)
+    return "" if failed else _LOCAL.get(status.f_type & 0xFFFFFFFF, NETWORK)
 
 
 def measure_distance(path: str) -> int:

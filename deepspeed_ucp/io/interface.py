@@ -44,20 +44,20 @@ class Store(ABC):
         Raises:
             OSError: there is no such file.
         """
-        found = self.find_entry(path)
-        if found is None:
+        entry = self.find_entry(path)
+        if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return round(found.changed * 1e9)
+        return round(entry.changed * 1e9)
 
     def is_folder(self, path: str, /) -> bool:
         """Return True if a path leads to a folder."""
-        found = self.find_entry(path)
-        return found is not None and found.is_folder
+        entry = self.find_entry(path)
+        return entry is not None and entry.is_folder
 
     def is_file(self, path: str, /) -> bool:
         """Return True if a path leads to a regular file."""
-        found = self.find_entry(path)
-        return found is not None and not found.is_folder
+        entry = self.find_entry(path)
+        return entry is not None and not entry.is_folder
 
     def exists(self, path: str, /) -> bool:
         """Return True if a path exists, even as a link to nothing."""

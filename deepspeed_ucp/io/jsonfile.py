@@ -74,10 +74,10 @@ def parse_json(
     """
 
     def take_once(pairs: list[tuple[str, Any]]) -> Any:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
             raise ValueError("a key occurs twice")
-        return object_hook(found) if object_hook else found
+        return object_hook(fields) if object_hook else fields
 
     hooks: dict[str, Any] = {"object_hook": object_hook}
     if strict:
@@ -89,8 +89,8 @@ def parse_json(
     except Exception as error:  # noqa: BLE001 - the hook may raise any error for a malformed object
         raise CheckpointError(f"is no valid JSON ({error}). {advice}", path=path) from None
     if not isinstance(value, kind):
-        found = _NAMES.get(type(value), "a number")
-        raise CheckpointError(f"holds {found} where {_NAMES[kind]} is expected. {advice}", path=path)
+        kind_name = _NAMES.get(type(value), "a number")
+        raise CheckpointError(f"holds {kind_name} where {_NAMES[kind]} is expected. {advice}", path=path)
     return value
 
 

@@ -85,9 +85,12 @@ class ObjectStore(Store):
     def list_folder(self, folder: str) -> dict[str, Entry]:
         client, prefix = connect(folder)
         with explain(folder):
-            found = obstore.list_with_delimiter(client, prefix or None)
-        objects = {_name(meta["path"]): _make_entry(meta) for meta in found["objects"] if meta["path"] != prefix}
-        entries = {**objects, **{_name(each): Entry(FOLDER, 0.0) for each in found["common_prefixes"]}}
+            listing = obstore.list_with_delimiter(client, prefix or None)
+        objects = {_name(meta["path"]): _make_entry(meta) for meta in listing["objects"] if meta["path"] != prefix}
+        entries = {
+            **objects,
+            **{_name(prefix_below): Entry(FOLDER, 0.0) for prefix_below in listing["common_prefixes"]},
+        }
         if prefix and not entries:
             raise FileNotFoundError(ABSENT)
         note(folder, entries)
@@ -96,11 +99,11 @@ class ObjectStore(Store):
     def list_tree(self, folder: str) -> dict[str, Entry]:
         client, prefix = connect(folder)
         with explain(folder):
-            found = [meta for page in obstore.list(client, prefix or None, chunk_size=1000) for meta in page]
-        inside = {meta["path"][len(prefix) :].lstrip("/"): _make_entry(meta) for meta in found}
+            listing = [meta for page in obstore.list(client, prefix or None, chunk_size=1000) for meta in page]
+        inside = {meta["path"][len(prefix) :].lstrip("/"): _make_entry(meta) for meta in listing}
         above = {name.rpartition("/")[0] for name in inside}  # objects of such names are markers of folders
         entries = {name: entry for name, entry in inside.items() if name and not (name in above and not entry.size)}
-        if prefix and not found:
+        if prefix and not listing:
             raise FileNotFoundError(ABSENT)
         note(folder, entries)
         return entries
@@ -159,7 +162,7 @@ class ObjectStore(Store):
             with _uploads:
                 sent = obstore.put(client, key, Path(path), chunk_size=part, max_concurrency=_PARTS)
             arrived = obstore.head(client, key)
-        tags = {(each["e_tag"] or "").strip('"') for each in (sent, arrived)} - {""}
+        tags = {(meta["e_tag"] or "").strip('"') for meta in (sent, arrived)} - {""}
         if arrived["size"] != size or len(tags) > 1:
             raise OSError(f"{arrived['size']} bytes arrived of {size}, or another file replaced them; write it again")
 
@@ -350,14 +353,14 @@ class RemoteStream(Positioned):
     def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Read small ranges (offset, bytes) before they are needed, several at once; neighbours in one request."""
         wanted = sorted((offset, min(offset + nbytes, self.size)) for offset, nbytes in ranges)
-        gaps = _join(chain.from_iterable(self._find_gaps(*each) for each in wanted))
+        gaps = _join(chain.from_iterable(self._find_gaps(*span) for span in wanted))
 
         def work(turn: Iterator[tuple[int, int]]) -> None:
             for low, high in turn:
                 self._fetch(low, high)
 
         if gaps:
-            run_threads([gap for each in gaps for gap in self._find_gaps(*each)], work, _AHEAD)
+            run_threads([gap for joined in gaps for gap in self._find_gaps(*joined)], work, _AHEAD)
 
     def _fetch(self, low: int, high: int) -> None:
         data = bytearray(high - low)

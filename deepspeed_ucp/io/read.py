@@ -148,7 +148,7 @@ class RecordReader(Closing):
                 file, lambda stored: (stored.path, self._fetch(stored, group, sinks, scratch))
             )
             self._note(path, sum(request.nbytes for request in group), time.perf_counter() - begin)
-            return [self._take(request, *each) for request, each in zip(group, fetched, strict=True)]
+            return [self._take(request, *parts) for request, parts in zip(group, fetched, strict=True)]
 
     def _take(self, request: Request, views: list[memoryview], staged: list[tuple[Sink, Part, memoryview]]) -> Checked:
         """Compute a request's checksum and store the parts that were not read to their destination."""

@@ -34,10 +34,10 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
         RemoteError: a rank could not allocate its memory; the same on every rank.
     """
     token = secrets.token_bytes(_TOKEN)
-    fd, own = _make(nbytes, token)
+    fd, mine = _make(nbytes, token)
     path = f"/proc/{os.getpid()}/fd/{fd}" if fd >= 0 else ""
     try:
-        offers: list[tuple[str, str, bytes, bool]] = gather((identify_host(), path, token, own is not None))
+        offers: list[tuple[str, str, bytes, bool]] = gather((identify_host(), path, token, mine is not None))
         if lacking := [number for number, offer in enumerate(offers) if not offer[3]]:
             error = RemoteError(
                 f"[rank {lacking[0]}] out of memory: {nbytes >> 20} MiB to exchange bytes in cannot be allocated. Use "
@@ -46,7 +46,7 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
             error.shared, error.echo = True, rank > 0
             raise error
         host = offers[rank][0]
-        near = [number for number, each in enumerate(offers) if each[0] == host and number != rank]
+        near = [number for number, offer in enumerate(offers) if offer[0] == host and number != rank]
         seen = {number: memory for number in near if (memory := _map(*offers[number][1:3], nbytes)) is not None}
         shared = gather(fd >= 0 and len(seen) == len(near))
     finally:
@@ -54,7 +54,7 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
             os.close(fd)
     if not all(shared[number] for number in (*near, rank)):
         seen = {}
-    return [own if number == rank else seen.get(number) for number in range(len(offers))]
+    return [mine if number == rank else seen.get(number) for number in range(len(offers))]
 
 
 def _make(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:

@@ -38,8 +38,8 @@ class LocalStore(Store):
         Args:
             above: (device, inode) of the folders above.
         """
-        found = os.stat(folder)
-        here = found.st_dev, found.st_ino
+        status = os.stat(folder)
+        here = status.st_dev, status.st_ino
         if here in above:
             return
         for name, entry in self.list_folder(folder).items():
@@ -51,10 +51,10 @@ class LocalStore(Store):
 
     def find_entry(self, path: str) -> Entry | None:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except (OSError, ValueError):
             return None
-        return Entry(FOLDER if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime)
+        return Entry(FOLDER if stat.S_ISDIR(status.st_mode) else status.st_size, status.st_mtime)
 
     def find_change(self, path: str) -> int:
         return os.stat(path).st_mtime_ns
@@ -101,8 +101,8 @@ def _by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concat
 
     @functools.wraps(method)
     def call(path: str, /, *args: P.args, **options: P.kwargs) -> T:
-        found: T = getattr(_choose(path), method.__name__)(path, *args, **options)
-        return found
+        result: T = getattr(_choose(path), method.__name__)(path, *args, **options)
+        return result
 
     return call
 

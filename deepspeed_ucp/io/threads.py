@@ -95,15 +95,15 @@ def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads:
 def map_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
     """Like ``map`` with several threads; results are in order. Raises the first error of a thread."""
     jobs = list(enumerate(items))
-    found: dict[int, R] = {}
+    results: dict[int, R] = {}
 
     def run(turn: Iterator[tuple[int, T]]) -> None:
         for number, item in turn:
-            found[number] = work(item)
+            results[number] = work(item)
 
     if jobs:
         run_threads(jobs, run, threads)
-    return [found[number] for number, _ in jobs]
+    return [results[number] for number, _ in jobs]
 
 
 def _wait_for_end(futures: Sequence[Future[None]]) -> None:

@@ -55,8 +55,8 @@ class WebStore(ObjectStore):
         links = _Links(quote(f"{folder}/", safe=":/%"))
         links.feed(body.decode("utf-8", "replace"))
         names = sorted(links.names)
-        found = map_threads(lambda name: self._look(folder, name), names, _AT_ONCE)
-        entries = {name.rstrip("/"): entry for name, entry in zip(names, found, strict=True)}
+        entries_found = map_threads(lambda name: self._look(folder, name), names, _AT_ONCE)
+        entries = {name.rstrip("/"): entry for name, entry in zip(names, entries_found, strict=True)}
         note(folder, entries)
         return entries
 
@@ -71,7 +71,7 @@ class WebStore(ObjectStore):
         for name, entry in self.list_folder(folder).items():
             if entry.is_folder:
                 below = self.list_tree(f"{folder}/{name}")
-                tree.update({f"{name}/{each}": found for each, found in below.items()})
+                tree.update({f"{name}/{path}": child for path, child in below.items()})
             else:
                 tree[name] = entry
         return tree

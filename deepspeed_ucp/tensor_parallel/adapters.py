@@ -53,18 +53,18 @@ class AdapterTensor:
 
 def read_live(name: str) -> AdapterTensor | None:
     """Parse a live model's name; None if it is not an adapter's."""
-    if found := _ADDED.fullmatch(name):
-        return AdapterTensor(found["module"], found["kind"], found["adapter"], found["end"] or "")
-    if found := _SAVED.fullmatch(name):
-        return AdapterTensor(found["module"], "", found["adapter"], f".{found['end']}")
+    if match := _ADDED.fullmatch(name):
+        return AdapterTensor(match["module"], match["kind"], match["adapter"], match["end"] or "")
+    if match := _SAVED.fullmatch(name):
+        return AdapterTensor(match["module"], "", match["adapter"], f".{match['end']}")
     return None
 
 
 def read_in_file(name: str, adapter: str) -> AdapterTensor:
     """Parse a name in an adapter's file."""
-    if found := _ADDED_IN_FILE.fullmatch(name):
-        end = ".weight" if found["kind"] == "lora_magnitude_vector" else found["end"] or ""
-        return AdapterTensor(found["module"], found["kind"], adapter, end)
+    if match := _ADDED_IN_FILE.fullmatch(name):
+        end = ".weight" if match["kind"] == "lora_magnitude_vector" else match["end"] or ""
+        return AdapterTensor(match["module"], match["kind"], adapter, end)
     module, dot, end = name.rpartition(".")
     return AdapterTensor(module, "", adapter, dot + end)
 
@@ -96,6 +96,6 @@ def name_in_base(name: str, adapted: Container[str]) -> str:
     Args:
         adapted: result of :func:`list_adapted`; other modules may have one of PEFT's names by chance.
     """
-    found = read_live(name)
-    inner = found.in_file if found and not found.kind else name
+    adapter = read_live(name)
+    inner = adapter.in_file if adapter and not adapter.kind else name
     return _WRAPPED.sub(lambda at: "" if inner[: at.start()] in adapted else at[0], inner).removeprefix(ROOT)

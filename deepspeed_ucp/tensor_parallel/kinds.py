@@ -213,10 +213,10 @@ class ShardHy(Pattern):
     def _measure(dim: int, grid: Shape, places: Sequence[Shape], shapes: Sequence[Shape]) -> list[tuple[int, int]]:
         widths = []
         for at in range(grid[dim]):
-            found = {shape[dim] for place, shape in zip(places, shapes, strict=True) if place[dim] == at}
-            if len(found) != 1:
-                raise MismatchError(f"ranks at index {at} of the grid's dimension {dim} differ there: {sorted(found)}")
-            widths.append(found.pop())
+            sizes = {shape[dim] for place, shape in zip(places, shapes, strict=True) if place[dim] == at}
+            if len(sizes) != 1:
+                raise MismatchError(f"ranks at index {at} of the grid's dimension {dim} differ there: {sorted(sizes)}")
+            widths.append(sizes.pop())
         return _chain(widths)
 
 
@@ -274,13 +274,13 @@ class ShardNC(Pattern):
         total, weight = sum(locals_), sum(self.parts)
         if self.sized and weight != total:
             raise MismatchError(f"parts {list(self.parts)} sum to {weight}, dimension {dim} has blocks of {total}")
-        found = [[part * local for local in locals_] for part in self.parts]
-        if weight == 0 or any(size % weight for part in found for size in part):
+        sizes = [[part * local for local in locals_] for part in self.parts]
+        if weight == 0 or any(size % weight for part in sizes for size in part):
             raise MismatchError(
                 f"parts {list(self.parts)} do not follow from the ranks' widths {list(locals_)} along dimension "
                 f"{dim}: the parts' shares are not whole. Give each part's width on each rank (widths)"
             )
-        return [[size // weight for size in part] for part in found]
+        return [[size // weight for size in part] for part in sizes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -409,17 +409,17 @@ def _refine_shard(shard: Product, splits: Sequence[tuple[int, Sequence[int]]]) -
 
 def _split_axis(intervals: Intervals, sizes: Sequence[int]) -> list[Intervals]:
     """Split intervals of an axis over its refined axes; ``sizes`` begins with the innermost."""
-    found: list[Intervals] = []
+    axes: list[Intervals] = []
     intervals = tuple((low, high) for low, high in intervals if low < high)
     for size in sizes[:-1]:
         if all(low % size == 0 and high % size == 0 for low, high in intervals):
-            found.append(((0, size),))
+            axes.append(((0, size),))
             intervals = tuple((low // size, high // size) for low, high in intervals)
         elif len(intervals) == 1 and intervals[0][0] // size == (intervals[0][1] - 1) // size:
             low, high = intervals[0]
-            found.append(((low % size, low % size + high - low),))
+            axes.append(((low % size, low % size + high - low),))
             intervals = ((low // size, low // size + 1),)
         else:
             raise MismatchError(f"intervals {intervals} do not follow blocks of {size}")
-    found.append(intervals)
-    return found[::-1]
+    axes.append(intervals)
+    return axes[::-1]

@@ -45,14 +45,14 @@ class Rename:
         return compile_regex(self.pattern)
 
     def __post_init__(self) -> None:
-        if found := _NUMBER.search(self.pattern):
-            raise ConfigError(f"rename: {found[0]} in {self.pattern!r}: expressions are for templates. {_NEEDED}")
+        if number := _NUMBER.search(self.pattern):
+            raise ConfigError(f"rename: {number[0]} in {self.pattern!r}: expressions are for templates. {_NEEDED}")
         _ = self._regex
 
     def match(self, name: str) -> Mapping[str, str] | None:
         """Return what the named groups matched in a saved name; None if the rule does not match."""
-        found = self._regex.fullmatch(name)
-        return found.groupdict() if found else None
+        match = self._regex.fullmatch(name)
+        return match.groupdict() if match else None
 
     def apply(self, name: str) -> str | None:
         """Return the live name, or None if the rule does not match.
@@ -74,19 +74,19 @@ class Rename:
     def _calculate(self, expression: str, groups: Mapping[str, str], name: str) -> int:
         numbers = {group: int(text) for group, text in groups.items() if text is not None and text.isdecimal()}
         try:
-            found = Facts(values=numbers, variables=self.variables).evaluate(expression)
+            result = Facts(values=numbers, variables=self.variables).evaluate(expression)
         except UnknownError as error:
-            found = None
+            result = None
             if str(error) not in groups:
                 raise ConfigError(
                     f"rename: {self.template!r} asks for {error}, {self.pattern!r} has no such group; {error.advice}"
                 ) from None
-        if type(found) is not int or found < 0:
-            value = next((groups[group] for group in _NAME.findall(expression) if group in groups), found)
+        if type(result) is not int or result < 0:
+            value = next((groups[group] for group in _NAME.findall(expression) if group in groups), result)
             raise ConfigError(
                 f"rename: {{{expression}}} in {self.template!r} with {value!r}, from {name}: not a layer number"
             )
-        return found
+        return result
 
 
 def parse_renames(value: object) -> tuple[Rename, ...]:

@@ -432,8 +432,8 @@ def _count_renamed(family: RuleSet, saved: Collection[str], live: Collection[str
 @lru_cache
 def from_arguments() -> RuleSet:
     """Load the rules that depend on the saved arguments of known training scripts."""
-    (found,) = _parse_set(read_packaged("_arguments"), "the client's arguments")
-    return replace(found, reported=False, by="checkpoint")
+    (rules,) = _parse_set(read_packaged("_arguments"), "the client's arguments")
+    return replace(rules, reported=False, by="checkpoint")
 
 
 def _make_rule(spec: Spec, prefix: str) -> Rule:
@@ -454,9 +454,9 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
         pattern = _read_attributes(marks)
         if isinstance(pattern, ShardH) and FUSED_QKV.search(name):
             hints[name] = _AMBIGUOUS
-        elif pattern == ShardV() and (found := _FIRST.fullmatch(name)):
+        elif pattern == ShardV() and (match := _FIRST.fullmatch(name)):
             hints[name] = _MAYBE_GATED
-            second = f"sibling({_SECOND[found['first']]!r}, 1)"
+            second = f"sibling({_SECOND[match['first']]!r}, 1)"
             spec = Spec(match=name, pattern="shard-v", when=f"own(0) == {second}")
             literal[name] = (Rule(name, _FIRST.fullmatch, spec),)
         elif pattern is not None:
@@ -502,10 +502,10 @@ def suggest_rule(name: str, source: Sequence[Shape], target: Sequence[Shape] | N
 
 def _find_cut(sides: Sequence[Sequence[Shape]]) -> int | None:
     """Return the only dimension along which shards of both sides add up to the same size, or None."""
-    found = []
+    cut_dims = []
     for dim in range(min(len(shape) for side in sides for shape in side)):
         sums = {sum(shape[dim] for shape in side) for side in sides}
         rests = {shape[:dim] + shape[dim + 1 :] for side in sides for shape in side}
         if len(sums) == 1 == len(rests):
-            found.append(dim)
-    return found[0] if len(found) == 1 and len(sides) > 1 else None
+            cut_dims.append(dim)
+    return cut_dims[0] if len(cut_dims) == 1 and len(sides) > 1 else None

@@ -65,8 +65,8 @@ def capture(engine: Any) -> CapturedEngine:
     """Copy the state of `engine`. Collective: all ranks of the engine call it together."""
     homes = dict(_list_homes(engine))
     named = dict(engine.module.named_parameters())
-    with GatheredParameters([each for each in named.values() if hasattr(each, "ds_id")]):  # at stage 3
-        values = {name: _copy(each.data) for name, each in named.items()}
+    with GatheredParameters([parameter for parameter in named.values() if hasattr(parameter, "ds_id")]):  # at stage 3
+        values = {name: _copy(parameter.data) for name, parameter in named.items()}
     parameters = {}
     for name, parameter in named.items():
         parameters[strip_compiled(name)] = state = CapturedParameter(value=values[name])
@@ -124,19 +124,19 @@ def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
         parameters = getattr(wrapper, row.params)[index]
         number = wrapper.sub_group_to_group_id[index] if hasattr(wrapper, "sub_group_to_group_id") else index
         if row.form is Form.SINGLE:
-            found: Masters = zip(parameters, masters, repeat(_identity))
+            rows: Masters = zip(parameters, masters, repeat(_identity))
         elif row.is_flat:
             starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
-            found = ((p, masters, _cut(p, start)) for p, start in zip(parameters, starts, strict=False))
+            rows = ((p, masters, _cut(p, start)) for p, start in zip(parameters, starts, strict=False))
         elif getattr(wrapper, "round_robin_gradients", False):
-            found = _list_shuffled(wrapper, index, masters)
+            rows = _list_shuffled(wrapper, index, masters)
         elif row.form is Form.RESERVED and masters.dtype != torch.float32:
-            found = _list_partitioned(parameters, masters)
+            rows = _list_partitioned(parameters, masters)
         else:
             _link(parameters, masters, inner)
-            found = zip(parameters, repeat(masters), repeat(None))
+            rows = zip(parameters, repeat(masters), repeat(None))
         # DeepSpeed rebuilds Adagrad with all flat buffers in one group.
-        yield min(number, len(inner.param_groups) - 1), found
+        yield min(number, len(inner.param_groups) - 1), rows
 
 
 def _list_shuffled(wrapper: Any, index: int, flat: Tensor) -> Masters:
@@ -200,8 +200,8 @@ def _fill(state: CapturedParameter, parameter: Any, home: _Home) -> None:
         return
     # These functions return fp32; the cast back is exact.
     state.fp32 = _copy(safe_get_full_fp32_param(parameter)).to(home.master.dtype)
-    found = {key: safe_get_full_optimizer_state(parameter, key) for key in elementwise}
-    state.tensors = {key: _copy(tensor).to(home.state[key].dtype) for key, tensor in found.items()}
+    states = {key: safe_get_full_optimizer_state(parameter, key) for key in elementwise}
+    state.tensors = {key: _copy(tensor).to(home.state[key].dtype) for key, tensor in states.items()}
 
 
 def _is_scalar(value: Any, elementwise: list[str], key: str) -> bool:
@@ -211,12 +211,12 @@ def _is_scalar(value: Any, elementwise: list[str], key: str) -> bool:
 
 
 def _copy_buffers(engine: Any) -> dict[str, Tensor]:
-    found = {}
+    buffers = {}
     for prefix, module in engine.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[strip_compiled(f"{prefix}.{name}" if prefix else name)] = _copy(buffer)
-    return found
+                buffers[strip_compiled(f"{prefix}.{name}" if prefix else name)] = _copy(buffer)
+    return buffers
 
 
 def _read_loss_scale(engine: Any) -> float | None:

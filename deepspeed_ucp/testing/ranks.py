@@ -45,9 +45,9 @@ def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int],
 def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folders: list[str]) -> list[Resumed]:
     """Make one engine; load each folder in turn, compare with the state of its source, continue training."""
     training, engine = start(train_fn, ds_config)
-    found = [_resume(training, engine, steps, folder) for folder in folders]
+    results = [_resume(training, engine, steps, folder) for folder in folders]
     stop(training, engine)
-    return found
+    return results
 
 
 def _resume(training: Generator[Any, None, None], engine: Any, steps: int, folder: str) -> Resumed:

@@ -154,7 +154,7 @@ def resume_each(
     arguments = (train_fn, config, len(saves[0].losses), folders)
     answers: list[list[ranks.Resumed]] = world.run(ranks.run_target, *arguments, timeout=timeout)
     by_save = zip(saves, zip(*answers, strict=True), strict=True)
-    return [partial(_make_report, saved, found, target, loss_tolerance) for saved, found in by_save]
+    return [partial(_make_report, saved, resumed, target, loss_tolerance) for saved, resumed in by_save]
 
 
 def _make_report(saved: SavedRun, answers: Sequence[Any], target: Launch, tolerance: float | None) -> ResumeReport:
@@ -168,7 +168,7 @@ def _make_report(saved: SavedRun, answers: Sequence[Any], target: Launch, tolera
                 f"the state that was loaded differs from the saved one (rank {rank}; {launches}):{shown}{more}"
             )
     if tolerance is None:
-        tolerance = max(LOSS_TOLERANCE[_SHORT[find_precision(each.ds_config)]] for each in (saved.launch, target))
+        tolerance = max(LOSS_TOLERANCE[_SHORT[find_precision(launch.ds_config)]] for launch in (saved.launch, target))
     resumed = _average([answer.losses for answer in answers])
     return ResumeReport(
         parameters=answers[0].parameters,

@@ -68,8 +68,8 @@ def _copy_back(output: Any, values: Any) -> None:
     if isinstance(output, torch.Tensor):
         output.detach().copy_(values)
     elif isinstance(output, list | tuple):
-        for each, value in zip(output, values, strict=True):
-            _copy_back(each, value)
+        for target, value in zip(output, values, strict=True):
+            _copy_back(target, value)
 
 
 def _make_done() -> Work:

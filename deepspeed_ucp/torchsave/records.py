@@ -268,10 +268,10 @@ def read_record(stream: BinaryIO, path: str, record: FileRecord) -> bytes:
     return data
 
 
-def check_crc(path: str, record: FileRecord, found: int) -> None:
+def check_crc(path: str, record: FileRecord, crc: int) -> None:
     """Raise ChecksumError if a CRC32 differs from the one stored by the writer."""
-    if record.crc is not None and found != record.crc:
+    if record.crc is not None and crc != record.crc:
         raise ChecksumError(
-            f"{record.name} has CRC32 {found:08x}, the writer stored {record.crc:08x}; the file is damaged. {RESTORE}",
+            f"{record.name} has CRC32 {crc:08x}, the writer stored {record.crc:08x}; the file is damaged. {RESTORE}",
             path=path,
         )

@@ -208,7 +208,7 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
 def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str], offset: int) -> list[FileRecord]:
     """Locate a legacy file's storages, each preceded by its number of elements, in the order of their keys."""
     size = measure(stream)
-    found = []
+    records = []
     for key in keys:
         ref = pickled.storages.get(key)
         stream.seek(offset)
@@ -226,9 +226,9 @@ def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str
         if offset + 8 + nbytes > size:
             text = f"storage {describe(key)} ends beyond the file ({size} bytes)"
             raise CheckpointError(f"{text}; it is truncated. {RESTORE}", path=path)
-        found.append(FileRecord(f"data/{key}", offset + 8, nbytes, None))
+        records.append(FileRecord(f"data/{key}", offset + 8, nbytes, None))
         offset += 8 + nbytes
-    return found
+    return records
 
 
 def _find_element(ref: TensorRef, path: str, storages: dict[str, FileRecord]) -> tuple[FileRecord, int]:
@@ -249,15 +249,15 @@ def name_storages(path: str) -> dict[str, list[str]]:
     Raises:
         CheckpointError: the header cannot be read.
     """
-    found: dict[str, list[str]] = defaultdict(list)
+    names: dict[str, list[str]] = defaultdict(list)
     todo: list[tuple[str, Any]] = [("", read_header(path).tree)]
     seen: set[int] = set()
     while todo:
         place, value = todo.pop()
         if isinstance(value, TensorRef):
-            found[f"data/{value.storage.key}"].append(place)
+            names[f"data/{value.storage.key}"].append(place)
         elif id(value) not in seen and len(place) <= _LONGEST_PLACE:
             seen.add(id(value))
             inside = value.items() if isinstance(value, dict) else enumerate(list_parts(value))
             todo += [(f"{place}.{key}" if place else f"{key}", part) for key, part in reversed(list(inside))]
-    return dict(found)
+    return dict(names)

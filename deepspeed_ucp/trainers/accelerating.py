@@ -57,8 +57,8 @@ _RATE = "_ucp_rate"
 
 def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig] | None:
     """Return the first prepared engine that has the plugin on, with its options, or None."""
-    found = ((model, get_config(model)) for model in accelerator._models)
-    return next(((model, config) for model, config in found if config is not None), None)
+    engines = ((model, get_config(model)) for model in accelerator._models)
+    return next(((model, config) for model, config in engines if config is not None), None)
 
 
 def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
@@ -68,10 +68,10 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
         ConfigError: the micro batch has changed, which the data loader makes.
     """
     prepared = original(accelerator, *args)
-    found = find_engine(accelerator)
-    if found is None:
+    engine_and_config = find_engine(accelerator)
+    if engine_and_config is None:
         return prepared
-    engine, _ = found
+    engine, _ = engine_and_config
     micro = to_integer(engine.train_micro_batch_size_per_gpu())
     given = accelerator.deepspeed_config.get(BATCH_SIZES[1], micro)
     if micro != given:
@@ -98,15 +98,15 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
             "gradients are not saved, so a resume must repeat these micro batches. Save when "
             "accelerator.sync_gradients is true."
         )
-    found = find_engine(accelerator)
-    if found is None or found[1].save is None:
+    engine_and_config = find_engine(accelerator)
+    if engine_and_config is None or engine_and_config[1].save is None:
         return original(accelerator, *args, **kwargs)
     module = sys.modules["accelerate.accelerator"]
     folder = str(args[0] if args else kwargs.get("output_dir"))
     if accelerator.project_configuration.automatic_checkpoint_naming:
         folder = os.path.join(_find_parent(accelerator), f"checkpoint_{accelerator.save_iteration}")
     engines = [model for model in accelerator._models if get_config(model) is not None]
-    goes_on = begin_save(folder, found[1], connect()) and can_guard(module) and len(engines) == 1
+    goes_on = begin_save(folder, engine_and_config[1], connect()) and can_guard(module) and len(engines) == 1
     with guard(module, OWN, coming=True) if goes_on else nullcontext():
         saved = original(accelerator, *args, **kwargs)
     if not goes_on:
@@ -129,11 +129,11 @@ def load_state(
         MismatchError: its total batch cannot be kept.
         UnsupportedError: it has the position of a stateful data loader in another world.
     """
-    found = find_engine(accelerator)
-    if found is None:
+    engine_and_config = find_engine(accelerator)
+    if engine_and_config is None:
         original(accelerator, input_dir, *args, **kwargs)
         return
-    (engine, config), comm = found, connect()
+    (engine, config), comm = engine_and_config, connect()
     absolute = input_dir and os.path.abspath(os.path.expanduser(str(input_dir)))
     finish_folders(config, os.path.dirname(absolute) if absolute else _find_parent(accelerator), comm)
     folder = comm.run(lambda: _find_folder(accelerator, input_dir))
@@ -141,7 +141,9 @@ def load_state(
     job = comm.once(lambda: _find_job(folder, is_foreign=is_foreign))
     if any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders):
         refuse_loader_position(folder, job, ", or skip_first_batches")
-    schedules = comm.run(lambda: [_convert(*each, job, comm.size) for each in _list_schedulers(accelerator, folder)])
+    schedules = comm.run(
+        lambda: [_convert(*schedule, job, comm.size) for schedule in _list_schedulers(accelerator, folder)]
+    )
     _keep_total_batch(accelerator, engine, folder, job, config)
     load = engine.load_checkpoint
     without_tag = replace_method(engine, "load_checkpoint", lambda folder, _, **kwargs: load(folder, **kwargs))
@@ -214,10 +216,10 @@ def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str,
     """List the schedulers that Accelerate saves, with their saved states; the engine restores DeepSpeed's."""
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
-    plain = [each for each in accelerator._schedulers if not isinstance(each, DeepSpeedSchedulerWrapper)]
+    plain = [scheduler for scheduler in accelerator._schedulers if not isinstance(scheduler, DeepSpeedSchedulerWrapper)]
     names = (f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(plain)))
     paths = [os.path.join(folder, name) for name in names]
-    return [(each, read_objects(path, trust_pickle=False)) for each, path in zip(plain, paths, strict=True)]
+    return [(scheduler, read_objects(path, trust_pickle=False)) for scheduler, path in zip(plain, paths, strict=True)]
 
 
 def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int) -> tuple[Any, dict[str, Any]]:

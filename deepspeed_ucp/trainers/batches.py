@@ -58,8 +58,8 @@ class BatchSizes:
         Raises:
             MismatchError: these ranks cannot make it.
         """
-        found = adapt_batch(job.total_batch or self.total, self.micro, self.ranks)
-        return found or self.refuse(folder, job, "Use a number of ranks that divides it")
+        fitting = adapt_batch(job.total_batch or self.total, self.micro, self.ranks)
+        return fitting or self.refuse(folder, job, "Use a number of ranks that divides it")
 
     def refuse(self, folder: str, job: SavedJob, advice: str) -> NoReturn:
         """Raise a :class:`MismatchError` about another total batch."""
@@ -79,8 +79,8 @@ def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
     """
     if not job.format:
         return job
-    found = {int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(pattern, name))}
-    return replace(job, ranks=next(rank for rank in range(len(found) + 1) if rank not in found) or 1)
+    ranks = {int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(pattern, name))}
+    return replace(job, ranks=next(rank for rank in range(len(ranks) + 1) if rank not in ranks) or 1)
 
 
 def warn_unknown_batch(job: SavedJob, folder: str, total: int) -> None:

@@ -76,8 +76,8 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
 
 def list_folders(output: str) -> list[str]:
     """List the trainer's folders in its output folder, newest first."""
-    found = [name for name in os.listdir(output) if _NAME.fullmatch(name)] if os.path.isdir(output) else []
-    folders = [os.path.join(output, name) for name in sorted(found, key=_number, reverse=True)]
+    names = [name for name in os.listdir(output) if _NAME.fullmatch(name)] if os.path.isdir(output) else []
+    folders = [os.path.join(output, name) for name in sorted(names, key=_number, reverse=True)]
     return [folder for folder in folders if os.path.isdir(folder)]
 
 
@@ -90,7 +90,10 @@ def list_before(folder: str) -> list[str]:
         raise CheckpointError(f"does not exist. {advice}", path=folder)
     if not _NAME.fullmatch(name):
         return [folder]
-    return [folder, *(each for each in list_folders(parent) if _number(os.path.basename(each)) < _number(name))]
+    return [
+        folder,
+        *(earlier for earlier in list_folders(parent) if _number(os.path.basename(earlier)) < _number(name)),
+    ]
 
 
 def _number(name: str) -> int:
@@ -113,12 +116,12 @@ def find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm, *, l
         job = find_job(folder, config, comm, tag=tag)
         comm.run(lambda: _read_trainer_files(folder, args, job.ranks, comm))
         places = find_folders([folder, *config.also], tag, comm)
-        found = verify_checkpoint(places[0], comm, headers_only=config.verify == "off", also=places[1:])
+        verification = verify_checkpoint(places[0], comm, headers_only=config.verify == "off", also=places[1:])
     except CheckpointError as error:
         if isinstance(error, OutOfReachError):
             raise
         return str(error)
-    faults = [fault.text for fault in found.faults if not fault.warning]
+    faults = [fault.text for fault in verification.faults if not fault.warning]
     return f"{places[0]}: {shorten(faults, 3)}" if faults else ""
 
 
@@ -139,13 +142,13 @@ def _read_trainer_files(folder: str, args: Any, ranks: int, comm: Comm) -> None:
 
 
 def find_job(
-    folder: str, config: UniversalConfig, comm: Comm, *, tag: str | None = None, found: bool = False
+    folder: str, config: UniversalConfig, comm: Comm, *, tag: str | None = None, by_trial: bool = False
 ) -> SavedJob:
     """Describe the job that saved a trainer's folder (collective).
 
     Args:
         tag: tag of the engine, if known.
-        found: the trainer had found its batch by trial (``auto_find_batch_size``).
+        by_trial: the trainer had found its batch by trial (``auto_find_batch_size``).
 
     Raises:
         CheckpointError: the folder has no engine state.
@@ -156,7 +159,9 @@ def find_job(
     if job.format:
         job = comm.once(lambda: _complete(job, folder))
     # After a reduction, the ds_config has the first micro batch that was tried, unless this package has set it.
-    micro = comm.once(lambda: read_trainer_state(folder)).get("train_batch_size") if found and not job.asked else None
+    micro = (
+        comm.once(lambda: read_trainer_state(folder)).get("train_batch_size") if by_trial and not job.asked else None
+    )
     if not micro:
         return job
     return replace(job, total_batch=micro * (job.accumulation or 1) * (job.ranks // job.model_ranks))

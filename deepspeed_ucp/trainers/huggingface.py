@@ -70,7 +70,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     call, config = inspect.signature(original).bind(trainer, *args, **kwargs), find_options(trainer)
     folder = call.arguments.get("resume_from_checkpoint")
     trainer._ucp_state = TrainerState()
-    if any(type(each).__name__ == "KubeflowCallback" for each in trainer.callback_handler.callbacks):
+    if any(type(callback).__name__ == "KubeflowCallback" for callback in trainer.callback_handler.callbacks):
         beacon.mute("kubeflow")  # that callback reports the progress
     if config is not None and folder:
         show_decisions()
@@ -179,13 +179,13 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         UnsupportedError: ``auto_find_batch_size`` with transformers 4, whose gradients would have another size.
     """
     args, comm = trainer.args, connect()
-    found: bool = args.auto_find_batch_size
-    job = find_job(folder, config, comm, found=found)
+    by_trial: bool = args.auto_find_batch_size
+    job = find_job(folder, config, comm, by_trial=by_trial)
     live = BatchSizes(micro, args.gradient_accumulation_steps, _count_replicas(trainer))
     fit, total = (micro, live.accumulation), job.total_batch or live.total
     warn_unknown_batch(job, folder, total)
     if not live.is_kept(job, config):
-        fit = choose_batch(job, folder, live, None if found else _read_explicit_total(args), found=found)
+        fit = choose_batch(job, folder, live, None if by_trial else _read_explicit_total(args), by_trial=by_trial)
     elif total != live.total:
         if comm.rank == 0:
             logger.warning(
@@ -195,12 +195,12 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
             )
         total = live.total
     is_changed = fit != (micro, live.accumulation)
-    if is_changed and found and not hasattr(trainer, "_prepare_for_training"):
+    if is_changed and by_trial and not hasattr(trainer, "_prepare_for_training"):
         raise UnsupportedError(
             f"{folder}: transformers 4 makes gradients of another size with auto_find_batch_size and accumulation. "
             f"Resume without it, with per_device_train_batch_size={fit[0]}, or with transformers 5."
         )
-    if is_changed or found:
+    if is_changed or by_trial:
         _set_batch(trainer, *fit, total, asked=micro * live.accumulation)
     _record_begun(trainer, job, (live.ranks, fit[1]))
     if is_changed and comm.rank == 0:
@@ -211,13 +211,13 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
 
 
 def choose_batch(
-    job: SavedJob, folder: str, live: BatchSizes, written: int | None, *, found: bool = False
+    job: SavedJob, folder: str, live: BatchSizes, written: int | None, *, by_trial: bool = False
 ) -> tuple[int, int]:
     """Choose (per-device batch, accumulation) for a saved total batch.
 
     Args:
         written: explicit total batch of the user's ds_config.
-        found: the trainer has found the micro batch by trial (``auto_find_batch_size``).
+        by_trial: the trainer has found the micro batch by trial (``auto_find_batch_size``).
 
     Raises:
         MismatchError: the ds_config has another total batch, the script has changed its batch sizes in an unchanged
@@ -226,7 +226,7 @@ def choose_batch(
     if written not in (None, job.total_batch):
         live.refuse(folder, job, f'Write train_batch_size {job.total_batch} or "auto" into the ds_config')
     fit = live.fit(folder, job)
-    if job.ranks == connect().size and job.asked != live.micro * live.accumulation and not found:
+    if job.ranks == connect().size and job.asked != live.micro * live.accumulation and not by_trial:
         advice = f"Set per_device_train_batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
         live.refuse(folder, job, advice)
     return fit
@@ -417,9 +417,9 @@ class Watched(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") != "__get__":  # not an attribute such as its device
-            for each in (*args, *(kwargs or {}).values()):
-                if isinstance(each, Watched):
-                    each.used = True
+            for argument in (*args, *(kwargs or {}).values()):
+                if isinstance(argument, Watched):
+                    argument.used = True
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -189,7 +189,7 @@ def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> 
     if get_config(trainer.strategy.model) is not None:
         loaders = trainer.fit_loop._combined_loader.flattened
         samplers = (getattr(loader, "sampler", None) for loader in loaders)
-        if any(isinstance(getattr(getattr(each, "dataset", None), "_sampler", None), Order) for each in samplers):
+        if any(isinstance(getattr(getattr(sampler, "dataset", None), "_sampler", None), Order) for sampler in samplers):
             raise ConfigError(
                 "Lightning splits the samples of an ElasticSampler over the ranks a second time. Set "
                 "Trainer(use_distributed_sampler=False)."
@@ -220,4 +220,4 @@ def _is_positioned(loader: Any) -> bool:
     """Return True if a loader starts at the position of the run."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     orders = (getattr(loader, name, None) for name in ("sampler", "dataset"))
-    return stateful or any(isinstance(each, Order) and each.follows for each in orders)
+    return stateful or any(isinstance(order, Order) and order.follows for order in orders)

@@ -56,13 +56,13 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
         return {}
     saved, device = read_objects(path, trust_pickle=False), get_accelerator().device_name()
     try:
-        found = {name: pack(saved[keys[name]]) for name, pack in _PACK.items()}
+        states = {name: pack(saved[keys[name]]) for name, pack in _PACK.items()}
         state = saved.get(keys["accelerator"].format(device)) if device != "cpu" else None
         if state is not None:
-            found["accelerator"] = pack_torch(state[rank % len(state)] if isinstance(state, list) else state)
+            states["accelerator"] = pack_torch(state[rank % len(state)] if isinstance(state, list) else state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"has random states of an unknown form ({error!r}).", path=path) from error
-    return found
+    return states
 
 
 def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int], States]) -> None:
@@ -81,19 +81,21 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
     ranks, tensor = range(job.ranks), job.model_ranks
     digests = comm.share(ranks, lambda rank: {name: digest(state) for name, state in read(rank).items()})
     places = [(0, rank % tensor, rank // tensor) for rank in ranks]
-    names = dict.fromkeys(name for each in digests for name in each)
-    axes = {name: find_axes({at: each.get(name) for at, each in zip(places, digests, strict=True)}) for name in names}
+    names = dict.fromkeys(name for by_name in digests for name in by_name)
+    axes = {
+        name: find_axes({at: by_name.get(name) for at, by_name in zip(places, digests, strict=True)}) for name in names
+    }
     needed = {project(find_coords(place), kept) for kept in axes.values()}
 
     def restore() -> list[str]:
         known = [(at, read(rank)) for rank, at in zip(ranks, places, strict=True) if at in needed]
         record = make_record(known, axes, str(digests[0]), job.steps)
-        generators = {name: each for name, each in list_generators().items() if name in names}
+        generators = {name: generator for name, generator in list_generators().items() if name in names}
         return restore_generators(record, place, generators)
 
     derived = comm.each(restore)
     if comm.rank == 0:
-        if missing := [str(rank) for rank, each in enumerate(digests) if not each]:
+        if missing := [str(rank) for rank, by_name in enumerate(digests) if not by_name]:
             logger.warning("%s: the saved random states of ranks %s are missing", folder, shorten(missing))
-        if new := [str(rank) for rank, each in enumerate(derived) if each]:
+        if new := [str(rank) for rank, is_derived in enumerate(derived) if is_derived]:
             logger.info("%s: random states derived instead of restored on ranks %s", folder, shorten(new))
