@@ -47,8 +47,8 @@ TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
 .PHONY: help demo figures proofs test test-all fuzz mutants bench house lint pytest test-oldest test-gpu test-releases test-platforms clean
 help:
-	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
-	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
+	@echo 'make demo    in two minutes: a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
+	@echo '             one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
 	@echo '             and jobs under torchrun lose an agent, get one, hang, and lose a process and a node that'
 	@echo '             had saved into memory (examples/elastic_restart)'
 	@echo 'make figures the correctness figures of the paper, all of them (examples/megatron_gpt; minutes each)'
@@ -68,9 +68,7 @@ help:
 	@echo 'make lint    ruff, mypy, import-linter'
 
 demo: $(STAMP)
-	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/byte_gpt/demo.py
-	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/megatron_gpt/figures.py demo --out demo_out
-	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/elastic_restart/demo.py
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u examples/demo.py
 
 figures: $(STAMP)
 	for figure in fig7a fig7b fig8 fig9 experts; do \
@@ -146,6 +144,7 @@ ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 $(STAMP): $(REQUIREMENTS)
+	@echo 'installing PyTorch, DeepSpeed and the test tools into $(VENV): some minutes, once'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(INSTALL) torch numpy
 	$(VENV)/bin/python $(INSTALL) -e '.[test,mpi,plot]'

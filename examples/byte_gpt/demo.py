@@ -1,4 +1,4 @@
-"""`make demo`: one training run, killed twice, each time resumed on other hardware, beside one that never stopped.
+"""A training run is killed twice and resumed on other ranks, next to an uninterrupted one. Part of `make demo`.
 
     reference   4 ranks, ZeRO-1, to the end
     segment 1   4 ranks, ZeRO-1, killed with SIGKILL
@@ -11,25 +11,27 @@ uninterrupted curve. The bounds:
 *First step after a resume.* The killed run had done that step too, with the same weights and the same batch: the two
 losses differ only by how the forward rounds (another micro batch size may block a bf16 product differently, ZeRO-3 adds
 a bias in a step of its own). bf16 rounds to 2^-9 of a value; a sequence's loss can be off by that much of itself, and
-the 24 sequences of the batch average it: 2^-9 · loss / √24, about 0.001. Measured: 0.0002 and below.
+the 24 sequences of the batch average it: 2^-9 · loss / √24, about 0.001. Measured: 0.0001 and below.
 
 *Later steps.* Another number of ranks sums the bf16 gradients in another order, so that every update differs in its
-last bits and the runs drift apart. The drift must stay below a tenth of what the loss changes from one step to the
-next (the median of that in the reference), about 0.007: a resume must move the curve far less than any one batch does.
-Measured: 0.0004. Measured for wrong states, from the same checkpoint: 0.25 with moments and step count zeroed,
-0.06 with the moments zeroed, 0.04 with exp_avg zeroed, 0.03 with the moments shifted by 1000 elements, 0.07 with the
-scheduler restarted, 3 for a fresh start. Masters rounded to bf16 give 0.0009: curves alone would miss that, which is
+last bits and the runs drift apart. The drift must stay below a tenth of the change of the loss from one step to the
+next (the median of the reference), about 0.008: a resume must move the curve far less than any one batch does.
+Measured: 0.0005. Measured for wrong states, from the checkpoint of step 20: 0.03 with moments and step count zeroed,
+0.08 with the moments zeroed, 0.20 with exp_avg zeroed, 0.13 with the moments shifted by 1000 elements, 0.18 with the
+scheduler restarted, 1.8 for a fresh start. Masters rounded to bf16 give 0.007: curves alone would miss that, which is
 why the state is compared to the bit as well.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
-import shutil
+import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -41,21 +43,22 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from plot import Curve, draw
+from deepspeed_ucp.testing.world import PRELOAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 OUT = ROOT / "demo_out"
 LINES_OF_A_COMMAND = 11
 BATCH = 24  # divisible by 4, 2 and 3
-STEPS = 120
-SAVE_EVERY = 20
+STEPS = 60
+SAVE_EVERY = 10
 FIRST_STEP_BOUND = 2.0**-9 / math.sqrt(BATCH)  # of the loss
 DRIFT_BOUND = 0.1  # of the median change of the loss from step to step
-TIME_FOR_CONTRAST = 220  # seconds: later than this the last launch is left out
+LONGEST = 600.0  # seconds of a launch
 BASE_CONFIG = {
     "train_batch_size": BATCH,
     "steps_per_print": 1 << 30,
@@ -63,7 +66,7 @@ BASE_CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": STEPS, "warmup_num_steps": 20, "warmup_max_lr": 1e-3, "warmup_type": "linear"},
+        "params": {"total_num_steps": STEPS, "warmup_num_steps": 10, "warmup_max_lr": 1e-3, "warmup_type": "linear"},
     },
     "gradient_clipping": 1.0,
 }
@@ -82,9 +85,9 @@ class Segment:
 
 REFERENCE = Segment("reference", ranks=4, stage=1)
 SEGMENTS = (
-    Segment("segment 1", ranks=4, stage=1, kill_after=47),
-    Segment("segment 2", ranks=2, stage=3, resumes_at=40, kill_after=87),
-    Segment("segment 3", ranks=3, stage=2, resumes_at=80),
+    Segment("segment 1", ranks=4, stage=1, kill_after=23),
+    Segment("segment 2", ranks=2, stage=3, resumes_at=20, kill_after=43),
+    Segment("segment 3", ranks=3, stage=2, resumes_at=40),
 )
 
 
@@ -93,7 +96,7 @@ class Outcome:
     """The log of a launch."""
 
     segment: Segment
-    exit_code: int = 0
+    exit_codes: Sequence[int | None] = ()
     seconds: float = 0.0
     losses: dict[int, float] = field(default_factory=dict)
     held_out_loss: float | None = None
@@ -117,10 +120,15 @@ class DemoFailed(Exception):
 
 
 class Launcher:
-    """Launches of train.py with the `deepspeed` launcher, each watched through its log."""
+    """Launches of train.py, each watched through its log.
+
+    The ranks are forked from a process that has imported torch and DeepSpeed, which takes seconds per rank.
+    """
 
     def __init__(self, work: Path) -> None:
         self.work, self.began = work, time.monotonic()
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([*PRELOAD, "train"])
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:5.0f} s  {text}", flush=True)
@@ -131,23 +139,16 @@ class Launcher:
         began = time.monotonic()
         outcome = Outcome(segment)
         log = self.work / f"{segment.name}.jsonl".replace(" ", "_")
-        arguments = [
-            "--checkpoint_dir",
-            str(checkpoints),
-            "--save_every",
-            str(save_every),
-            "--log",
-            str(log),
-            "--digest",
-        ]
-        with self._launch(segment, {"universal": True}, arguments) as process:
-            for event in follow(log, lambda: process.poll() is None):
+        options = {"checkpoint_dir": checkpoints, "save_every": save_every, "log": log}
+        arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        with self._launch(segment, {"universal": True}, [*arguments, "--digest"]) as launch:
+            for event in follow(log, launch.is_alive):
                 outcome.take(event)
                 self._report(segment, event)
                 if segment.kill_after is not None and event.get("step") == segment.kill_after:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    self.say(f"{segment.name}: killed all its processes with SIGKILL")
-        outcome.exit_code, outcome.seconds = process.returncode, time.monotonic() - began
+                    launch.kill()
+                    self.say(f"{segment.name}: killed all its processes with SIGKILL after step {segment.kill_after}")
+        outcome.exit_codes, outcome.seconds = launch.exit_codes, time.monotonic() - began
         self._check_exit(outcome)
         return outcome
 
@@ -155,38 +156,25 @@ class Launcher:
         """Launch the same resume without the plugin. Return the last lines of its error."""
         segment = Segment("plugin off", ranks=2, stage=3)
         self.say(f"{segment.name}: the same resume on 2 ranks with ZeRO-3, by DeepSpeed alone")
-        with self._launch(segment, {}, ["--checkpoint_dir", str(checkpoints)]) as process:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=120)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                return ["nothing, within 120 s"]
-        if process.returncode == 0:
+        with self._launch(segment, {}, ["--checkpoint_dir", str(checkpoints)]) as launch:
+            launch.wait()
+        if not any(launch.exit_codes):
             return ["DeepSpeed loaded it without the plugin"]
         lines = self._output(segment).read_text(errors="replace").splitlines()
-        errors = [i for i, line in enumerate(lines) if "Error" in line and "[rank0]" in line] or [len(lines) - 1]
+        errors = [i for i, line in enumerate(lines) if re.match(r"\w+(Error|Exception)\b", line)] or [len(lines) - 1]
         return lines[max(0, errors[0] - 2) : errors[0] + 1]
 
-    def _launch(self, segment: Segment, checkpoint: dict[str, object], arguments: Sequence[str]) -> _Launch:
+    def _launch(self, segment: Segment, checkpoint: dict[str, object], arguments: Sequence[str]) -> Launch:
         config = self.work / f"{segment.name}.json".replace(" ", "_")
         zero = {"stage": segment.stage}
         config.write_text(json.dumps(BASE_CONFIG | {"zero_optimization": zero, "checkpoint": checkpoint}, indent=1))
-        port = free_port()
-        command = [
-            find_deepspeed(),
-            "--num_accelerators",
-            str(segment.ranks),
-            "--no_local_rank",
-            "--master_port",
-            str(port),
-            str(HERE / "train.py"),
-            "--deepspeed_config",
-            str(config),
-            "--steps",
-            str(STEPS),
-            *arguments,
-        ]
-        return _Launch(command, make_environment(segment.ranks), port, self._output(segment))
+        options = ["--deepspeed_config", str(config), "--steps", str(STEPS), *arguments]
+        environment, output = make_environment(segment.ranks), self._output(segment)
+        processes = []
+        for rank in range(segment.ranks):
+            variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(self.context.Process(target=run_rank, args=(variables, options, output)))
+        return Launch(processes)
 
     def _output(self, segment: Segment) -> Path:
         return self.work / f"{segment.name}.out".replace(" ", "_")
@@ -196,39 +184,66 @@ class Launcher:
         if kind == "step" and step % 10 == 0:
             self.say(f"{segment.name}: step {step:3}  loss {event['loss']:.4f}")
         elif kind == "loaded" and event["path"]:
-            self.say(f"{segment.name}: resumed at step {step} in {event['seconds']:.2f} s; {event['reason']}")
+            self.say(f"{segment.name}: resumed from step {step} in {event['seconds']:.2f} s; {event['reason']}")
         elif kind == "saved":
             self.say(f"{segment.name}: step {step:3}  checkpoint saved")
 
     def _check_exit(self, outcome: Outcome) -> None:
         segment = outcome.segment
         expected = 0 if segment.kill_after is None else -signal.SIGKILL
-        if outcome.exit_code != expected:
+        if {*outcome.exit_codes} != {expected}:
             tail = self._output(segment).read_text(errors="replace").splitlines()[-40:]
             raise DemoFailed(
-                f"{segment.name} ended with {outcome.exit_code} instead of {expected}:\n" + "\n".join(tail)
+                f"{segment.name} ended with {outcome.exit_codes} instead of {expected}:\n" + "\n".join(tail)
             )
 
 
-class _Launch:
-    """A launch in a separate process group. On exit its processes are killed and its shared memory is removed."""
+class Launch:
+    """The ranks of a launch. On exit those that are left are killed."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], port: int, output: Path) -> None:
-        self._command, self._environment, self._port, self._output = command, environment, port, output
+    def __init__(self, processes: Sequence[BaseProcess]) -> None:
+        self.processes = processes
 
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(
-                self._command, env=self._environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        return self._process
+    @property
+    def exit_codes(self) -> list[int | None]:
+        return [process.exitcode for process in self.processes]
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{self._port}_*"):
-            buffer.unlink(missing_ok=True)  # killed ranks leave 69 MB each
+    def __enter__(self) -> Launch:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.wait()
+
+    def is_alive(self) -> bool:
+        """Return False if no rank is left. A failed rank ends the others, as a launcher does."""
+        if any(self.exit_codes):
+            self.kill()
+        return any(process.is_alive() for process in self.processes)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def wait(self) -> None:
+        for process in self.processes:
+            process.join(LONGEST)
+
+
+def run_rank(variables: Mapping[str, str], arguments: Sequence[str], output: Path) -> None:
+    """Run train.py in this forked process, with the variables of a launcher."""
+    os.environ |= variables
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), number)
+    import torch
+
+    torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+    # Without the shared-memory operator DeepSpeed uses gloo; its compilation takes a minute.
+    vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
+    sys.argv = [str(HERE / "train.py"), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def follow(log: Path, is_alive: Callable[[], bool]) -> Iterator[dict[str, Any]]:
@@ -255,29 +270,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def find_deepspeed() -> str:
-    """The `deepspeed` command of this interpreter's environment."""
-    beside = Path(sys.executable).with_name("deepspeed")
-    found = str(beside) if beside.exists() else shutil.which("deepspeed")
-    if not found:
-        raise DemoFailed("the `deepspeed` command was not found; is DeepSpeed installed in this environment?")
-    return found
-
-
 def make_environment(ranks: int) -> dict[str, str]:
-    """On a machine without accelerators the ranks share the cores."""
+    """Make a launcher's variables. On a machine without accelerators the ranks share the cores."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
-
-
-def describe_operator() -> Iterator[str]:
-    """Why the first launch may take long: DeepSpeed compiles an operator, or a killed launch has left a lock."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    if not any(folder.rglob("deepspeed_shm_comm.so")):
-        yield f"the first launch compiles DeepSpeed's shared-memory operator into {folder}: some minutes, once"
-    for lock in folder.rglob("deepspeed_shm_comm/lock"):
-        yield f"{lock} exists: if no other launch is compiling, a killed one has left it, and this one waits. Remove it"
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    return {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, **meeting}
 
 
 def differences(outcome: Outcome, reference: Outcome) -> dict[int, float]:
@@ -361,6 +358,8 @@ def _describe_resume(before: Outcome, outcome: Outcome) -> tuple[str, str]:
 
 def make_picture(reference: Outcome, outcomes: Sequence[Outcome]) -> Path:
     """Draw the curves to demo_out/resume.png."""
+    from plot import Curve, draw  # not in the ranks, which import this module
+
     curves = []
     for outcome, after in zip(outcomes, [*outcomes[1:], None], strict=True):
         segment = outcome.segment
@@ -408,17 +407,14 @@ def main() -> int:
     (OUT / ".gitignore").write_text("*\n")
     with tempfile.TemporaryDirectory(dir=OUT, prefix="run-") as work:
         launcher = Launcher(Path(work))
-        for line in describe_operator():
-            launcher.say(line)
         try:
             reference, outcomes = run_all(launcher)
             faults = find_faults(reference, outcomes)
         except DemoFailed as error:
             print(f"\nFAILED: {error}")
             return 1
-        if time.monotonic() - launcher.began < TIME_FOR_CONTRAST:
-            refusal = launcher.refusal_without_plugin(launcher.work / "checkpoints")
-            print("\nWithout the plugin DeepSpeed refuses:\n" + "\n".join(f"    {line}" for line in refusal))
+        refusal = launcher.refusal_without_plugin(launcher.work / "checkpoints")
+        print("\nWithout the plugin DeepSpeed refuses:\n" + "\n".join(f"    {line}" for line in refusal))
         faults += look_at(launcher.work / "checkpoints")
         picture = make_picture(reference, outcomes)
     print(f"\n{make_table(reference, outcomes)}\n")

@@ -14,9 +14,9 @@ class GPTConfig:
     """Sizes of the model; `context` is in bytes of text."""
 
     vocabulary: int = 256
-    context: int = 128
-    width: int = 128
-    layers: int = 4
+    context: int = 64
+    width: int = 96
+    layers: int = 3
     heads: int = 4
     tie_weights: bool = True
 

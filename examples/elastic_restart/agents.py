@@ -39,14 +39,19 @@ AGENT_EVENTS = {
 STAMP = re.compile(r"[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6}) (\d+) ")
 
 
-def describe_progress(world: int, step: int, load: dict[str, Any], steps: list[dict[str, Any]]) -> str:
-    """One line: where the job resumed, how many steps it repeats, and which step it has reached."""
+def count_ranks(world: int) -> str:
+    return f"{world} rank{'s' * (world > 1)}"
+
+
+def describe_start(load: dict[str, Any], steps: list[dict[str, Any]]) -> str:
+    """One line for a start: the step from which it resumes, and the steps that it repeats."""
     reached = max((each["step"] for each in steps if each["time"] < load["time"]), default=0)
-    ranks = f"{world} rank{'s' * (world > 1)}"
+    ranks, step = count_ranks(load["world"]), load["step"]
     if not reached:
-        return f"step {step:3}: {ranks}, first start"
-    repeated = max(0, reached - load["step"])
-    return f"step {step:3}: {ranks}, resumed after step {load['step']}; repeated steps: {repeated}"
+        return f"first start, {ranks}"
+    if reached <= step:
+        return f"resumed from step {step}, {ranks}; no step is repeated"
+    return f"resumed from step {step}, {ranks}; repeats steps {step + 1} to {reached}"
 
 
 class DemoFailed(Exception):
@@ -58,12 +63,15 @@ class Job:
     """Two agents, their logs, and the faults injected so far.
 
     Attributes:
+        name: for the log.
         began: start of the demo; ``launched``: start of the first agent.
         save_every, snapshot_every: steps between saves to the checkpoint folder and into memory (0: none).
         memory: holds one folder per node, which stands for that node's memory.
         faults: name and time of each injected fault.
+        reported: number of starts that have been logged.
     """
 
+    name: str
     folder: Path
     ranks: int
     steps: int
@@ -74,9 +82,18 @@ class Job:
     launched: float = 0.0
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
     faults: list[tuple[str, float]] = field(default_factory=list)
+    reported: int = 0
+
+    def __post_init__(self) -> None:
+        self.set_pace(PACE)
+
+    def set_pace(self, seconds: float) -> None:
+        """Set the minimum seconds per step of the running job."""
+        (self.folder / "pace.new").write_text(str(seconds))
+        (self.folder / "pace.new").replace(self.folder / "pace")
 
     def say(self, text: str) -> None:
-        print(f"{time.time() - self.began:5.0f} s  {text}", flush=True)
+        print(f"{time.time() - self.began:5.0f} s  {self.name}: {text}", flush=True)
 
     def read(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
@@ -96,7 +113,7 @@ class Job:
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--max-restarts", "100"),
             *("--nproc-per-node", str(self.ranks), "--rdzv-backend", "c10d", "--rdzv-id", "demo"),
             *("--rdzv-endpoint", str(self.folder / "rendezvous"), "--rdzv-conf", CONF, str(HERE / "job.py")),
-            *("--steps", str(self.steps), "--pace", str(PACE), "--hang", str(HANG)),
+            *("--steps", str(self.steps), "--pace", str(self.folder / "pace"), "--hang", str(HANG)),
             *("--save_every", str(self.save_every), "--snapshot_every", str(self.snapshot_every)),
             *("--folder", str(self.folder / "checkpoints"), "--record", str(self.folder / "log")),
         ]
@@ -117,10 +134,19 @@ class Job:
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
         until = time.time() + LONGEST
         while not (found := condition()):
+            self.report_starts()
             if time.time() > until or all(agent.poll() is not None for agent in self.agents):
                 raise DemoFailed(f"waiting for {what}. The agents' last lines:\n{self.tail()}")
-            time.sleep(0.02)
+            time.sleep(0.05)
+        self.report_starts()
         return found
+
+    def report_starts(self) -> None:
+        """Log each start of the job once its ranks have loaded."""
+        loads = [each for each in self.read_log("loaded") if each["rank"] == 0]
+        for load in loads[self.reported :]:
+            self.say(describe_start(load, self.read_log("step")))
+        self.reported = len(loads)
 
     def wait_for_steps(self, world: int, count: int, then: Callable[[int], bool] = lambda _: True) -> int:
         """Wait until ``world`` ranks took ``count`` steps since the last fault, and ``then`` is true of the last."""
@@ -131,7 +157,7 @@ class Job:
             return steps[-1] if len(steps) >= count and then(steps[-1]) else None
 
         step = int(self.wait_for(f"step {count} on {world} ranks", look))
-        self.say(describe_progress(world, step, self.read_log("loaded")[-1], self.read_log("step")))
+        self.say(f"step {step}, {count_ranks(world)}")
         return step
 
     def find_ranks(self, agent: subprocess.Popen[bytes]) -> list[int]:

@@ -1,15 +1,17 @@
-"""Two jobs on two torchrun agents that lose agents, ranks and a node, and resume without help.
+"""Two jobs on two torchrun agents each lose agents, ranks and a node, and resume without help. Part of `make demo`.
 
-    reference       1 rank, uninterrupted
-    the first job   saves to a folder every 10 steps. One agent gets SIGKILL, and its ranks end with it. The other agent
-                    resumes alone, on half the ranks with the same total batch. A new agent joins: the ranks save, and
-                    the job grows. A rank is stopped (SIGSTOP): the agent's timer expires and the rank is killed
-    the second job  saves into memory every 5 steps, each node's part into the other node's memory too. A process is
-                    killed. Then a node is lost: all its processes and its memory. The other node resumes alone from its
-                    own memory, on half the ranks
+    reference  1 rank, uninterrupted
+    storage    saves to a folder every 10 steps. One agent gets SIGKILL, and its ranks end with it. The other agent
+               resumes alone, on half the ranks with the same total batch. A new agent joins: the ranks save, and
+               the job grows. A rank is stopped (SIGSTOP): the agent's timer expires and the rank is killed
+    memory     saves into memory every 5 steps, each node's part into the other node's memory too. A process is
+               killed. Then a node is lost: all its processes and its memory. The other node resumes alone from its
+               own memory, on half the ranks
+
+The jobs run at the same time, since they wait for most of theirs.
 
 Exits with 1 if a promise is broken: a step trained on other samples than the reference, a loss differs from the
-reference (fp32 sums in another order move it by 1e-6), a process is left over, or a job fails. The second job also
+reference (fp32 sums in another order move it by 1e-6), a process is left over, or a job fails. The memory job also
 fails if an event costs more than 5 steps, if a step repeated on the same ranks has another loss, or if a byte is read
 from its checkpoint folder.
 """
@@ -25,10 +27,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from agents import HANG, HERE, KEEP_ALIVE, LONGEST, ROOT, DemoFailed, Job, is_alive, make_environment
+from agents import HANG, HERE, KEEP_ALIVE, LONGEST, ROOT, DemoFailed, Job, count_ranks, is_alive, make_environment
 from picture import Restart, Scene, draw
 
 OUT = ROOT / "demo_out"
@@ -47,7 +50,6 @@ Steps = Mapping[int, Mapping[str, Any]]
 
 def run_reference(job: Job) -> dict[int, dict[str, Any]]:
     """Run the job uninterrupted on one rank; return its steps by number."""
-    job.say("reference: 1 rank")
     command = [
         *(sys.executable, str(HERE / "job.py"), "--steps", str(job.steps), "--save_every", "0"),
         *("--folder", str(job.folder / "none"), "--record", str(job.folder / "reference")),
@@ -63,8 +65,7 @@ def run_reference(job: Job) -> dict[int, dict[str, Any]]:
 def run_first(job: Job) -> list[str]:
     """Run the first job with its three events; return broken promises."""
     whole = 2 * job.ranks
-    job.say(f"the first job: {job.steps} steps on two agents with {job.ranks} rank{'s' * (job.ranks > 1)} each")
-    job.say(f"it saves to its folder every {job.save_every} steps")
+    job.say(f"two agents with {count_ranks(job.ranks)} each; saves to its folder every {job.save_every} steps")
     job.launched = time.time()
     first, second = job.start_agent(), job.start_agent()
     job.wait_for_steps(whole, 15)
@@ -87,8 +88,8 @@ def run_first(job: Job) -> list[str]:
 def run_second(job: Job) -> list[str]:
     """Run the second job, which loses a process, then a node with its memory; return broken promises."""
     whole = 2 * job.ranks
-    job.say(f"the second job: {job.steps} steps on two agents, each a node with a folder of {job.memory} as its memory")
-    job.say(f"it saves into memory every {job.snapshot_every} steps, and to its folder every {job.save_every}")
+    job.say(f"two agents, each a node with a folder of {job.memory} as its memory")
+    job.say(f"saves into memory every {job.snapshot_every} steps, and to its folder every {job.save_every}")
     job.launched = time.time()
     first, second = job.start_agent(), job.start_agent()
     job.wait_for_steps(whole, BACKUP + KEPT + 2)
@@ -105,8 +106,10 @@ def run_second(job: Job) -> list[str]:
 
 
 def wait_for_end(job: Job, *agents: subprocess.Popen[bytes]) -> list[str]:
+    job.set_pace(0.0)  # no event follows
     codes = [agent.wait(timeout=LONGEST) for agent in agents]
-    job.say("the job has ended")
+    job.report_starts()
+    job.say(f"ended at step {job.read_log('step')[-1]['step']}")
     left = [each["pid"] for each in job.read_log("started") if is_alive(each["pid"])]
     return [f"agents ended with {codes}"] * any(codes) + [f"processes are left: {left}"] * bool(left)
 
@@ -240,8 +243,8 @@ def main() -> int:
         folders = [Path(folder, name) for name in ("first", "second")]
         for each in folders:
             each.mkdir()
-        first = Job(folders[0], args.ranks, args.steps, began, STORED)
-        second = Job(folders[1], args.ranks, min(SECOND, args.steps), began, BACKUP, KEPT, Path(memory))
+        first = Job("storage", folders[0], args.ranks, args.steps, began, STORED)
+        second = Job("memory", folders[1], args.ranks, min(SECOND, args.steps), began, BACKUP, KEPT, Path(memory))
         try:
             broken = run(first, second)
         except (DemoFailed, subprocess.TimeoutExpired) as error:
@@ -257,8 +260,9 @@ def main() -> int:
 
 def run(first: Job, second: Job) -> list[str]:
     """Run both jobs, print and draw the results; return broken promises."""
-    reference = run_reference(first)
-    ended = [*run_first(first), *run_second(second)]
+    with ThreadPoolExecutor() as pool:
+        calls = pool.submit(run_first, first), pool.submit(run_second, second), pool.submit(run_reference, first)
+    ended, reference = [*calls[0].result(), *calls[1].result()], calls[2].result()
     titles = f"saves to storage every {STORED} steps", f"saves into memory every {KEPT} steps"
     restarts = [find_restarts(job) for job in (first, second)]
     for title, job, own in zip(titles, (first, second), restarts, strict=True):

@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--record", required=True)
     parser.add_argument("--save_every", type=int, default=10, help="steps, to the folder; 0: never")
     parser.add_argument("--snapshot_every", type=int, default=0, help="steps, into the nodes' memory; 0: never")
-    parser.add_argument("--pace", type=float, default=0.0, help="minimum seconds per step")
+    parser.add_argument("--pace", type=Path, help="file with the minimum seconds per step, read at each step")
     parser.add_argument("--hang", type=float, default=1800, help="seconds without progress that end a rank")
     args = parser.parse_args()
     deepspeed.init_distributed()
@@ -123,7 +123,7 @@ def main() -> None:
     log.write("started", pid=os.getpid(), world=dist.get_world_size())
     engine.load_checkpoint(args.folder)
     read = {path: count for path, (count, _) in engine.ucp_report.files.items()} if engine.ucp_report else {}
-    log.write("loaded", step=engine.global_steps, read=read)
+    log.write("loaded", step=engine.global_steps, world=dist.get_world_size(), read=read)
     batches = iter(DataLoader(text, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler))
     try:
         train(engine, batches, log, args)
@@ -139,7 +139,8 @@ def train(engine: Any, batches: Any, log: Log, args: argparse.Namespace) -> None
         train_step(engine, batches, log)
         if args.save_every and engine.global_steps % args.save_every == 0:
             engine.save_checkpoint(args.folder)
-        time.sleep(max(0.0, args.pace - (time.monotonic() - began)))
+        if args.pace:
+            time.sleep(max(0.0, float(args.pace.read_text()) - (time.monotonic() - began)))
 
 
 def leave() -> None:

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from config import PRESETS, Degrees, GPTConfig
-from curves import draw
 from runs import PLUGIN, Job, count_differing_bits, merge_stages, resume, train_source
 
 from deepspeed_ucp.testing import WorldPool
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "figures_out"
 BATCH = 8
-STEPS, DEMO_STEPS = 200, 60  # the checkpoint is that of half of them
+STEPS, DEMO_STEPS = 200, 24  # the checkpoint is that of half of them
 RERUNS = 3
 SPREAD = 4.0
 RERUN = "re-run, samples shuffled,"
@@ -201,15 +200,16 @@ class Experiment:
             folder = str(self.work / f"{plan.model}-{precision}-{number}")
             job = self.make_job(plan, plan.source, precision)
             outcomes = self.pool.get(job.ranks).run(train_source, job, folder, self.save_at)
-            saved = merge_stages(outcomes)
+            saved, steps = merge_stages(outcomes), f"step {self.save_at}"
             panel.sources[plan.source.label] = {s: x for s, x in outcomes[0].losses.items() if s > self.save_at}
-            self.say(f"{plan.model}, {precision}: {plan.source.label} trained and saved")
+            self.say(f"{plan.model}, {precision}: {plan.source.label} trained to step {self.steps}, saved at {steps}")
             controls = self.make_controls(job, 1 if len(plans) > 1 else self.reruns, forget=number == 0)
             targets = {place.label: self.make_job(plan, place, precision) for place in plan.targets}
             for name, attempt in (controls | targets).items():
+                self.say(f"resuming from {steps} on {attempt.ranks} ranks: {name}")
                 row = self.resume(panel, plan.source.label, name, attempt, folder, saved)
                 panel.rows.append(replace(row, is_control=name in controls))
-                self.say(f"{row.where}: {row.bits} bits differ, largest gap {row.gap:.1e}")
+                self.say(f"{row.where}: {row.bits} bits differ, largest gap of a loss {row.gap:.1e}")
             shutil.rmtree(folder)
         return panel
 
@@ -289,6 +289,8 @@ def main() -> int:
     table, path = make_table(panels), args.out / f"megatron_{args.figure}"
     path.with_suffix(".json").write_text(json.dumps([{**asdict(p), "bound": p.bound} for p in panels], indent=1))
     path.with_suffix(".md").write_text(table + "\n")
+    from curves import draw  # not in the ranks, which import this module
+
     draw(args.figure, panels, path.with_suffix(".png"))
     print(f"\n{table}\n\nBound: {SPREAD:g} times the largest gap of the re-runs. Curves: {path.with_suffix('.png')}")
     faults = [fault for panel in panels for fault in panel.find_faults()]

@@ -13,14 +13,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("loaded", "at", "line"),
     [
-        (0, 0.5, "step  83: 2 ranks, first start"),
-        (60, 63.5, "step  83: 2 ranks, resumed after step 60; repeated steps: 3"),
-        (60, 60.5, "step  83: 2 ranks, resumed after step 60; repeated steps: 0"),
+        (0, 0.5, "first start, 2 ranks"),
+        (60, 63.5, "resumed from step 60, 2 ranks; repeats steps 61 to 63"),
+        (60, 60.5, "resumed from step 60, 2 ranks; no step is repeated"),
+        (0, 3.5, "resumed from step 0, 2 ranks; repeats steps 1 to 3"),
     ],
 )
-def test_progress_after_a_resume_names_the_repeated_steps(
+def test_the_line_of_a_resume_names_its_step_and_the_repeated_ones(
     loaded: int, at: float, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES / "elastic_restart"))
     steps = [{"step": step, "time": step} for step in range(1, 84)]
-    assert importlib.import_module("agents").describe_progress(2, 83, {"step": loaded, "time": at}, steps) == line
+    load = {"step": loaded, "time": at, "world": 2}
+    assert importlib.import_module("agents").describe_start(load, steps) == line

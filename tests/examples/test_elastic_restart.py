@@ -20,7 +20,7 @@ EVENTS = (
 )
 
 
-@pytest.mark.exhaustive  # four minutes; `make demo` runs the same program
+@pytest.mark.exhaustive  # minutes; `make demo` runs the same program
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
