@@ -21,7 +21,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed import seal
 from deepspeed_ucp.formats.deepspeed.compare import find_other_step
 from deepspeed_ucp.formats.foreign.adapter import read_config
-from deepspeed_ucp.formats.universal.manifest import read_manifest_file
+from deepspeed_ucp.formats.universal.index import read_manifest
 from deepspeed_ucp.io import jsonfile, lock
 from deepspeed_ucp.saves import coordination, memory
 from deepspeed_ucp.tensor_parallel.files import read_rules
@@ -59,7 +59,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "adapter": ("adapter_config.json", lambda folder: read_config(None, folder)),
     "--like": ("config.json", lambda folder: LikeModel(folder).config),
     "seal": (seal.SEAL, lambda folder: seal.read_seal(os.path.join(folder, seal.SEAL))),
-    "manifest": ("ucp_manifest.json", lambda folder: read_manifest_file(os.path.join(folder, "ucp_manifest.json"))),
+    "manifest": ("ucp_manifest.json", read_manifest),
     "header of safetensors": ("model.safetensors", lambda folder: open_checkpoint(folder, Comm())),
     "index of safetensors": ("model.safetensors.index.json", lambda folder: open_checkpoint(folder, Comm())),
     "configuration beside weights": ("config.json", with_weights),

@@ -79,7 +79,7 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
         rules: the user's, for parameters whose pattern the checkpoint does not record.
 
     Raises:
-        CheckpointError: the state file, or the manifest, is damaged.
+        CheckpointError: the state file is damaged.
     """
     run, settled = index.run, settle_index(index, rules)
     rows, files = list_parameters(index, settled), _list_files(report)
@@ -91,7 +91,7 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
     optimizer, _, parameters = topology.pop("offload").partition("/")
     return {
         "folder": report.folder,
-        "written_by": {"deepspeed": version or None, **_find_writer(index, report.folder)},
+        "written_by": {"deepspeed": version or None, **_find_writer(report, index)},
         "topology": {**topology, "offload_optimizer": optimizer, "offload_param": parameters},
         "counters": run.counters,
         "optimizer": {
@@ -249,21 +249,14 @@ def _read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
     return kinds, str(tree.get("ds_version") or "")
 
 
-def _find_writer(index: AtomicIndex, folder: str) -> dict[str, Any]:
-    """The program that wrote the checkpoint (``tool``), and the source of an atomic one from its manifest.
-
-    Raises:
-        CheckpointError: the manifest is damaged.
-    """
+def _find_writer(report: FolderReport, index: AtomicIndex) -> dict[str, Any]:
+    """The program that wrote the checkpoint (``tool``), and the source of an atomic one from its manifest."""
     if index.run.format or not index.run.topology.is_atomic:
         return {"tool": index.run.format or "deepspeed", "source": None}
-    from ..formats.universal.manifest import read_manifest
-
-    manifest = read_manifest(folder)
-    if manifest is None:
+    if report.manifest is None:
         return {"tool": "ds_to_universal", "source": None}
-    source = {"topology": manifest.source, "fingerprint": manifest.fingerprint}
-    return {"tool": f"deepspeed_ucp {manifest.package}", "source": source}
+    source = {"topology": report.manifest.source, "fingerprint": report.manifest.fingerprint}
+    return {"tool": f"deepspeed_ucp {report.manifest.seal.package}", "source": source}
 
 
 def _find_limits(

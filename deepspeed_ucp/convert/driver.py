@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +18,16 @@ from typing import Any
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
 from ..formats import open_checkpoint
+from ..formats.deepspeed.seal import OF_CONVERSIONS, Seal, SealedFile
 from ..formats.latest import find_checkpoint
 from ..formats.universal.folder import find_faults
-from ..formats.universal.manifest import (
-    AtomRecord,
+from ..formats.universal.index import (
     Fingerprint,
     Manifest,
-    StateRecord,
-    digest_view,
+    SealedAtom,
+    dump_index,
     find_unplain,
-    fingerprint,
-    make_manifest,
+    place_file,
     read_manifest,
 )
 from ..io.checksum import Checked, combine_crc32, crc32
@@ -48,6 +47,8 @@ from ..stream.full_tensors import FullTensors, assemble_full_tensors
 from ..stream.reader import AtomReader, Item
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, from_config, read_pattern
+from ..version import __version__
+from .identity import identify
 from .outputs import (
     CONVERSION,
     OutputFile,
@@ -196,7 +197,7 @@ def _plan(
     staging = open_staging(report.destination, report.source, CONVERSION)
     files, steps = list_files(full, index.model.fused), list_steps(index)
     check_paths([*(file.path for file in files), *steps])
-    identity = (fingerprint(index), digest_view(index)) if comm.rank == 0 else None
+    identity = identify(index) if comm.rank == 0 else None
     return _Conversion(index, comm, options, staging, report, full, files, steps, identity)
 
 
@@ -264,9 +265,9 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
         return "it was made without verifying the source"
     expected = {file.path: file.atom.shape for file in work.files}
     patterns = {name: read_pattern(record["pattern"]) for name, record in manifest.patterns.items()}
-    if patterns != work.full.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
+    if patterns != work.full.patterns or expected != {place_file(each.key): each.shape for each in manifest.atoms}:
         return "it was assembled by other patterns"
-    return next((fault.text for fault in find_faults(folder, manifest.files)), "")
+    return next((fault.text for fault in find_faults(folder, manifest.seal)), "")
 
 
 def _convert(work: _Conversion) -> None:
@@ -416,41 +417,31 @@ def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int
     return crcs
 
 
-def _write_states(work: _Conversion) -> tuple[list[StateRecord], int]:
-    """Write the state files; return them and the bytes of all files without atoms, hard links counted once."""
+def _write_states(work: _Conversion) -> tuple[dict[str, SealedFile], int]:
+    """Write the state files; return all files without atoms and their bytes, hard links counted once."""
     states = write_states(work.index, work.staging.folder)
-    inodes = {os.stat(work.staging.path(state.name)).st_ino: state.size for state in states}
-    return states, sum(inodes.values()) + sum(len(data) for data, _ in work.steps.values())
+    inodes = {os.stat(work.staging.path(name)).st_ino: state.size for name, state in states.items()}
+    steps = {path: SealedFile(size=len(data), crc=crc) for path, (data, crc) in work.steps.items()}
+    return states | steps, sum(inodes.values()) + sum(step.size for step in steps.values())
 
 
-def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateRecord]) -> int:
+def _commit(work: _Conversion, crcs: Mapping[int, int], states: Mapping[str, SealedFile]) -> int:
     """Write the manifest and publish the output; return the bytes of the manifest and of the atoms' files."""
     staging, full = work.staging, work.full
-    records = [_make_record(file, crcs[number], full) for number, file in enumerate(work.files)]
-    states = [*states, *(StateRecord(path, len(data), crc) for path, (data, crc) in sorted(work.steps.items()))]
-    verified = work.options.verify
-    manifest = make_manifest(work.index, records, full.patterns, full.origin, states, verified=verified)
-    text = manifest.to_json().encode()
+    atoms = [_seal_atom(file, crcs[number]) for number, file in enumerate(work.files)]
+    files = {**states, **{file.path: file.seal(crcs[number]) for number, file in enumerate(work.files)}}
+    fingerprint, view = work.identity or identify(work.index)
+    identity = {"fingerprint": fingerprint, "view": view, "verified": work.options.verify}
+    index = dump_index(work.index, atoms, full.patterns, full.origin, identity)
+    text = Seal(version=OF_CONVERSIONS, package=__version__, files=files, index=index).dump()
     write_atomically(staging.path(MANIFEST), text)
     staging.commit(staging.name if work.options.latest else None, overwrite=work.replace)
     return sum(file.image.size for file in work.files) + len(text)
 
 
-def _make_record(file: OutputFile, crc: int, full: FullTensors) -> AtomRecord:
-    atom, pattern = file.atom, full.patterns.get(file.atom.name)
-    return AtomRecord(
-        name=atom.name,
-        state=atom.atom.state,
-        instance=atom.atom.instance,
-        dtype=atom.dtype,
-        shape=atom.shape,
-        vocab=pattern.vocab if pattern is not None else None,
-        file=file.path,
-        offset=file.image.data_offset,
-        nbytes=atom.nbytes,
-        crc=crc,
-        size=file.image.size,
-    )
+def _seal_atom(file: OutputFile, crc: int) -> SealedAtom:
+    atom, offset = file.atom, file.image.data_offset
+    return SealedAtom(atom.name, atom.atom.state, atom.atom.instance, atom.dtype, atom.shape, offset, crc)
 
 
 def join_ranges(

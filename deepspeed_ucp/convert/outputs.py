@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..errors import UnsupportedError
+from ..formats.deepspeed.files import ZERO
+from ..formats.deepspeed.seal import SealedFile
+from ..formats.universal.index import place_file
 from ..formats.universal.upstream import expert_keys, upstream_keys
 from ..io.disk import explain_full, write_at, write_parts
 from ..io.staging import MANIFEST, OutputKind
@@ -21,7 +24,6 @@ from ..tensor_parallel import Partial, Replicate, Unique
 from ..torchsave.zipframe import ZipImage, dump_value, make_image
 from .states import OPTIMIZER_STATE
 
-ZERO = "zero"
 STEP = "step"
 
 _LONGEST = 255
@@ -59,6 +61,10 @@ class OutputFile:
                 write_parts(fd, [self.image.head, data, self.image.tail(crc)], 0)
             else:
                 write_at(fd, data, self.image.data_offset + start * self.atom.itemsize)
+
+    def seal(self, crc: int) -> SealedFile:
+        """Return its entry in a seal; ``crc`` is the CRC32 of the data."""
+        return SealedFile(size=self.image.size, crc=self.image.sum_directory(crc))
 
     def close(self, folder: str, crc: int) -> None:
         """Write the zip frame of data that was written in several parts; ``crc`` is the CRC32 of all data."""
@@ -130,11 +136,6 @@ def find_formless(full: FullTensors) -> list[str]:
         for name, pattern in full.patterns.items()
         if not isinstance(pattern, (Unique, Replicate, Partial)) and not upstream_keys(pattern, shapes.get(name, ()))
     )
-
-
-def place_file(key: AtomKey) -> str:
-    """Return an atom's path; copies of later pipeline stages are outside the folder that upstream reads."""
-    return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
 
 def check_paths(paths: Iterable[str]) -> None:

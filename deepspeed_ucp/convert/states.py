@@ -15,7 +15,8 @@ from typing import Any, Final
 from ..formats.deepspeed.files import CLIENT, sort_files
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..formats.deepspeed.reading import EXTRA_STATE
-from ..formats.universal.manifest import StateRecord
+from ..formats.deepspeed.seal import SealedFile
+from ..formats.universal.index import STATE_FILE
 from ..formats.universal.plainjson import is_plain
 from ..io.disk import explain_full
 from ..model import AtomicIndex, GroupInfo
@@ -24,11 +25,10 @@ from ..torchsave.dtypes import pack_scalar
 from ..torchsave.objects import Global, PickledObject, make_instance
 from ..torchsave.records import FileRecords
 from ..torchsave.repickle import PROTOCOL
-from ..torchsave.rewrite import count_bytes, save_parts
+from ..torchsave.rewrite import NOTHING, count_bytes, save_parts
 from ..torchsave.torchfile import TorchFile, read_header
 from ..torchsave.zipframe import make_tensor
 
-MODEL_STATES: Final = "mp_rank_00_model_states.pt"
 MODEL_STATES_ZERO3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 """The name under which upstream's stage-3 engines look for the same file."""
 OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
@@ -47,14 +47,11 @@ _OLDEST = "0.16.0"  # upstream refuses a file without a version; any recent one 
 _KEPT_BYTES = 1 << 16  # other entries with larger tensors are partitions of one rank
 
 
-def write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
+def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
     """Write the files without atoms; the caller syncs them.
 
     Args:
         folder: existing staging folder.
-
-    Returns:
-        The client's state file first.
 
     Raises:
         CheckpointError: a file of the source is damaged.
@@ -65,21 +62,26 @@ def write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
         return _write_states(index, folder)
 
 
-def _write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
+def _write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
     main = _make_empty(index.run.counters) if index.run.format else read_header(index.run.state_file)
     saved = _as_dict(main.tree)
-    size, crc = save_parts(main, _strip_model(saved), os.path.join(folder, MODEL_STATES))
-    _link(os.path.join(folder, MODEL_STATES), os.path.join(folder, MODEL_STATES_ZERO3))
+    client = _save(main, _strip_model(saved), os.path.join(folder, STATE_FILE))
+    _link(os.path.join(folder, STATE_FILE), os.path.join(folder, MODEL_STATES_ZERO3))
     os.makedirs(os.path.join(folder, "zero"), exist_ok=True)
     file, state = _find_optimizer(index, main)
     common, added = _describe_optimizer(index, file, state, saved)
-    written = save_parts(file, common, os.path.join(folder, OPTIMIZER_STATE), added)
-    return [
-        StateRecord(MODEL_STATES, size, crc),
-        StateRecord(MODEL_STATES_ZERO3, size, crc),
-        StateRecord(OPTIMIZER_STATE, *written),
-        *_write_client_states(index, folder),
-    ]
+    return {
+        STATE_FILE: client,
+        MODEL_STATES_ZERO3: client,
+        OPTIMIZER_STATE: _save(file, common, os.path.join(folder, OPTIMIZER_STATE), added),
+        **dict(_write_client_states(index, folder)),
+    }
+
+
+def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes] = NOTHING) -> SealedFile:
+    """Write the parts of a file that are in ``tree`` (:func:`save_parts`)."""
+    size, crc = save_parts(file, tree, path, added)
+    return SealedFile(size=size, crc=crc)
 
 
 def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
@@ -89,7 +91,7 @@ def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
     return TorchFile("", 0, tree, {}, None, 0, PROTOCOL, {}, (), records)
 
 
-def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[StateRecord]:
+def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str, SealedFile]]:
     """Write the client states of the other model-parallel ranks, with a script's random states."""
     if index.run.format:
         return
@@ -100,7 +102,7 @@ def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[StateRecor
         file, name = read_header(path), f"{CLIENT}/mp_rank_{rank:02d}_model_states.pt"
         os.makedirs(os.path.join(folder, CLIENT), exist_ok=True)
         saved = _strip_model(_as_dict(file.tree))
-        yield StateRecord(name, *save_parts(file, saved, os.path.join(folder, name)))
+        yield name, _save(file, saved, os.path.join(folder, name))
 
 
 def _link(path: str, name: str) -> None:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
@@ -31,16 +31,12 @@ from ..formats.places import find_files
 from ..formats.table import FileTable
 from ..io.paths import UPLOAD, Entry
 from ..io.scan import ScanFile, Scanned, scan_files
-from ..io.store import exists
 from ..model import AtomicIndex
 from ..stream.batches import WorkOptions
 from ..stream.duplicates import check_samples
 from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import list_records
 from .faults import find_damage
-
-if TYPE_CHECKING:
-    from ..formats.universal.manifest import Manifest
 
 DEFAULT = WorkOptions(window=64 << 20)
 
@@ -178,13 +174,10 @@ def verify_checkpoint(
         **{name: max(nbytes, 0) for name, nbytes in where.sizes.items()},
         **{name: result.size for name, result in listed.items()},
     }
-    manifest, more_faults = comm.run(lambda: _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0))
-    faults += more_faults
-    if against is not None:
-        from .proof import compare_proof, read_proof
+    if against is not None or report.manifest is not None:
+        from .proof import compare_proofs  # pydantic takes long to import
 
-        proof = comm.once(lambda: read_proof(against))
-        faults += compare_proof(proof, report, sizes, listed, first=comm.rank == 0)
+        faults += compare_proofs(against, report, sizes, listed, comm)
     reports = [_describe_file(name, sizes[name], listed.get(name)) for name in mine]
     gathered = comm.gather((reports, faults, read, others))
     left = {finding.file for finding in more if finding.kind == "leftover"}
@@ -204,7 +197,7 @@ def verify_checkpoint(
         read=sum(nbytes for *_, nbytes, _ in gathered),
         seconds=time.perf_counter() - begin,
         faults=_sort_faults(every),
-        fingerprint=dict(manifest.fingerprint) if manifest else {},
+        fingerprint=dict(report.manifest.fingerprint) if report.manifest else {},
     )
 
 
@@ -391,22 +384,6 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
     return [*findings, *check_latest(report.folder, atomic=report.atomic)]
 
 
-def _compare_own_manifest(
-    folder: str, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], *, first: bool
-) -> tuple[Manifest | None, list[Finding]]:
-    """Read the manifest of an atomic checkpoint, and compare this rank's files with it."""
-    if not exists(os.path.join(folder, MANIFEST)):
-        return None, []
-    from ..formats.universal.manifest import read_manifest
-    from .proof import compare_manifest
-
-    try:
-        manifest = read_manifest(folder)
-    except UcpError as error:
-        return None, [Finding("manifest", MANIFEST, str(error))]
-    return manifest, compare_manifest(manifest, sizes, listed, first=first) if manifest else []
-
-
 def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Finding]:
     """Return faults if masters and the model's copies are of different steps; collective."""
     try:
@@ -434,7 +411,7 @@ def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
     return sort_findings(fault for fault in unique.values() if not _is_repeated(fault, files))
 
 
-_CAUSES = {"manifest": ("header",), "inconsistent": ("crc", "header", "missing", "manifest")}
+_CAUSES = {"seal": ("header",), "inconsistent": ("crc", "header", "missing", "seal")}
 """Kind of a fault → kinds of more specific faults that may cause it."""
 
 

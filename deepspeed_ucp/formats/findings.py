@@ -44,8 +44,8 @@ class Finding:
     Attributes:
         kind: of a file: ``header`` (unreadable, damaged, renamed), ``crc``, ``read``, ``missing``, ``foreign`` (of
             another step, run or world size), ``inconsistent`` (elements missing or covered twice, contradictions),
-            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save, or a copy of another rank; not loaded),
-            ``times`` (written at another time).
+            ``seal`` (not the sealed file), ``extra``, ``leftover`` (of an earlier save, or a copy of another rank; not
+            loaded), ``times`` (written at another time).
             Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: optimizer states without parameter names),
             ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``,
             ``unsaved`` (state that DeepSpeed saves nowhere).

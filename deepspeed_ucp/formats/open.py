@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
@@ -33,6 +33,9 @@ from .places import find_files, list_by_host, list_files
 from .table import FileTable
 from .universal import survey_atomic
 
+if TYPE_CHECKING:  # pydantic takes long to import
+    from .universal.index import Manifest
+
 logger = logging.getLogger("deepspeed_ucp")
 
 _EARLIER = "files of an earlier save, which DeepSpeed's own load would read as part of this one"
@@ -45,6 +48,7 @@ class FolderReport:
     Attributes:
         files: all files, also in further places.
         atomic: whether it is an atomic checkpoint.
+        manifest: of an atomic checkpoint, if it has one.
         index: the atomic view; None if faults prevent it.
         findings: faults, equal on all ranks; warnings and notes, on rank 0.
     """
@@ -53,6 +57,7 @@ class FolderReport:
     atomic: bool
     index: AtomicIndex | None
     findings: tuple[Finding, ...]
+    manifest: Manifest | None = None
 
     @property
     def folder(self) -> str:
@@ -152,17 +157,17 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
     Raises:
         ConfigError: the groups have an invalid form.
     """
-    atomic, foreign = holds_atoms(where.entries), find_foreign(where.entries)
+    atomic, foreign, manifest = holds_atoms(where.entries), find_foreign(where.entries), None
     try:
         if atomic:
-            index, findings = survey_atomic(where, comm)
+            index, findings, manifest = survey_atomic(where, comm)
         elif foreign is not None:
             index, findings = survey_foreign(where, comm, foreign)
         else:
             index, findings = _survey_normal(where, comm, naming or Naming())
     except (CheckpointError, UnsupportedError) as error:
         index, findings = None, from_error(where.folder, error)
-    return FolderReport(where, atomic, index, sort_findings(findings))
+    return FolderReport(where, atomic, index, sort_findings(findings), manifest)
 
 
 def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:

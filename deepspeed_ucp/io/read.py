@@ -64,8 +64,8 @@ class RecordReader(Closing):
 
     Args:
         records, files: tables of the source.
-        checksum: compute the CRC32 of the bytes read. Without it, files that have no header CRC32 (atoms of an atomic
-            checkpoint) are read from the first place only.
+        checksum: compute the CRC32 of the bytes read. Without it, files that have no header CRC32 (swap files) are
+            read from the first place only.
         failed: paths of copies not to be used; further ones are added.
         pool: memory for bytes that cannot be read directly to their destination.
         again: returns True if a request's bytes are read again soon, and should stay in the page cache.

@@ -149,6 +149,10 @@ class ZipImage:
         crcs = (crc if entry.crc is None else entry.crc for entry in self.entries)
         return descriptor + _close(self.entries, crcs, self.data_offset + self.nbytes + len(descriptor))
 
+    def sum_directory(self, crc: int) -> int:
+        """Return the CRC32 of the zip's directory; ``crc`` is the CRC32 of the storage's bytes."""
+        return int(isal_zlib.crc32(self.tail(crc)[len(self.entries[-1].describe(crc)) :]))
+
     @property
     def size(self) -> int:
         """Bytes of the whole file."""

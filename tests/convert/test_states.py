@@ -17,9 +17,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert.states import MODEL_STATES, MODEL_STATES_ZERO3, OPTIMIZER_STATE, write_states
+from deepspeed_ucp.convert.states import MODEL_STATES_ZERO3, OPTIMIZER_STATE, write_states
 from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.universal.index import STATE_FILE
 from deepspeed_ucp.torchsave.torchfile import read_header
 from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 from tests.torchsave.test_rewrite import assert_same
@@ -104,7 +105,7 @@ def convert(tmp_path, topology, model=MODEL, **run):
         files=write_states(index, str(out)),
         out=out,
         old=torch.load(index.run.state_file, weights_only=False),
-        new=torch.load(out / MODEL_STATES, weights_only=False),
+        new=torch.load(out / STATE_FILE, weights_only=False),
         optimizer=torch.load(out / OPTIMIZER_STATE, weights_only=False),
     )
 
@@ -138,15 +139,15 @@ def test_the_client_state_comes_back(topology, tmp_path):
 @every_kind
 def test_files_sizes_and_checksums(topology, tmp_path):
     found = convert(tmp_path, topology)
-    assert [file.name for file in found.files] == [MODEL_STATES, MODEL_STATES_ZERO3, OPTIMIZER_STATE]
-    for file in found.files:
-        header = read_header(str(found.out / file.name))
+    assert [*found.files] == [STATE_FILE, MODEL_STATES_ZERO3, OPTIMIZER_STATE]
+    for name, file in found.files.items():
+        header = read_header(str(found.out / name))
         assert (file.size, file.crc) == (header.size, header.crc)
         assert file.size < 60_000, "the model's tensors (360 kB) stay out"
-    assert os.path.samefile(found.out / MODEL_STATES, found.out / MODEL_STATES_ZERO3)
-    first = [(found.out / file.name).read_bytes() for file in found.files]
+    assert os.path.samefile(found.out / STATE_FILE, found.out / MODEL_STATES_ZERO3)
+    first = [(found.out / name).read_bytes() for name in found.files]
     write_states(found.index, str(found.out))  # as after a conversion that was killed
-    assert [(found.out / file.name).read_bytes() for file in found.files] == first
+    assert [(found.out / name).read_bytes() for name in found.files] == first
 
 
 @every_kind
@@ -222,20 +223,20 @@ def test_extra_states_of_modules_stay(topology, tmp_path):
     run = Run(nest=lambda module: {**module, **extra})
     path = write_checkpoint(tmp_path / "src", MODEL, random_state(MODEL, 0, precision="fp32"), topology, run=run)
     write_states(open_index(path), str(tmp_path))
-    assert_same(extra, torch.load(tmp_path / MODEL_STATES, weights_only=False)["module"])
+    assert_same(extra, torch.load(tmp_path / STATE_FILE, weights_only=False)["module"])
 
 
 @every_kind
 def test_an_atomic_source_gives_the_same_files(topology, tmp_path):
     found = convert(tmp_path, topology)
     index = found.index.change(
-        state_file=str(found.out / MODEL_STATES),
+        state_file=str(found.out / STATE_FILE),
         topology=replace(found.index.run.topology, wrapper="atomic"),
     )
     (tmp_path / "again").mkdir()
     assert write_states(index, str(tmp_path / "again")) == found.files
-    for file in found.files:
-        assert (tmp_path / "again" / file.name).read_bytes() == (found.out / file.name).read_bytes()
+    for name in found.files:
+        assert (tmp_path / "again" / name).read_bytes() == (found.out / name).read_bytes()
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -262,8 +263,8 @@ def test_forms_of_steps_and_hyper_parameters(scalars, hyper, topology, legacy, t
 def test_a_second_copy_without_hard_links(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     found = convert(tmp_path, Topology(3, 2))
-    assert not os.path.samefile(found.out / MODEL_STATES, found.out / MODEL_STATES_ZERO3)
-    assert (found.out / MODEL_STATES).read_bytes() == (found.out / MODEL_STATES_ZERO3).read_bytes()
+    assert not os.path.samefile(found.out / STATE_FILE, found.out / MODEL_STATES_ZERO3)
+    assert (found.out / STATE_FILE).read_bytes() == (found.out / MODEL_STATES_ZERO3).read_bytes()
 
 
 def test_damaged_client_tensors_and_a_full_disk_are_errors(tmp_path, monkeypatch):

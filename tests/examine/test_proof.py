@@ -58,7 +58,7 @@ def test_a_manifest_proves_its_folder(proofs: dict[str, Path], tmp_path: Path) -
     convert_checkpoint(str(other))
     assert verify_checkpoint(str(atomic), against=str(kept)).faults == ()
     faults = verify_checkpoint(f"{other}_universal", against=str(kept)).faults
-    assert {"zero/a/fp32.pt", "zero/b/exp_avg.pt"} <= {fault.file for fault in faults if fault.kind == "manifest"}
+    assert {"zero/a/fp32.pt", "zero/b/exp_avg.pt"} <= {fault.file for fault in faults if fault.kind == "seal"}
 
 
 def test_ranks_report_the_same(proofs: dict[str, Path], tmp_path: Path) -> None:

@@ -131,8 +131,8 @@ def manifest(draw: Draw, root: Path) -> None:
     mended = draw.random() < 0.8
     if mended and isinstance(tree, dict):
         tree.pop("digest", None)
-        tree["digest"] = hashlib.sha256(dump(tree).encode()).hexdigest()
-    path.write_text(dump(tree) + "\n")
+        tree["digest"] = hashlib.sha256(dump(tree, (", ", ": ")).encode()).hexdigest()
+    path.write_text(dump(tree))
     look(draw, folder, source, trusted=not mended)
 
 
@@ -402,7 +402,7 @@ def nest(depth: int) -> str:
     return f"@nest{depth}"
 
 
-def dump(tree: Any) -> str:
-    """Dump as the package writes manifests."""
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+def dump(tree: Any, separators: tuple[str, str] = (",", ":")) -> str:
+    """Dump as the package writes manifests, or as it makes their digest."""
+    text = json.dumps(tree, sort_keys=True, separators=separators)
     return re.sub('"@nest([0-9]+)"', lambda found: "[" * int(found[1]) + "1" + "]" * int(found[1]), text)

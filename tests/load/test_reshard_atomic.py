@@ -183,7 +183,11 @@ def replace_state_file(path: Path) -> None:
     ("name", "damage", "text"),
     [
         ("zero/w/exp_avg.pt", Path.unlink, r"zero/w/exp_avg.pt is missing; the manifest lists it"),
-        ("zero/b/fp32.pt", lambda path: os.truncate(path, 100), r"fp32.pt: has 100 bytes, the manifest says \d+ bytes"),
+        (
+            "zero/b/fp32.pt",
+            lambda path: os.truncate(path, 100),
+            r"has 100 bytes, ucp_manifest.json says \d+ and",
+        ),
         ("mp_rank_00_model_states.pt", replace_state_file, "mp_rank_00_model_states.pt"),
         ("ucp_manifest.json", Path.unlink, r"ucp_manifest.json is missing: zero/count/module.pt was written by"),
     ],

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ...comm import Comm
-from ...errors import CheckpointError, UnsupportedError, shorten
+from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ...io.filesystems import choose_map
 from ...io.paths import join_path
 from ..findings import COPY, WARNING, Finding, from_failure, make_error
@@ -192,7 +192,7 @@ def _read_hosts(path: str) -> dict[str, list[str]]:
 
     try:
         return read_seal(path).hosts
-    except (CheckpointError, FileNotFoundError):
+    except (UcpError, FileNotFoundError):
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Seal of a save: sizes and checksums of all its files, by which later mixtures of files are detected."""
+"""Seal of a save or a conversion: sizes and checksums of all its files, by which later mixtures are detected."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UcpError, UnsupportedError
 from ...io.jsonfile import parse_json, read_bounded
 from ...io.paths import join_path
 from ...io.store import remove, write_small
 from ..findings import Finding, from_failure
-from .files import SEAL
+from .files import MANIFEST, SEAL
 from .headers import FileHeader
+
+OF_SAVES: Final = 1
+OF_CONVERSIONS: Final = 3
+"""Versions of the format; 2 was a manifest of another form."""
 
 
 class SealedFile(BaseModel):
@@ -32,27 +36,45 @@ class SealedFile(BaseModel):
 
 
 class Seal(BaseModel):
-    """The files of one save by name; ``digest`` is the SHA-256 of the rest.
+    """The files of one save or conversion by name; ``digest`` is the SHA-256 of the rest.
 
-    ``hosts`` lists the files of each machine, unless every machine had all.
+    Attributes:
+        version: 1 for a save, 3 for a conversion, whose seal is its manifest.
+        hosts: the files of each machine, unless every machine had all.
+        index: the index of a conversion (:class:`.atomic.index.Manifest`).
+        package: version of deepspeed_ucp that wrote a conversion.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     kind: Literal["deepspeed_ucp seal"] = "deepspeed_ucp seal"
-    version: Literal[1] = 1
+    version: Literal[1, 3] = OF_SAVES
     files: dict[str, SealedFile]
     hosts: dict[str, list[str]] = {}
+    index: dict[str, Any] = {}
+    package: str = ""
     digest: str = ""
 
-    def make_digest(self) -> str:
-        """Return the SHA-256 of the other fields."""
-        text = json.dumps(self.model_dump(exclude={"digest"} if self.hosts else {"digest", "hosts"}), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+    @property
+    def is_manifest(self) -> bool:
+        """True for a conversion's."""
+        return self.version == OF_CONVERSIONS
+
+    def dump(self) -> bytes:
+        """Return the file with the digest, equal for equal seals: one line of ASCII."""
+        empty = {name for name in ("hosts", "index", "package") if not getattr(self, name)}
+        data = self.model_dump(exclude={"digest", *empty})
+        return json.dumps({**data, "digest": _sum(data)}, sort_keys=True, separators=(",", ":")).encode()
 
 
-_MOST_BYTES = 1 << 28
-"""Size limit of a seal."""
+def _sum(data: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a seal without its digest."""
+    text = json.dumps({key: value for key, value in data.items() if key != "digest"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_MOST_BYTES = 1 << 31
+"""Size limit of a seal, which has an entry for each state of each parameter."""
 
 
 def read_seal(path: str) -> Seal:
@@ -61,15 +83,24 @@ def read_seal(path: str) -> Seal:
     Raises:
         FileNotFoundError: the file does not exist.
         CheckpointError: the file cannot be read, or is damaged.
+        UnsupportedError: the format is unknown.
     """
-    data = read_bounded(path, _MOST_BYTES)
+    data = parse_json(read_bounded(path, _MOST_BYTES), path, strict=True)
+    if type(version := data.get("version")) is int and version not in (OF_SAVES, OF_CONVERSIONS):
+        raise UnsupportedError(
+            f"is of format {version}, this release reads formats {OF_SAVES} and {OF_CONVERSIONS}. It was written by "
+            f"deepspeed_ucp {data.get('package', 'of an unknown version')}: update deepspeed_ucp, or convert again.",
+            path=path,
+        )
     try:
-        seal = Seal.model_validate(parse_json(data, path, strict=True))
+        seal, digest = Seal.model_validate(data), _sum(data)
+    except RecursionError:
+        raise CheckpointError("is nested too deeply; it is damaged.", path=path) from None
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         fact = f"{where} is missing or of another form" if where else "it is no JSON of that form"
         raise CheckpointError(f"is not the seal that was written ({fact}); it is damaged.", path=path) from None
-    if seal.digest != seal.make_digest():
+    if seal.digest != digest:
         raise CheckpointError("its digest does not match its contents; it is damaged or was edited.", path=path)
     return seal
 
@@ -85,10 +116,7 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
         DiskFullError: the disk is full.
     """
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
-    seal = Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
-    seal = seal.model_copy(update={"digest": seal.make_digest()})
-    data = seal.model_dump_json(exclude=None if seal.hosts else {"hosts"}).encode()
-    write_small(os.path.join(folder, SEAL), data)
+    write_small(os.path.join(folder, SEAL), Seal(files=files, hosts=dict(hosts or {})).dump())
 
 
 def remove_seal(folder: str) -> None:
@@ -110,7 +138,7 @@ def compare_seal(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Findi
         seal = read_seal(path)
     except FileNotFoundError:
         return [], {}
-    except CheckpointError as error:
+    except UcpError as error:
         return [from_failure("seal", SEAL, error)], {}
     faults = [compare_file(folder, header.name, header.size, header.crc, seal) for header in headers]
     sums = {header.name: seal.files[header.name].crc for header in headers if header.swap and header.name in seal.files}
@@ -120,15 +148,20 @@ def compare_seal(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Findi
 def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:
     """Return a finding if a file is not the one that was sealed, by its size and, if known, its CRC32."""
     sealed, path = seal.files.get(name), join_path(folder, name)
+    if sealed is None and seal.is_manifest:
+        text = f"{path}: the manifest does not list it; DeepSpeed would load it all the same. Remove it."
+        return Finding("extra", name, text)
     if sealed is None:
         text = f"{path}: is not in {SEAL}; another save wrote it."
     elif (sealed.size, sealed.crc) != (size, sealed.crc if crc is None else crc):
         checksum = "" if crc is None else f" and CRC32 {crc:08x}"
         text = (
-            f"{path}: has {size} bytes{checksum}, {SEAL} says {sealed.size} and {sealed.crc:08x}; it is not the file "
-            "that was sealed."
+            f"{path}: has {size} bytes{checksum}, {MANIFEST if seal.is_manifest else SEAL} says {sealed.size} and "
+            f"{sealed.crc:08x}; it is not the file that was sealed."
         )
     else:
         return None
     advice = f"Put the right file back; if the whole tag was saved again without a seal, remove {folder}/{SEAL}."
+    if seal.is_manifest:
+        advice = "Copy it again, or convert again."
     return Finding("seal", name, f"{text} {advice}")

@@ -1,15 +1,23 @@
-"""JSON that preserves tuples, bytes, keys of any type, NaN and infinities to the bit."""
+"""Plain data as JSON that preserves tuples, bytes, keys of any type, NaN and infinities to the bit."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from ...errors import UnsupportedError
 
 _FLOAT, _TUPLE, _DICT, _BYTES = "$float", "$tuple", "$dict", "$bytes"
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    _FLOAT: lambda value: struct.unpack(">d", bytes.fromhex(value))[0],
+    _TUPLE: tuple,
+    _DICT: dict,
+    _BYTES: bytes.fromhex,
+}
 
 
 def is_plain(value: Any) -> bool:
@@ -17,15 +25,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
     return value is None or isinstance(value, (str, int, float, bool))
-
-
-def dump_json(value: Any) -> str:
-    """Dump plain data as one line of ASCII with sorted keys, equal for equal data.
-
-    Raises:
-        UnsupportedError: a value is not plain data.
-    """
-    return json.dumps(encode(value, ""), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def encode(value: Any, where: str) -> Any:
@@ -55,15 +54,18 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
     return {_DICT: sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))}
 
 
-def decode(found: dict[str, Any]) -> Any:
-    """Return the value that :func:`encode` wrote as this object: an ``object_hook``."""
-    if len(found) != 1:
+def decode(value: Any) -> Any:
+    """Return the value that :func:`encode` encoded.
+
+    Raises:
+        ValueError, TypeError: it was not encoded by :func:`encode`.
+    """
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: decode(item) for key, item in value.items()}
+    (key, *more) = found or ("",)
+    if more or key not in _DECODERS:
         return found
-    ((key, value),) = found.items()
-    if key == _FLOAT:
-        return struct.unpack(">d", bytes.fromhex(value))[0]
-    if key == _TUPLE:
-        return tuple(value)
-    if key == _DICT:
-        return {name: item for name, item in value}  # noqa: C416 - pairs of any types
-    return bytes.fromhex(value) if key == _BYTES else found
+    return _DECODERS[key](found[key])

@@ -1,0 +1,73 @@
+"""The identity of a conversion's source: its files, and the view of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from ..formats.universal.index import Fingerprint, SourceFile, keep_plain
+from ..io.store import find_change
+from ..model import AtomicIndex, Record
+
+
+def identify(index: AtomicIndex) -> tuple[Fingerprint, str]:
+    """Return the fingerprint of a checkpoint's files, and the digest of the view of them."""
+    return fingerprint(index), digest_view(index)
+
+
+def fingerprint(index: AtomicIndex) -> Fingerprint:
+    """Identify a checkpoint by its files' names, sizes and header CRCs, and a SHA-256 of these.
+
+    A header's CRC covers the CRCs of all records. Without it the records' CRCs are used, and for bytes without a
+    checksum the file's time of change. Names are relative to the state file's folder, so a moved checkpoint keeps its
+    fingerprint.
+    """
+    folder = os.path.dirname(index.run.state_file) or "."
+    records: dict[int, list[Record]] = {}
+    for record in index.stored.records:
+        records.setdefault(record.file, []).append(record)
+    files = []
+    for number, each in enumerate(index.stored.files):
+        name = os.path.relpath(each.path, folder)
+        if name.startswith(os.pardir):  # in another place
+            name = os.path.basename(each.path)
+        entry: SourceFile = {"name": name, "size": each.size, "header_crc": each.header_crc}
+        ordered = sorted(records.get(number, ()), key=lambda record: record.offset)
+        if each.header_crc is None:
+            entry["records"] = [[record.offset, record.nbytes, record.crc] for record in ordered]
+        if any(record.crc is None for record in ordered):
+            entry["changed"] = find_change(each.path)
+        files.append(entry)
+    files.sort(key=lambda entry: entry["name"])
+    return {"files": files, "digest": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()}
+
+
+def digest_view(index: AtomicIndex) -> str:
+    """Return the SHA-256 of an index: the places of all elements, and the run's and model's state.
+
+    One set of files can have several indexes: the user names the parameters of a stage-0 checkpoint.
+    """
+    found = hashlib.sha256()
+    for key, atom in sorted(index.stored.atoms.items()):
+        found.update(repr((tuple(key), atom.dtype)).encode())
+        for shard in atom.shards:
+            places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.pieces]
+            found.update(repr((shard.shape, places)).encode())
+    values = (
+        index.run.scalars,
+        index.model.aliases,
+        index.model.instances,
+        index.run.counters,
+        index.run.scaler,
+        index.run.clip_grad,
+    )
+    for each in values[:3]:
+        found.update(repr(sorted(each.items())).encode())
+    found.update(repr((values[3:], [(group.members, keep_plain(group.hyper)) for group in index.run.groups])).encode())
+    return found.hexdigest()
+
+
+def _find_place(index: AtomicIndex, number: int) -> tuple[str, int]:
+    record = index.stored.records[number]
+    return os.path.basename(index.stored.files[record.file].path), record.offset

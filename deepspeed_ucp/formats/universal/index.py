@@ -1,0 +1,310 @@
+"""The manifest of a conversion: a seal with the index of the files, so that a load reads none of their headers."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, NamedTuple, Required, get_type_hints
+
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from ...errors import CheckpointError, shorten
+from ...model import (
+    ITEMSIZE,
+    Atom,
+    AtomicIndex,
+    AtomKey,
+    FileRef,
+    Fragment,
+    GroupInfo,
+    ParamKey,
+    Record,
+    RunState,
+    Shard,
+    StoredAtoms,
+    count,
+)
+from ...model.experts import holds_experts
+from ...model.topology import Topology
+from ...model.wrappers import ATOMIC
+from ...plan.derive import split_experts
+from ...tensor_parallel import Pattern, record_pattern
+from ..deepspeed.files import MANIFEST, ZERO
+from ..deepspeed.headers import FileHeader
+from ..deepspeed.seal import Seal, SealedFile, read_seal
+from .plainjson import decode, encode, is_plain
+
+STATE_FILE = "mp_rank_00_model_states.pt"
+"""The file of a conversion with scheduler, counters and client state."""
+
+Text = Annotated[str, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+Number = StrictBool | StrictInt | StrictFloat | None
+
+_PLAIN = (
+    *("scalar_dtypes", "counters", "scaler", "clip_grad", "optimizer", "optimizer_params"),
+    *("aliases", "instances", "hints", "fused", "dropped"),
+)
+"""Fields of RunState, ModelInfo and Limits that are kept as they are."""
+
+
+class PatternRecord(TypedDict):
+    """How a parameter was assembled: the pattern as data, and its origin."""
+
+    pattern: dict[str, Any]
+    origin: str
+
+
+class SourceFile(TypedDict, total=False):
+    """A file of a source: as in the index, with its records if it has no header CRC32."""
+
+    name: Required[str]
+    size: Required[int]
+    header_crc: int | None
+    records: list[list[int | None]]
+    changed: int
+
+
+class Fingerprint(TypedDict):
+    """Identification of a source (:func:`deepspeed_ucp.convert.identity.fingerprint`)."""
+
+    files: list[SourceFile]
+    digest: str
+
+
+class SealedAtom(NamedTuple):
+    """An atom of a conversion: the whole tensor, in the only storage of its file.
+
+    Attributes:
+        name, state, instance, dtype: as in the atom.
+        shape: logical shape, including padding rows of a vocabulary.
+        offset, crc: place of the elements in the file, and their CRC32.
+    """
+
+    name: Text
+    state: Text
+    instance: Count
+    dtype: Text
+    shape: tuple[Count, ...]
+    offset: Count
+    crc: Count
+
+    @property
+    def key(self) -> AtomKey:
+        """Its key in an index."""
+        return AtomKey(self.name, self.state, self.instance)
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"{self.name} ({self.state})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return count(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The index of a conversion's files as data, and the identity of its source.
+
+    Attributes:
+        seal: the seal that has it, without it.
+        fingerprint, view: of the source (:mod:`deepspeed_ucp.convert.identity`).
+        verified: whether every byte of the source was compared with its checksum.
+        source: topology of the source as data, without flat buffers.
+        atoms: sorted by name, state and instance.
+        patterns: name → {"pattern": as data, "origin": text}.
+        scalars, groups, buffers: as in the index.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    seal: Seal
+    fingerprint: Fingerprint
+    view: Text
+    verified: Annotated[bool, Field(strict=True)]
+    source: dict[Text, Any]
+    atoms: tuple[SealedAtom, ...]
+    patterns: dict[Text, PatternRecord]
+    scalars: tuple[tuple[ParamKey, dict[Text, Number]], ...]
+    groups: tuple[GroupInfo, ...]
+    buffers: tuple[Text, ...]
+    scalar_dtypes: dict[Text, Text]
+    counters: dict[Text, Number]
+    scaler: dict[Text, Number]
+    clip_grad: Number
+    optimizer: Text | None
+    optimizer_params: dict[Text, Number]
+    aliases: dict[Text, Text]
+    instances: dict[Text, Count]
+    hints: dict[Text, Any]
+    fused: dict[Text, Count]
+    dropped: Text
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def dump_index(
+    index: AtomicIndex,
+    atoms: Iterable[SealedAtom],
+    patterns: Mapping[str, Pattern],
+    origin: Mapping[str, str],
+    identity: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the entry ``index`` of a conversion's seal.
+
+    Args:
+        index: the source.
+        atoms: all written atoms.
+        patterns: parameter → pattern by which it was assembled.
+        origin: parameter → origin of the pattern.
+        identity: ``fingerprint``, ``view`` and ``verified``.
+
+    Raises:
+        UnsupportedError: a hint is not plain data.
+    """
+    topology = {each.name: getattr(index.run.topology, each.name) for each in fields(Topology) if each.name != "flats"}
+    if index.run.degrees is not None:
+        topology["tp"], topology["pp"] = index.run.degrees
+    parts = (index.run, index.model, index.limits)
+    plain = {name: getattr(part, name) for part in parts for name in _PLAIN if hasattr(part, name)}
+    recorded = {
+        name: {"pattern": record_pattern(pattern), "origin": origin.get(name, "")} for name, pattern in patterns.items()
+    }
+    return {
+        **identity,
+        **{name: encode(value, name) for name, value in plain.items()},
+        "source": topology,
+        "atoms": sorted(atoms),
+        "patterns": encode(recorded, "patterns"),
+        "scalars": sorted((key, encode(value, "scalars")) for key, value in index.run.scalars.items()),
+        "groups": [
+            {"members": group.members, "hyper": encode(keep_plain(group.hyper), "")} for group in index.run.groups
+        ],
+        "buffers": sorted(index.model.buffers),
+    }
+
+
+def find_unplain(index: AtomicIndex) -> list[str]:
+    """Return the hyper-parameters that are objects, which a manifest omits."""
+    return sorted({key for group in index.run.groups for key, value in group.hyper.items() if not is_plain(value)})
+
+
+def keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters that a load restores: plain data. Objects stay those of the live optimizer."""
+    return {key: value for key, value in hyper.items() if is_plain(value)}
+
+
+def read_manifest(folder: str) -> Manifest | None:
+    """Read the manifest in a folder; None without one.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is damaged.
+        UnsupportedError: the format is unknown.
+    """
+    path = os.path.join(folder, MANIFEST)
+    try:
+        return parse_index(read_seal(path), path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def parse_index(seal: Seal, path: str) -> Manifest:
+    """Parse and check the index of a seal from ``path``, which may come from anybody.
+
+    Raises:
+        CheckpointError: there is none, or it is malformed.
+    """
+    bare = seal.model_copy(update={"index": {}})
+    try:
+        data = {key: each if key == "atoms" else decode(each) for key, each in seal.index.items()}
+        found = _MANIFEST.validate_python({**data, "seal": bare})
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise CheckpointError(f"{where} is of another form than expected ({fault['msg']}).", path=path) from None
+    except (ValueError, TypeError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"is no valid manifest ({error}). It is damaged: restore the file.", path=path) from None
+    if text := next(_find_faults(found), ""):
+        raise CheckpointError(text, path=path)
+    return found
+
+
+def _find_faults(found: Manifest) -> Iterator[str]:
+    files = found.seal.files
+    names = [*files, *(param.name for param, _ in found.scalars), *(part for each in found.atoms for part in each[:2])]
+    if odd := sorted({name for name in names if _leads_out(name)}):
+        yield f"names files outside of its folder: {shorten(odd)}. Do not trust it."
+    if lacking := sorted({STATE_FILE, *(place_file(each.key) for each in found.atoms)} - files.keys()):
+        yield f"lists no file {shorten(lacking)}."
+    counts = [(each, found.fused[each.name]) for each in found.atoms if each.name in found.fused]
+    if unfit := [each.label for each, experts in counts if not holds_experts(each.shape, experts)]:
+        yield f"holds other numbers of experts than it says: {shorten(unfit)}."
+    if loops := sorted(alias for alias, name in found.aliases.items() if name in found.aliases):
+        yield f"aliases of aliases: {shorten(loops)}."
+    if unfit := [each.label for each in found.atoms if not _fits(each, files)]:
+        yield f"shape, dtype and bytes contradict each other: {shorten(unfit)}."
+    kinds = {name: kind for name, kind in get_type_hints(Topology).items() if name != "flats"}
+    if odd := [name for name in {**kinds, **found.source} if type(found.source.get(name)) is not kinds.get(name)]:
+        yield f"source: {shorten(odd)} is missing, unknown, or of another form than expected."
+
+
+def _fits(atom: SealedAtom, files: Mapping[str, SealedFile]) -> bool:
+    """Return True if the dtype is known and the tensor fits into the file."""
+    return atom.dtype in ITEMSIZE and atom.nbytes <= files[place_file(atom.key)].size - atom.offset
+
+
+def _leads_out(name: str) -> bool:
+    """Return True for an untrusted path that is not inside the folder."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return True
+    return "\0" in name or any(part in ("", ".", "..") for part in name.replace(os.sep, "/").split("/"))
+
+
+def place_file(key: AtomKey) -> str:
+    """Return an atom's path; copies of later pipeline stages are outside the folder that upstream reads."""
+    return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
+
+
+def make_index(folder: str, found: Manifest, header: FileHeader, places: Sequence[str] = ()) -> AtomicIndex:
+    """Build the index of a conversion.
+
+    Args:
+        folder: folder of the files.
+        header: header of the state file; all tensors in it belong to the client.
+        places: folders that may hold copies, nearest first; empty if there is only ``folder``.
+    """
+    files = [
+        FileRef(f"{folder}/{name}", each.size, each.crc, tuple(f"{place}/{name}" for place in places))
+        for name, each in found.seal.files.items()
+    ]
+    numbers = {name: number for number, name in enumerate(found.seal.files)}
+    records: list[Record] = []
+    atoms: list[Atom] = []
+    for each in found.atoms:
+        fragments = (Fragment(0, count(each.shape), len(records), 0),) if count(each.shape) else ()
+        records.append(Record(numbers[place_file(each.key)], each.offset, each.nbytes, each.crc))
+        atoms.append(Atom(each.name, each.state, each.dtype, (Shard(each.shape, fragments),), each.instance))
+    others = header.model.others if header.model else ()
+    client = tuple(range(len(records), len(records) + len(others)))
+    records += [Record(numbers[STATE_FILE], blob.offset, blob.nbytes, blob.crc) for blob in others]
+    topology = {**found.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
+    index = AtomicIndex(StoredAtoms.of(files, records, atoms), RunState(Topology(**topology), f"{folder}/{STATE_FILE}"))
+    index = index.change(
+        **{name: getattr(found, name) for name in _PLAIN if name != "fused"},
+        scalars=dict(found.scalars),
+        groups=found.groups,
+        client_records=client,
+        degrees=(found.source["tp"], found.source["pp"]),
+        buffers=frozenset(found.buffers),
+        recorded={name: record["pattern"] for name, record in found.patterns.items()},
+    )
+    return split_experts(index, found.fused)
