@@ -12,7 +12,7 @@ from itertools import accumulate
 from ..errors import UnsupportedError
 from ..formats.deepspeed.files import ZERO
 from ..formats.deepspeed.seal import SealedFile
-from ..formats.universal.index import place_file
+from ..formats.universal.index import LONGEST, is_path, place_file
 from ..formats.universal.upstream import expert_keys, upstream_keys
 from ..io.disk import explain_full, write_at, write_parts
 from ..io.staging import MANIFEST, OutputKind
@@ -25,9 +25,6 @@ from ..torchsave.zipframe import ZipImage, dump_value, make_image
 from .states import OPTIMIZER_STATE
 
 STEP = "step"
-
-_LONGEST = 255
-"""Maximum bytes of a file name on common file systems."""
 
 
 def _is_output(folder: str) -> bool:
@@ -147,21 +144,14 @@ def check_paths(paths: Iterable[str]) -> None:
     seen = {OPTIMIZER_STATE: True}  # path → True for a file
     for path in paths:
         folders = list(accumulate(path.split("/"), lambda left, right: f"{left}/{right}"))[:-1]
-        if not all(map(_can_be_a_name, path.split("/"))):
-            raise UnsupportedError(f"{_NAMED}: {path!r} cannot be a path of at most {_LONGEST} bytes per name.")
+        if not is_path(path):
+            raise UnsupportedError(f"{_NAMED}: {path!r} cannot be a path of at most {LONGEST} bytes per name.")
         if path in seen or any(seen.get(folder) for folder in folders):
             raise UnsupportedError(f"{_NAMED}: {path!r} is the path of another file or folder as well.")
         seen.update(dict.fromkeys(folders, False), **{path: True})
 
 
 _NAMED = "An atomic checkpoint has a folder for each parameter, named like it, which upstream's loader looks for"
-
-
-def _can_be_a_name(name: str) -> bool:
-    try:
-        return 0 < len(name.encode()) <= _LONGEST and name not in (".", "..") and "\0" not in name
-    except UnicodeEncodeError:
-        return False
 
 
 def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:

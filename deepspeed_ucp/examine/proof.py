@@ -82,8 +82,8 @@ def _compare_atoms(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Ite
             continue
         if (atom.offset, atom.nbytes, atom.crc) not in {(r.offset, r.nbytes, r.crc) for r in file.records}:
             text = (
-                f"{name}: {atom.label} must be {atom.nbytes} bytes at byte {atom.offset} with CRC32 {atom.crc:08x}; the "
-                "file has no such record. Convert again."
+                f"{name}: {atom.label} must be {atom.nbytes} bytes at byte {atom.offset} with CRC32 {atom.crc:08x}; "
+                "the file has no such record. Convert again."
             )
             yield Finding("seal", name, text, names=(atom.label,))
 

@@ -40,6 +40,9 @@ from .plainjson import decode, encode, is_plain
 STATE_FILE = "mp_rank_00_model_states.pt"
 """The file of a conversion with scheduler, counters and client state."""
 
+LONGEST = 255
+"""Maximum bytes of a file name on common file systems."""
+
 Text = Annotated[str, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 Number = StrictBool | StrictInt | StrictFloat | None
@@ -239,7 +242,7 @@ def parse_index(seal: Seal, path: str) -> Manifest:
 def _find_faults(found: Manifest) -> Iterator[str]:
     files = found.seal.files
     names = [*files, *(param.name for param, _ in found.scalars), *(part for each in found.atoms for part in each[:2])]
-    if odd := sorted({name for name in names if _leads_out(name)}):
+    if odd := sorted({name for name in names if not is_path(name)}):
         yield f"names files outside of its folder: {shorten(odd)}. Do not trust it."
     if lacking := sorted({STATE_FILE, *(place_file(each.key) for each in found.atoms)} - files.keys()):
         yield f"lists no file {shorten(lacking)}."
@@ -260,13 +263,13 @@ def _fits(atom: SealedAtom, files: Mapping[str, SealedFile]) -> bool:
     return atom.dtype in ITEMSIZE and atom.nbytes <= files[place_file(atom.key)].size - atom.offset
 
 
-def _leads_out(name: str) -> bool:
-    """Return True for an untrusted path that is not inside the folder."""
+def is_path(path: str) -> bool:
+    """Return True if an untrusted path can be the path of a file inside a folder."""
     try:
-        os.fsencode(name)
+        sizes = [len(name.encode()) for name in path.split("/")]
     except UnicodeEncodeError:
-        return True
-    return "\0" in name or any(part in ("", ".", "..") for part in name.replace(os.sep, "/").split("/"))
+        return False
+    return min(sizes) > 0 and max(sizes) <= LONGEST and "\0" not in path and not {".", ".."} & {*path.split("/")}
 
 
 def place_file(key: AtomKey) -> str:
