@@ -63,8 +63,8 @@ help:
 	@echo 'make mutants make sure that the tests notice mistakes in the code: every small change of the pure rooms (mutmut),'
 	@echo '             and mistakes that were made or feared (tests/mutants); hours, for a night'
 	@echo 'make bench   the floor, DeepSpeed, upstream and this plugin, timed; writes docs/benchmarks.md'
-	@echo 'make house   lines, functions, names and circles of the package, and what a resume passes (bench/house.py);'
-	@echo '             HOUSE_ARGS="--root DIR" measures another checkout'
+	@echo 'make house   sizes, types, imports and docstrings of the package, and the files and types that a resume uses'
+	@echo '             (bench/house.py); HOUSE_ARGS="--root DIR" measures another checkout'
 	@echo 'make lint    ruff, mypy, import-linter'
 
 demo: $(STAMP)

@@ -1,10 +1,9 @@
-"""How large the package is and how it hangs together, in figures by which two commits can be compared.
+"""Sizes and structure of the package, as figures by which two commits can be compared.
 
-``python bench/house.py`` (`make house`) looks at this checkout, ``--root DIR`` at another one. Most of it is what the
-text says (parsed, nothing of it runs). What a resume passes is counted in a real one: 2 ranks save at ZeRO 1, 3 ranks
-load, and each notes which files of the package it passes, and which classes it makes or calls methods of (`types`),
-between the call of `load_checkpoint` and its end. Functions are measured without docstrings; `hiding` are private ones
-with one caller and a body of at most 3 lines, `told`, `found` and `held` functions in which a name has that word.
+``python bench/house.py`` (`make house`) measures this checkout, ``--root DIR`` another one. Nearly all figures come
+from parsed source. The files and types of a resume are counted in a real one: 2 ranks save at ZeRO 1, 3 ranks load, and
+each notes the files of the package whose functions run during `load_checkpoint`, and the classes whose methods run
+(`types`). Functions are measured without docstrings.
 """
 
 import argparse
@@ -17,34 +16,50 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PACKAGE, WORDS = "deepspeed_ucp", ("told", "found", "held")
+PACKAGE = "deepspeed_ucp"
 SAVED_BY, LOADED_BY = 2, 3
 IN_FUNCTION = 0x1
 """Flag of a code object that modules and class bodies lack: importing a file is not passing it."""
 
+CONCEPTS = {
+    "a byte range": """Answers Arrived Claim CopyItem Cut Elements Extent Extents Fragment Fragments Held Item Part
+        Partitions PartitionedState Piece Read Request Row Run Shard Storage TensorRef Tile Tiles Want""",
+    "an engine": """Buffer BufferSpec EngineView HeldBuffer LiveBuffer LiveEngine Target TargetInventory
+        TargetLayout""",
+    "a file": """Entry FileBatch FileHeader FileRecord FileRef FileTable Listing Record Records RecordTable Save
+        SaveFiles Stored""",
+}
+"""Names of classes that describe the same thing, past and planned ones included; a leading underscore is ignored."""
+
+INVERTED = re.compile(r"(What|Who|Which|Of|The same)\b")
+"""Beginning of a docstring that has no verb and no noun of its own."""
+
 
 class Module:
-    """One file of the package, parsed. A package's own file is `….__init__`, so that relative imports resolve alike."""
+    """One file of the package, parsed. A package's file is `….__init__`, so that relative imports resolve."""
 
     def __init__(self, root: Path, file: Path) -> None:
         self.name = ".".join(file.relative_to(root).with_suffix("").parts)
         self.room = self.name.split(".")[1] if self.name.count(".") > 1 else "(root)"
-        self.path, self.lines = str(file.relative_to(root / PACKAGE)), file.read_text().count("\n")
-        self.nodes = list(ast.walk(ast.parse(file.read_text())))
+        self.text = file.read_text()
+        self.path, self.lines = str(file.relative_to(root / PACKAGE)), self.text.count("\n")
+        self.nodes = list(ast.walk(ast.parse(self.text)))
         self.functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
         self.classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
         self.imports = {name for node in self.nodes for name in list_imported(node, self.name)}
 
-    def count_private(self) -> tuple[int, int]:
-        """Private functions, and those of them that hide what they do."""
-        used = Counter(getattr(node, "id", getattr(node, "attr", None)) for node in self.nodes)
-        private = [each for each in self.functions if re.match("_[^_]", each.name)]
-        return len(private), sum(used[each.name] == 1 and measure(each, each.body[0]) <= 3 for each in private)
+    def list_docstrings(self) -> list[str]:
+        nodes = [self.nodes[0], *self.classes, *self.functions]
+        return [text for node in nodes if (text := ast.get_docstring(node)) is not None]
+
+    def names_experts(self) -> bool:
+        """Return True if the word "expert" occurs outside the extensions."""
+        return "expert" in self.text.lower() and self.room != "extensions"
 
 
 def measure_docstring(node: ast.AST) -> int:
@@ -53,11 +68,6 @@ def measure_docstring(node: ast.AST) -> int:
 
 def measure(function: ast.FunctionDef, first: ast.AST) -> int:
     return function.end_lineno - first.lineno + 1 - measure_docstring(function)
-
-
-def list_words(function: ast.FunctionDef) -> set[str]:
-    nodes = (getattr(node, kind, None) for node in ast.walk(function) for kind in ("id", "attr", "arg", "name"))
-    return {word for name in nodes if name for word in name.split("_")}
 
 
 def list_imported(node: ast.AST, module: str) -> list[str]:
@@ -100,18 +110,60 @@ def count_upward(root: Path, links: dict[str, set[str]]) -> int:
 
 
 def describe(modules: list[Module], passed: dict[str, set[str]]) -> dict[str, object]:
-    """One row of the table."""
+    """One row of the table of rooms."""
     lengths = sorted(measure(each, each) for module in modules for each in module.functions) or [0]
     lines = sum(m.lines for m in modules)
     docs = sum(measure_docstring(node) for m in modules for node in [m.nodes[0], *m.classes, *m.functions])
-    private, hiding = map(sum, zip(*(m.count_private() for m in modules), strict=True))
-    words = Counter(word for m in modules for each in m.functions for word in set(WORDS) & list_words(each))
-    row = {"lines": lines, "files": len(modules), "classes": sum(len(m.classes) for m in modules)}
-    row |= {"functions": sum(len(m.functions) for m in modules), "median": lengths[len(lengths) // 2]}
-    row |= {"p90": lengths[int(len(lengths) * 0.9)], "docs": f"{docs / max(lines, 1):.0%}", "private": private}
-    row |= {"hiding": hiding, **{word: words[word] for word in WORDS}}
     types = {name for name in passed["types"] if name.rpartition(".")[0] in {m.name for m in modules}}
-    return row | {"passed": len({m.path for m in modules} & passed["files"]), "types": len(types)}
+    return {
+        "lines": lines,
+        "files": len(modules),
+        "classes": sum(len(m.classes) for m in modules),
+        "functions": len(lengths),
+        "median": lengths[len(lengths) // 2],
+        "p90": lengths[int(len(lengths) * 0.9)],
+        "docs": f"{docs / max(lines, 1):.0%}",
+        "passed": len({m.path for m in modules} & passed["files"]),
+        "types": len(types),
+    }
+
+
+def summarise(root: Path, modules: list[Module]) -> dict[str, str]:
+    """Figures of the whole checkout that the table of rooms lacks."""
+    homes = defaultdict[str, list[str]](list)
+    for module in modules:
+        for each in module.classes:
+            homes[each.name].append(module.path)
+    docstrings = [text for module in modules for text in module.list_docstrings()]
+    inverted = sum(bool(INVERTED.match(text)) for text in docstrings)
+    links = link(modules)
+    circles, twice = find_circles(links), sorted(name for name, files in homes.items() if len(files) > 1)
+    experts = [module.path for module in modules if module.names_experts()]
+    figures = {}
+    for concept, names in CONCEPTS.items():
+        known = [name for name in names.split() if {name, f"_{name}"} & homes.keys()]
+        figures[f"types for {concept}"] = f"{len(known)}: {' '.join(known)}"
+    figures |= {
+        'files with "expert" outside extensions/': str(len(experts)),
+        "class names used twice": " ".join(twice) or "none",
+        "import circles": "; ".join(map(str, circles)) or "none",
+        "imports that point up": str(count_upward(root, links)),
+        "docstrings that begin with What, Who, Which, Of, The same": f"{inverted} of {len(docstrings)}",
+        "lines of tests": str(count_lines(root / "tests")),
+        "lines of bench": str(count_lines(root / "bench")),
+        "words of documents": str(count_words(root)),
+    }
+    return figures
+
+
+def count_lines(folder: Path) -> int:
+    return sum(file.read_text().count("\n") for file in folder.rglob("*.py"))
+
+
+def count_words(root: Path) -> int:
+    """Count the words of the Markdown files at the root, in docs and in the examples."""
+    files = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.md")]
+    return sum(len(file.read_text().split()) for file in files)
 
 
 @contextmanager
@@ -184,14 +236,12 @@ def main() -> None:
         return run_rank(root, asked.rank)
     passed = {"files": set(), "types": set()} if asked.no_resume else trace_resume(root)
     modules = [Module(root, file) for file in sorted((root / PACKAGE).rglob("*.py"))]
-    for room in [*sorted({each.room for each in modules}), "all"]:
+    for number, room in enumerate([*sorted({each.room for each in modules}), "all"]):
         row = describe([each for each in modules if room in (each.room, "all")], passed)
-        if room == "(root)":
-            print("room".ljust(10), *(title.rjust(5) for title in row))
-        print(room.ljust(10), *(f"{cell:>{max(5, len(title))}}" for title, cell in row.items()))
-    links = link(modules)
-    print("imports that point up:", count_upward(root, links), "\ncircles:", *find_circles(links) or ["none"])
-    print("lines of tests:", sum(file.read_text().count("\n") for file in (root / "tests").rglob("*.py")))
+        if not number:
+            print("room".ljust(16), *(title.rjust(5) for title in row))
+        print(room.ljust(16), *(f"{cell:>{max(5, len(title))}}" for title, cell in row.items()))
+    print(*(f"{name}: {figure}" for name, figure in summarise(root, modules).items()), sep="\n")
     print(*(f"  {name}" for name in sorted(passed["files"] | passed["types"]) if asked.list), sep="\n")
     return None
 
