@@ -246,19 +246,9 @@ def change_index(**fields: Any) -> str:
     return mend(change(index={key: value for key, value in index.items() if value != "gone"}))
 
 
-def put_raw(hints: str) -> str:
-    return make().dump().decode().replace('"hints":', '"hints":' + hints + ',"x":', 1)
-
-
-ODD_JSON = [
-    *('{"a":' * 100_000, "[" * 100_000, '{"$float": "00"}', '{"$tuple": 5}', '{"$dict": [[[], 1]]}', "NaN", "1" * 5000)
-]
 ODD_VALUES = [{"$float": "00"}, {"$float": "zz"}, {"$tuple": 5}, {"$dict": [[[], 1]]}, {"$bytes": 1}]
 OLD_FORMAT = '{"kind": "deepspeed_ucp atomic checkpoint", "version": 2, "package": "0.9"}'
 REFUSED = {
-    "empty": ("", "is no valid JSON"),
-    "cut": (make().dump().decode()[:200], "is no valid JSON"),
-    "list": ("[1]", "an array where an object is expected"),
     "other": ('{"kind": "x"}', "is not the seal that was written"),
     "newer": (
         change(version=4, package="9.9"),
@@ -275,11 +265,6 @@ REFUSED = {
     "edited": (change(package="2"), "its digest does not match its contents; it is damaged or was edited"),
     "number": (make().dump().decode().replace(",64,", ",65,", 1), "its digest does not match"),
     **{f"odd value {at}": (change_index(hints=odd), "is no valid manifest") for at, odd in enumerate(ODD_VALUES)},
-    **{
-        f"odd {number}{form.__name__}": (form(text), "")
-        for number, text in enumerate(ODD_JSON)
-        for form in (str, '{{"kind": {}}}'.format, put_raw)
-    },
 }
 
 
@@ -317,9 +302,9 @@ def test_contradictory_atoms_are_refused(changes: dict[str, Any], experts: int |
         round_trip(make(index, [ATOM._replace(**changes)]))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("text", REFUSED)
 def test_other_texts_are_refused(text: str) -> None:
+    """``tests/test_json.py`` has texts that are no JSON."""
     content, message = REFUSED[text]
     kind = UnsupportedError if text in ("newer", "older") else CheckpointError
     with pytest.raises(kind, match=f"^folder/ucp_manifest.json: .*{message}"):
@@ -331,9 +316,6 @@ def test_a_folder_may_have_a_manifest(tmp_path: Path) -> None:
     assert read_manifest(str(tmp_path / "nowhere")) is None
     (tmp_path / MANIFEST).write_bytes(make().dump())
     assert repr(read_manifest(str(tmp_path))) == repr(round_trip(make()))  # with a NaN
-    (tmp_path / MANIFEST).write_bytes(b"\xff\xfe")
-    with pytest.raises(CheckpointError, match=r"ucp_manifest.json: is no valid JSON"):
-        read_manifest(str(tmp_path))
 
 
 # --- any contents with a right digest
