@@ -80,7 +80,7 @@ class FakeTarget(Target):
         self.collect()
         groups = defaultdict(list)
         for flat in self.flats:
-            groups[flat.group].append(flat.holder)
+            groups[flat.group].append(flat.tensor)
         self.wrapped = torch.optim.AdamW([{"params": groups[group]} for group in sorted(groups)], lr=1e-4)
 
     @property

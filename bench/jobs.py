@@ -199,7 +199,7 @@ class MoeTarget(Target):
         self.experts = {f"layers.{layer}.{EXPERTS}": held for layer in range(sizes.layers)}
         self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=tuple, named_modules=tuple))
         self.collect()
-        groups = [[flat.holder] for flat in self.flats]
+        groups = [[flat.tensor] for flat in self.flats]
         self.wrapped = torch.optim.AdamW([{"params": params} for params in groups], lr=1e-4)
 
     @property

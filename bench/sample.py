@@ -18,6 +18,7 @@ from jobs import Job
 
 from deepspeed_ucp.model import ITEMSIZE, MASTER, AtomicIndex
 from deepspeed_ucp.model.flat import FlatBuffer
+from deepspeed_ucp.model.view import EngineBuffer, EngineView
 from deepspeed_ucp.plan import ReadSizes
 from deepspeed_ucp.plan.claims import Blocks, Claim, list_claims
 from deepspeed_ucp.plan.derive import rename_all
@@ -25,7 +26,7 @@ from deepspeed_ucp.plan.locate import Want, locate
 from deepspeed_ucp.plan.match import Match, pick_instance
 from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.plan.settling import settle_index
-from deepspeed_ucp.plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_wants, view_shards
+from deepspeed_ucp.plan.wants import Layouts, Wants, join_states, list_wants, view_shards
 from deepspeed_ucp.tensor_parallel import Run, from_config, restrict_source
 
 Block = tuple[int, int]
@@ -90,8 +91,8 @@ class JobTarget:
             if flat.ranks is None or dp_rank in flat.ranks:
                 part = (flat.ranks.index(dp_rank) if flat.ranks else dp_rank) % flat.parts
                 states = join_states(self.index, flat, held.match)
-                flats.append(HeldBuffer(flat, part, tp_rank, "float32", states))
-        return list_wants(self.index, TargetLayout(flats, ()), held.match, self.layouts, with_states=True)
+                flats.append(EngineBuffer(flat, part, tp_rank, "float32", states=states))
+        return list_wants(self.index, EngineView(flats=flats), held.match, self.layouts, with_states=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.destinations import Buffer
-from deepspeed_ucp.load.inventory import gather_inventory, join_groups, list_stage_groups
+from deepspeed_ucp.load.inventory import join_groups, list_stage_groups, view_engine
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
@@ -133,9 +133,9 @@ def _ask_tellers(job: Job) -> dict[str, list[bytes]]:
     inventory, groups = silence(job.ranks), silence(job.ranks)
     for rank in job.tellers:
         target = job.make_target(rank)
-        inventory[rank] = overhear(rank, job.ranks, lambda comm, t=target: gather_inventory(t, [], comm))
+        inventory[rank] = overhear(rank, job.ranks, lambda comm, t=target: view_engine(t, [], comm))
         groups[rank] = overhear(rank, job.ranks, lambda comm, t=target: gather_groups(t, comm))
-    return {"inventory.gather_inventory": inventory, "scale_plan.gather_groups": groups}
+    return {"inventory.view_engine": inventory, "scale_plan.gather_groups": groups}
 
 
 @dataclass

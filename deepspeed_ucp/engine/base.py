@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ from ..model import AtomicIndex, ParamKey, count, strip_compiled
 from ..model.experts import drop_fixed, find_layer, is_expert, name_experts
 from ..model.flat import FlatBuffer, join_parameters, join_reserved
 from ..model.topology import Topology
+from ..model.view import EngineBuffer
 from ..model.wrappers import Wrapper, find_wrapper
 from ..plan.wants import find_states
 from .coverage import find_declared, name_device
@@ -30,114 +31,6 @@ from .parallel import HeldExperts, Instance, find_experts, find_instances, find_
 from .rule import find_doubt, find_other_rule, read_configured
 from .statedict import StateDict, ask_state_dict, find_changed
 from .swap import SwapFiles, SwapPlace
-
-
-@dataclass(slots=True)
-class LiveBuffer:
-    """This rank's partition of a flat master buffer, or of a tensor without optimizer.
-
-    The latter is a frozen or unoptimized parameter, or a buffer of the module.
-
-    Attributes:
-        buffer: layout of the parameters over all ranks; a tensor without optimizer is alone in it.
-        part: this rank's partition.
-        holder: the live partition, in the shape of its optimizer states.
-        is_buffer: the tensor is a buffer of the module.
-        whole: optimizer states that cover whole parameters if the partition has any element of these.
-        swap: the partition's swap file, or None; with a swap file the holder's contents are invalid.
-    """
-
-    buffer: FlatBuffer
-    part: int
-    holder: torch.Tensor
-    is_buffer: bool = False
-    whole: frozenset[str] = frozenset()
-    swap: SwapPlace | None = None
-
-    def find_shape(self, state: str) -> tuple[int, ...]:
-        """Return the shape of an optimizer state."""
-        if state in self.whole:
-            return (self.buffer.join_touched(self.part).partition,)
-        return tuple(self.holder.shape) if self.swap is None else (self.buffer.partition,)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The live partition, 1-D (masters are fp32 unless the engine has 16-bit masters)."""
-        return flatten(self.holder)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the partition in memory or in its swap file."""
-        return self.holder.dtype if self.swap is None else self.swap.dtype
-
-    def make_data(self, filled: Container[str]) -> torch.Tensor:
-        """Return memory to fill: the live partition, or a map of a file that replaces the swap file later.
-
-        Args:
-            filled: parameters that will be filled; the file starts as a copy of the swap file if there are others.
-
-        Raises:
-            DiskFullError: there is no room for the file.
-        """
-        if self.swap is None:
-            return self.data
-        numel = self.buffer.partition
-        return self.swap.make(numel) if all(name in filled for name in self.names) else self.swap.copy(numel)
-
-    def make_state(self, state: str, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate an optimizer state, in a file if the partition is swapped (with the masters' dtype).
-
-        Raises:
-            DiskFullError: there is no room for the file.
-        """
-        if self.swap is None:
-            return torch.empty(self.find_shape(state), dtype=dtype, device=self.holder.device)
-        return self.swap.make(self.buffer.partition, state)
-
-    @property
-    def group(self) -> int:
-        """Index of its param group in the optimizer."""
-        return self.buffer.group
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all parameters in the buffer over all ranks, in order."""
-        return self.buffer.names
-
-    @property
-    def name(self) -> str:
-        """Name of the first parameter."""
-        return self.buffer.names[0]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Unpartitioned shape of the first parameter."""
-        return self.buffer.shapes[0]
-
-
-def hold_whole(name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> LiveBuffer:
-    """Make the buffer of a tensor that is whole on every rank."""
-    return LiveBuffer(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, tensor, is_buffer)
-
-
-def _hold_parameter(name: str, param: Any, files: SwapFiles) -> LiveBuffer:
-    """Make the buffer of a parameter without optimizer, which ZeRO 3 partitions."""
-    partition = getattr(param, "ds_tensor", None)
-    if partition is None:
-        return hold_whole(name, param)
-    if hasattr(partition, "ds_quant_scale"):
-        raise UnsupportedError(
-            f"{name}: a quantized parameter without optimizer cannot be filled. Switch "
-            "zero_quantized_nontrainable_weights off, in the run that saves as well."
-        )
-    group = param.ds_process_group
-    buffer = join_reserved(0, (name,), (_find_shape(param),), ds_comm.get_world_size(group=group))
-    part = ds_comm.get_rank(group=group)
-    if partition.status != PartitionedParamStatus.AVAILABLE:
-        swapper = param.nvme_swapper
-        swap = SwapPlace(files, swapper.get_path(param, must_exist=True), swapper.dtype, swapper._io_aligned_numel)
-        return LiveBuffer(buffer, part, partition, swap=swap)
-    return LiveBuffer(buffer, part, flatten(partition)[: sum(cut.numel for cut in buffer.cuts(part))])
 
 
 def _find_shape(param: Any) -> tuple[int, ...]:
@@ -180,7 +73,7 @@ class Target(ABC):
         self.places: dict[str, int] = {}
         for param in engine.module.parameters():
             self._add_parameter(param)
-        self.flats: list[LiveBuffer] = []
+        self.flats: list[EngineBuffer] = []
         self.layout: list[FlatBuffer] = []
         self.collect()
         self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
@@ -240,7 +133,7 @@ class Target(ABC):
         self,
         buffer: FlatBuffer,
         part: int,
-        holder: torch.Tensor,
+        tensor: torch.Tensor,
         whole: frozenset[str] = frozenset(),
         swap: SwapPlace | None = None,
     ) -> None:
@@ -252,7 +145,18 @@ class Target(ABC):
         buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
         self.layout.append(buffer)
         buffer = replace(buffer, names=tuple(map(strip_compiled, buffer.names)))
-        self.flats.append(LiveBuffer(buffer, part, holder, whole=whole, swap=swap))
+        self.flats.append(self.hold(buffer, part, tensor, whole=whole, swap=swap))
+
+    def hold(
+        self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, swap: SwapPlace | None = None, **fields: Any
+    ) -> EngineBuffer:
+        """Make the buffer of a live partition; ``fields`` are further ones of the buffer."""
+        dtype = dtype_name(tensor.dtype if swap is None else swap.dtype)
+        return EngineBuffer(buffer, part, self.place.tp_rank, dtype, tensor=tensor, swap=swap, **fields)
+
+    def hold_whole(self, name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> EngineBuffer:
+        """Make the buffer of a tensor that is whole on every rank."""
+        return self.hold(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, tensor, is_buffer=is_buffer)
 
     @abstractmethod
     def refresh_copies(self) -> None:
@@ -284,7 +188,7 @@ class Target(ABC):
             pp=self.place.pp,
             ep=self.ep,
             undeclared=precision != find_declared(engine),
-            master=dtype_name(self.flats[0].dtype) if self.flats else "float32",
+            master=self.flats[0].dtype if self.flats else "float32",
             elastic=self.traits.can_be_elastic and bool(getattr(self.wrapped, "elastic_checkpoint", False)),
             offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
             flats=tuple(self.layout),
@@ -378,7 +282,7 @@ class Target(ABC):
         changed = find_changed(self.engine.module, self.state_dict)
         return f"{shorten(changed)}: the module computes them, with other values than saved" if changed else ""
 
-    def extras(self) -> list[LiveBuffer]:
+    def extras(self) -> list[EngineBuffer]:
         """Return parameters without optimizer, persistent buffers, and other tensors of the module's state dict."""
         found = [self._hold_extra(name) for name in self.params if name not in self.owned]
         persistent = set(self.engine._get_buffer_names())  # saved as buffer_names
@@ -387,27 +291,41 @@ class Target(ABC):
                 (part,) = self._name_parts(name)
                 if (layer := find_layer(name, self.experts)) and self.experts[layer].over_tp:
                     self.experts_over_tp |= {strip_compiled(part)}
-                found.append(hold_whole(strip_compiled(part), buffer, is_buffer=True))
+                found.append(self.hold_whole(strip_compiled(part), buffer, is_buffer=True))
         for key, tensor in self.state_dict.others.items():
-            found.append(hold_whole(strip_compiled(key), tensor, is_buffer=True))
+            found.append(self.hold_whole(strip_compiled(key), tensor, is_buffer=True))
         return found
 
-    def _hold_extra(self, name: str) -> LiveBuffer:
+    def _hold_extra(self, name: str) -> EngineBuffer:
         param, place = self.params[name], self.places.get(name)
-        if place is None:
-            return _hold_parameter(name, param, self.swaps)
-        if hasattr(param, "ds_tensor"):
+        partition = getattr(param, "ds_tensor", None)
+        if partition is None:
+            return self.hold_whole(name, param if place is None else param[place])
+        if place is not None:
             raise UnsupportedError(
                 f"{name}: ZeRO 3 does not save frozen parameters of AutoEP's experts. Resume at ZeRO 0 to 2, or "
                 "without freezing it."
             )
-        return hold_whole(name, param[place])
+        if hasattr(partition, "ds_quant_scale"):
+            raise UnsupportedError(
+                f"{name}: a quantized parameter without optimizer cannot be filled. Switch "
+                "zero_quantized_nontrainable_weights off, in the run that saves as well."
+            )
+        group = param.ds_process_group
+        buffer = join_reserved(0, (name,), (_find_shape(param),), ds_comm.get_world_size(group=group))
+        part = ds_comm.get_rank(group=group)
+        if partition.status != PartitionedParamStatus.AVAILABLE:
+            swapper = param.nvme_swapper
+            path = swapper.get_path(param, must_exist=True)
+            swap = SwapPlace(self.swaps, path, swapper.dtype, swapper._io_aligned_numel)
+            return self.hold(buffer, part, partition, swap)
+        return self.hold(buffer, part, flatten(partition)[: sum(cut.numel for cut in buffer.cuts(part))])
 
-    def param_group(self, flat: LiveBuffer) -> int:
+    def param_group(self, flat: EngineBuffer) -> int:
         """Return the index of a flat buffer's param group (ZeRO rebuilds Adagrad with a single group)."""
         groups = self.optimizer.param_groups
         for number, group in enumerate(groups):
-            if any(param is flat.holder for param in group["params"]):
+            if any(param is flat.tensor for param in group["params"]):
                 return number
         return min(flat.group, len(groups) - 1)
 
@@ -455,10 +373,10 @@ class Target(ABC):
             saved = set().union(*(irregular.get(param, ()) for param in params))
             saved = saved.union(*(find_states(index, param) for param in params))
             hyper = next((groups[param] for param in params if param in groups), {})
-            if flat.holder is not None and saved:
+            if flat.tensor is not None and saved:
                 scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
                 group = self.param_group(flat)
-                text = find_other_kind(self.optimizer, group, hyper, saved, flat.holder, scalars)
+                text = find_other_kind(self.optimizer, group, hyper, saved, flat.tensor, scalars)
                 rule = self.optimizer, self.optimizer.param_groups[group], hyper, index.run.configured
                 text = text or find_other_rule(*rule) or find_doubt(*rule, read_configured(self.engine))
                 yield from [text] if text else []

@@ -81,7 +81,7 @@ class Zero12Target(Target):
         opt = self.wrapped
         opt._link_all_hp_params()
         opt._hp_optimizer_states_linked = False
-        if all(opt.optimizer.state.get(flat.holder) for flat in self.flats):
+        if all(opt.optimizer.state.get(flat.tensor) for flat in self.flats):
             opt._lazy_init_hp_params_optimizer_state()  # so that safe_get_full_optimizer_state works before a step
 
 
@@ -138,7 +138,7 @@ class Zero3Target(Target):
             swapper.purge_state()
             for flat in self.flats:
                 if flat.swap is not None:
-                    swapper._get_param_swap_info(flat.holder).release_memory()
+                    swapper._get_param_swap_info(flat.tensor).release_memory()
         for index, momentum in self.momentum_in_memory.items():
             states = self.optimizer.state[self.wrapped.fp32_partitioned_groups_flat[index]]
             restored = states.get(MOMENTUM)

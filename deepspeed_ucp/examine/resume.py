@@ -14,12 +14,13 @@ from ..model import MASTER, MODULE, AtomicIndex, AtomKey, to_integer
 from ..model.experts import read_name
 from ..model.flat import join_parameters
 from ..model.topology import find_differences
+from ..model.view import EngineBuffer, EngineView, Shapes
 from ..plan import settling
 from ..plan.derive import rename_all
 from ..plan.locate import locate
 from ..plan.match import Match, pick_instance, pick_weight
 from ..plan.renames import list_names
-from ..plan.wants import HeldBuffer, Layouts, TargetLayout, join_states, list_touched, list_wants
+from ..plan.wants import Layouts, join_states, list_touched, list_wants
 from ..tensor_parallel import RuleSet, list_renames, rename_names
 from .degrees import Degrees
 
@@ -134,9 +135,9 @@ def _measure(
         in_stage = [name for name in names if not stage or name in index.model.instances]
         match = Match({name: pick_instance(index, name, stage, 2) for name in in_stage})
         for rank in range(tp):
-            layout = _lay_out(index, match, local, rank)
-            touched |= dict.fromkeys(list_touched(index, layout, match, with_states=True))
-            for want in list_wants(index, layout, match, layouts, with_states=True).wants:
+            view = _view_rank(index, match, local, rank)
+            touched |= dict.fromkeys(list_touched(index, view, match, with_states=True))
+            for want in list_wants(index, view, match, layouts, with_states=True).wants:
                 records |= {extent.record for extent in locate(want)}
     check.state = index.stored.atoms.count_bytes(list(touched))
     check.read = sum(index.stored.records[record].nbytes for record in records)
@@ -149,7 +150,7 @@ def _settle(
     tp: int,
     rules: Sequence[RuleSet],
     check: ResumeCheck,
-) -> tuple[settling.Shapes, Layouts]:
+) -> tuple[Shapes, Layouts]:
     """Local shapes by tensor-parallel rank, and the layouts of both sides, by the names of the target."""
     saved = {name: renamed.get(name, name) for name in names}
     if index.run.topology.tp == tp == 1:
@@ -161,16 +162,16 @@ def _settle(
     return {name: want.local_shapes for name, (_, want) in layouts.items()}, layouts
 
 
-def _lay_out(index: AtomicIndex, match: Match, local: settling.Shapes, rank: int) -> TargetLayout:
-    """The buffers of one tensor-parallel rank: each parameter by itself, not partitioned."""
-    flats, tensors = [], []
+def _view_rank(index: AtomicIndex, match: Match, local: Shapes, rank: int) -> EngineView:
+    """Return the buffers of one tensor-parallel rank: a separate one for each parameter, not partitioned."""
+    flats, extras = [], []
     for name, param in match.params.items():
         buffer = join_parameters(0, (name,), (local[name][rank],))
         if index.find(name, MASTER, param.instance):
-            flats.append(HeldBuffer(buffer, 0, rank, "float32", join_states(index, buffer, match)))
+            flats.append(EngineBuffer(buffer, 0, rank, "float32", states=join_states(index, buffer, match)))
         elif atom := pick_weight(index, param, False, True):
-            tensors.append(HeldBuffer(buffer, 0, rank, atom.dtype))
-    return TargetLayout(flats, tensors)
+            extras.append(EngineBuffer(buffer, 0, rank, atom.dtype))
+    return EngineView(flats=flats, extras=extras)
 
 
 def _fit_batch(saved: Mapping[str, Any], dp: int, train: int | None) -> dict[str, Any]:

@@ -4,99 +4,97 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import chain
 from typing import Any
 
 from ..comm import Comm
-from ..engine import LiveBuffer, Target
+from ..engine import Target
 from ..engine.parallel import live_attributes, live_universal_info
 from ..errors import MismatchError, shorten
 from ..formats.deepspeed.naming import CHANGING
 from ..model import AtomicIndex, number_layer
 from ..model.flat import Shape
 from ..model.topology import number_groups
-from ..plan.match import Match, TargetInventory
+from ..model.view import EngineBuffer, EngineView, Shapes
+from ..plan.match import Match
 from ..plan.renames import list_names
-from ..plan.settling import Shapes, settle_index
+from ..plan.settling import settle_index
 from ..tensor_parallel import RuleSet, Settled, find_idle, from_attributes, from_universal_info, list_renames
 
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def gather_inventory(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> TargetInventory:
-    """Gather the tensors of every model-parallel rank (collective).
+def view_engine(target: Target, extras: Sequence[EngineBuffer], comm: Comm) -> EngineView:
+    """Return this rank's buffers, and the tensors of all ranks (collective).
+
+    Args:
+        extras: this rank's tensors without optimizer, as far as they are loaded.
 
     Raises:
         MismatchError: tensor-parallel ranks of one stage hold different tensors.
     """
     place = target.place
-    ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
+    ordinals = {name: (instance.ordinal, instance.count) for name, instance in target.instances().items()}
 
-    def report() -> tuple[int, TargetInventory] | None:
+    def report() -> tuple[int, EngineView] | None:
         """Return this rank's tensors; only the first replica reports."""
         if not target.is_first_replica:
             return None
-        return place.tp_rank, TargetInventory(
+        return place.tp_rank, EngineView(
             {name: (shape,) for name, shape in target.owned_shapes().items() if target.speaks_for(name)},
             {extra.name: (extra.shape,) for extra in extras if target.speaks_for(extra.name)},
-            target.aliases,
+            aliases=target.aliases,
             counts={name: total for name, (_, total) in ordinals.items()},
             attributes=live_attributes(target.engine) if not place.dp_rank else {},
             info=live_universal_info(target.engine),
             experts_over_tp=target.experts_over_tp,
         )
 
-    parts = [each for each in comm.each(report) if each is not None]
-    return comm.run(lambda: _join(parts, ordinals, place.tp))
+    reports = [answer for answer in comm.each(report) if answer is not None]
+    views = [view for _, view in reports]
+    experts = {name for view in views for name in view.experts_over_tp}
+
+    def join() -> EngineView:
+        return EngineView(
+            _join_shapes([(rank, view.owned) for rank, view in reports], place.tp, experts),
+            _join_shapes([(rank, view.unowned or {}) for rank, view in reports], place.tp, experts),
+            flats=target.flats,
+            extras=extras,
+            aliases=dict(chain.from_iterable(view.aliases.items() for view in views)),
+            ordinals=ordinals,
+            counts=dict(chain.from_iterable(view.counts.items() for view in views)),
+            attributes=dict(chain.from_iterable(view.attributes.items() for view in views)),
+            info=next((view.info for view in views if view.info), None),
+            tp=place.tp,
+            experts_over_tp=experts,
+        )
+
+    return comm.run(join)
 
 
-def _join(
-    parts: Sequence[tuple[int, TargetInventory]], ordinals: Mapping[str, tuple[int, int]], tp: int
-) -> TargetInventory:
-    """Join the tensors of all model-parallel ranks, each with its tensor-parallel rank."""
-    aliases: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    attributes: dict[str, Mapping[str, Any]] = {}
-    for _, part in parts:
-        aliases.update(part.aliases)
-        counts.update(part.counts)
-        attributes.update(part.attributes)
-    experts_over_tp = {name for _, part in parts for name in part.experts_over_tp}
-    return TargetInventory(
-        _order([(rank, part.owned) for rank, part in parts], tp, experts_over_tp),
-        _order([(rank, part.extras or {}) for rank, part in parts], tp, experts_over_tp),
-        aliases,
-        ordinals,
-        counts=counts,
-        attributes=attributes,
-        info=next((part.info for _, part in parts if part.info), None),
-        tp=tp,
-        experts_over_tp=experts_over_tp,
-    )
-
-
-def _order(parts: Iterable[tuple[int, Shapes]], tp: int, experts_over_tp: Set[str]) -> Shapes:
-    ranks_of: dict[str, dict[int, Shape]] = {}
-    for tp_rank, shapes in parts:
+def _join_shapes(reports: Iterable[tuple[int, Shapes]], tp: int, experts_over_tp: Set[str]) -> Shapes:
+    by_rank: dict[str, dict[int, Shape]] = {}
+    for tp_rank, shapes in reports:
         for name, (shape,) in shapes.items():
-            ranks_of.setdefault(name, {})[0 if name in experts_over_tp else tp_rank] = shape
-    partial = [name for name, held in ranks_of.items() if len(held) != tp and name not in experts_over_tp]
+            by_rank.setdefault(name, {})[0 if name in experts_over_tp else tp_rank] = shape
+    partial = [name for name, ranks in by_rank.items() if len(ranks) != tp and name not in experts_over_tp]
     if partial:
         raise MismatchError(
             f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks. "
             "Build the same model on all ranks, with the mpu or the tensor_parallel section of the run that saved it."
         )
-    return {name: tuple(held[rank] for rank in range(len(held))) for name, held in ranks_of.items()}
+    return {name: tuple(ranks[rank] for rank in range(len(ranks))) for name, ranks in by_rank.items()}
 
 
-def check_alike(live: TargetInventory, target: Target, extras: Iterable[LiveBuffer]) -> None:
+def check_alike(view: EngineView, target: Target) -> None:
     """Compare this rank's tensors with those that data-parallel rank 0 has reported.
 
     Raises:
         MismatchError: they differ.
     """
-    counted, tp_shard_of = live.shapes, target.tp_shard_of
-    shapes = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
-    odd = [f"{n} {shape}" for n, shape in shapes.items() if n not in counted or counted[n][tp_shard_of(n)] != shape]
+    joined, tp_shard_of = view.shapes, target.tp_shard_of
+    shapes = {**target.owned_shapes(), **{extra.name: extra.shape for extra in view.extras}}
+    odd = [f"{n} {shape}" for n, shape in shapes.items() if n not in joined or joined[n][tp_shard_of(n)] != shape]
     if odd:
         raise MismatchError(
             f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0. Build the same model, "
@@ -173,7 +171,7 @@ def warn_idle(index: AtomicIndex, made: AtomicIndex, rules: Sequence[RuleSet]) -
 
 
 def settle_layouts(
-    index: AtomicIndex, live: TargetInventory, match: Match, rules: Sequence[RuleSet], *, log: bool
+    index: AtomicIndex, live: EngineView, match: Match, rules: Sequence[RuleSet], *, log: bool
 ) -> Settled:
     """Return how source and target cut each matched tensor, by saved name.
 
@@ -206,7 +204,7 @@ def settle_layouts(
     return settled
 
 
-def list_live_rules(live: TargetInventory, saved: Mapping[str, str]) -> list[RuleSet]:
+def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]:
     """Return the live engine's rules for its parameters: AutoTP's maps, then Megatron's attributes.
 
     Args:

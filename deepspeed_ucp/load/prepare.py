@@ -5,30 +5,27 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
 import numpy as np
 import torch
 
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..engine import LiveBuffer, Target
-from ..engine.base import dtype_name
+from ..engine import Target
 from ..errors import Objections, fold_names, pluralize, shorten
 from ..hub import Reading, describe_config, read_config, read_into
 from ..io.cast import FLOATING
 from ..model import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
+from ..model.view import EngineBuffer, EngineView
 from ..plan.autoep import adapt_experts
 from ..plan.counts import list_faults
-from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
+from ..plan.match import Match, lacks_frozen, match_groups, match_parameters
 from ..plan.renames import apply_renames, find_renamed, list_names
 from ..plan.settling import refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,
-    HeldBuffer,
-    TargetLayout,
     Wants,
     is_replicated,
     list_touched,
@@ -37,7 +34,7 @@ from ..plan.wants import (
 from ..stream.duplicates import check_instances
 from ..tensor_parallel import Layout, Resized, Settled, from_config, list_renames
 from .destinations import Destinations, bind
-from .inventory import check_alike, gather_inventory, settle_layouts, warn_idle
+from .inventory import check_alike, settle_layouts, view_engine, warn_idle
 from .states import OptimizerMatch, States, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -97,28 +94,28 @@ def prepare(
     if not with_extras and not with_states:
         return Work(saved)
     extras = comm.run(target.extras) if with_extras else []
-    inventory = gather_inventory(target, extras, comm)
+    view = view_engine(target, extras, comm)
     log, rules = comm.rank == 0, comm.alike(lambda: from_config(config.patterns))
 
     def match_all() -> tuple[Work, Settled]:
-        names = {*inventory.shapes, *inventory.aliases}
+        names = {*view.shapes, *view.aliases}
         # Stages of a pipeline have different modules, and all ranks must read alike.
         module = target.engine.module if target.place.pp == 1 else None
         taken = set(find_renamed(list_names(saved), names, list_renames(rules)).values())
         reading = Reading() if module is None else read_into(saved, module, names, taken)
-        index = adapt_experts(reading.carry_out(saved), inventory.shapes)
-        renamed = apply_renames(index, inventory.shapes, rules, inventory.aliases)
+        index = adapt_experts(reading.carry_out(saved), view.shapes)
+        renamed = apply_renames(index, view.shapes, rules, view.aliases)
         if log:
             warn_idle(saved, index, rules)
-        compared = inventory.extras if with_extras else None
-        live = replace(inventory, renamed=renamed, extras=compared, unfed=reading.unfed)
+        unowned = view.unowned if with_extras else None
+        live = replace(view, renamed=renamed, unowned=unowned, unfed=reading.unfed)
         is_strict = strict or not with_extras
         match = match_parameters(index, live, strict=is_strict, with_states=with_states, rules=rules)
         match.notes += describe_config(saved, read_config(module) if module is not None and saved.run.format else {})
         match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
         if log and (text := reading.describe()):
             logger.info("%s", text)
-        check_alike(live, target, extras)
+        check_alike(live, target)
         objections = Objections()
         with objections:
             match.require()
@@ -132,28 +129,30 @@ def prepare(
             if with_states and not match.fault:
                 optimizer.check()
         objections.settle()
-        return make_work(optimizer, extras, settled, with_states=with_states), settled
+        return make_work(optimizer, live, settled, with_states=with_states), settled
 
     work, settled = comm.run(match_all)
-    _share(inventory, settled, work, comm, with_states=with_states)
+    _share(view, settled, work, comm, with_states=with_states)
     return work
 
 
-def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: Settled, *, with_states: bool) -> Work:
+def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, with_states: bool) -> Work:
     """List the work of this rank, with the memory that it fills.
 
     Args:
+        view: the engine's; its flat buffers get the states to load.
         settled: how source and target cut each tensor.
 
     Raises:
         MismatchError: scalars differ that are one here.
     """
     index, target, match = optimizer.index, optimizer.target, optimizer.match
-    states = [optimizer.make_states(flat) for flat in target.flats] if with_states else []
-    layout = describe_target(target, extras, states)
-    wants = list_wants(index, layout, match, settled.pairs, with_states=with_states, resizes=settled.resizes)
+    states = [optimizer.make_states(flat) for flat in view.flats] if with_states else []
+    if with_states:
+        view = replace(view, flats=[entry.describe() for entry in states])
+    wants = list_wants(index, view, match, settled.pairs, with_states=with_states, resizes=settled.resizes)
     # Data-parallel ranks need parts of the same atoms: the first replica reports them.
-    keys = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
+    keys = list_touched(index, view, match, with_states=with_states) if target.is_first_replica else []
     touched = [key for key in keys if target.speaks_for(key.name)]
     if with_states:
         new = dict.fromkeys(name for flat in target.flats for name in optimizer.list_new(flat))
@@ -168,11 +167,27 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
     tensors, copies = list_tensors(states), {}
     for spec in wants.buffers:
         if spec.slot[0] in (MASTER, MODULE):
-            held = (target.flats if spec.slot[0] == MASTER else extras)[spec.slot[1]]
-            tensors[spec.slot] = held.make_data(filled)
+            buffers = view.flats if spec.slot[0] == MASTER else view.extras
+            tensors[spec.slot] = map_partition(buffers[spec.slot[1]], filled)
         if spec.slot[0] == MASTER:
             copies[spec.slot] = target.find_copies(spec.slot[1])
     return Work(index, wants, bind(wants, tensors, copies), states, match, touched)
+
+
+def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
+    """Return memory to fill: the live partition, or a map of a file that replaces its swap file later.
+
+    Args:
+        filled: parameters that will be filled; the file starts as a copy of the swap file if there are others.
+
+    Raises:
+        DiskFullError: there is no room for the file.
+    """
+    if buffer.swap is None:
+        return buffer.data  # type: ignore[no-any-return]
+    is_filled = all(name in filled for name in buffer.names)
+    make = buffer.swap.make if is_filled else buffer.swap.copy
+    return make(buffer.buffer.partition)  # type: ignore[no-any-return]
 
 
 _NEW = (
@@ -220,22 +235,7 @@ def _rounds(stored: str, dtype: str) -> bool:
     return now.eps > before.eps or now.max < before.max
 
 
-def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequence[States]) -> TargetLayout:
-    """Describe the buffers of this rank; ``states`` of its flat buffers, or none."""
-    flats, tp_shard = [], target.place.tp_rank
-    for flat, each in zip_longest(target.flats, states):
-        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in each.tensors.items()} if each else {}
-        live = each.live if each else ()
-        held = _describe_buffer(flat, tp_shard)
-        flats.append(replace(held, states=dtypes, live=live, whole=flat.whole))
-    return TargetLayout(flats, [_describe_buffer(extra, tp_shard) for extra in extras])
-
-
-def _describe_buffer(held: LiveBuffer, tp_shard: int) -> HeldBuffer:
-    return HeldBuffer(held.buffer, held.part, tp_shard, dtype_name(held.dtype), swapped=held.swap is not None)
-
-
-def _share(inventory: TargetInventory, settled: Settled, work: Work, comm: Comm, *, with_states: bool) -> None:
+def _share(view: EngineView, settled: Settled, work: Work, comm: Comm, *, with_states: bool) -> None:
     """Join the needs of all ranks, and log what is unusual (collective)."""
     index, layouts = work.index, settled.pairs
     work.touched = _join_touched(index, work.touched, comm)
@@ -253,7 +253,7 @@ def _share(inventory: TargetInventory, settled: Settled, work: Work, comm: Comm,
         _log_resized(index, {name: how for resized, *_ in everyone for name, how in resized.items()}, with_states)
 
     comm.once(log_all)
-    check_instances(index, inventory.counts, work.touched, comm)
+    check_instances(index, view.counts, work.touched, comm)
 
 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:

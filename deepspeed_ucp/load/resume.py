@@ -51,7 +51,7 @@ from .absent import report_absent
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
-from .inventory import gather_inventory, list_live_rules
+from .inventory import list_live_rules, view_engine
 from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -238,11 +238,11 @@ def convert_first(
 ) -> tuple[AtomicIndex, OutputReport]:
     """Write an atomic checkpoint with all ranks, or reuse an existing one (collective)."""
     rules = from_config(config.patterns)
-    inventory = gather_inventory(target, (), comm)
+    view = view_engine(target, (), comm)
 
     def list_rules() -> list[RuleSet]:
-        renamed = find_renamed(list_names(index), {*inventory.shapes, *inventory.aliases}, list_renames(rules))
-        return list_live_rules(inventory, {name: renamed.get(name, name) for name in inventory.attributes})
+        renamed = find_renamed(list_names(index), {*view.shapes, *view.aliases}, list_renames(rules))
+        return list_live_rules(view, {name: renamed.get(name, name) for name in view.attributes})
 
     live = comm.run(list_rules)
     parent, tag = os.path.split(normalize(folder))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..engine import LiveBuffer, Target
-from ..engine.base import flatten
+from ..engine import Target
+from ..engine.base import dtype_name, flatten
 from ..engine.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 from ..engine.references import update_in_place
 from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
@@ -18,6 +18,7 @@ from ..errors import MismatchError, shorten
 from ..formats.deepspeed.headers import Unread
 from ..model import AtomicIndex, ParamKey, RunState
 from ..model.experts import drop_fixed
+from ..model.view import EngineBuffer
 from ..model.wrappers import USE_MUON
 from ..plan.match import Match
 from ..plan.settling import describe_irregular
@@ -35,11 +36,27 @@ class States:
     Otherwise it may rely on the states that it has.
     """
 
-    flat: LiveBuffer
+    flat: EngineBuffer
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     live: frozenset[str] = frozenset()
     scalars: dict[str, Any] = field(default_factory=dict)
     lazy: bool = False
+
+    def describe(self) -> EngineBuffer:
+        """Return the flat buffer with these states."""
+        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in self.tensors.items()}
+        return replace(self.flat, states=dtypes, live=self.live)
+
+
+def _allocate_state(flat: EngineBuffer, state: str, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate an optimizer state, in a file if the buffer is swapped (with the masters' dtype).
+
+    Raises:
+        DiskFullError: there is no room for the file.
+    """
+    if flat.swap is None:
+        return torch.empty(flat.find_shape(state), dtype=dtype, device=flat.tensor.device)
+    return flat.swap.make(flat.buffer.partition, state)  # type: ignore[no-any-return]
 
 
 class OptimizerMatch:
@@ -51,22 +68,22 @@ class OptimizerMatch:
 
     def __init__(self, index: AtomicIndex, target: Target, match: Match) -> None:
         self.index, self.target, self.match = index, target, match
-        self.probes: dict[tuple[int, torch.dtype, int], StateKinds | None] = {}
+        self.probes: dict[tuple[int, str, int], StateKinds | None] = {}
 
-    def saved_params(self, flat: LiveBuffer) -> list[ParamKey]:
+    def saved_params(self, flat: EngineBuffer) -> list[ParamKey]:
         """Return the saved parameters from which a flat buffer's parameters take their state."""
         return [self.match.params[name] for name in flat.names if name in self.match.params]
 
-    def saved_states(self, flat: LiveBuffer) -> dict[str, str]:
+    def saved_states(self, flat: EngineBuffer) -> dict[str, str]:
         """Return the states that the checkpoint has for a flat buffer, with their dtypes."""
         return join_states(self.index, flat.buffer, self.match)
 
-    def probe(self, flat: LiveBuffer) -> StateKinds | None:
+    def probe(self, flat: EngineBuffer) -> StateKinds | None:
         """Return the states that the live optimizer keeps for the buffer's group, with the saved hyper-parameters."""
-        key = (flat.group, flat.dtype, flat.holder.dim())
+        key = (flat.group, flat.dtype, flat.tensor.dim())
         if key not in self.probes:
             hyper = self.match.hyper.get(flat.group, {})
-            self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, flat.holder)
+            self.probes[key] = probe_optimizer(self.target.optimizer, self.target.param_group(flat), hyper, flat.tensor)
         return self.probes[key]
 
     def check(self) -> None:
@@ -101,13 +118,13 @@ class OptimizerMatch:
             )
         seen: set[tuple[int, int, tuple[str, ...]]] = set()
         for flat in self.target.flats:
-            key = flat.group, flat.holder.dim(), tuple(self.saved_states(flat))
+            key = flat.group, flat.tensor.dim(), tuple(self.saved_states(flat))
             if key not in seen:
                 seen.add(key)
                 yield self._find_fault(flat, key[-1])
             yield self._find_gap(flat, key[-1])
 
-    def _find_gap(self, flat: LiveBuffer, have: tuple[str, ...]) -> str:
+    def _find_gap(self, flat: EngineBuffer, have: tuple[str, ...]) -> str:
         """Describe a parameter that has some of the states of a flat buffer's other parameters."""
         for param in self.saved_params(flat):
             states = find_states(self.index, param)
@@ -117,7 +134,7 @@ class OptimizerMatch:
                 )
         return ""
 
-    def _find_fault(self, flat: LiveBuffer, have: tuple[str, ...]) -> str:
+    def _find_fault(self, flat: EngineBuffer, have: tuple[str, ...]) -> str:
         kept = self.probe(flat)
         if kept is None or not (have or any(self.index.run.scalars.get(param) for param in self.saved_params(flat))):
             return ""
@@ -133,7 +150,7 @@ class OptimizerMatch:
             )
         # States that the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration.
         switched = have and flat.group in self.match.hyper
-        unswitched = probe_optimizer(self.target.optimizer, group, {}, flat.holder) if switched else None
+        unswitched = probe_optimizer(self.target.optimizer, group, {}, flat.tensor) if switched else None
         if unswitched and (lacking := sorted(set(unswitched.elementwise) - set(have))):
             return (
                 f"This run's {kind} keeps {', '.join(lacking)} by its hyper-parameters, the checkpoint's did not: the "
@@ -153,15 +170,15 @@ class OptimizerMatch:
             )
         return ""
 
-    def find_live(self, flat: LiveBuffer) -> dict[str, torch.Tensor]:
+    def find_live(self, flat: EngineBuffer) -> dict[str, torch.Tensor]:
         """Return the element-wise states that the optimizer already has."""
-        states = self.target.optimizer.state.get(flat.holder, {})
+        states = self.target.optimizer.state.get(flat.tensor, {})
         tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
         if flat.swap is not None:  # a state in a swap file is not in memory
             tensors = {name: value for name, value in tensors.items() if not getattr(value, "swappable", True)}
         return {name: value for name, value in tensors.items() if value.shape == flat.find_shape(name)}
 
-    def make_states(self, flat: LiveBuffer) -> States:
+    def make_states(self, flat: EngineBuffer) -> States:
         """Return a flat buffer's states to restore: the optimizer's tensors, or new memory.
 
         Raises:
@@ -170,7 +187,7 @@ class OptimizerMatch:
         kept, live, tensors = self.probe(flat), self.find_live(flat), {}
         for state, stored in self.saved_states(flat).items():
             dtype = kept.elementwise.get(state) if kept and state not in flat.whole else None
-            make = partial(flat.make_state, state, dtype or getattr(torch, stored))
+            make = partial(_allocate_state, flat, state, dtype or getattr(torch, stored))
             if 0 not in flat.find_shape(state):  # padding alone
                 tensors[state] = live[state] if state in live else make()
         lazy = kept is not None and kept.lazy
@@ -180,9 +197,9 @@ class OptimizerMatch:
         """Return True if steps depend on how ZeRO cuts the parameters."""
         target = self.target
         firsts = {flat.group: flat for flat in reversed(target.flats)}
-        return any(depends_on_cut(target.optimizer, target.param_group(flat), flat.holder) for flat in firsts.values())
+        return any(depends_on_cut(target.optimizer, target.param_group(flat), flat.tensor) for flat in firsts.values())
 
-    def list_new(self, flat: LiveBuffer) -> list[str]:
+    def list_new(self, flat: EngineBuffer) -> list[str]:
         """List parameters without saved states in a flat buffer whose step count is restored for others."""
         stepped = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
         return [name for name in flat.names if stepped and self.match.params.get(name) not in stepped]
@@ -194,7 +211,7 @@ class OptimizerMatch:
         trained = [name for flat in bare for name in flat.names if self.match.params.get(name) in saved]
         return trained if len(bare) < len(self.target.flats) else []
 
-    def _has_states(self, flat: LiveBuffer) -> bool:
+    def _has_states(self, flat: EngineBuffer) -> bool:
         scalars = self.index.run.scalars
         return bool(self.saved_states(flat)) or any(scalars.get(param) for param in self.saved_params(flat))
 
@@ -208,7 +225,7 @@ class OptimizerMatch:
             and any((kept := self.probe(flat)) and kept.elementwise for flat in flats)
         )
 
-    def _join_scalars(self, flat: LiveBuffer) -> dict[str, Any]:
+    def _join_scalars(self, flat: EngineBuffer) -> dict[str, Any]:
         """Return the scalars that a flat buffer's parameters have in common.
 
         Raises:
@@ -259,16 +276,16 @@ def attach_states(target: Target, states: list[States], match: Match) -> None:
     """Give states, scalars and hyper-parameters to the optimizer."""
     optimizer = target.optimizer
     for each in states:
-        live = optimizer.state.get(each.flat.holder)
+        live = optimizer.state.get(each.flat.tensor)
         scalars = {key: update_in_place((live or {}).get(key), value) for key, value in each.scalars.items()}
         entry = {**scalars, **each.tensors}
         if not entry:
             if each.lazy or each.flat.swap is not None:
-                optimizer.state.pop(each.flat.holder, None)
+                optimizer.state.pop(each.flat.tensor, None)
             elif live is not None:
                 _reset(live)
         elif live is None:
-            optimizer.state[each.flat.holder] = entry
+            optimizer.state[each.flat.tensor] = entry
         else:
             live.clear()
             live.update(entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from ..errors import MismatchError, shorten, suggest
 from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..model.experts import is_expert
 from ..model.flat import Shape
+from ..model.view import EngineView
 from ..tensor_parallel import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
 from ..tensor_parallel.adapters import is_added
 from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, list_faults
-from .settling import Shapes
 
 FIRST = (0, 1)
 
@@ -67,44 +67,8 @@ class Match:
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class TargetInventory:
-    """The tensors of the live engine, joined over all ranks.
-
-    Attributes:
-        owned: parameters that the optimizer owns.
-        extras: parameters without optimizer, and buffers; None leaves them out of the comparison.
-        aliases: tied names → the name that holds the data.
-        ordinals: for parameters that several pipeline stages hold, (this stage's place among them, their number).
-        renamed: live name → saved name, if they differ.
-        counts: number of pipeline stages that hold a parameter, if several do; for any stage.
-        attributes: Megatron's attributes of the parameters.
-        unfed: tensors that the user has declared to be new.
-        info: the model's ``universal_checkpoint_info``.
-        tp: tensor-parallel degree.
-        experts_over_tp: whole experts that are distributed over the tensor-parallel ranks too: they have one shard.
-    """
-
-    owned: Shapes = field(default_factory=dict)
-    extras: Shapes | None = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    ordinals: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
-    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    unfed: frozenset[str] = frozenset()
-    info: Mapping[str, Any] | None = None
-    tp: int = 1
-    experts_over_tp: Set[str] = frozenset()
-
-    @property
-    def shapes(self) -> Shapes:
-        """Local shapes of all tensors."""
-        return {**(self.extras or {}), **self.owned}
-
-
 def match_parameters(
-    index: AtomicIndex, live: TargetInventory, *, strict: bool, with_states: bool, rules: Sequence[RuleSet] = ()
+    index: AtomicIndex, live: EngineView, *, strict: bool, with_states: bool, rules: Sequence[RuleSet] = ()
 ) -> Match:
     """Match live tensors with saved ones by name (ties resolved on both sides).
 
@@ -118,7 +82,7 @@ def match_parameters(
         is cut.
     """
     matcher = _Matcher(index, live, strict, with_states, rules)
-    for is_trained, shapes in ((True, live.owned), (False, live.extras or {})):
+    for is_trained, shapes in ((True, live.owned), (False, live.unowned or {})):
         for name in (name for name in shapes if name not in live.unfed):
             matcher.add(name, shapes[name], is_trained)
     matcher.finish()
@@ -137,7 +101,7 @@ class _Matcher:
     """
 
     index: AtomicIndex
-    live: TargetInventory
+    live: EngineView
     strict: bool
     with_states: bool
     rules: Sequence[RuleSet] = ()
@@ -196,7 +160,7 @@ class _Matcher:
         """Compare all names, and note the faults or the differences that a lenient load ignores."""
         index, live, match = self.index, self.live, self.match
         # Without the optimizer's files, trained parameters only have copies.
-        saved = index.stored.atoms.list_names((MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE))
+        saved = index.stored.atoms.list_names((MASTER, COPY) if live.unowned is None else (MASTER, COPY, MODULE))
         matched = match.saved
         # FSDP, and layer files of a pipeline stage, hold a tie twice without recording it.
         ties = {live.renamed.get(alias, alias): name for alias, name in live.aliases.items() if name in matched}

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence, Set
 
 from ..errors import MismatchError, shorten
 from ..model import AtomicIndex
+from ..model.view import Shapes
 from ..tensor_parallel import Facts, Rename, RuleSet, list_renames, rename_names
-from .settling import Shapes, list_weights
+from .settling import list_weights
 
 
 def apply_renames(

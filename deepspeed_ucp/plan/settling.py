@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
-from ..model.flat import Shape
+from ..model.view import Shapes
 from ..tensor_parallel import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
 from ..tensor_parallel.metadata import INFO
-
-Shapes = Mapping[str, tuple[Shape, ...]]
-"""Name → local shape on each tensor-parallel rank."""
 
 
 def settle_index(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
 from ..model.flat import Cut, FlatBuffer, Shape, Span, find_gaps
+from ..model.view import EngineBuffer, EngineView
 from ..tensor_parallel import Layout, Resized, pad_vocabulary
 from ..tensor_parallel.layout import Intervals, Product, measure
 from .locate import View, Want, find_shards
@@ -21,49 +22,6 @@ Slot = tuple[str, int]
 
 REPLICA = "replica"
 """Memory for one of several replicas whose mean is computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBuffer:
-    """A buffer of one rank: a flat buffer of masters, or a tensor that no optimizer owns.
-
-    Attributes:
-        buffer: the layout of parameters over all ranks; a tensor is a buffer of one parameter.
-        part: the rank's partition.
-        tp_shard: the shard of its atoms from which it is cut, if these have several (see
-            :class:`~deepspeed_ucp.model.Atom`).
-        dtype: of the masters, or of the tensor.
-        states: optimizer states to load, with their dtypes in this run.
-        live: states that exist already.
-        whole: states that the rank keeps of whole parameters, if its partition touches them.
-        swapped: it is in files; the load fills new files, which replace them at the end.
-    """
-
-    buffer: FlatBuffer
-    part: int
-    tp_shard: int
-    dtype: str
-    states: Mapping[str, str] = field(default_factory=dict)
-    live: Collection[str] = ()
-    whole: Collection[str] = ()
-    swapped: bool = False
-
-    def lay_state(self, state: str) -> tuple[FlatBuffer, int]:
-        """Return the layout of an optimizer state, and the rank's part of it."""
-        return (self.buffer.join_touched(self.part), 0) if state in self.whole else (self.buffer, self.part)
-
-
-@dataclass(frozen=True, slots=True)
-class TargetLayout:
-    """The buffers of one rank of a target.
-
-    Attributes:
-        flats: buffers that the optimizer owns.
-        tensors: frozen and unoptimized parameters, and the module's buffers.
-    """
-
-    flats: Sequence[HeldBuffer]
-    tensors: Sequence[HeldBuffer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +118,7 @@ class Wants:
 
 def list_wants(
     index: AtomicIndex,
-    layout: TargetLayout,
+    view: EngineView,
     match: Match,
     layouts: Layouts,
     *,
@@ -170,24 +128,24 @@ def list_wants(
     """List the wants of a rank.
 
     Args:
-        layout: its buffers.
+        view: its buffers.
         match: the saved parameters for its parameters; unmatched ones keep their values.
         layouts: how both sides cut each of these.
         with_states: load optimizer states as well.
         resizes: by saved name, the effect of the user's ``resize`` rules.
     """
     lister = _Lister(index, match, layouts, with_states, resizes or {})
-    for number, held in enumerate(layout.flats):
+    for number, held in enumerate(view.flats):
         lister.add_flat(number, held)
-    for number, held in enumerate(layout.tensors):
+    for number, held in enumerate(view.extras):
         lister.add_tensor(number, held)
     return lister.wants
 
 
-def list_touched(index: AtomicIndex, layout: TargetLayout, match: Match, *, with_states: bool) -> list[AtomKey]:
+def list_touched(index: AtomicIndex, view: EngineView, match: Match, *, with_states: bool) -> list[AtomKey]:
     """List the atoms from which the ranks with these buffers want something."""
-    wanted = [(held, name) for held in (*layout.flats, *layout.tensors) for name in held.buffer.names]
-    owned = {name for held in layout.flats for name in held.buffer.names}
+    wanted = [(held, name) for held in (*view.flats, *view.extras) for name in held.buffer.names]
+    owned = {name for held in view.flats for name in held.buffer.names}
     atoms: list[Atom | None] = []
     for held, name in wanted:
         if param := match.params.get(name):
@@ -253,7 +211,7 @@ class _Lister:
     resizes: Mapping[str, Resized] = field(default_factory=dict)
     wants: Wants = field(default_factory=Wants)
 
-    def add_flat(self, number: int, held: HeldBuffer) -> None:
+    def add_flat(self, number: int, held: EngineBuffer) -> None:
         buffer = self._add_buffer((MASTER, number), held.buffer, held, held.dtype)
         cuts = self._match_cuts(held.buffer, held.part)
         weights = [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts]
@@ -274,14 +232,14 @@ class _Lister:
         params = self.match.params
         return [(cut, params[cut.name]) for cut in buffer.cuts(part) if cut.name in params]
 
-    def add_tensor(self, number: int, held: HeldBuffer) -> None:
+    def add_tensor(self, number: int, held: EngineBuffer) -> None:
         if param := self.match.params.get(held.buffer.names[0]):
             atom = pick_weight(self.index, param, False, self.with_states)
             buffer = self._add_buffer((MODULE, number), held.buffer, held, held.dtype)
             self._fill(buffer, held.tp_shard, [(cut, atom) for cut in held.buffer.cuts(held.part)])
 
-    def _add_buffer(self, slot: Slot, layout: FlatBuffer, held: HeldBuffer, dtype: str, *, live: bool = True) -> int:
-        in_file = held.swapped and slot[0] not in held.live
+    def _add_buffer(self, slot: Slot, layout: FlatBuffer, held: EngineBuffer, dtype: str, *, live: bool = True) -> int:
+        in_file = held.swap is not None and slot[0] not in held.live
         return self.wants.add_buffer(BufferSpec(slot, dtype, layout.partition, live and not in_file, in_file))
 
     def _fill(self, buffer: int, tp_shard: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:

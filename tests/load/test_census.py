@@ -12,7 +12,7 @@ from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.inventory import check_alike, warn_idle
 from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Shard
-from deepspeed_ucp.plan.match import TargetInventory
+from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.tensor_parallel import from_config
 from tests.plan import planning
@@ -116,8 +116,8 @@ def test_the_same_parameter_in_two_stages_is_named_once() -> None:
 
 def test_a_rank_with_another_model_than_rank_0_is_found() -> None:
     stage: Any = Stage(0, [(0.1, ["a", "b"])], dp_rank=1)
-    check_alike(TargetInventory({"a": ((2,),), "b": ((2,),)}), stage, [])
+    check_alike(EngineView({"a": ((2,),), "b": ((2,),)}), stage)
     with pytest.raises(MismatchError, match=r"here b \(2,\), not on rank 0"):
-        check_alike(TargetInventory({"a": ((2,),), "b": ((3,),)}), stage, [])
+        check_alike(EngineView({"a": ((2,),), "b": ((3,),)}), stage)
     with pytest.raises(MismatchError, match=r"here a \(2,\), b \(2,\)"):
-        check_alike(TargetInventory(), stage, [])
+        check_alike(EngineView(), stage)

@@ -62,7 +62,7 @@ def test_each_element_is_one_ranks_own(dp: int, tmp_path: Path) -> None:
     (rank,) = resume(tmp_path, make_files(dp), Topology(1))
     names = {0: ("a", "b"), 1: ("c",)}
     for flat in rank.target.flats:
-        momentum = rank.target.wrapped.state[flat.holder][MOMENTUM]
+        momentum = rank.target.wrapped.state[flat.tensor][MOMENTUM]
         expected = torch.cat([STATE.atoms[name][MOMENTUM].reshape(-1) for name in names[flat.group]])
         assert torch.equal(momentum[: expected.numel()], expected)
 

@@ -208,7 +208,7 @@ def list_values(target: FakeTarget) -> list[str]:
         return [f"{name} {digest(data)}" for name, data in target.look().items()]
     told = []
     for number, flat in enumerate(target.flats):
-        state = target.wrapped.state.get(flat.holder, {}) if target.wrapped else {}
+        state = target.wrapped.state.get(flat.tensor, {}) if target.wrapped else {}
         told.append(f"flat {number} fp32 {digest_tensor(flat.data)}")
         told += [f"flat {number} {key} {digest_tensor(torch.as_tensor(value))}" for key, value in sorted(state.items())]
     return told + [f"{extra.name} {digest_tensor(extra.data)}" for extra in target.extras()]

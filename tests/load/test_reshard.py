@@ -344,7 +344,7 @@ def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:
         load(open_for(tmp_path, targets[0]), targets)
     raw = make_targets(model, Topology(0))
     (rank,) = load(open_for(tmp_path, raw[0]), raw)
-    assert [float(rank.target.wrapped.state[flat.holder]["step"]) for flat in raw[0].flats] == [3.0, 5.0]
+    assert [float(rank.target.wrapped.state[flat.tensor]["step"]) for flat in raw[0].flats] == [3.0, 5.0]
 
 
 def test_saved_buffers_see_every_state(tmp_path: Path) -> None:

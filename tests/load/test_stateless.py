@@ -10,7 +10,6 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
-from deepspeed_ucp.engine import LiveBuffer
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.degrees import parse_degrees
 from deepspeed_ucp.examine.resume import check_resume
@@ -19,6 +18,7 @@ from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats.open import open_checkpoint, survey_checkpoint
+from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.tensor_parallel import from_config
 from tests.load.test_direct import run_load
 from tests.support.reshard import FakeTarget, open_for
@@ -143,7 +143,7 @@ def test_a_pipeline_with_a_tied_module(source: Topology, files: tuple[bool, bool
     assert export_safetensors(index, f"{tmp_path}-out", Comm(), ExportOptions(), rules=rules).tensors == 7
 
 
-def check_weights(held: Held, rank: FakeTarget, flat: LiveBuffer, files: tuple[bool, bool]) -> None:
+def check_weights(held: Held, rank: FakeTarget, flat: EngineBuffer, files: tuple[bool, bool]) -> None:
     for cut in flat.buffer.cuts(flat.part):
         stage = rank.place.pp_rank if all(files) else files.index(True)
         mp = (stage if "positions" in cut.name else rank.place.pp_rank) * rank.place.tp + rank.place.tp_rank

@@ -148,7 +148,7 @@ def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) 
     (flat,) = target.flats
     assert flat.data[:21].equal(state.atoms["a"]["fp32"].reshape(-1))
     assert flat.data[21:26].equal(state.atoms["b"]["fp32"].reshape(-1))
-    assert not target.wrapped.state[flat.holder]["exp_avg"][21:].any()
+    assert not target.wrapped.state[flat.tensor]["exp_avg"][21:].any()
     assert [note.split(":")[0] for note in rank.work.match.notes] == [
         "b is trained here and was not in the saved run",
         "b",
@@ -175,7 +175,7 @@ def test_a_separate_thawed_group_restarts_in_a_trained_engine(
             take_a_step(target.wrapped)
         load(open_for(path, target), [target])
         take_a_step(target.wrapped)
-        stepped.append([(flat.data.detach(), target.wrapped.state[flat.holder]) for flat in target.flats])
+        stepped.append([(flat.data.detach(), target.wrapped.state[flat.tensor]) for flat in target.flats])
     for (fresh, states), (loaded, again) in zip(*stepped, strict=True):
         assert loaded.equal(fresh)
         assert {key: torch.as_tensor(each).tolist() for key, each in again.items()} == {

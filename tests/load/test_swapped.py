@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine.base import LiveBuffer
 from deepspeed_ucp.engine.swap import SwapPlace
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, DiskFullError
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.model import AtomKey
+from deepspeed_ucp.model.view import EngineBuffer
 from tests.load.test_direct import FakeEngine, run_load
 from tests.load.test_reshard import flip
 from tests.support.ranks import run_ranks
@@ -54,12 +54,12 @@ class SwappedTarget(FakeTarget):
         path.write_bytes(torch.full((aligned,), SENTINEL, dtype=dtype).view(torch.uint8).numpy().tobytes())
         return SwapPlace(self.swaps, str(path), dtype, lambda count: -(-count // ALIGNED) * ALIGNED)
 
-    def _extra(self, param: Param) -> LiveBuffer:
+    def _extra(self, param: Param) -> EngineBuffer:
         held = super()._extra(param)
         if held.buffer.partition < LEAST:
             return held
         place = self.write(f"{param.name}_param.tensor.swp", held.buffer.partition, self.kind.dtype)
-        return LiveBuffer(held.buffer, held.part, torch.tensor(1).half(), swap=place)
+        return self.hold(held.buffer, held.part, torch.tensor(1).half(), swap=place)
 
     def look(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(self.folder.iterdir())}
@@ -100,15 +100,15 @@ def test_swap_files_hold_the_same_bytes_as_memory(target: Topology, steps: int, 
     for one, other in zip(plain, swapped, strict=True):
         files, names = other.look(), set()
         for number, (flat, own) in enumerate(zip(one.flats, other.flats, strict=True)):
-            states = one.wrapped.state[flat.holder]
-            assert other.wrapped.state[own.holder].keys() == states.keys()
+            states = one.wrapped.state[flat.tensor]
+            assert other.wrapped.state[own.tensor].keys() == states.keys()
             if own.swap is None:
                 assert own.data.equal(flat.data)
                 continue
             for prefix, tensor in (("", flat.data), *((f"{key}-", states[key]) for key in ("exp_avg", "exp_avg_sq"))):
                 names.add(name := f"{prefix}{number}_9.tensor.swp")
                 check_file(files[name], tensor)
-            assert float(other.wrapped.state[own.holder]["step"]) == float(states["step"])
+            assert float(other.wrapped.state[own.tensor]["step"]) == float(states["step"])
         check_file(files["frozen_param.tensor.swp"], one.extras()[0].data)
         assert files.keys() == {*names, "frozen_param.tensor.swp"}
         other.swaps.discard()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.plan.match import Match, TargetInventory, match_parameters
+from deepspeed_ucp.model.view import EngineView
+from deepspeed_ucp.plan.match import Match, match_parameters
 from tests.plan.test_match import make_index
 
 OWN = "m.{layer}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.w1.weight"
@@ -19,7 +20,7 @@ def name_all(form: str, experts: int) -> dict[str, tuple[int, ...]]:
 
 def match(saved: dict[str, tuple[int, ...]], live: dict[str, tuple[int, ...]], strict: bool = True) -> Match:
     shapes = {name: (shape,) for name, shape in live.items()}
-    return match_parameters(make_index(saved), TargetInventory(shapes), strict=strict, with_states=True).require()
+    return match_parameters(make_index(saved), EngineView(shapes), strict=strict, with_states=True).require()
 
 
 @pytest.mark.parametrize("form", [OWN, AUTOEP], ids=["own", "autoep"])

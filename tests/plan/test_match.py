@@ -10,7 +10,8 @@ import pytest
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, GroupInfo, ParamKey, Shard
-from deepspeed_ucp.plan.match import Match, TargetInventory, match_groups, match_parameters, pick_instance, pick_weight
+from deepspeed_ucp.model.view import EngineView
+from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance, pick_weight
 from deepspeed_ucp.tensor_parallel import parse_renames, rename_names
 from tests.plan import planning
 
@@ -49,7 +50,7 @@ def match(index: AtomicIndex, owned: Shapes, extras: Shapes | None = None, *, tp
     chosen = {"strict": True, "with_states": True}
     chosen.update({key: options.pop(key) for key in tuple(options) if key in chosen})
     shapes = [{name: (shape,) * tp for name, shape in held.items()} for held in (owned, extras or {})]
-    return match_parameters(index, TargetInventory(*shapes, **options), **chosen).require()
+    return match_parameters(index, EngineView(*shapes, **options), **chosen).require()
 
 
 def test_names_and_shapes_that_agree_match() -> None:
@@ -311,7 +312,7 @@ def test_shapes_of_cut_tensors_are_left_to_their_patterns(saved: int, live: int)
 
 def test_buffers_and_frozen_ones_may_be_left_out_of_the_comparison() -> None:
     index = make_index({"a": (2,)}, {"buffer": (4,)})
-    found = match_parameters(index, TargetInventory({"a": ((2,),)}, None), strict=True, with_states=True)
+    found = match_parameters(index, EngineView({"a": ((2,),)}, None), strict=True, with_states=True)
     assert (found.saved, found.skipped) == ({"a": "a"}, [])
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
 from deepspeed_ucp.model.flat import join_parameters
+from deepspeed_ucp.model.view import EngineBuffer, EngineView
 from deepspeed_ucp.plan import Want, locate
 from deepspeed_ucp.plan.locate import View
 from deepspeed_ucp.plan.match import Match
-from deepspeed_ucp.plan.wants import REPLICA, BufferSpec, HeldBuffer, Mean, TargetLayout, Wants, list_wants
+from deepspeed_ucp.plan.wants import REPLICA, BufferSpec, Mean, Wants, list_wants
 from deepspeed_ucp.tensor_parallel import Resized
 from deepspeed_ucp.tensor_parallel.layout import Layout, stack
 from tests.plan import planning
@@ -49,16 +50,16 @@ def test_experts_beside_dense_parameters(folded: bool) -> None:
     index = make_index(dense=1 + folded, experts=2)
     layouts = {"dense": (cut(1 + folded), cut(2)), "experts": (cut(2), cut(1 if folded else 4))}
     flats = [
-        HeldBuffer(join_parameters(0, ("dense",), ((6, 2),), parts=4, partition=3), 1, 1, "float32"),
-        HeldBuffer(join_parameters(1, ("experts",), ((3, 2),), parts=2, partition=3), 0, 2, "float32"),
+        EngineBuffer(join_parameters(0, ("dense",), ((6, 2),), parts=4, partition=3), 1, 1, "float32"),
+        EngineBuffer(join_parameters(1, ("experts",), ((3, 2),), parts=2, partition=3), 0, 2, "float32"),
     ]
     if folded:
         flats = [
-            HeldBuffer(join_parameters(0, ("dense",), ((6, 2),)), 0, 1, "float32"),
-            HeldBuffer(join_parameters(1, ("experts",), ((12, 2),)), 0, 1, "float32"),
+            EngineBuffer(join_parameters(0, ("dense",), ((6, 2),)), 0, 1, "float32"),
+            EngineBuffer(join_parameters(1, ("experts",), ((12, 2),)), 0, 1, "float32"),
         ]
     match = Match({name: ParamKey(name) for name in layouts})
-    found = list_wants(index, TargetLayout(flats, ()), match, layouts, with_states=True)
+    found = list_wants(index, EngineView(flats=flats), match, layouts, with_states=True)
     expected = [[(1, 0, 12)], [(2, 0, 12), (3, 0, 12)]] if folded else [[(0, 15, 3)], [(2, 0, 3)]]
     assert [find_bytes(want) for want in found.wants] == expected
 
@@ -69,15 +70,15 @@ TWO = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
 MATCH = Match({"a": ParamKey("a"), "b": ParamKey("b")})
 
 
-def list_of(held: HeldBuffer, match: Match = MATCH, *, tensor: bool = False) -> Wants:
+def list_of(held: EngineBuffer, match: Match = MATCH, *, tensor: bool = False) -> Wants:
     """List the wants of a rank with one buffer of `a`, which has a moment, and `b`, which has none."""
-    layout = TargetLayout((), [held]) if tensor else TargetLayout([held], ())
-    return list_wants(planning.make_index([A, B, A_MOMENT]), layout, match, {}, with_states=True)
+    view = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
+    return list_wants(planning.make_index([A, B, A_MOMENT]), view, match, {}, with_states=True)
 
 
 def test_a_partition_element_by_element() -> None:
     """The second of two partitions: the last element of `a`, all of `b`, padding; the rest of the moment is zero."""
-    found = list_of(HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float16"}, live=("exp_avg",)))
+    found = list_of(EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float16"}, live=("exp_avg",)))
     specs = [((MASTER, 0), "float32", 5, True, False), (("exp_avg", 0), "float16", 5, True, False)]
     assert found.buffers == [BufferSpec(*spec) for spec in specs]
     assert found.sinks == [(0, "float32"), (1, "bfloat16")]
@@ -92,7 +93,7 @@ def test_a_partition_element_by_element() -> None:
 
 
 def test_a_parameter_that_the_checkpoint_lacks_keeps_its_master_and_loses_its_states() -> None:
-    found = list_of(HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"}), Match({"b": ParamKey("b")}))
+    found = list_of(EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"}), Match({"b": ParamKey("b")}))
     assert found.wants == [Want(B, 0, 3, 0, 1, None)]
     assert found.blanks == [(0, 4, 5), (1, 0, 5)]
 
@@ -109,13 +110,13 @@ def test_a_parameter_that_the_checkpoint_lacks_keeps_its_master_and_loses_its_st
 )
 def test_where_buffers_are(swapped: bool, live: tuple[str, ...], flags: list[tuple[bool, bool]]) -> None:
     """Live or in a file; a state that does not exist yet is neither."""
-    held = HeldBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swapped=swapped)
+    held = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swap=swapped or None)
     assert [(spec.live, spec.in_file) for spec in list_of(held).buffers] == flags
 
 
 def test_a_state_that_is_kept_whole() -> None:
     """Of every parameter that the partition touches."""
-    held = HeldBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",))
+    held = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",))
     found = list_of(held)
     assert [spec.numel for spec in found.buffers] == [5, 6]
     assert found.wants == [Want(A, 0, 5, 0, 0, None), Want(A_MOMENT, 0, 6, 1, 0, None)]
@@ -123,7 +124,7 @@ def test_a_state_that_is_kept_whole() -> None:
 
 
 def test_a_tensor_that_no_optimizer_owns() -> None:
-    held = HeldBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "bfloat16")
+    held = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "bfloat16")
     found = list_of(held, tensor=True)
     assert found.buffers == [BufferSpec((MODULE, 0), "bfloat16", 3, True)]
     assert (found.wants, found.sinks, found.blanks) == ([Want(B, 0, 3, 0, 0, None)], [(0, "float32")], [])
@@ -132,9 +133,9 @@ def test_a_tensor_that_no_optimizer_owns() -> None:
 
 def test_a_state_in_two_dtypes_has_two_sinks() -> None:
     moment = replace(B, state="exp_avg")
-    held = HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"})
+    held = EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"})
     index = planning.make_index([A, B, A_MOMENT, moment])
-    found = list_wants(index, TargetLayout([held], ()), MATCH, {}, with_states=True)
+    found = list_wants(index, EngineView(flats=[held]), MATCH, {}, with_states=True)
     assert found.sinks == [(0, "float32"), (1, "bfloat16"), (1, "float32")]
     assert found.wants[2:] == [Want(A_MOMENT, 5, 1, 1, 0, None), Want(moment, 0, 3, 2, 1, None)]
 
@@ -142,11 +143,11 @@ def test_a_state_in_two_dtypes_has_two_sinks() -> None:
 def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
     """The whole cut is zeroed before the saved rows are read into it."""
     atom = Atom("vocabulary", MASTER, "float32", (Shard((4, 2), ()),))
-    held = HeldBuffer(join_parameters(0, ("vocabulary",), ((6, 2),)), 0, 0, "float32")
+    held = EngineBuffer(join_parameters(0, ("vocabulary",), ((6, 2),)), 0, 0, "float32")
     saved, wanted = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (4, 6))
     layouts = {"vocabulary": (saved, wanted)}
     match = Match({"vocabulary": ParamKey("vocabulary")})
-    found = list_wants(planning.make_index([atom]), TargetLayout([held], ()), match, layouts, with_states=True)
+    found = list_wants(planning.make_index([atom]), EngineView(flats=[held]), match, layouts, with_states=True)
     assert found.blanks == [(0, 0, 12)]
     assert found.resized == {"vocabulary": Resized(4, 6, 4, pads=True)}
     (want,) = found.wants
@@ -160,9 +161,9 @@ def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
 def test_which_of_a_parameters_weights_is_wanted(tensor: bool, with_states: bool, wanted: str) -> None:
     """The master if states are loaded, else the module's copy; without optimizer the module's tensor."""
     atoms = [replace(B, state=state) for state in (MASTER, COPY, MODULE)]
-    held = HeldBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
-    layout = TargetLayout((), [held]) if tensor else TargetLayout([held], ())
-    (want,) = list_wants(planning.make_index(atoms), layout, MATCH, {}, with_states=with_states).wants
+    held = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
+    view = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
+    (want,) = list_wants(planning.make_index(atoms), view, MATCH, {}, with_states=with_states).wants
     assert want.atom.state == wanted
 
 
@@ -171,9 +172,9 @@ def test_of_a_mean_every_replica_is_wanted() -> None:
     atom = replace(A, shards=A.shards * 2)
     saved = Layout((6,), (6,), ((((0, 6),),),) * 2, ((6,),) * 2, replicated=True, mean=True)
     wanted = Layout((6,), (6,), ((((0, 6),),),), ((6,),))
-    held = HeldBuffer(join_parameters(0, ("a",), ((6,),), parts=2, partition=3), 1, 0, "bfloat16")
+    held = EngineBuffer(join_parameters(0, ("a",), ((6,),), parts=2, partition=3), 1, 0, "bfloat16")
     match, layouts = Match({"a": ParamKey("a")}), {"a": (saved, wanted)}
-    found = list_wants(planning.make_index([atom]), TargetLayout([held], ()), match, layouts, with_states=True)
+    found = list_wants(planning.make_index([atom]), EngineView(flats=[held]), match, layouts, with_states=True)
     assert [(spec.slot, spec.dtype, spec.numel, spec.live) for spec in found.buffers] == [
         ((MASTER, 0), "bfloat16", 3, True),
         ((REPLICA, 1), "float32", 3, False),
@@ -191,8 +192,10 @@ def test_states_and_tensors_come_from_their_own_shard(tensor: bool) -> None:
     """The second of two shards, for the moment as for the master."""
     layout = cut(2)
     atoms = [replace(A, state=state, shards=A.shards * 2) for state in (MASTER, "exp_avg")]
-    held = HeldBuffer(join_parameters(0, ("a",), ((6, 2),)), 0, 1, "float32", {} if tensor else {"exp_avg": "float32"})
-    target = TargetLayout((), [held]) if tensor else TargetLayout([held], ())
+    held = EngineBuffer(
+        join_parameters(0, ("a",), ((6, 2),)), 0, 1, "float32", {} if tensor else {"exp_avg": "float32"}
+    )
+    target = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
     match = Match({"a": ParamKey("a")})
     found = list_wants(planning.make_index(atoms), target, match, {"a": (layout, layout)}, with_states=True)
     assert [want.view for want in found.wants] == [View(layout, layout, 1, (1,))] * (1 if tensor else 2)

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine import LiveBuffer, Target
-from deepspeed_ucp.engine.base import hold_whole
+from deepspeed_ucp.engine import Target
 from deepspeed_ucp.engine.parallel import HeldExperts, Instance, Place
 from deepspeed_ucp.engine.swap import SwapFiles
 from deepspeed_ucp.formats import open_checkpoint
@@ -36,6 +35,7 @@ from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.model.flat import FlatBuffer, join_reserved
+from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
 from deepspeed_ucp.plan import LoadPlan, Part, ReadSizes, Request, locate
 from tests.support.ranks import run_ranks
@@ -114,7 +114,7 @@ class FakeTarget(Target):
         self.params = {p.name: torch.zeros(0, requires_grad=not p.frozen) for p in model.owners if p.name in held}
         self.flats, self.made_from = [], []
         self.collect()
-        groups = [[f.holder for f in self.flats if f.group == g] for g in range(len(self.own.groups))]
+        groups = [[f.tensor for f in self.flats if f.group == g] for g in range(len(self.own.groups))]
         fixed = own_state(State({}, groups=({},) * len(model.groups)), self.own).groups
         made = [{"params": params, **each} for params, each in zip(groups, fixed, strict=True)]
         self.wrapped = optimizer(made, lr=LIVE_LR) if self.flats else None
@@ -140,22 +140,22 @@ class FakeTarget(Target):
     def shape_of(self, name: str) -> tuple[int, ...]:
         return _find(self.model, name).shape
 
-    def extras(self) -> list[LiveBuffer]:
+    def extras(self) -> list[EngineBuffer]:
         return list(self.others)
 
-    def _make_extras(self) -> list[LiveBuffer]:
+    def _make_extras(self) -> list[EngineBuffer]:
         found = [self._extra(_find(self.model, name)) for name in self.params if name not in self.owned]
         for name, value in self.model.buffers.items():
-            found.append(hold_whole(name, fill_like(value.reshape(-1)).view(value.shape), is_buffer=True))
+            found.append(self.hold_whole(name, fill_like(value.reshape(-1)).view(value.shape), is_buffer=True))
         return found
 
-    def _extra(self, param: Param) -> LiveBuffer:
+    def _extra(self, param: Param) -> EngineBuffer:
         if self.kind.stage < 3:
             whole = torch.full(param.shape, SENTINEL, dtype=self.kind.dtype)
-            return hold_whole(param.name, whole)
+            return self.hold_whole(param.name, whole)
         part = stage3_slice(param, self.kind.dp, self.rank)
         held = torch.full((part.numel,), SENTINEL, dtype=self.kind.dtype)
-        return LiveBuffer(join_reserved(0, (param.name,), (param.shape,), self.kind.dp), self.rank, held)
+        return self.hold(join_reserved(0, (param.name,), (param.shape,), self.kind.dp), self.rank, held)
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [[(name, param.trains) for param in group for name in param.atoms] for group in self.own.groups]
@@ -252,7 +252,7 @@ class Loaded:
 
     target: FakeTarget
     work: Work
-    extras: list[LiveBuffer]
+    extras: list[EngineBuffer]
     comm: Comm = field(default_factory=Comm)
     transfer: Transfer | None = None
     counts: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
@@ -444,15 +444,15 @@ def check_masters(rank: Loaded, files: dict[str, Any], expected: State) -> None:
     """Check masters, states and scalars of one rank: every element written once, padding zero."""
     where = rank.target.label
     for flat, saved in zip(rank.target.flats, saved_buffers(files, rank, expected), strict=True):
-        kept = dict(rank.target.wrapped.state.get(flat.holder, {}))
+        kept = dict(rank.target.wrapped.state.get(flat.tensor, {}))
         assert kept.keys() == saved.keys() - {"fp32"}, f"{where} {flat.names}"
-        assert (flat.holder in rank.target.wrapped.state) == bool(kept), f"{where}: an empty state"
+        assert (flat.tensor in rank.target.wrapped.state) == bool(kept), f"{where}: an empty state"
         for key, value in saved.items():
             live = flat.data if key == "fp32" else kept[key]
             if key != "fp32" and value.dim() == 0 and key == "step":
                 assert live == value, f"{where} {flat.names} {key}"
                 continue
-            assert live.shape == (flat.data if key == "fp32" else flat.holder).shape
+            assert live.shape == (flat.data if key == "fp32" else flat.tensor).shape
             check_filled(live.detach().reshape(-1), value.detach().reshape(-1), f"{where} {flat.names} {key}")
             check_counts(rank, live, f"{where} {flat.names} {key}")
 
@@ -470,7 +470,7 @@ def check_extras(rank: Loaded, expected: State) -> None:
         check_counts(rank, extra.data, f"{rank.target.label} {extra.name}")
 
 
-def find_start(extra: LiveBuffer) -> int:
+def find_start(extra: EngineBuffer) -> int:
     """Return the first element of the tensor that a rank holds."""
     return next((cut.start for cut in extra.buffer.cuts(extra.part)), 0)
 
@@ -535,9 +535,12 @@ def collect(ranks: Sequence[Loaded]) -> State:
 
 
 def _collect_flat(
-    target: FakeTarget, flat: LiveBuffer, atoms: dict[str, dict[str, torch.Tensor]], scalars: dict[str, dict[str, Any]]
+    target: FakeTarget,
+    flat: EngineBuffer,
+    atoms: dict[str, dict[str, torch.Tensor]],
+    scalars: dict[str, dict[str, Any]],
 ) -> None:
-    kept = target.wrapped.state.get(flat.holder, {})
+    kept = target.wrapped.state.get(flat.tensor, {})
     tensors = {key: value for key, value in kept.items() if key != "step"}
     for cut in flat.buffer.cuts(flat.part):
         for key, value in {"fp32": flat.data, **tensors}.items():

@@ -1,0 +1,124 @@
+"""An engine as data: the buffers of one rank, and the names and shapes of all ranks.
+
+:func:`deepspeed_ucp.load.inventory.view_engine` makes the view of a live engine, and
+:func:`deepspeed_ucp.examine.resume.check_resume` one without tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from .flat import FlatBuffer, Shape
+
+Shapes = Mapping[str, tuple[Shape, ...]]
+"""Name → the tensor's shape on each tensor-parallel rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBuffer:
+    """One rank's partition of a flat buffer of masters, or of a tensor without optimizer.
+
+    The latter is a frozen or unoptimized parameter, or a buffer of the module.
+
+    Attributes:
+        buffer: layout of the parameters over all ranks; a tensor without optimizer is alone in it.
+        part: the rank's partition.
+        tp_shard: the shard of its atoms from which it is cut, if these have several.
+        dtype: dtype of the partition, in memory or in its swap file.
+        states: optimizer states to load, with their dtypes in this run.
+        live: optimizer states that exist already.
+        whole: optimizer states that cover whole parameters if the partition has any element of these.
+        tensor: the live partition, in the shape of its optimizer states; None without an engine.
+        swap: the partition's :class:`~deepspeed_ucp.engine.swap.SwapPlace`, or None; with a swap file the tensor's
+            contents are invalid, and a load fills a new file.
+        is_buffer: the tensor is a buffer of the module.
+    """
+
+    buffer: FlatBuffer
+    part: int
+    tp_shard: int
+    dtype: str
+    states: Mapping[str, str] = field(default_factory=dict)
+    live: Collection[str] = ()
+    whole: Collection[str] = ()
+    tensor: Any = None
+    swap: Any = None
+    is_buffer: bool = False
+
+    @property
+    def data(self) -> Any:
+        """The live partition, 1-D; unchanged if it is not contiguous and thus cannot be a destination."""
+        data = self.tensor.detach()
+        return data.view(-1) if data.is_contiguous() else data
+
+    @property
+    def group(self) -> int:
+        """Index of its param group in the optimizer."""
+        return self.buffer.group
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all parameters in the buffer over all ranks, in order."""
+        return self.buffer.names
+
+    @property
+    def name(self) -> str:
+        """Name of the first parameter."""
+        return self.buffer.names[0]
+
+    @property
+    def shape(self) -> Shape:
+        """Unpartitioned shape of the first parameter."""
+        return self.buffer.shapes[0]
+
+    def lay_state(self, state: str) -> tuple[FlatBuffer, int]:
+        """Return the layout of an optimizer state, and the rank's part of it."""
+        return (self.buffer.join_touched(self.part), 0) if state in self.whole else (self.buffer, self.part)
+
+    def find_shape(self, state: str) -> Shape:
+        """Return the shape of an optimizer state."""
+        if state in self.whole or self.swap is not None:
+            return (self.lay_state(state)[0].partition,)
+        return tuple(self.tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One rank's buffers, and the tensors of the whole engine, joined over its ranks.
+
+    Attributes:
+        owned: shapes of the parameters that the optimizer owns.
+        unowned: shapes of parameters without optimizer, and of buffers; None leaves them out of the comparison.
+        flats: this rank's flat buffers.
+        extras: this rank's tensors without optimizer.
+        aliases: tied names → the name that holds the data.
+        ordinals: for parameters that several pipeline stages hold, (index of this stage among them, their number).
+        renamed: live name → saved name, if they differ.
+        counts: number of pipeline stages that hold a parameter, if several do; for any stage.
+        attributes: Megatron's attributes of the parameters.
+        unfed: tensors that the user has declared to be new.
+        info: the model's ``universal_checkpoint_info``.
+        tp: tensor-parallel degree.
+        experts_over_tp: whole experts that are distributed over the tensor-parallel ranks too: they have one shard.
+    """
+
+    owned: Shapes = field(default_factory=dict)
+    unowned: Shapes | None = field(default_factory=dict)
+    flats: Sequence[EngineBuffer] = ()
+    extras: Sequence[EngineBuffer] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    ordinals: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unfed: frozenset[str] = frozenset()
+    info: Mapping[str, Any] | None = None
+    tp: int = 1
+    experts_over_tp: Set[str] = frozenset()
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shapes of all tensors."""
+        return {**(self.unowned or {}), **self.owned}
