@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,9 +27,7 @@ from ..stream.checks import verify_records
 from ..tensor_parallel import from_config, list_renames
 from .client import check_trusted
 from .context import LoadContext
-from .inventory import JoinedGroups, StageGroups, join_groups, list_stage_groups
-
-logger = logging.getLogger("deepspeed_ucp")
+from .inventory import StageGroups, join_groups, list_stage_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +45,19 @@ class LoaderChoice:
     index: AtomicIndex | None = None
 
 
-def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:
+def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = ()) -> LoaderChoice:
     """Compare the checkpoint's topology with the engine's, from headers only (collective).
 
     Args:
         folder: the tag's folder.
         also: its folders in further places.
-        upstream: the ds_config has ``load_universal`` on: DeepSpeed itself loads atomic checkpoints.
 
     Raises:
         UnsupportedError: the engine is not covered, and DeepSpeed's load is not known to be right.
     """
-    atomic = upstream and any(job.comm.each(lambda: has_atoms(folder)))
+    atomic = job.loads_universal and any(job.comm.each(lambda: has_atoms(folder)))
     try:
-        live = inspect_engine(job)
+        target, naming = inspect_engine(job)
     except UnknownLayoutError as error:
         if not atomic:
             return _trust_own_files(job, folder, str(error))
@@ -70,10 +66,13 @@ def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = (), *, up
         return LoaderChoice(f"load_universal is on, this is an atomic checkpoint, and {error}")
     doubts: list[str] = []
     if job.engine.use_node_local_storage() and not atomic:
-        doubts = find_own_differences(job, folder, live.target)
+        doubts = find_own_differences(job, folder, target)
         if not doubts and job.config.same_topology != "direct":
-            return _leave_own_files(job, folder, _NODE_LOCAL, live.target)
-    return _compare(job, folder, also, live, doubts, upstream=upstream and not atomic)
+            return _leave_own_files(job, folder, _NODE_LOCAL, target)
+    if not doubts:
+        doubts += ["load_universal is on, this is a normal checkpoint"] * (job.loads_universal and not atomic)
+        doubts += ['the same topology, "same_topology" is "direct"'] * (job.config.same_topology == "direct")
+    return _compare(job, folder, also, target, naming, doubts)
 
 
 _BELOW = f"the files are in a folder below the tag ({PUBLISHED}), where DeepSpeed's own load does not look"
@@ -81,25 +80,8 @@ _BELOW = f"the files are in a folder below the tag ({PUBLISHED}), where DeepSpee
 _NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
 
 
-@dataclass(frozen=True, slots=True)
-class LiveEngine:
-    """The data of the engine that a checkpoint is compared with before it is planned.
-
-    Attributes:
-        target: this rank's buffers.
-        has_masters: some rank's optimizer owns parameters (a pipeline stage may have none).
-        keys: state-dict key → parameter name, for the keys that differ from it; merged over all ranks.
-        groups: param groups over all ranks, and the module's parameters.
-    """
-
-    target: Target
-    has_masters: bool
-    keys: dict[str, str]
-    groups: JoinedGroups
-
-
-def inspect_engine(job: LoadContext) -> LiveEngine:
-    """Read the engine's buffers, and gather keys and param groups from all ranks (collective).
+def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
+    """Open the engine, and gather the names by which stage-0 saves are read (collective).
 
     Raises:
         UcpError: the engine is not covered, or cannot take this load.
@@ -116,12 +98,23 @@ def inspect_engine(job: LoadContext) -> LiveEngine:
 
     answers = job.comm.each(look)
     target = opened[0]
-    keys = {key: name for _, held, _ in answers for key, name in held.items()}
     if any(groups for *_, groups in answers):
-        joined = join_groups(groups for *_, groups in answers)
+        groups, hyper, order = join_groups(groups for *_, groups in answers)
     else:
-        joined = target.live_groups(), target.live_hyper(), target.list_names()
-    return LiveEngine(target, any(has for has, *_ in answers), keys, joined)
+        groups, hyper, order = target.live_groups(), target.live_hyper(), target.list_names()
+    has_masters = any(has for has, *_ in answers)  # a pipeline stage may have none
+    naming = Naming(
+        groups,
+        hyper,
+        order=order,
+        dual=target.is_dual,
+        keys={key: name for _, keys, _ in answers for key, name in keys.items()},
+        rename=partial(find_renamed, renames=list_renames(from_config(job.config.patterns))),
+        ep=target.ep,
+        record=target.list_recorded,
+        weights_only=not (job.arguments.with_states and has_masters),
+    )
+    return target, naming
 
 
 def has_atoms(folder: str) -> bool:
@@ -215,19 +208,14 @@ def _identify_folder(folder: str) -> tuple[object, ...]:
 
 
 def _compare(
-    job: LoadContext, folder: str, also: Sequence[str], live: LiveEngine, doubts: Sequence[str], *, upstream: bool
+    job: LoadContext, folder: str, also: Sequence[str], target: Target, naming: Naming, doubts: Sequence[str]
 ) -> LoaderChoice:
     """Compare the checkpoint's index with the live engine's layout (collective).
 
     Args:
-        doubts: reasons why DeepSpeed's load cannot read each node's files.
+        doubts: reasons for the direct load in an unchanged topology.
     """
-    comm, target = job.comm, live.target
-    rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
-    groups, hyper, order = live.groups
-    naming = Naming(groups, hyper, order=order, dual=target.is_dual, keys=live.keys, rename=rename, ep=target.ep)
-    without = not (job.arguments.with_states and live.has_masters)
-    naming = replace(naming, record=target.list_recorded, weights_only=without)
+    comm = job.comm
     survey = survey_checkpoint(folder, comm, naming, also=also)
 
     def look() -> list[str]:
@@ -236,14 +224,14 @@ def _compare(
             return [index.limits.unchecked]  # an empty text if everything is checked
         return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
 
-    reasons = [text for part in comm.each(look) for text in part] or list(doubts) or list(_list_wishes(job, upstream))
+    reasons = [text for part in comm.each(look) for text in part] or list(doubts)
     index = survey.require()
     job.report.saved = index.run.job
     if comm.rank == 0:
         survey.log_warnings()
     changes = list_changes(index, target, to_integer(job.engine.train_batch_size()))
-    if comm.rank == 0 and changes:
-        logger.warning("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
+    if changes:
+        job.warn("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
     if not reasons and job.config.fallback and job.config.verify == "crc":
         reasons = find_damage(index, comm, others=bool(also))
     if not reasons:
@@ -252,14 +240,6 @@ def _compare(
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     texts = [f"{index.run.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_untold(reasons)))]
     return LoaderChoice(": ".join(filter(None, texts)), target, index)
-
-
-def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:
-    """Yield the configured reasons for the direct load where DeepSpeed's load would be right."""
-    if upstream:
-        yield "load_universal is on, this is a normal checkpoint"
-    if job.config.same_topology == "direct":
-        yield 'the same topology, "same_topology" is "direct"'
 
 
 def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:

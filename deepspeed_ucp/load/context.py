@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,11 @@ from ..config import UniversalConfig
 from ..io.checksum import Checked
 from ..model import SavedJob
 from ..stream.report import Report
+
+logger = logging.getLogger("deepspeed_ucp")
+
+Loaded = tuple[str | None, dict[str, Any] | None]
+"""The result of ``load_checkpoint``: the path of the state file and the client state, or twice None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +70,34 @@ class LoadReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """The engine, ranks, configuration, arguments and report of one ``load_checkpoint``."""
+    """Constants of one ``load_checkpoint``.
+
+    Attributes:
+        load_dir: the caller's folder or URL.
+        deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
+        unknown: arguments that only DeepSpeed's load knows.
+    """
 
     engine: Any
     comm: Comm
     config: UniversalConfig
     arguments: LoadArguments
     report: LoadReport
+    load_dir: str = ""
+    deepspeed_load: Callable[..., Loaded] = lambda **_: (None, None)
+    unknown: Sequence[str] = ()
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The caller's folder and those of the ``also`` option."""
+        return self.load_dir, *self.config.also
+
+    @property
+    def loads_universal(self) -> bool:
+        """True if the ds_config has ``load_universal`` on: DeepSpeed itself loads atomic checkpoints."""
+        return bool(self.engine.load_universal_checkpoint())
+
+    def warn(self, text: str, *arguments: object) -> None:
+        """Log a warning on rank 0."""
+        if self.comm.rank == 0:
+            logger.warning(text, *arguments)

@@ -2,19 +2,22 @@
 
 The order of calls:
 
-1. :func:`.tags.find_tag` finds the tag to load. Without one :func:`.absent.report_absent` logs it, and DeepSpeed loads.
-2. :func:`.choice.choose_loader` reads the headers (:func:`~deepspeed_ucp.formats.open.survey_checkpoint`), compares the
-   saved topology with the engine's and chooses the loader: DeepSpeed (then the load ends here) or the direct load.
-3. In mode "atomic", :func:`convert_first` writes an atomic checkpoint, and the load goes on from there.
-4. :func:`.direct.load_direct` loads. :func:`.prepare.prepare` matches engine and checkpoint and lists this rank's
-   wants.
-5. :func:`~deepspeed_ucp.plan.wants.list_wants` computes the wants and :func:`.destinations.bind` gives them memory.
-6. :func:`.transfer.negotiate` turns the wants of all ranks into a plan of reads and rounds of exchange for each rank.
-7. :meth:`.transfer.Transfer.read` reads everything once, into memory that may be changed before verification.
-8. :meth:`.transfer.Transfer.verify` compares the checksums and the replicas; all ranks agree on the result.
-9. :func:`~deepspeed_ucp.engine.guard.guard_engine` marks the engine if anything fails from here on.
-10. :meth:`.transfer.Transfer.fill` brings the rest to the engine: from separate memory, or in a second pass.
-11. The 16-bit copies are made from the masters, and states, scaler, counters and schedulers are restored.
+1. :func:`.tags.find_tag` finds the tag. Without one :func:`.absent.report_absent` logs it, and DeepSpeed loads.
+2. :func:`.choice.choose_loader` opens the engine (:func:`~deepspeed_ucp.engine.open_target`).
+3. :func:`~deepspeed_ucp.formats.open.survey_checkpoint` reads the headers of all files: an index and its findings.
+4. :func:`.choice.choose_loader` compares both topologies and chooses DeepSpeed's load, which ends the resume, or
+   :func:`.direct.load_direct`. In mode "atomic", :func:`convert_first` replaces the index by that of a conversion.
+5. :func:`.direct.load_direct` reads the state file with the scheduler, the counters and the client state.
+6. :func:`.prepare.prepare` joins the tensors of all ranks (:func:`.inventory.view_engine`), matches them with the
+   index, and settles how both sides cut them.
+7. :func:`~deepspeed_ucp.plan.wants.list_wants` lists the bytes for this rank, and :func:`.destinations.bind` their
+   memory.
+8. :class:`.transfer.Transfer` plans the reads of all ranks and the rounds of their exchange.
+9. :meth:`.transfer.Transfer.read` reads everything once, into memory that may change before verification.
+10. :meth:`.transfer.Transfer.verify` compares checksums and replicas; all ranks agree on the result.
+11. :meth:`.transfer.Transfer.fill` fills the rest of the engine, from separate memory or in a second pass. From here on
+    :func:`~deepspeed_ucp.engine.guard.guard_engine` marks the engine after an error.
+12. The 16-bit copies are made from the masters, and optimizer states, scaler, counters and schedulers are restored.
 """
 
 from __future__ import annotations
@@ -49,15 +52,12 @@ from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, from_config, list_renames
 from .absent import report_absent
 from .choice import choose_loader
-from .context import LoadArguments, LoadContext, LoadReport
+from .context import LoadArguments, LoadContext, Loaded, LoadReport
 from .direct import load_direct
 from .inventory import list_live_rules, view_engine
 from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")
-
-Loaded = tuple[str | None, dict[str, Any] | None]
-"""The result of ``load_checkpoint``: the path of the state file and the client state, or twice None."""
 
 
 def resume(
@@ -84,54 +84,53 @@ def resume(
         set_storage_options(config.storage_options)
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
-    upstream = bool(engine.load_universal_checkpoint())
-    places, can_fall_back = (load_dir, *config.also), tag is None and not config.fallback
-    with suggest_fallback(comm, lambda: can_fall_back and bool(find_all_tags(places))):
-        chosen = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback, also=config.also)
+    job = LoadContext(engine, comm, config, arguments, report, load_dir, deepspeed_load, unknown)
+    can_fall_back = tag is None and not config.fallback
+    with suggest_fallback(comm, lambda: can_fall_back and bool(find_all_tags(job.places))):
+        universal = job.loads_universal
+        chosen = find_tag(load_dir, tag, comm, universal=universal, fallback=config.fallback, also=config.also)
     if chosen is None:
-        report_absent(places, comm, require=config.require, saved_to=list_save_folders(engine))
+        report_absent(job.places, comm, require=config.require, saved_to=list_save_folders(engine))
         return deepspeed_load()
-    job = LoadContext(engine, comm, config, arguments, report)
-    if engine.use_node_local_storage() and not upstream:
-        deepspeed_load = partial(deepspeed_load, tag=chosen)  # DeepSpeed writes `latest` on the first rank's node alone
+    if engine.use_node_local_storage() and not universal:  # DeepSpeed writes `latest` on the first rank's node alone
+        job = replace(job, deepspeed_load=partial(deepspeed_load, tag=chosen))
     is_tag_folder = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is None and config.fallback and not is_tag_folder:
-        return _resume_first_whole(job, load_dir, chosen, deepspeed_load, unknown)
+        return _resume_first_whole(job, chosen)
     can_fall_back &= not is_tag_folder
-    with suggest_fallback(comm, lambda: can_fall_back and not find_all_tags(places) <= {chosen}):
-        return _resume_tag(job, load_dir, chosen, deepspeed_load, unknown)
+    with suggest_fallback(comm, lambda: can_fall_back and not find_all_tags(job.places) <= {chosen}):
+        return _resume_tag(job, chosen)
 
 
-def _resume_first_whole(
-    job: LoadContext, load_dir: str, newest: str, deepspeed_load: Callable[..., Loaded], unknown: Sequence[str]
-) -> Loaded:
+def _resume_first_whole(job: LoadContext, newest: str) -> Loaded:
     """Resume from the newest complete tag (collective).
 
     Raises:
         CheckpointError: no tag is complete, or one was found damaged after the engine had been changed.
         UcpError: an error that is no fault of a tag's files, and no reason to take an older one.
     """
+    load_dir = job.load_dir
     marked = find_state(job.engine).broken  # a mark of an earlier load does not keep older tags from being tried
-    passed: list[str] = []
-    for tag, is_cut_off in _list_candidates(job, (load_dir, *job.config.also), newest):
+    skipped: list[str] = []
+    for tag, is_cut_off in _list_candidates(job, newest):
         if is_cut_off:
-            passed.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
+            skipped.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
             continue
         try:
-            loaded = _resume_tag(job, load_dir, tag, partial(deepspeed_load, tag=tag), unknown)
+            loaded = _resume_tag(replace(job, deepspeed_load=partial(job.deepspeed_load, tag=tag)), tag)
         except CheckpointError as error:
             if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
                 raise
-            passed.append(str(error))
+            skipped.append(str(error))
             clear_frames(error)
         else:
-            if passed and job.comm.rank == 0:
-                logger.warning("%s: resumed from %s; skipped: %s", load_dir, tag, " ".join(passed))
+            if skipped:
+                job.warn("%s: resumed from %s; skipped: %s", load_dir, tag, " ".join(skipped))
             return loaded
-    raise CheckpointError(f"none of its {len(passed)} checkpoints is whole: {' '.join(passed)}", path=load_dir)
+    raise CheckpointError(f"none of its {len(skipped)} checkpoints is whole: {' '.join(skipped)}", path=load_dir)
 
 
-def _list_candidates(job: LoadContext, places: Sequence[str], newest: str) -> Iterator[tuple[str, bool]]:
+def _list_candidates(job: LoadContext, newest: str) -> Iterator[tuple[str, bool]]:
     """Yield the tags from the newest on, and whether each lacks the seal that others have (collective).
 
     Older tags are listed only when they are needed: a further place that is out of reach does not prevent the load of a
@@ -140,6 +139,7 @@ def _list_candidates(job: LoadContext, places: Sequence[str], newest: str) -> It
     Raises:
         CheckpointError: a place cannot be listed.
     """
+    places = job.places
     is_first = not job.config.seal or job.comm.once(lambda: is_sealed(places, newest))
     if is_first:
         yield newest, False
@@ -148,16 +148,12 @@ def _list_candidates(job: LoadContext, places: Sequence[str], newest: str) -> It
     yield from ((tag, tag in unsealed) for tag in tags[is_first:])
 
 
-def _resume_tag(
-    job: LoadContext, load_dir: str, tag: str, deepspeed_load: Callable[..., Loaded], unknown: Sequence[str]
-) -> Loaded:
+def _resume_tag(job: LoadContext, tag: str) -> Loaded:
     """Resume from one tag (collective)."""
     engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
-    folder, *also = find_folders((load_dir, *job.config.also), tag, comm)
-    if folder == load_dir:  # DeepSpeed looks for the tag below its argument
-        deepspeed_load = partial(deepspeed_load, load_dir=os.path.dirname(normalize(load_dir)), tag=tag)
+    folder, *also = find_folders(job.places, tag, comm)
     with report.phase("index"), pause_collection():
-        choice = choose_loader(job, folder, also, upstream=bool(engine.load_universal_checkpoint()))
+        choice = choose_loader(job, folder, also)
     report.reason, report.direct = choice.reason, choice.index is not None
     if comm.rank == 0:
         loader = "deepspeed_ucp" if report.direct else "DeepSpeed"
@@ -165,14 +161,18 @@ def _resume_tag(
         for text in list_unsaved(engine) if arguments.with_states else ():
             logger.warning("%s: %s", folder, text)
     if choice.index is None or choice.target is None:
+        if folder == job.load_dir:  # DeepSpeed looks for the tag below its argument
+            parent = os.path.dirname(normalize(folder))
+            job = replace(job, deepspeed_load=partial(job.deepspeed_load, load_dir=parent, tag=tag))
         with report.phase("own load"):
-            return _run_deepspeed_load(job, deepspeed_load, choice.target)
-    if unknown:
-        raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {shorten(unknown)}.")
+            return _run_deepspeed_load(job, choice.target)
+    if job.unknown:
+        names = shorten(job.unknown)
+        raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {names}.")
     return _load(job, folder, choice.index, choice.target)
 
 
-def _run_deepspeed_load(job: LoadContext, deepspeed_load: Callable[[], Loaded], target: Target | None) -> Loaded:
+def _run_deepspeed_load(job: LoadContext, target: Target | None) -> Loaded:
     """Run DeepSpeed's load and refresh the data that it leaves stale.
 
     The load changes the engine while it reads: any exception, even an interrupt, marks the engine as unusable.
@@ -181,7 +181,7 @@ def _run_deepspeed_load(job: LoadContext, deepspeed_load: Callable[[], Loaded], 
     describe_edits = watch_edits(job.engine, with_scheduler=job.arguments.load_lr_scheduler_states)
     try:
         with wait_behind_reads(job.engine, job.comm), keep_references(job.engine):
-            loaded = deepspeed_load()
+            loaded = job.deepspeed_load()
         if target is not None:
             refresh_after_own_load(target, job.comm, with_states=with_states)
     except BaseException as error:
@@ -189,8 +189,8 @@ def _run_deepspeed_load(job: LoadContext, deepspeed_load: Callable[[], Loaded], 
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(note)
         raise
-    if job.comm.rank == 0 and (note := describe_edits(loaded[1])):
-        logger.warning("%s: %s", loaded[0], note)
+    if note := describe_edits(loaded[1]):
+        job.warn("%s: %s", loaded[0], note)
     release(job.engine)
     return loaded
 
@@ -198,13 +198,12 @@ def _run_deepspeed_load(job: LoadContext, deepspeed_load: Callable[[], Loaded], 
 def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
     """Run the direct load, in mode "atomic" from a new atomic checkpoint (collective)."""
     if index.is_weights_alone and not job.arguments.load_module_only:
-        if job.comm.rank == 0:
-            logger.warning(
-                "%s: holds weights alone, in %s: the optimizer keeps its states and steps (a new one starts at 0), and "
-                "nothing else is restored",
-                folder,
-                index.run.topology.precision,
-            )
+        job.warn(
+            "%s: holds weights alone, in %s: the optimizer keeps its states and steps (a new one starts at 0), and "
+            "nothing else is restored",
+            folder,
+            index.run.topology.precision,
+        )
         job = replace(job, arguments=replace(job.arguments, load_module_only=True))
     # Without optimizer states an index is not a complete checkpoint: a load of weights alone writes none.
     if job.config.mode == "atomic" and not index.run.topology.is_atomic and job.arguments.with_states:

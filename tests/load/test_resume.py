@@ -253,7 +253,9 @@ def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("uncovered")
 def test_deepspeed_loads_an_atomic_checkpoint_into_an_uncovered_engine_with_load_universal(tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
-    decision = choose_loader(make_job(UpstreamEngine(), Comm()), str(tmp_path), upstream=True)
+    engine = UpstreamEngine()
+    engine.load_universal_checkpoint = lambda: True  # type: ignore[method-assign]
+    decision = choose_loader(make_job(engine, Comm()), str(tmp_path))
     assert decision.index is decision.target is None
     assert "load_universal is on" in decision.reason and "of the future" in decision.reason
 
@@ -280,7 +282,7 @@ def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
     os.truncate(tmp_path / STATES, 100)
     assert "truncated or damaged" in find_own_differences(job, folder, target)[0]  # type: ignore[arg-type]
     torch.save(EMPTY_STATES, tmp_path / STATES)
-    monkeypatch.setattr("deepspeed_ucp.load.choice.inspect_engine", lambda _job: SimpleNamespace(target=target))
+    monkeypatch.setattr("deepspeed_ucp.load.choice.inspect_engine", lambda _job: (target, None))
     decision = choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
 
@@ -300,6 +302,7 @@ def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fail
         raise error("its own")
 
     engine = Engine(optimizer=None, lr_scheduler=None)
+    job = replace(make_job(engine, Comm()), load_dir="folder")
     refreshed: list[object] = []
     choice = LoaderChoice("of the future", target=SimpleNamespace())  # type: ignore[arg-type]
     refresh = fail if after else lambda target, **_: refreshed.append(target)
@@ -310,12 +313,12 @@ def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fail
     ):
         monkeypatch.setattr(f"deepspeed_ucp.load.resume.{name}", stand_in)
     with pytest.raises(error, match="its own"):
-        _resume_tag(make_job(engine, Comm()), "folder", "tag", (lambda: (None, None)) if after else fail, ())
+        _resume_tag(replace(job, deepspeed_load=(lambda: (None, None)) if after else fail), "tag")
     assert refreshed == []
     with pytest.raises(CheckpointError, match=r"its own.*must not be used"):
         engine.step()
     monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", lambda *_, **__: None)
-    _resume_tag(make_job(engine, Comm()), "folder", "tag", lambda: (None, None), ())
+    _resume_tag(job, "tag")
     assert engine.step() == "stepped"
 
 
@@ -421,7 +424,7 @@ class FallingBack:
             os.utime(folder / tag / STATES, (time, time))
         (folder / "latest").write_text("global_step3")
 
-    def _resume_tag(self, job: LoadContext, _folder: str, tag: str, *_: Any, **__: Any) -> tuple[str, None]:
+    def _resume_tag(self, job: LoadContext, tag: str) -> tuple[str, None]:
         self.tried.append(tag)
         if tag in self.marks:
             mark(job.engine, self.fails[tag], with_states=True)
@@ -560,7 +563,7 @@ def test_a_failed_load_releases_its_memory_before_an_older_tag_is_loaded(
 ) -> None:
     with without_collector() as failing:
 
-        def load(_job: LoadContext, _folder: str, tag: str, *_: Any, **__: Any) -> tuple[str, None]:
+        def load(_job: LoadContext, tag: str) -> tuple[str, None]:
             assert failing.held == 0
             return (tag, None) if tag == "global_step1" else failing.fail(CheckpointError("cut off."))
 
@@ -635,7 +638,8 @@ class NodeLocalEngine:
     bfloat16_enabled = fp16_enabled = zero_elastic_checkpoint = staticmethod(lambda: False)
     zero_optimization_stage = staticmethod(lambda: 0)
 
-    def __init__(self) -> None:
+    def __init__(self, upstream: bool = False) -> None:
+        self.load_universal_checkpoint = lambda: upstream
         self.module = torch.nn.Linear(2, 2)
         self._config = SimpleNamespace(use_data_before_expert_parallel_=False)
 
@@ -667,8 +671,8 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(
     torch.save({"client": Harmful()}, tmp_path / "of_the_user.pt")
 
     def choose(comm: Comm, **options: bool) -> str:
-        job = make_job(NodeLocalEngine(), comm, **options)
-        return choose_loader(job, str(tmp_path), upstream=upstream).reason
+        job = make_job(NodeLocalEngine(upstream), comm, **options)
+        return choose_loader(job, str(tmp_path)).reason
 
     reason = "load_universal" if upstream else "own files"
     for ranks in (1, 2):
