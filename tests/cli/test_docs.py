@@ -96,13 +96,13 @@ def test_messages_name_existing_commands_and_options() -> None:
 
 
 def list_quotes() -> list[str]:
-    """Messages that the guide quotes: its table of errors, and its log lines."""
+    """Messages that the guide quotes: its list of errors, and its log lines."""
     page = (DOCS / "guide.md").read_text(encoding="utf-8")
     _, _, errors = page.partition("\n## Errors\n")
     lines = page.partition("\n### Log lines\n")[2].partition("\n`engine.ucp_report`")[0]
     assert errors and lines
     quotes = re.findall(r"`([^`\n]+)`", lines)
-    return [*re.findall(r"^\| `([^`]+)`", errors, re.MULTILINE), *(text for text in quotes if " " in text)]
+    return [*re.findall(r"^\* `([^`]+)`: ", errors, re.MULTILINE), *(text for text in quotes if " " in text)]
 
 
 @pytest.mark.parametrize("quote", list_quotes())
