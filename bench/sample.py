@@ -16,13 +16,12 @@ from operator import itemgetter
 import numpy as np
 from jobs import Job
 
-from deepspeed_ucp.model import ITEMSIZE, MASTER, AtomicIndex
+from deepspeed_ucp.model import MASTER, AtomicIndex, Read
 from deepspeed_ucp.model.flat import FlatBuffer
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
-from deepspeed_ucp.plan import ReadSizes
-from deepspeed_ucp.plan.claims import Blocks, Claim, list_claims
+from deepspeed_ucp.plan import Blocks, ReadSizes, Want, list_claims
 from deepspeed_ucp.plan.derive import rename_all
-from deepspeed_ucp.plan.locate import Want, locate
+from deepspeed_ucp.plan.locate import list_runs
 from deepspeed_ucp.plan.match import Match, pick_instance
 from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.plan.settling import settle_index
@@ -120,9 +119,9 @@ class Sampler:
         self.wants = list(self._list_wants())
         self.pieces: dict[int, list[tuple[int, int, int, Run]]] = defaultdict(list)
         for number, each in enumerate(self.wants):
-            for extent in locate(each.want):
-                run, size = extent.run, extent.itemsize
-                self.pieces[extent.record].append((run.src * size, run.src_end * size, number, run))
+            size = each.want.itemsize
+            for record, run in list_runs(each.want):
+                self.pieces[record].append((run.src * size, run.src_end * size, number, run))
         for held in self.pieces.values():
             held.sort(key=itemgetter(0))
         # How far those up to each one reach: strided ones lie in each other.
@@ -145,7 +144,7 @@ class Sampler:
                             for each in one:
                                 yield SharedWant(number, buffer, place, Want(atom, 0, numel, 0, 0, each))
 
-    def list_claims(self, chosen: set[Block]) -> dict[int, list[Claim]]:
+    def list_claims(self, chosen: set[Block]) -> dict[int, list[Read]]:
         """All ranks' claims on some blocks."""
         wants: dict[int, list[Want]] = defaultdict(list)
         for number, spans in self._find_spans(chosen).items():
@@ -166,7 +165,7 @@ class Sampler:
             for low, _, want, run in islice(self.pieces[record], first, None):
                 if low >= (number + 1) * self.block:
                     break
-                step = self.block // ITEMSIZE[self.wants[want].want.atom.dtype]
+                step = self.block // self.wants[want].want.itemsize
                 parts = restrict_source(run, number * step, (number + 1) * step)
                 spans[want] += [(part.dst, part.dst + (part.count - 1) * part.dst_step + part.width) for part in parts]
         return spans

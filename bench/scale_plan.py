@@ -170,7 +170,7 @@ def follow(work: Work, plan: LoadPlan, target: Target, comm: ToldComm) -> None:
     Nothing is read. Another rank is taken to have as many checksums for this one as this one has for it.
     """
     _exchange(plan, comm)
-    read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.requests]
+    read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.reads]
     send_checks(merge_checks(read), find_answering(work.index.stored, comm), comm)
     comm.run(int)
     with mock.patch.object(duplicates, "compare_pairs", side_effect=lambda *_: comm.run(int)):
@@ -250,7 +250,7 @@ class Planner:
             len(index.stored.records),
             len(index.stored.atoms),
             plan.nbytes,
-            len(plan.requests),
+            len(plan.reads),
             len(plan.rounds),
             self.claims,
             {name: asdict(step) for name, step in comm.steps.items()},

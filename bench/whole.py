@@ -14,8 +14,9 @@ from grid import PER_NODE
 from sample import JobTarget
 
 from deepspeed_ucp.model import AtomicIndex
-from deepspeed_ucp.plan import Blocks, ReadSizes, Request, list_claims, make_owner_plan
-from deepspeed_ucp.plan.claims import SELF_READ, Part
+from deepspeed_ucp.model import Read as PlannedRead
+from deepspeed_ucp.plan import Blocks, ReadSizes, list_claims, make_owner_plan
+from deepspeed_ucp.plan.claims import SELF_READ
 from deepspeed_ucp.plan.rounds import order_reads
 
 Ints = npt.NDArray[np.int64]
@@ -52,7 +53,7 @@ def plan_all(index: AtomicIndex, target: JobTarget, sizes: ReadSizes, say: Calla
     claims = _claim_all(target, sizes, plans, say)
     owners = blocks.owners(claims[:, 1], claims[:, 2])
     touched = np.unique(claims[:, 1])
-    granted: list[list[Request]] = [[] for _ in range(size)]
+    granted: list[list[PlannedRead]] = [[] for _ in range(size)]
     order = np.argsort(owners, kind="stable")
     shares = np.split(claims[order], np.searchsorted(owners[order], np.arange(1, size)))
     for owner, (mine, owned) in enumerate(zip(shares, _own_all(blocks, touched), strict=True)):
@@ -70,7 +71,7 @@ def _claim_all(target: JobTarget, sizes: ReadSizes, plans: Sequence[RankPlan], s
     tables = []
     for rank in range(target.ranks):
         wants = target.wants(rank)
-        rows = [(rank, c.record, c.offset, c.run, c.step, c.count) for c in list_claims(wants.wants, sizes.block)]
+        rows = [(rank, *claim[:5]) for claim in list_claims(wants.wants, sizes.block)]
         tables.append(np.array(rows, np.int64).reshape(-1, 6))
         plans[rank].wanted = int((tables[-1][:, 3] * tables[-1][:, 5]).sum())
         if rank and not rank % 1024:
@@ -97,7 +98,7 @@ def _decide_one(
     blocks: Blocks,
     sizes: ReadSizes,
     plans: Sequence[RankPlan],
-    granted: Sequence[list[Request]],
+    granted: Sequence[list[PlannedRead]],
     index: AtomicIndex,
 ) -> None:
     """Make one owner's plan and give the answers to the ranks with claims."""
@@ -107,7 +108,7 @@ def _decide_one(
     decision = make_owner_plan(tables, blocks, owned, sizes, near, owner - owner % PER_NODE)
     for rank, table, told in zip(ranks.tolist(), tables, decision.answers, strict=True):
         for record, offset, run, *_ in table[told[:, 0] == SELF_READ].tolist():
-            granted[rank].append(Request(record, offset, run, _NONE))
+            granted[rank].append(PlannedRead.of(record, offset, offset + run))
     granted[owner].extend(decision.unclaimed)
     for each in decision.rounds:
         records = index.stored.records
@@ -117,9 +118,6 @@ def _decide_one(
             rank: sum(send.nbytes for send in sends) for rank, sends in zip(ranks.tolist(), each.sends, strict=True)
         }
         plans[owner].sent.append({rank: nbytes for rank, nbytes in sums.items() if nbytes})
-
-
-_NONE: tuple[Part, ...] = ()
 
 
 def count_exchanged(plans: Sequence[RankPlan], per_node: int) -> tuple[int, int, int]:

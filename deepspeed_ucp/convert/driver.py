@@ -44,7 +44,7 @@ from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
 from ..stream.duplicates import check_samples
 from ..stream.full_tensors import FullTensors, assemble_full_tensors
-from ..stream.reader import AtomReader, Item
+from ..stream.reader import AtomReader
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, from_config, read_pattern
 from ..version import __version__
@@ -334,11 +334,11 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
     done: list[Written] = []
     finisher = _Finisher(work)
 
-    def consume(batch: Batch, sides: Sequence[list[Item]], checked: list[Checked], scratch: Scratch) -> None:
+    def consume(batch: Batch, sides: Sequence[list[memoryview]], checked: list[Checked], scratch: Scratch) -> None:
         written = []
-        for span, item in zip(batch.ranges, sides[0], strict=True):
-            crc = crc32(item.into)
-            files[span.output].write(staging.folder, span.start, item.into, crc)
+        for span, data in zip(batch.ranges, sides[0], strict=True):
+            crc = crc32(data)
+            files[span.output].write(staging.folder, span.start, data, crc)
             written.append(Written(span, crc))
         done.extend(written)
         checks.add(checked)

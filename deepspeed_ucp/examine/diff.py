@@ -18,10 +18,10 @@ from ..io.memory import Scratch
 from ..model import Atom, AtomicIndex, ParamKey
 from ..model.topology import find_differences
 from ..plan.autoep import adapt_experts
-from ..plan.conversion import Batch, Output, cut_batches
+from ..plan.conversion import Batch, Output, Range, cut_batches
 from ..plan.renames import list_shapes
 from ..stream.batches import WorkOptions, stream
-from ..stream.reader import AtomReader, Item
+from ..stream.reader import AtomReader
 from ..tensor_parallel import RuleSet
 from ..tensor_parallel.regex import compile_regex
 from .pairing import Pair, Pairs, is_weights_alone, pair_atoms
@@ -207,9 +207,9 @@ def _compare_share(
     batches = cut_batches(outputs, most)[comm.rank :: comm.size]
     tallies: list[tuple[int, tuple[Tally, Tally]]] = []
 
-    def consume(batch: Batch, sides: Sequence[list[Item]], checks: list[Checked], scratch: Scratch) -> None:
+    def consume(batch: Batch, sides: Sequence[list[memoryview]], checks: list[Checked], scratch: Scratch) -> None:
         for span, mine, theirs in zip(batch.ranges, *sides, strict=True):
-            tallies.append((span.output, _tally(pairs[span.output], mine, theirs)))
+            tallies.append((span.output, _tally(pairs[span.output], span, mine, theirs)))
 
     with AtomReader(left, checksum=False) as first, AtomReader(right, checksum=False) as second:
         sources = [(first, [pair.left for pair in pairs]), (second, [pair.right for pair in pairs])]
@@ -254,13 +254,14 @@ def _compare_rest(
     return values, notes
 
 
-def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
+def _tally(pair: Pair, span: Range, mine: memoryview, theirs: memoryview) -> tuple[Tally, Tally]:
     """Compare a range without and in padding rows."""
-    border = min(max(pair.meaning - mine.start, 0), mine.numel)
+    border = min(max(pair.meaning - span.start, 0), span.numel)
     tallies = []
-    for low, high in ((0, border), (border, mine.numel)):
-        first, second = (item.into[low * item.tensor.itemsize : high * item.tensor.itemsize] for item in (mine, theirs))
-        tallies.append(compare(first, second, pair.left.dtype, pair.right.dtype).shift(mine.start + low))
+    for low, high in ((0, border), (border, span.numel)):
+        first = mine[low * pair.left.itemsize : high * pair.left.itemsize]
+        second = theirs[low * pair.right.itemsize : high * pair.right.itemsize]
+        tallies.append(compare(first, second, pair.left.dtype, pair.right.dtype).shift(span.start + low))
     return tallies[0], tallies[1]
 
 

@@ -138,7 +138,7 @@ def _measure(
             view = _view_rank(index, match, local, rank)
             touched |= dict.fromkeys(list_touched(index, view, match, with_states=True))
             for want in list_wants(index, view, match, layouts, with_states=True).wants:
-                records |= {extent.record for extent in locate(want)}
+                records |= {item.record for item in locate(want)}
     check.state = index.stored.atoms.count_bytes(list(touched))
     check.read = sum(index.stored.records[record].nbytes for record in records)
 

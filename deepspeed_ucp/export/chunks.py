@@ -18,7 +18,7 @@ from ..io.memory import Scratch
 from ..model import ITEMSIZE, AtomicIndex, count
 from ..plan.conversion import deal_runs
 from ..stream.checks import Checks
-from ..stream.reader import AtomReader, Item
+from ..stream.reader import AtomReader
 from ..tensor_parallel.layout import Shape
 from .statedict import Placeholders
 from .tensors import Tensor
@@ -102,7 +102,7 @@ class Planner(DefaultSavePlanner):
         memory, scratch = self._own.memory
         data = memory.take(chunk.nbytes)
         checks = self.repeated if chunk.again else self.checks
-        checks.add(self.reader.read_items((Item(chunk.tensor.full, chunk.start, chunk.numel, data),)))
+        checks.add(self.reader.read_tensors([chunk.tensor.full.want(chunk.start, chunk.numel)], [data]))
         self.progress(data.nbytes)
         return torch.frombuffer(chunk.tensor.convert(data, scratch), dtype=dtype)
 

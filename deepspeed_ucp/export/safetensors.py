@@ -24,7 +24,7 @@ from ..model import ITEMSIZE, AtomicIndex
 from ..plan.conversion import Batch, Output, plan_conversion
 from ..stream.batches import stream
 from ..stream.checks import Checks
-from ..stream.reader import AtomReader, Item
+from ..stream.reader import AtomReader
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, list_renames
 from .like import LikeModel
@@ -195,11 +195,11 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()
 
-    def consume(batch: Batch, sides: Sequence[list[Item]], checked: list[Checked], scratch: Scratch) -> None:
+    def consume(batch: Batch, sides: Sequence[list[memoryview]], checked: list[Checked], scratch: Scratch) -> None:
         checks.add(checked)
-        for span, item in zip(batch.ranges, sides[0], strict=True):
+        for span, stored in zip(batch.ranges, sides[0], strict=True):
             tensor = tensors[span.output]
-            data = tensor.convert(item.into, scratch)
+            data = tensor.convert(stored, scratch)
             for file, offset in map(layout.places.__getitem__, tensor.names):
                 _write_range(os.path.join(export.folder, file), data, offset + span.start * ITEMSIZE[tensor.dtype])
 

@@ -11,8 +11,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from isal import isal_zlib
 
-from ..model import FileRef, Record
-from ..plan.claims import DISCARD, Part, Request
+from ..model import CopyItem, FileRef, Read, Record
 from .checksum import Checked
 from .failover import Failover
 from .memory import Scratch, ScratchPool
@@ -33,12 +32,12 @@ class Sink(Protocol):
     def view(self, position: int, nbytes: int) -> memoryview | None:
         """Return memory to read into directly from element ``position`` on, or None if bytes must be converted."""
 
-    def store(self, part: Part, data: memoryview) -> None:
-        """Store the bytes of a part, which were read into other memory."""
+    def store(self, item: CopyItem, data: memoryview) -> None:
+        """Store the bytes of an item, which were read into other memory."""
 
 
-Fetched = tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]
-"""Memory that a request's bytes were read into, in order, and the parts that must still be stored."""
+Staged = list[tuple[Sink, CopyItem, memoryview]]
+"""Items that must still be stored, and the memory that their bytes were read into."""
 
 
 class MemorySink:
@@ -51,10 +50,10 @@ class MemorySink:
         low = position * self.itemsize
         return self.memory[low : low + nbytes]
 
-    def store(self, part: Part, data: memoryview) -> None:
-        base = np.frombuffer(self.memory, np.uint8)[part.position * self.itemsize :]
-        rows = np.frombuffer(data, np.uint8).reshape(-1, part.run or part.nbytes)
-        np.lib.stride_tricks.as_strided(base, rows.shape, (part.stride * self.itemsize, 1))[:] = rows
+    def store(self, item: CopyItem, data: memoryview) -> None:
+        base = np.frombuffer(self.memory, np.uint8)[item.position * self.itemsize :]
+        rows = np.frombuffer(data, np.uint8).reshape(-1, item.run if item.stride else item.nbytes)
+        np.lib.stride_tricks.as_strided(base, rows.shape, (item.stride * self.itemsize, 1))[:] = rows
 
 
 class RecordReader(Closing):
@@ -68,8 +67,8 @@ class RecordReader(Closing):
             read from the first place only.
         failed: paths of copies not to be used; further ones are added.
         pool: memory for bytes that cannot be read directly to their destination.
-        again: returns True if a request's bytes are read again soon, and should stay in the page cache.
-        joined: maximum bytes of consecutive requests to a store's file that are joined.
+        again: returns True if the bytes of a read are read again soon, and should stay in the page cache.
+        joined: maximum bytes of consecutive reads of a store's file that are joined.
 
     Attributes:
         spent: bytes read and seconds by path, over all threads.
@@ -83,7 +82,7 @@ class RecordReader(Closing):
         checksum: bool = True,
         failed: set[str] | None = None,
         pool: ScratchPool | None = None,
-        again: Callable[[Request], bool] = lambda request: False,
+        again: Callable[[Read], bool] = lambda read: False,
         joined: int = JOINED,
     ) -> None:
         self.records, self.files, self.checksum = records, files, checksum
@@ -101,11 +100,11 @@ class RecordReader(Closing):
         while self._open:
             self._open.popitem()[1].close()
 
-    def read(self, requests: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
-        """Read requests one after the other.
+    def read(self, reads: Sequence[Read], sinks: Sequence[Sink | None]) -> list[Checked]:
+        """Execute reads one after the other.
 
         Args:
-            sinks: destination by buffer number; None discards the bytes after their checksum.
+            sinks: by destination number; None discards the bytes after their checksum.
 
         Returns:
             Checksums of the ranges read; 0 without ``checksum``.
@@ -113,66 +112,66 @@ class RecordReader(Closing):
         Raises:
             CheckpointError: a file cannot be read or is shorter than its header says.
         """
-        return [check for group in self.group(requests) for check in self.read_group(group, sinks)]
+        return [check for group in self.group(reads) for check in self.read_group(group, sinks)]
 
-    def read_parallel(self, requests: Sequence[Request], sinks: Sequence[Sink | None], threads: int) -> list[Checked]:
-        """Read requests by several threads as :meth:`read` does; the order of the results is arbitrary."""
+    def read_parallel(self, reads: Sequence[Read], sinks: Sequence[Sink | None], threads: int) -> list[Checked]:
+        """Execute reads by several threads as :meth:`read` does; the order of the results is arbitrary."""
         checks: list[Checked] = []
 
-        def work(turn: Iterator[list[Request]]) -> None:
+        def work(turn: Iterator[list[Read]]) -> None:
             for group in turn:
                 checks.extend(self.read_group(group, sinks))
 
-        if requests:
-            run_threads(self.group(requests), work, threads)
+        if reads:
+            run_threads(self.group(reads), work, threads)
         return checks
 
-    def group(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """Group consecutive requests to a store's file that one read serves, up to ``joined`` bytes."""
-        groups: list[list[Request]] = []
+    def group(self, reads: Sequence[Read]) -> list[list[Read]]:
+        """Group consecutive reads of a store's file that one request serves, up to ``joined`` bytes."""
+        groups: list[list[Read]] = []
         end, left = (-1, -1), 0
-        for request in requests:
-            if (request.record, request.offset) == end and request.nbytes <= left:
-                groups[-1].append(request)
+        for read in reads:
+            if (read.record, read.offset) == end and read.nbytes <= left:
+                groups[-1].append(read)
             else:
-                groups.append([request])
-                left = self._joined if is_url(self.files[self.records[request.record].file].path) else 0
-            end, left = (request.record, request.offset + request.nbytes), left - request.nbytes
+                groups.append([read])
+                left = self._joined if is_url(self.files[self.records[read.record].file].path) else 0
+            end, left = (read.record, read.end), left - read.nbytes
         return groups
 
-    def read_group(self, group: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
-        """Read consecutive requests of a record."""
+    def read_group(self, group: Sequence[Read], sinks: Sequence[Sink | None]) -> list[Checked]:
+        """Execute consecutive reads of a record."""
         file, begin = self.records[group[0].record].file, time.perf_counter()
         with self._pool.lend() as scratch:
             path, fetched = self.read_file(
                 file, lambda stored: (stored.path, self._fetch(stored, group, sinks, scratch))
             )
-            self._note(path, sum(request.nbytes for request in group), time.perf_counter() - begin)
-            return [self._take(request, *parts) for request, parts in zip(group, fetched, strict=True)]
+            self._note(path, sum(read.nbytes for read in group), time.perf_counter() - begin)
+            return [self._take(read, *parts) for read, parts in zip(group, fetched, strict=True)]
 
-    def _take(self, request: Request, views: list[memoryview], staged: list[tuple[Sink, Part, memoryview]]) -> Checked:
-        """Compute a request's checksum and store the parts that were not read to their destination."""
+    def _take(self, read: Read, views: list[memoryview], staged: Staged) -> Checked:
+        """Compute a read's checksum and store the items that were not read to their destination."""
         crc = 0
         if self.checksum:
             for view in views:
                 crc = isal_zlib.crc32(view, crc)
-        for sink, part, view in staged:
-            sink.store(part, view)
-        return Checked(request.record, request.offset, request.nbytes, crc)
+        for sink, item, view in staged:
+            sink.store(item, view)
+        return Checked(read.record, read.offset, read.nbytes, crc)
 
     def _fetch(
-        self, file: Stored, group: Sequence[Request], sinks: Sequence[Sink | None], scratch: Scratch
-    ) -> list[Fetched]:
-        """Read consecutive requests of a record of an open file."""
-        first, nbytes = group[0], sum(request.nbytes for request in group)
+        self, file: Stored, group: Sequence[Read], sinks: Sequence[Sink | None], scratch: Scratch
+    ) -> list[tuple[list[memoryview], Staged]]:
+        """Execute consecutive reads of a record of an open file; returns the memory of each read, in order."""
+        first, nbytes = group[0], sum(read.nbytes for read in group)
         offset = self.records[first.record].offset + first.offset
         data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
         if data is not None:
             return [([data], _divide(first, sinks, data))]
         arranged, memory = [], scratch.take(nbytes)
-        for request in group:
-            arranged.append(_arrange(request, sinks, memory))
-            memory = memory[request.nbytes :]
+        for read in group:
+            arranged.append(_arrange(read, sinks, memory))
+            memory = memory[read.nbytes :]
         file.read([view for views, _ in arranged for view in views], offset)
         return arranged
 
@@ -212,30 +211,30 @@ class RecordReader(Closing):
         return open_stored(path, size=file.size)
 
 
-def _arrange(request: Request, sinks: Sequence[Sink | None], scratch: memoryview) -> Fetched:
-    """Choose memory for each part: its destination if possible, else scratch."""
-    views, staged, used = [], [], 0
-    for part in request.parts:
-        sink = None if part.buffer == DISCARD else sinks[part.buffer]
-        view = sink.view(part.position, part.nbytes) if sink is not None and not part.run else None
+def _arrange(read: Read, sinks: Sequence[Sink | None], scratch: memoryview) -> tuple[list[memoryview], Staged]:
+    """Choose memory for each item: its destination if possible, else scratch."""
+    views, staged, memory = list[memoryview](), Staged(), scratch[: read.nbytes]
+    for item in read.items:
+        sink = sinks[item.destination]
+        view = sink.view(item.position, item.nbytes) if sink is not None and not item.stride else None
         if view is None:
-            view = scratch[used : used + part.nbytes]
-            used += part.nbytes
+            view = memory[: item.nbytes]
             if sink is not None:
-                staged.append((sink, part, view))
+                staged.append((sink, item, view))
         views.append(view)
-    return views, staged
+        memory = memory[item.nbytes :]
+    return [*views, memory] if memory.nbytes else views, staged
 
 
-def _divide(request: Request, sinks: Sequence[Sink | None], data: memoryview) -> list[tuple[Sink, Part, memoryview]]:
+def _divide(read: Read, sinks: Sequence[Sink | None], data: memoryview) -> Staged:
     """Return the parts of bytes that were read, with their destinations."""
-    divided, used = [], 0
-    for part in request.parts:
-        sink = None if part.buffer == DISCARD else sinks[part.buffer]
+    staged = Staged()
+    for item in read.items:
+        sink = sinks[item.destination]
         if sink is not None:
-            divided.append((sink, part, data[used : used + part.nbytes]))
-        used += part.nbytes
-    return divided
+            staged.append((sink, item, data[: item.nbytes]))
+        data = data[item.nbytes :]
+    return staged
 
 
 def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:

@@ -23,7 +23,7 @@ from ..model import AtomicIndex, AtomKey
 from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import assemble_full_tensor
-from ..stream.reader import AtomReader, Item
+from ..stream.reader import AtomReader
 from ..tensor_parallel import Layout
 
 BLOCK = 1 << 21
@@ -67,10 +67,10 @@ def average_rows(
             """The sum of a block's rows."""
             tensor = assemble_full_tensor(index.stored.atoms[block.key], wanted[block.key][0])
             width = prod(tensor.shape[1:])
-            low, numel = block.low * width, (block.high - block.low) * width
-            item = Item(tensor, low, numel, Scratch().take(numel * tensor.itemsize))
-            checks.add(reader.read_items([item]))
-            rows = np.frombuffer(item.into, find_dtype(tensor.dtype)).reshape(-1, width)
+            want = tensor.want(block.low * width, (block.high - block.low) * width)
+            data = Scratch().take(want.nbytes)
+            checks.add(reader.read_tensors([want], [data]))
+            rows = np.frombuffer(data, find_dtype(tensor.dtype)).reshape(-1, width)
             return np.asarray(rows.astype(np.float64).sum(0))
 
         sums = comm.share(blocks, add)

@@ -17,9 +17,8 @@ import torch
 
 from ..io.cast import average
 from ..io.memory import allocate
-from ..model import AtomKey
+from ..model import AtomKey, CopyItem
 from ..model.flat import Span, find_gaps
-from ..plan import Part
 from ..plan.wants import NewRows, Slot, Wants
 
 
@@ -170,19 +169,19 @@ class TensorSink:
         low = position * self.itemsize
         return self.buffer.bytes[low : low + nbytes]
 
-    def store(self, part: Part, data: memoryview) -> None:
-        """Copy a part's bytes to the elements from ``part.position`` on, or to its rows; converts if needed."""
-        view = None if part.run else self.view(part.position, part.nbytes)
+    def store(self, item: CopyItem, data: memoryview) -> None:
+        """Copy an item's bytes to the elements from ``item.position`` on, or to its rows; converts if needed."""
+        view = None if item.stride else self.view(item.position, item.nbytes)
         if view is not None:
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8))  # releases the GIL
             return
         values, tensor = torch.frombuffer(data, dtype=self.stored), self.buffer.memory
-        if not part.run:
-            _copy(tensor.narrow(0, part.position, values.numel()), values)
+        if not item.stride:
+            _copy(tensor.narrow(0, item.position, values.numel()), values)
             return
-        rows = values.view(-1, part.run // self.stored.itemsize)
-        base = tensor.storage_offset() + part.position
-        _copy(tensor.as_strided(rows.shape, (part.stride, 1), base), rows)
+        rows = values.view(-1, item.run // self.stored.itemsize)
+        base = tensor.storage_offset() + item.position
+        _copy(tensor.as_strided(rows.shape, (item.stride, 1), base), rows)
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from ..io.filesystems import count_readers
 from ..io.memory import LargePages, Scratch
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
-from ..model import AtomicIndex
-from ..plan import Claim, LoadPlan, ReadSizes, Request, Send
+from ..model import AtomicIndex, Read
+from ..plan import LoadPlan, ReadSizes
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
 from ..stream.copies import CopyReader
@@ -33,6 +33,9 @@ logger = logging.getLogger("deepspeed_ucp")
 Bytes = npt.NDArray[Any]
 Sinks = Sequence[Sink | None]
 """The sinks that a pass fills, by number; None for the others."""
+
+Received = tuple[Read, memoryview, int]
+"""A claim, memory that begins with its bytes, and the bytes between the starts of its runs there."""
 
 _ATTEMPTS = 3
 _PAUSE = 0.2
@@ -74,9 +77,8 @@ class CollectiveReader:
         self.pages = LargePages()
         for memory in (buffer.memory for buffer in destinations.buffers if buffer.is_untouched):
             self.pages.add(memory.data_ptr(), memory.nbytes)
-        again = (request for plan in passes[1:] for request in plan.requests if self.checksum)
         # The page cache keeps the bytes that the second pass reads again.
-        self.again = {(request.record, request.offset) for request in again}
+        self.again = {(read.record, read.offset) for plan in passes[1:] for read in plan.reads if self.checksum}
         self.same_node = passes[0].same_node
         self.is_one_machine = self.same_node is not None and bool(self.same_node.all())  # the same on every rank
         self.checks = Checks()
@@ -119,41 +121,39 @@ class CollectiveReader:
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
     def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
+        """Execute a plan; bytes for the sinks of the other pass are read for their checksums."""
         steps = [(number, step) for number, each in enumerate(plan.rounds) for step in range(each.steps)]
         shares = self._share_out(plan.direct, len(steps) + 1)
-        # Bytes for other sinks are read for their checksums.
         sinks = self.destinations.pick_sinks(uncommitted=uncommitted)
-        checks, arrived = list[Checked](), list[_Arrived]()
+        checks, received = list[Checked](), list[Received]()
 
         def begin() -> None:
             self.destinations.zero_blanks(uncommitted=uncommitted)
             self.uploads.begin()
 
-        def is_read_again(request: Request) -> bool:
-            return (request.record, request.offset) in self.again
+        def is_read_again(read: Read) -> bool:
+            return (read.record, read.offset) in self.again
 
         self.comm.run(begin)
-        pool, joined = self.uploads.pool, self.joined
-        with CopyReader(
-            self.index.stored, checksum=self.checksum, pool=pool, again=is_read_again, joined=joined
-        ) as reader:
+        options = {"checksum": self.checksum, "pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
+        with CopyReader(self.index.stored, **options) as reader:
             for turn, (number, step) in enumerate(steps):
                 each = plan.rounds[number]
-                requests = [*(() if step else each.reads), *shares[turn]]
+                reads = [*(() if step else each.reads), *shares[turn]]
                 sends, claims = each.select_exchange(self.comm.rank, step, self.same_node)
-                work = partial(self._take_step, reader, requests, arrived, sinks, number, sends, claims)
-                more, packed, into = self.comm.run(work)
+                work = partial(self._take_step, reader, reads, received, sinks, number, sends, claims)
+                more, packed, memory = self.comm.run(work)
                 checks += more
-                arrived = list(_list_sent(claims, self._swap(packed, sends, claims, into)))
+                received = list(_list_sent(claims, self._swap(packed, sends, claims, memory)))
                 for peer, place, claim in () if step else each.list_local_copies(self.same_node):
-                    arrived.append(_Arrived(claim, self._find_stage(peer, number)[place:], claim.step))
-            checks += self.comm.run(partial(self._end, reader, shares[-1], arrived, sinks))
+                    received.append((claim, self._find_stage(peer, number)[place:], claim.step))
+            checks += self.comm.run(partial(self._end, reader, shares[-1], received, sinks))
             for path, (nbytes, seconds) in reader.spent.items():
                 before = self.files.get(path, (0, 0.0))
                 self.files[path] = before[0] + nbytes, before[1] + seconds
         return checks
 
-    def _share_out(self, direct: Sequence[Request], turns: int) -> list[Sequence[Request]]:
+    def _share_out(self, direct: Sequence[Read], turns: int) -> list[Sequence[Read]]:
         """Distribute the direct reads over the turns.
 
         On one machine all turns get some, and storage stays busy while staged bytes are copied. Among several machines
@@ -164,21 +164,22 @@ class CollectiveReader:
         return [*([] for _ in range(turns - 1)), direct]
 
     def _end(
-        self, reader: RecordReader, requests: Sequence[Request], arrived: Sequence[_Arrived], sinks: Sinks
+        self, reader: RecordReader, reads: Sequence[Read], received: Sequence[Received], sinks: Sinks
     ) -> list[Checked]:
-        checks = self._work(reader, requests, arrived, sinks)
+        """Execute the last reads and copies of a pass."""
+        checks = self._work(reader, reads, received, sinks)
         self.uploads.finish()
         return checks
 
     def _take_step(
         self,
         reader: RecordReader,
-        requests: Sequence[Request],
-        arrived: Sequence[_Arrived],
+        reads: Sequence[Read],
+        received: Sequence[Received],
         sinks: Sinks,
         number: int,
-        sends: Sequence[Sequence[Send]],
-        claims: Sequence[Sequence[Claim]],
+        sends: Sequence[Sequence[Read]],
+        claims: Sequence[Sequence[Read]],
     ) -> tuple[list[Checked], Bytes, Bytes]:
         """Do the work between two exchanges: read, store received bytes, pack bytes to send, make room to receive.
 
@@ -186,38 +187,50 @@ class CollectiveReader:
         confirmed that it has copied the bytes of two rounds ago.
         """
         stage = self._find_stage(self.comm.rank, number)
-        checks = self._work(reader, requests, arrived, sinks, MemorySink(stage))
+        checks = self._work(reader, reads, received, sinks, MemorySink(stage))
         return checks, _pack(stage, sends), np.empty(sum(_count_bytes(claims)), np.uint8)
 
     def _work(
         self,
         reader: RecordReader,
-        requests: Sequence[Request],
-        arrived: Sequence[_Arrived],
+        reads: Sequence[Read],
+        received: Sequence[Received],
         sinks: Sinks,
         stage: Sink | None = None,
     ) -> list[Checked]:
         """Execute reads and copies in the same threads, the reads first: they mostly wait."""
-        every = [*sinks, stage, None]  # STAGE and DISCARD are the last
+        with_stage = [*sinks, stage]  # STAGE is the last
         checks: list[Checked] = []
 
-        def work(turn: Iterator[list[Request] | _Arrived]) -> None:
+        def work(turn: Iterator[list[Read] | Received]) -> None:
             with self.uploads.open_stream():
                 for job in turn:
                     begin = time.thread_time()
-                    if isinstance(job, _Arrived):
-                        nbytes = job.claim.nbytes
-                        with self.uploads.pool.lend() as scratch:
-                            job.store(sinks, scratch, must_copy=self.uploads.is_async)
+                    if isinstance(job, list):
+                        nbytes = sum(read.nbytes for read in job)
+                        checks.extend(reader.read_group(job, with_stage))
                     else:
-                        nbytes = sum(request.nbytes for request in job)
-                        checks.extend(reader.read_group(job, every))
+                        nbytes = job[0].nbytes
+                        self._store(*job, sinks)
                     self.pages.note(nbytes, time.thread_time() - begin)
 
-        jobs: list[list[Request] | _Arrived] = [*reader.group(requests), *arrived]
+        jobs: list[list[Read] | Received] = [*reader.group(reads), *received]
         if jobs:
             run_threads(jobs, work, self.threads)
         return checks
+
+    def _store(self, claim: Read, memory: memoryview, step: int, sinks: Sinks) -> None:
+        """Store the bytes of a claim, whose runs begin ``step`` bytes apart in memory."""
+        with self.uploads.pool.lend() as scratch:
+            data = memory[: claim.nbytes]
+            if self.uploads.is_async or not (claim.count == 1 or step == claim.run):
+                data = scratch.take(claim.nbytes)
+                rows = np.frombuffer(data, np.uint8).reshape(claim.count, claim.run)
+                rows[:] = _view_runs(memory, claim.run, step, claim.count)
+            for item in claim.items:
+                if (sink := sinks[item.destination]) is not None:
+                    sink.store(item, data[: item.nbytes])
+                data = data[item.nbytes :]
 
     def _find_stage(self, rank: int, number: int) -> memoryview:
         """Return the half of a rank's staging memory, on this node, that a round uses."""
@@ -226,62 +239,35 @@ class CollectiveReader:
         return memory[half * (number % 2) :][:half]
 
     def _swap(
-        self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]], into: Bytes
+        self, packed: Bytes, sends: Sequence[Sequence[Read]], claims: Sequence[Sequence[Read]], memory: Bytes
     ) -> memoryview:
         """Send bytes, in rank order, to ranks of other nodes that claimed them; returns received bytes (collective)."""
         if self.is_one_machine:
             return memoryview(b"")
-        return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), into))
+        return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), memory))
 
 
-def _count_bytes(pieces: Sequence[Sequence[Send]] | Sequence[Sequence[Claim]]) -> list[int]:
+def _count_bytes(reads: Sequence[Sequence[Read]]) -> list[int]:
     """Return the bytes for each rank."""
-    return [sum(one.nbytes for one in ones) for ones in pieces]
+    return [sum(read.nbytes for read in row) for row in reads]
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrived:
-    """Bytes of a claim that are in memory; its runs begin ``step`` bytes apart."""
-
-    claim: Claim
-    memory: memoryview
-    step: int
-
-    def store(self, sinks: Sinks, scratch: Scratch, *, must_copy: bool) -> None:
-        """Store the bytes in their sinks."""
-        data, position = self.collect(scratch, must_copy=must_copy), 0
-        for part in self.claim.parts:
-            if (sink := sinks[part.buffer]) is not None:
-                sink.store(part, data[position : position + part.nbytes])
-            position += part.nbytes
-
-    def collect(self, scratch: Scratch, *, must_copy: bool) -> memoryview:
-        """Return the contiguous runs: in ``scratch``, or in place if they are contiguous there."""
-        run, count = self.claim.run, self.claim.count
-        if not must_copy and (count == 1 or self.step == run):
-            return self.memory[: run * count]
-        data = scratch.take(run * count)
-        np.frombuffer(data, np.uint8).reshape(count, run)[:] = _view_runs(self.memory, run, self.step, count)
-        return data
-
-
-def _list_sent(claims: Sequence[Sequence[Claim]], data: memoryview) -> Iterator[_Arrived]:
+def _list_sent(claims: Sequence[Sequence[Read]], data: memoryview) -> Iterator[Received]:
     """Yield received bytes, in the order of the claims that they answer."""
-    position = 0
-    for claim in (claim for one in claims for claim in one):
-        yield _Arrived(claim, data[position : position + claim.nbytes], claim.run)
-        position += claim.nbytes
+    for claim in chain.from_iterable(claims):
+        yield claim, data[: claim.nbytes], claim.run
+        data = data[claim.nbytes :]
 
 
-def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
+def _pack(stage: memoryview, sends: Sequence[Sequence[Read]]) -> Bytes:
     """Concatenate the bytes to send."""
-    nbytes = sum(send.nbytes for one in sends for send in one)
-    packed, position = Scratch().take(nbytes), 0
-    for send in (send for one in sends for send in one):
-        rows = _view_runs(stage[send.position :], send.run, send.step, send.count)
-        np.frombuffer(packed[position : position + send.nbytes], np.uint8).reshape(rows.shape)[:] = rows
+    packed = np.frombuffer(Scratch().take(sum(_count_bytes(sends))), np.uint8)
+    position = 0
+    for send in chain.from_iterable(sends):
+        rows = _view_runs(stage[send.offset :], send.run, send.step, send.count)
+        packed[position : position + send.nbytes].reshape(rows.shape)[:] = rows
         position += send.nbytes
-    return np.frombuffer(packed, np.uint8)
+    return packed
 
 
 def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:

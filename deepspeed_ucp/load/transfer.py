@@ -14,8 +14,8 @@ from ..config import UniversalConfig
 from ..io.checksum import Checked
 from ..io.memory import identify_host, measure_available
 from ..io.shared import share_memory
-from ..model import AtomicIndex, Records
-from ..plan import Blocks, Claim, LoadPlan, ReadSizes, address_claims, list_claims, make_owner_plan, make_plan
+from ..model import AtomicIndex, Read, Records
+from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, list_claims, make_owner_plan, make_plan
 from ..plan.claims import Table
 from ..plan.rounds import SameNode
 from ..plan.wants import Wants
@@ -179,7 +179,7 @@ def negotiate(
     blocks = Blocks.of(records, sizes.block, comm.size, index.stored.access)
     mask = np.zeros(len(records), np.bool_)
 
-    def claim() -> tuple[list[Table], list[list[Claim]]]:
+    def claim() -> tuple[list[Table], list[list[Read]]]:
         claims = list_claims(wants.wants, sizes.block)
         mask[[claim.record for claim in claims]] = True
         return address_claims(claims, blocks)

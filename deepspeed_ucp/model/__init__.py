@@ -4,6 +4,7 @@ The atomic checkpoint is the common representation of Lian et al. (ATC'25, secti
 """
 
 from .atom import Atom, Atoms, are_alike, check_coverage
+from .copies import STAGE, CopyItem, Read
 from .index import (
     ASKED,
     BATCH_SIZES,
@@ -53,11 +54,13 @@ __all__ = [
     "ITEMSIZE",
     "MASTER",
     "MODULE",
+    "STAGE",
     "TIED",
     "Atom",
     "AtomKey",
     "AtomicIndex",
     "Atoms",
+    "CopyItem",
     "FileRef",
     "Fragment",
     "Fragments",
@@ -67,6 +70,7 @@ __all__ = [
     "ParamKey",
     "ParamStorage",
     "PartitionedState",
+    "Read",
     "Record",
     "Records",
     "RunState",

@@ -1,27 +1,22 @@
 """Pure planning: byte ranges and their destinations. No torch, no files, no processes."""
 
-from .claims import DISCARD, Blocks, Claim, Part, Request, address_claims, list_claims, make_claims
-from .locate import Extent, View, Want, locate
-from .rounds import LoadPlan, OwnerPlan, ReadSizes, Round, Send, make_owner_plan, make_plan
+from .claims import Blocks, address_claims
+from .locate import View, Want, join_items, list_claims, list_reads, locate
+from .rounds import LoadPlan, OwnerPlan, ReadSizes, Round, make_owner_plan, make_plan
 
 __all__ = [
-    "DISCARD",
     "Blocks",
-    "Claim",
-    "Extent",
     "LoadPlan",
     "OwnerPlan",
-    "Part",
     "ReadSizes",
-    "Request",
     "Round",
-    "Send",
     "View",
     "Want",
     "address_claims",
+    "join_items",
     "list_claims",
+    "list_reads",
     "locate",
-    "make_claims",
     "make_owner_plan",
     "make_plan",
 ]

@@ -1,13 +1,20 @@
-"""Locate wanted elements in files: from parts of target shards to strided pieces of records."""
+"""Locate wanted elements in records: ranges of target shards become copies of bytes, and these become reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
-from ..model import ITEMSIZE, Atom, Tiles
+from ..model import ITEMSIZE, Atom, CopyItem, Read, Tiles
 from ..tensor_parallel import Layout, Run, copy_runs, restrict_source, whole
 from ..tensor_parallel.layout import overlap
+
+ENDLESS = 1 << 62
+"""A block size that no record exceeds."""
+
+MAX_ITEMS = 512
+"""Items per read; the kernel takes 1024 buffers in one ``preadv``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,48 +35,45 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Elements [start, start + numel) of a flattened target shard go to ``buffer`` at element ``offset``.
+    """Elements [start, start + numel) of a flattened target shard, and their destination.
 
-    Without a view the target shard is the source's shard ``shard``.
+    Attributes:
+        destination: number of the memory.
+        position: element of the destination that receives the first element.
+        view: how the target shard is made; None if it is the source's shard ``shard``.
     """
 
     atom: Atom
     start: int
     numel: int
-    buffer: int
-    offset: int
+    destination: int = 0
+    position: int = 0
     view: View | None = None
     shard: int = 0
 
+    @property
+    def end(self) -> int:
+        """End of the range."""
+        return self.start + self.numel
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Runs of elements of a record for a buffer; ``src`` counts elements of the record, ``dst`` of the buffer."""
-
-    record: int
-    buffer: int
-    itemsize: int
-    run: Run
+    @property
+    def itemsize(self) -> int:
+        """Stored bytes per element."""
+        return ITEMSIZE[self.atom.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all runs."""
-        return self.run.count * self.run.width * self.itemsize
+        """Stored bytes of the range."""
+        return self.numel * self.itemsize
 
     @property
-    def is_contiguous(self) -> bool:
-        """Whether the runs are adjacent in the record."""
-        return self.run.count == 1 or self.run.src_step == self.run.width
+    def is_mean(self) -> bool:
+        """Whether the values are the mean of all source shards (Partial)."""
+        return self.view is not None and self.view.source.mean
 
-    def split(self) -> Iterator[Extent]:
-        """Yield the extent in pieces that are contiguous in the record."""
-        run = self.run
-        if self.is_contiguous:
-            yield self
-            return
-        for number in range(run.count):
-            one = Run(run.src + number * run.src_step, run.dst + number * run.dst_step, run.width)
-            yield Extent(self.record, self.buffer, self.itemsize, one)
+    def pick_shard(self, shard: int) -> Want:
+        """Return the same range of one of several replicas."""
+        return self if self.view is None else replace(self, view=replace(self.view, shards=(shard,)))
 
 
 def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
@@ -82,59 +86,121 @@ def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
     return tuple(range(len(source.shards)))
 
 
-def locate(want: Want) -> Iterator[Extent]:
-    """Yield the pieces of a want, by source shard and then in element order or by tile."""
-    itemsize = ITEMSIZE[want.atom.dtype]
-    held = want.atom.shards[want.shard].storage
-    is_whole = want.view is None or _holds_all(want.view.source)
-    for record, first, part in _meet_tiles(want, held) if isinstance(held, Tiles) and is_whole else _meet_shards(want):
-        dst = part.dst - want.start + want.offset
-        moved = Run(part.src + first, dst, part.width, part.count, part.src_step, part.dst_step)
-        yield Extent(record, want.buffer, itemsize, moved)
+def list_runs(want: Want) -> Iterator[tuple[int, Run]]:
+    """Yield (record, run) for all runs of a want, by source shard and then in element order or by tile.
+
+    The runs' sources count elements from the record's start, and their targets elements of the destination.
+    """
+    storage = want.atom.shards[want.shard].storage
+    is_whole = want.view is None or _is_whole(want.view.source)
+    parts = _meet_tiles(want, storage) if isinstance(storage, Tiles) and is_whole else _meet_shards(want)
+    for record, first, run in parts:
+        dst = run.dst - want.start + want.position
+        yield record, Run(run.src + first, dst, run.width, run.count, run.src_step, run.dst_step)
 
 
-def _holds_all(layout: Layout) -> bool:
+def _is_whole(layout: Layout) -> bool:
     """Return True if the layout's only shard is the whole tensor, in row-major order."""
     return len(layout.shards) == 1 and all(
-        [low for low, _ in held] + [size] == [0] + [high for _, high in held]
-        for held, size in zip(layout.shards[0], layout.view, strict=True)
+        [low for low, _ in intervals] + [size] == [0] + [high for _, high in intervals]
+        for intervals, size in zip(layout.shards[0], layout.view, strict=True)
     )
 
 
-def _meet_tiles(want: Want, held: Tiles) -> Iterator[tuple[int, int, Run]]:
+def _meet_tiles(want: Want, storage: Tiles) -> Iterator[tuple[int, int, Run]]:
     """Yield the same as :func:`_meet_shards`, with all rows of a tile in few runs."""
-    end = want.start + want.numel
-    target, rank = (whole(held.shape), 0) if want.view is None else (want.view.target, want.view.rank)
+    target, rank = (whole(storage.shape), 0) if want.view is None else (want.view.target, want.view.rank)
     claims = None if want.view is None else want.view.source.claims
-    for tile in held.meet(want.start, end) if want.view is None else held.tiles:
+    for tile in storage.meet(want.start, want.end) if want.view is None else storage.tiles:
         spans = tuple(((low, low + size),) for low, size in zip(tile.begins, tile.shape, strict=True))
-        claimed = claims and (tuple(tuple(overlap(*each)) for each in zip(claims[0], spans, strict=True)),)
-        source = Layout(held.shape, held.shape, (spans,), (tile.shape,), claims=claimed)
-        for run in copy_runs(source, 0, target, rank, want.start, end):
-            yield tile.record, tile.offset // ITEMSIZE[want.atom.dtype], run
+        claimed = claims and (tuple(tuple(overlap(*axes)) for axes in zip(claims[0], spans, strict=True)),)
+        source = Layout(storage.shape, storage.shape, (spans,), (tile.shape,), claims=claimed)
+        for run in copy_runs(source, 0, target, rank, want.start, want.end):
+            yield tile.record, tile.offset // want.itemsize, run
 
 
 def _meet_shards(want: Want) -> Iterator[tuple[int, int, Run]]:
-    """Yield records with runs of the target shard, and the element of the record from which their sources count."""
-    view, end, itemsize = want.view, want.start + want.numel, ITEMSIZE[want.atom.dtype]
+    """Yield (record, element of the record from which the run's source counts, run of the target shard)."""
+    view = want.view
     for number in (want.shard,) if view is None else view.shards:
         runs: Iterable[Run] = (Run(want.start, want.start, want.numel),)
         if view is not None:
-            runs = copy_runs(view.source, number, view.target, view.rank, want.start, end)
+            runs = copy_runs(view.source, number, view.target, view.rank, want.start, want.end)
         for run in runs:
             for fragment in want.atom.shards[number].find(run.src, run.src_end):
                 for part in restrict_source(run, fragment.start, fragment.start + fragment.numel):
-                    yield fragment.record, fragment.offset // itemsize - fragment.start, part
+                    yield fragment.record, fragment.offset // want.itemsize - fragment.start, part
 
 
-def cut_blocks(piece: Extent, block: int) -> Iterable[Extent]:
-    """Cut a piece at the boundaries of the record's blocks of ``block`` bytes."""
-    step = block // piece.itemsize
-    run = piece.run
-    first_block, last_block = run.src // step, (run.src_end - 1) // step
-    if first_block == last_block:
-        yield piece
+def locate(want: Want, block: int = ENDLESS, *, split: bool = False) -> Iterator[CopyItem]:
+    """Yield the copies that fill a want.
+
+    Args:
+        block: cut them at multiples of this number of bytes.
+        split: yield each run that is contiguous in the record as an item.
+    """
+    for record, run in list_runs(want):
+        for part in _split(run) if split else (run,):
+            yield from make_items(record, part, want.itemsize, want.destination, block)
+
+
+def _split(run: Run) -> Iterator[Run]:
+    """Yield runs that are contiguous in the source."""
+    if run.count == 1 or run.src_step == run.width:
+        yield run
         return
-    for number in range(first_block, last_block + 1):
-        for part in restrict_source(run, number * step, (number + 1) * step):
-            yield Extent(piece.record, piece.buffer, piece.itemsize, part)
+    for number in range(run.count):
+        yield Run(run.src + number * run.src_step, run.dst + number * run.dst_step, run.width)
+
+
+def make_items(record: int, run: Run, itemsize: int, destination: int, block: int = ENDLESS) -> Iterator[CopyItem]:
+    """Yield a run of elements of a record as copies of bytes, cut at multiples of ``block`` bytes."""
+    step = block // itemsize
+    first, last = run.src // step, (run.src_end - 1) // step
+    parts: Iterable[Run] = (run,)
+    if first < last:
+        parts = (part for at in range(first, last + 1) for part in restrict_source(run, at * step, (at + 1) * step))
+    for part in parts:
+        nbytes, stride = part.width * itemsize, 0 if part.dst_step == part.width else part.dst_step
+        src_step = part.src_step if part.count > 1 else part.width
+        yield CopyItem(
+            record, part.src * itemsize, nbytes, src_step * itemsize, part.count, destination, part.dst, stride
+        )
+
+
+def list_claims(wants: Iterable[Want], block: int) -> list[Read]:
+    """Return the reads that fill a rank's wants; any rank may execute those of several runs for it.
+
+    Args:
+        block: bytes per block; each read lies in one block.
+    """
+    return join_items((item for want in wants for item in locate(want, block)), block)
+
+
+def list_reads(wants: Iterable[Want], block: int = ENDLESS) -> list[Read]:
+    """Return the reads that fill wants without other ranks: each is contiguous, and lies in one block."""
+    return join_items((item for want in wants for item in locate(want, block, split=True)), block)
+
+
+def join_items(items: Iterable[CopyItem], block: int = ENDLESS) -> list[Read]:
+    """Return reads ordered by record and offset; items that follow each other in a block are one read.
+
+    Args:
+        block: bytes per block; no item crosses its end.
+    """
+    reads, joined = list[Read](), list[CopyItem]()
+    for item in sorted(items, key=itemgetter(0, 1)):
+        if not item.is_contiguous:
+            reads.append(Read(*item[:5], (item,)))
+            continue
+        if joined and not (
+            (item.record, item.offset) == (joined[-1].record, joined[-1].end)
+            and item.offset % block
+            and len(joined) < MAX_ITEMS
+        ):
+            reads.append(Read.of(joined[0].record, joined[0].offset, joined[-1].end, *joined))
+            joined = []
+        joined.append(item)
+    if joined:
+        reads.append(Read.of(joined[0].record, joined[0].offset, joined[-1].end, *joined))
+    return sorted(reads, key=itemgetter(0, 1))

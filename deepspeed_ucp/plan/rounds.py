@@ -17,22 +17,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, compress, repeat, zip_longest
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
+from ..model import STAGE, CopyItem, Read
 from ..model.flat import Span, find_gaps
-from .claims import DISCARD, SELF_READ, STAGE, Blocks, Claim, Part, Request, Table
+from .claims import SELF_READ, Blocks, Table
 
 Answers = npt.NDArray[np.int64]
 """For each claim (``SELF_READ``, 0), or the round in which the owner stages the bytes and their place in its memory."""
 
 SameNode = npt.NDArray[np.bool_]
 """[ranks] the ranks that share staging memory with this one, itself included."""
-
-_Row = tuple[int, int, Sequence[int]]
-"""A claim: its rank, its number in that rank's table, its columns."""
 
 BLOCK = 4 << 20
 """Bytes per block: the unit of ownership, and the largest read."""
@@ -71,37 +69,22 @@ class ReadSizes:
         return min(threads, max(window // (4 * self.block), 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """``count`` runs of ``run`` bytes, ``step`` apart, from byte ``position`` of the owner's staging memory."""
-
-    position: int
-    run: int
-    step: int
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes sent."""
-        return self.run * self.count
-
-
 @dataclass(slots=True)
 class Round:
     """One rank's part in a round of exchange.
 
     Attributes:
-        sends: the staged bytes for each rank, in the order of its claims.
-        receives: for each rank, the claims whose bytes it sends, in order.
+        sends: reads of the staging memory for each rank, in the order of its claims.
+        receives: for each rank, the claims that it serves, in order.
         places: the first bytes of these claims in that rank's staging memory.
-        reads: to stage; the parts' positions are bytes of the staging memory.
+        reads: to stage; the items' positions are bytes of the staging memory.
         staged, sent: bytes of staging memory, and of all sends to ranks that do not see it.
         steps: number of exchanges, each with a part of the other ranks; the same on every rank.
     """
 
-    sends: list[list[Send]]
-    receives: list[list[Claim]]
-    reads: list[Request] = field(default_factory=list)
+    sends: list[list[Read]]
+    receives: list[list[Read]]
+    reads: list[Read] = field(default_factory=list)
     staged: int = 0
     sent: int = 0
     steps: int = 1
@@ -112,24 +95,6 @@ class Round:
         """Return a round in which this rank stages, sends and receives nothing."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
-    def add(self, record: int, gaps: Sequence[Span], claims: Iterable[_Row]) -> list[int]:
-        """Add the owner's reads of a block, one gap after the other, and the sends to the ranks that claim them.
-
-        Each such claim lies in one gap, because reads of the ranks themselves do not overlap with others.
-
-        Returns:
-            The first byte of each claim in the staging memory.
-        """
-        bases, places = [], []
-        for low, high in gaps:
-            bases.append(self.staged - low)
-            self.reads.append(_make_request(record, low, high, STAGE, self.staged))
-            self.staged += high - low
-        for rank, _, (_, offset, run, step, count) in claims:
-            places.append(offset + bases[bisect_right(gaps, offset, key=itemgetter(0)) - 1])
-            self.sends[rank].append(Send(places[-1], run, step, count))
-        return places
-
     def count_exchanges(self, share: int, same_node: SameNode | None = None) -> int:
         """Count the exchanges in which this rank sends and receives at most about ``share`` bytes each."""
         far = range(len(self.receives)) if same_node is None else np.flatnonzero(~same_node).tolist()
@@ -138,7 +103,7 @@ class Round:
 
     def select_exchange(
         self, rank: int, step: int, same_node: SameNode | None = None
-    ) -> tuple[list[list[Send]], list[list[Claim]]]:
+    ) -> tuple[list[list[Read]], list[list[Read]]]:
         """Return the sends to each rank and the claims on each rank in one of the exchanges, for ``rank``.
 
         Exchange k serves the peers with ``distance * steps // size == k``, except those on the same node.
@@ -146,13 +111,11 @@ class Round:
         size = len(self.sends)
         is_active = [distance * self.steps // size == step for distance in range(size)]
         far = [True] * size if same_node is None else (~same_node).tolist()
-        sends = [one if far[peer] and is_active[(peer - rank) % size] else [] for peer, one in enumerate(self.sends)]
-        claims = [
-            one if far[peer] and is_active[(rank - peer) % size] else [] for peer, one in enumerate(self.receives)
-        ]
-        return sends, claims
+        to = [far[peer] and is_active[(peer - rank) % size] for peer in range(size)]
+        by = [far[peer] and is_active[(rank - peer) % size] for peer in range(size)]
+        return _keep(self.sends, to), _keep(self.receives, by)
 
-    def list_local_copies(self, same_node: SameNode | None) -> list[tuple[int, int, Claim]]:
+    def list_local_copies(self, same_node: SameNode | None) -> list[tuple[int, int, Read]]:
         """List the claims that this rank copies from its node's staging memory: (rank, first byte there, claim)."""
         return [
             (peer, place, claim)
@@ -160,25 +123,29 @@ class Round:
             for place, claim in zip(self.places[peer] if self.places else (), self.receives[peer], strict=True)
         ]
 
-    def filter_for_sinks(self, sinks: Sequence[bool], sends: list[list[Send]], *, whole: bool) -> Round:
+    def filter_for_sinks(self, sinks: Sequence[bool], sends: list[list[Read]], *, whole: bool) -> Round:
         """Keep the claims of these sinks and the given sends; see :meth:`LoadPlan.filter_for_sinks`."""
-        kept = [[_feeds(claim.parts, sinks) for claim in one] for one in self.receives]
-        receives = [list(compress(*each)) for each in zip(self.receives, kept, strict=True)]
-        places = [list(compress(*each)) for each in zip(self.places, kept, strict=False)]
+        kept = [[_feeds(claim, sinks) for claim in claims] for claims in self.receives]
+        receives = [list(compress(*pair)) for pair in zip(self.receives, kept, strict=True)]
+        places = [list(compress(*pair)) for pair in zip(self.places, kept, strict=False)]
         reads = self.reads if whole else _pick_reads(self.reads, chain.from_iterable(sends))
         return replace(self, sends=sends, receives=receives, places=places, reads=reads)
 
 
-def _feeds(parts: Iterable[Part], sinks: Sequence[bool]) -> bool:
+def _keep(rows: Sequence[list[Read]], kept: Iterable[bool]) -> list[list[Read]]:
+    """Replace the rows that are not kept by empty ones."""
+    return [row if keep else [] for row, keep in zip(rows, kept, strict=True)]
+
+
+def _feeds(read: Read, sinks: Sequence[bool]) -> bool:
     """Return True if some of the bytes go to one of these sinks."""
-    return any(part.buffer >= 0 and sinks[part.buffer] for part in parts)
+    return any(item.destination >= 0 and sinks[item.destination] for item in read.items)
 
 
-def _pick_reads(reads: Iterable[Request], sends: Iterable[Send]) -> list[Request]:
+def _pick_reads(reads: Iterable[Read], sends: Iterable[Read]) -> list[Read]:
     """Return the reads from which some bytes are sent."""
-    spans = [(send.position, send.position + (send.count - 1) * send.step + send.run) for send in sends]
-    lows, highs = np.array(spans, np.int64).reshape(-1, 2).T
-    staged = [(read, read.parts[0].position) for read in reads]
+    lows, highs = np.array([(send.offset, send.end) for send in sends], np.int64).reshape(-1, 2).T
+    staged = [(read, read.items[0].position) for read in reads]
     return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
 
 
@@ -196,20 +163,32 @@ class OwnerPlan:
     answers: list[Answers]
     same_node: SameNode | None = None
     rounds: list[Round] = field(default_factory=list)
-    unclaimed: list[Request] = field(default_factory=list)
+    unclaimed: list[Read] = field(default_factory=list)
 
-    def schedule_block(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
-        """Add claims on a block to the last round, or to a new one if its share is used up."""
+    def schedule_block(self, record: int, gaps: Sequence[Span], claims: Sequence[CopyItem], share: int) -> None:
+        """Serve claims on a block in the last round, or in a new one if its share is used up.
+
+        Args:
+            gaps: the bytes of the block that the owner reads. Each claim lies in one of them, because reads of the
+                ranks themselves do not overlap with others.
+        """
         staged = sum(high - low for low, high in gaps)
-        sent = sum(row[2] * row[4] for rank, _, row in claims if self.same_node is None or not self.same_node[rank])
-        last = self.rounds[-1] if self.rounds else None
-        if last is None or max(last.staged + staged, last.sent + sent) > share:
-            last = Round.empty(len(self.answers))
-            self.rounds.append(last)
-        places = last.add(record, gaps, claims)
+        far = [self.same_node is None or not self.same_node[claim.destination] for claim in claims]
+        sent = sum(claim.nbytes for claim in compress(claims, far))
+        if not self.rounds or max(self.rounds[-1].staged + staged, self.rounds[-1].sent + sent) > share:
+            self.rounds.append(Round.empty(len(self.answers)))
+        last, shifts = self.rounds[-1], []
+        for low, high in gaps:
+            shifts.append(last.staged - low)
+            size = high - low
+            item = CopyItem(record, low, size, size, 1, STAGE, last.staged)
+            last.reads.append(Read.of(record, low, high, item))
+            last.staged += size
+        for claim in claims:
+            place = claim.offset + shifts[bisect_right(gaps, claim.offset, key=itemgetter(0)) - 1]
+            last.sends[claim.destination].append(Read(STAGE, place, claim.run, claim.step, claim.count))
+            self.answers[claim.destination][claim.position] = len(self.rounds) - 1, place
         last.sent += sent
-        for (rank, number, _), place in zip(claims, places, strict=True):
-            self.answers[rank][number] = len(self.rounds) - 1, place
 
     def rotate(self, place: int) -> None:
         """Rotate the rounds to begin at a given place."""
@@ -253,47 +232,41 @@ def make_owner_plan(
         if owner_read:
             decision.schedule_block(record, gaps, owner_read, sizes.share)
         else:
-            decision.unclaimed += [_make_request(record, *gap, DISCARD, 0) for gap in gaps]
+            decision.unclaimed += [Read.of(record, low, high) for low, high in gaps]
     decision.rotate(place)
     return decision
 
 
-def _make_request(record: int, low: int, high: int, buffer: int, position: int) -> Request:
-    return Request(record, low, high - low, (Part(high - low, buffer, position),))
-
-
-def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[_Row]]:
-    """Group claims by (record, block of it)."""
-    claimed: dict[tuple[int, int], list[_Row]] = defaultdict(list)
+def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[CopyItem]]:
+    """Group claims by (record, block of it), as copies to the claim of a number in a rank's table."""
+    claimed: dict[tuple[int, int], list[CopyItem]] = defaultdict(list)
     for rank, table in enumerate(tables):
-        for number, row in enumerate(table.tolist()):
-            claimed[row[0], row[1] // block].append((rank, number, row))
+        for number, (record, offset, run, step, count) in enumerate(table.tolist()):
+            claimed[record, offset // block].append(CopyItem(record, offset, run, step, count, rank, number))
     return claimed
 
 
 def _split(
-    claims: list[_Row], reach: int, min_direct: int, blind: npt.NDArray[np.bool_] | None
-) -> tuple[list[Span], list[_Row]]:
+    claims: Sequence[CopyItem], reach: int, min_direct: int, blind: npt.NDArray[np.bool_] | None
+) -> tuple[list[Span], list[CopyItem]]:
     """Return the ranges of a block that their ranks read themselves, and the claims that the owner reads.
 
     Args:
         reach: the first byte of the block; then the end of the claims so far.
         blind: ranks that cannot read the block's file; None if all can.
     """
-    alone = len({rank for rank, _, _ in claims}) == 1
-    claims = sorted(claims, key=lambda claim: claim[2][1])
-    starts = [row[1] for _, _, row in claims]
+    alone = len({claim.destination for claim in claims}) == 1
+    claims = sorted(claims, key=attrgetter("offset"))
+    followers = [*(claim.offset for claim in claims[1:]), None]
     self_read, owner_read = [], []
-    for claim, follower in zip(claims, [*starts[1:], None], strict=bool(claims)):
-        rank, _, (_, low, run, step, count) = claim
-        high = low + (count - 1) * step + run
-        is_separate = low >= reach and (follower is None or follower >= high)
-        sees = blind is None or not blind[rank]
-        if sees and is_separate and count == 1 and (alone or run >= min_direct):
-            self_read.append((low, high))
+    for claim, follower in zip(claims, followers, strict=bool(claims)):
+        is_separate = claim.offset >= reach and (follower is None or follower >= claim.end)
+        sees = blind is None or not blind[claim.destination]
+        if sees and is_separate and claim.count == 1 and (alone or claim.run >= min_direct):
+            self_read.append((claim.offset, claim.end))
         else:
             owner_read.append(claim)
-        reach = max(reach, high)
+        reach = max(reach, claim.end)
     return self_read, owner_read
 
 
@@ -307,19 +280,19 @@ class LoadPlan:
         same_node: see :data:`SameNode`; None if everything is sent.
     """
 
-    direct: list[Request]
+    direct: list[Read]
     rounds: list[Round]
     same_node: SameNode | None = field(default=None, compare=False)
 
     @property
-    def requests(self) -> list[Request]:
+    def reads(self) -> list[Read]:
         """All reads."""
-        return self.direct + [request for each in self.rounds for request in each.reads]
+        return self.direct + [read for each in self.rounds for read in each.reads]
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank reads, each once."""
-        return sum(request.nbytes for request in self.requests)
+        return sum(read.nbytes for read in self.reads)
 
     def list_needs(self, *passes: Sequence[bool]) -> list[npt.NDArray[np.bool_]]:
         """Per owner [claims that it serves, in the order of the rounds; passes] whether a pass needs them.
@@ -328,8 +301,8 @@ class LoadPlan:
             passes: for each pass and sink, whether the pass fills the sink.
         """
         claims = [[claim for each in self.rounds for claim in each.receives[owner]] for owner in range(self.size)]
-        needs = ([[_feeds(claim.parts, sinks) for sinks in passes] for claim in one] for one in claims)
-        return [np.array(each, np.bool_).reshape(-1, len(passes)) for each in needs]
+        needs = ([[_feeds(claim, sinks) for sinks in passes] for claim in one] for one in claims)
+        return [np.array(rows, np.bool_).reshape(-1, len(passes)) for rows in needs]
 
     def filter_for_sinks(
         self, sinks: Sequence[bool], needed: Sequence[npt.NDArray[np.bool_]] = (), *, whole: bool = False
@@ -350,7 +323,7 @@ class LoadPlan:
         for each in self.rounds:
             sends = [[send for send in one if next(is_needed[peer])] for peer, one in enumerate(each.sends)]
             rounds.append(each.filter_for_sinks(sinks, sends, whole=whole))
-        direct = [request for request in self.direct if whole or _feeds(request.parts, sinks)]
+        direct = [read for read in self.direct if whole or _feeds(read, sinks)]
         return replace(self, direct=direct, rounds=rounds)
 
     @property
@@ -375,7 +348,7 @@ class LoadPlan:
 
 
 def make_plan(
-    addressed: Sequence[Sequence[Claim]],
+    addressed: Sequence[Sequence[Read]],
     answers: Sequence[Answers],
     decision: OwnerPlan,
     rank: int,
@@ -389,12 +362,8 @@ def make_plan(
         decision: of this rank as an owner.
         files: file of each record.
     """
-    direct = [
-        Request(claim.record, claim.offset, claim.nbytes, claim.parts)
-        for claims in _select_claims(addressed, answers, SELF_READ)
-        for claim in claims
-    ]
-    direct = order_reads(direct + decision.unclaimed, files, rank)
+    granted = chain.from_iterable(_select_claims(addressed, answers, SELF_READ))
+    direct = order_reads([*granted, *decision.unclaimed], files, rank)
     count = max([len(decision.rounds), *(int(answer[:, 0].max(initial=SELF_READ)) + 1 for answer in answers)])
     idle = [Round.empty(len(addressed)) for _ in range(count - len(decision.rounds))]
     rounds = []
@@ -408,14 +377,14 @@ _GOLDEN = 2_654_435_769
 """Fraction of the golden ratio, times 2^32."""
 
 
-def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int) -> list[Request]:
+def order_reads(reads: Iterable[Read], files: Sequence[int], rank: int) -> list[Read]:
     """Return the order in which a rank reads.
 
     It is the order of the files, rotated to a place of the rank: ranks that need neighbouring bytes do not all wait for
     the same part of the storage. Such ranks mostly have consecutive numbers; the golden ratio spreads them evenly.
     """
-    ordered = sorted(reads, key=lambda request: (files[request.record], request.record, request.offset))
-    ends = list(accumulate(request.nbytes for request in ordered))
+    ordered = sorted(reads, key=lambda read: (files[read.record], read.record, read.offset))
+    ends = list(accumulate(read.nbytes for read in ordered))
     first = bisect_right(ends, _spread_start(ends[-1], rank)) if ends else 0
     return ordered[first:] + ordered[:first]
 
@@ -425,7 +394,7 @@ def _spread_start(total: int, place: int) -> int:
     return (total * (place * _GOLDEN % (1 << 32))) >> 32
 
 
-def _select_claims(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
+def _select_claims(addressed: Sequence[Sequence[Read]], answers: Sequence[Answers], wanted: int) -> list[list[Read]]:
     """Return per owner the claims with a given answer."""
     pairs = zip(addressed, answers, strict=True)
     return [[claims[number] for number in np.flatnonzero(answer[:, 0] == wanted).tolist()] for claims, answer in pairs]

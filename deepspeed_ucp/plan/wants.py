@@ -110,7 +110,7 @@ class Wants:
         """
         spans: list[list[tuple[int, int]]] = [[] for _ in self.buffers]
         for want in (each for each in self.wants if each.atom.name not in self.resized):
-            spans[self.sinks[want.buffer][0]].append((want.offset, want.offset + want.numel))
+            spans[self.sinks[want.destination][0]].append((want.position, want.position + want.numel))
         for buffer, low, high in [*self.blanks, *((mean.buffer, mean.low, mean.high) for mean in self.means)]:
             spans[buffer].append((low, high))
         return spans

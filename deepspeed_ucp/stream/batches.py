@@ -13,7 +13,7 @@ from ..io.memory import Scratch
 from ..io.threads import run_threads
 from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from .full_tensors import FullTensor
-from .reader import AtomReader, Item
+from .reader import AtomReader
 
 _ALIGNED = direct.ALIGNMENT
 """Alignment of ranges in memory in bytes, as direct I/O requires."""
@@ -21,9 +21,9 @@ _ALIGNED = direct.ALIGNMENT
 MakeBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Factory of a progress bar for a number of bytes; its context manager yields a thread-safe callback for bytes done."""
 
-Consume = Callable[[Batch, Sequence[list[Item]], list[Checked], Scratch], None]
-"""Takes a batch, its items by source (valid until it returns), the checks of the bytes read, and scratch memory of the
-thread."""
+Consume = Callable[[Batch, Sequence[list[memoryview]], list[Checked], Scratch], None]
+"""Takes a batch, by source the bytes of its ranges (valid until it returns), the checks of the bytes read, and scratch
+memory of the thread."""
 
 
 def no_bar(total: int) -> AbstractContextManager[Callable[[int], None]]:
@@ -86,16 +86,18 @@ def stream(
     largest = [max((_lay_out(batch, atoms)[-1] for batch in batches), default=0) for _, atoms in sources]
 
     def work(turn: Iterator[Batch]) -> None:
-        memory, scratch = [Scratch().take(nbytes) for nbytes in largest], Scratch()
+        spaces, scratch = [Scratch().take(nbytes) for nbytes in largest], Scratch()
         for batch in turn:
             if halted():
                 return
             sides, checks = [], []
-            for (reader, atoms), space in zip(sources, memory, strict=True):
-                sides.append(_make_items(batch, atoms, space))
-                checks += reader.read_items(sides[-1])
+            for (reader, atoms), space in zip(sources, spaces, strict=True):
+                wants = [atoms[each.output].want(each.start, each.numel) for each in batch.ranges]
+                places = _lay_out(batch, atoms)
+                sides.append([space[place:][: want.nbytes] for want, place in zip(wants, places, strict=False)])
+                checks += reader.read_tensors(wants, sides[-1])
             consume(batch, sides, checks, scratch)
-            progress(sum(item.into.nbytes for items in sides for item in items))
+            progress(sum(data.nbytes for side in sides for data in side))
 
     run_threads(batches, work, threads)
 
@@ -107,12 +109,3 @@ def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
         nbytes = each.numel * atoms[each.output].itemsize
         places.append(places[-1] + -(-nbytes // _ALIGNED) * _ALIGNED)
     return places
-
-
-def _make_items(batch: Batch, atoms: Sequence[FullTensor], memory: memoryview) -> list[Item]:
-    return [
-        Item(
-            atoms[each.output], each.start, each.numel, memory[place : place + each.numel * atoms[each.output].itemsize]
-        )
-        for each, place in zip(batch.ranges, _lay_out(batch, atoms), strict=False)
-    ]

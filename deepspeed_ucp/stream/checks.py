@@ -12,9 +12,8 @@ import numpy.typing as npt
 from ..comm import Comm
 from ..errors import CheckpointError, shorten
 from ..io.checksum import Checked, merge_checks
-from ..model import AtomicIndex, Record, StoredAtoms
+from ..model import AtomicIndex, Read, Record, StoredAtoms
 from ..model.flat import find_gaps
-from ..plan.claims import DISCARD, Part, Request
 from .copies import CopyReader
 
 CHUNK = 4 << 20
@@ -114,13 +113,12 @@ def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: 
     return sum(gap.nbytes for gap in gaps)
 
 
-def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[Request]:
-    """Yield requests for the parts of a record without checks."""
+def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[Read]:
+    """Yield reads of the parts of a record without checks."""
     spans = [(check.offset, check.offset + check.nbytes) for check in checks]
     for low, high in find_gaps(spans, nbytes):
         for begin in range(low, high, CHUNK):
-            size = min(CHUNK, high - begin)
-            yield Request(record, begin, size, (Part(size, DISCARD, 0),))
+            yield Read.of(record, begin, min(begin + CHUNK, high))
 
 
 def _describe_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> CheckpointError:

@@ -17,7 +17,8 @@ from ..errors import CheckpointError, MismatchError, shorten
 from ..io.cast import cast
 from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, ParamKey, Storage
 from ..model.flat import Span
-from .element_pairs import Elements, Pair, compare_pairs, cut_pair
+from ..plan import Want
+from .element_pairs import Pair, compare_pairs, cut_pair
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -67,16 +68,16 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 def _pair_repeated(atom: Atom, tp_shard: int, repeat: Fragment) -> Pair:
     """Return the elements of a repeated fragment, and of its first occurrence."""
     shards = tuple(replace(shard, storage=(repeat,), place=0) for shard in atom.shards)
-    span = repeat.start, repeat.start + repeat.numel
-    return Elements(replace(atom, shards=shards), tp_shard, *span), Elements(atom, tp_shard, *span)
+    want = Want(atom, repeat.start, repeat.numel, shard=tp_shard)
+    return replace(want, atom=replace(atom, shards=shards)), want
 
 
-def _raise_repeat_differs(index: AtomicIndex, repeat: Elements) -> None:
+def _raise_repeat_differs(index: AtomicIndex, repeat: Want) -> None:
     atom, stored = repeat.atom, index.stored
     path = stored.files[stored.records[atom.shards[repeat.shard].fragments[0].record].file].path
     raise CheckpointError(
-        f"{atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of "
-        f"its elements [{repeat.low}, {repeat.high}). The file belongs to another run or step; put the right one back.",
+        f"{atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of its "
+        f"elements [{repeat.start}, {repeat.end}). The file belongs to another run or step; put the right one back.",
         path=path,
     )
 
@@ -87,16 +88,16 @@ def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: 
     counts = {file: _Count() for file in samples_of}
     places = [(file, *place) for file, samples in samples_of.items() for place in _iter_sampled_runs(samples)]
     pairs = [
-        (_make_elements(index, MASTER, sample, span), _make_elements(index, COPY, sample, span))
+        (_want_sample(index, MASTER, sample, span), _want_sample(index, COPY, sample, span))
         for _, sample, span in places
     ]
     compare_pairs(index, pairs, lambda number, *values: counts[places[number][0]].add(*pairs[number], *values), comm)
     comm.run(lambda: _check_difference_share(index, counts))
 
 
-def _make_elements(index: AtomicIndex, state: str, sample: _Sample, span: Span) -> Elements:
-    param, shard, _ = sample
-    return Elements(index.stored.atoms[AtomKey(param.name, state, param.instance)], shard, *span)
+def _want_sample(index: AtomicIndex, state: str, sample: _Sample, span: Span) -> Want:
+    (param, shard, _), (low, high) = sample, span
+    return Want(index.stored.atoms[param.atom(state)], low, high - low, shard=shard)
 
 
 def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> dict[int, list[_Sample]]:
@@ -148,17 +149,18 @@ class _Count:
     differing: int = 0
     first: str = ""
 
-    def add(self, here: Elements, there: Elements, value: bytearray, other: bytearray) -> None:
-        master, twin = here.atom, there.atom
-        size, width = ITEMSIZE[master.dtype], ITEMSIZE[twin.dtype]
-        for number in range(here.high - here.low):
-            own = value[number * size : (number + 1) * size]
-            copy = other[number * width : (number + 1) * width]
+    def add(self, master: Want, copy: Want, values: bytearray, others: bytearray) -> None:
+        """Compare the bytes of a master with those of its copy."""
+        size, width, dtypes = master.itemsize, copy.itemsize, (master.atom.dtype, copy.atom.dtype)
+        for number in range(master.numel):
+            value, other = values[number * size :][:size], others[number * width :][:width]
             self.total += 1
-            if _cast(own, master.dtype, twin.dtype) != copy:
+            if _cast(value, *dtypes) != other:
                 self.differing += 1
-                shown = _show(own, master.dtype), _show(copy, twin.dtype)
-                self.first = self.first or f"{master.name}[{here.low + number}] is {shown[0]} here and {shown[1]} there"
+                name = f"{master.atom.name}[{master.start + number}]"
+                self.first = (
+                    self.first or f"{name} is {_show(value, dtypes[0])} here and {_show(other, dtypes[1])} there"
+                )
 
 
 def _check_difference_share(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
@@ -223,7 +225,7 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[
 
     Samples of the elements are compared.
     """
-    diverged, name_of_pair, pairs = dict[str, None](), list[str](), list[tuple[Elements, Elements]]()
+    diverged, name_of_pair, pairs = dict[str, None](), list[str](), list[Pair]()
     for name in names if comm.rank == 0 else ():
         instances = range(index.model.instances[name])
         states_of = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
@@ -233,8 +235,10 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[
                 diverged[name] = None
                 continue
             for rank, shard in enumerate(first.shards):
-                spans = _list_runs(shard.numel)
-                pairs += [(Elements(first, rank, *span), Elements(other, rank, *span)) for span in spans]
+                pairs += [
+                    (Want(first, low, high - low, shard=rank), Want(other, low, high - low, shard=rank))
+                    for low, high in _list_runs(shard.numel)
+                ]
             name_of_pair += [name] * (len(pairs) - len(name_of_pair))
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
@@ -259,7 +263,7 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
     every = (
         chunk
         for atom in atoms
-        for first, *others in [[Elements(atom, rank, 0, shard.numel) for rank, shard in enumerate(atom.shards)]]
+        for first, *others in [[Want(atom, 0, shard.numel, shard=rank) for rank, shard in enumerate(atom.shards)]]
         for other in others
         for chunk in cut_pair(first, other)
     )
@@ -273,14 +277,14 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
         comm.run(lambda: _raise_replicas_differ(*max(each for each in differences if each[0] == differences[0][0])))
 
 
-def _find_largest_difference(part: Elements, first: bytearray, other: bytearray) -> list[_Difference]:
+def _find_largest_difference(part: Want, first: bytearray, other: bytearray) -> list[_Difference]:
     if first == other:
         return []
     import torch
 
     dtype = getattr(torch, part.atom.dtype)
     gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
-    return [(part.atom.key, float(gap.max()), part.shard, part.low + int(gap.argmax()))]
+    return [(part.atom.key, float(gap.max()), part.shard, part.start + int(gap.argmax()))]
 
 
 def _raise_replicas_differ(key: AtomKey, size: float, rank: int, element: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,9 +11,8 @@ from ..comm import Comm
 from ..errors import UcpError, raise_first
 from ..io.filesystems import choose_map
 from ..io.read import MemorySink
-from ..model import ITEMSIZE, Atom, AtomicIndex
-from ..plan.claims import Part, Request, list_requests
-from ..plan.locate import Want
+from ..model import AtomicIndex, CopyItem, Read
+from ..plan import Want, list_reads
 from .copies import CopyReader
 from .reader import AtomReader
 
@@ -24,26 +23,7 @@ _CHUNK = 4 << 20
 """Maximum bytes of each side of a pair."""
 
 
-class Elements(NamedTuple):
-    """Elements [low, high) of a flattened shard of an atom."""
-
-    atom: Atom
-    shard: int
-    low: int
-    high: int
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return (self.high - self.low) * ITEMSIZE[self.atom.dtype]
-
-    @property
-    def want(self) -> Want:
-        """The same elements as a request into their own buffer."""
-        return Want(self.atom, self.low, self.high - self.low, 0, 0, shard=self.shard)
-
-
-Pair = tuple[Elements, Elements]
+Pair = tuple[Want, Want]
 Values = tuple[bytearray, bytearray]
 Judge = Callable[[int, bytearray, bytearray], None]
 """Takes a pair's number and the bytes of both sides; its errors are raised on all ranks."""
@@ -74,14 +54,12 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
     comm.run(lambda: raise_first(failed))
 
 
-def cut_pair(first: Elements, other: Elements) -> Iterator[Pair]:
+def cut_pair(first: Want, other: Want) -> Iterator[Pair]:
     """Cut a pair into chunks."""
-    step = _CHUNK // ITEMSIZE[first.atom.dtype]
-    for low in range(0, first.high - first.low, step):
-        one, two = (
-            each._replace(low=each.low + low, high=min(each.low + low + step, each.high)) for each in (first, other)
-        )
-        yield one, two
+    step = _CHUNK // first.itemsize
+    for low in range(0, first.numel, step):
+        numel = min(step, first.numel - low)
+        yield replace(first, start=first.start + low, numel=numel), replace(other, start=other.start + low, numel=numel)
 
 
 def _judge(values: Iterable[Values], judge: Judge, first: int = 0) -> None:
@@ -93,48 +71,51 @@ def _read_here(index: AtomicIndex, pairs: Sequence[Pair]) -> Iterator[Values]:
     apply = choose_map(index.run.state_file)
     with AtomReader(index) as reader:  # with checksums, from the places that a load reads
         for batch in _divide(pairs):
-            yield from apply(lambda pair: (reader.read_elements(*pair[0]), reader.read_elements(*pair[1])), batch)
+            yield from apply(lambda pair: (reader.read_want(pair[0]), reader.read_want(pair[1])), batch)
 
 
 def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    batch, held = list[Pair](), 0
+    """Yield batches of pairs that are read together."""
+    batch, nbytes = list[Pair](), 0
     for pair in pairs:
         batch.append(pair)
-        held += sum(each.nbytes for each in pair)
-        if held >= _AT_ONCE:
+        nbytes += pair[0].nbytes + pair[1].nbytes
+        if nbytes >= _AT_ONCE:
             yield batch
-            batch, held = [], 0
+            batch, nbytes = [], 0
     if batch:
         yield batch
 
 
 def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[Values]:
     """Return the bytes of this rank's pairs, each read by a rank that can; collective."""
-    stored, elements = index.stored, [each for pair in pairs for each in pair]
-    requests = [list_requests([each.want]) for each in elements]
-    asked = [request for one in requests for request in one]
-    files = [stored.records[request.record].file for request in asked]
+    stored, wants = index.stored, [want for pair in pairs for want in pair]
+    reads = [list_reads([want]) for want in wants]
+    spans = [(read.record, read.offset, read.end) for row in reads for read in row]
+    files = [stored.records[record].file for record, _, _ in spans]
     turns = stored.access.take_turns(files, comm.size)
     ranks = np.where(stored.access.can_read(comm.rank, files), comm.rank, turns).tolist()
-    questions = [(request.record, request.offset, request.nbytes) for request in asked]
     with CopyReader(stored) as reader:
 
-        def read(question: tuple[int, int, int]) -> bytes:
-            data = bytearray(question[-1])
-            reader.read([Request(*question, (Part(len(data), 0, 0),))], [MemorySink(memoryview(data))])
+        def read_span(span: tuple[int, int, int]) -> bytes:
+            record, low, high = span
+            data = bytearray(high - low)
+            item = CopyItem(record, low, len(data), len(data), 1, 0, 0)
+            reader.read([Read.of(*span, item)], [MemorySink(memoryview(data))])
             return bytes(data)
 
-        answers = iter(comm.ask(list(zip(ranks, questions, strict=True)), read))
-    values = [_put_together(*each, answers) for each in zip(elements, requests, strict=True)]
+        answers = iter(comm.ask(list(zip(ranks, spans, strict=True)), read_span))
+    values = [_join(want, row, answers) for want, row in zip(wants, reads, strict=True)]
     return list(zip(values[::2], values[1::2], strict=True))
 
 
-def _put_together(each: Elements, requests: Iterable[Request], answers: Iterator[bytes]) -> bytearray:
-    whole, itemsize = bytearray(each.nbytes), ITEMSIZE[each.atom.dtype]
-    for request in requests:
-        data, used = next(answers), 0
-        for part in request.parts:
-            low = part.position * itemsize
-            whole[low : low + part.nbytes] = data[used : used + part.nbytes]
-            used += part.nbytes
-    return whole
+def _join(want: Want, reads: Iterable[Read], answers: Iterator[bytes]) -> bytearray:
+    """Scatter the bytes of a want's reads."""
+    values = bytearray(want.nbytes)
+    sink = MemorySink(memoryview(values), want.itemsize)
+    for read in reads:
+        data = memoryview(next(answers))
+        for item in read.items:
+            sink.store(item, data[: item.nbytes])
+            data = data[item.nbytes :]
+    return values

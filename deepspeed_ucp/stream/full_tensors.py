@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..model import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, count
-from ..plan import View
-from ..plan.locate import Want
+from ..plan import View, Want
 from ..plan.settling import settle_index
 from ..tensor_parallel import Layout, Pattern, RuleSet, Unique
 from ..tensor_parallel.layout import Shape
@@ -57,10 +56,9 @@ class FullTensor:
         """Record and byte offset of the first fragment, which order the reads of a source."""
         return next(((f.record, f.offset) for shard in self.atom.shards for f in shard.pieces), (0, 0))
 
-    def want(self, start: int, numel: int, buffer: int, shard: int | None = None) -> Want:
-        """Return a request of elements [start, start + numel) of the logical tensor, optionally of one shard."""
-        view = self.view if shard is None or self.view is None else replace(self.view, shards=(shard,))
-        return Want(self.atom, start, numel, buffer, 0, view)
+    def want(self, start: int, numel: int) -> Want:
+        """Want elements [start, start + numel) of the logical tensor."""
+        return Want(self.atom, start, numel, view=self.view)
 
 
 @dataclass(frozen=True, slots=True)

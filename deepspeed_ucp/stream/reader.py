@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,31 +13,10 @@ from ..io.cast import average
 from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..io.read import MemorySink, Sink
-from ..model import ITEMSIZE, MASTER, Atom, AtomicIndex
-from ..plan.claims import list_requests
-from ..plan.locate import Want
+from ..model import MASTER, AtomicIndex
+from ..plan import Want, list_reads
 from ..plan.rounds import BLOCK
 from .copies import CopyReader
-from .full_tensors import FullTensor
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """Read elements [start, start + numel) of a flattened full tensor into the bytes ``into``."""
-
-    tensor: FullTensor
-    start: int
-    numel: int
-    into: memoryview
-
-    @property
-    def is_mean(self) -> bool:
-        """Whether the value is the mean of all shards (Partial)."""
-        return self.tensor.view is not None and self.tensor.view.source.mean
-
-    def want(self, buffer: int, shard: int | None = None) -> Want:
-        """Return the request for ``plan.locate``, optionally of one source shard."""
-        return self.tensor.want(self.start, self.numel, buffer, shard)
 
 
 class AtomReader(CopyReader):
@@ -61,74 +40,77 @@ class AtomReader(CopyReader):
         Raises:
             CheckpointError: a file cannot be read.
         """
-        return self.read(list_requests(wants), sinks)
+        return self.read(list_reads(wants), sinks)
 
     def read_all(self, wants: Iterable[Want], sinks: Sequence[Sink], threads: int) -> list[Checked]:
         """Read requests in several threads; as :meth:`read_wants`."""
-        return self.read_parallel(list_requests(wants, BLOCK), sinks, threads)
+        return self.read_parallel(list_reads(wants, BLOCK), sinks, threads)
 
-    def read_items(self, items: Sequence[Item]) -> list[Checked]:
-        """Read ranges of logical tensors.
+    def read_tensors(self, wants: Sequence[Want], memory: Sequence[memoryview]) -> list[Checked]:
+        """Read ranges of full tensors; means of shards are computed, and replicas are compared.
+
+        Args:
+            memory: for each want.
 
         Raises:
             CheckpointError: a file cannot be read.
             MismatchError: replicas differ.
         """
-        sinks = [MemorySink(item.into, item.tensor.itemsize) for item in items]
-        plain = [item.want(number) for number, item in enumerate(items) if not item.is_mean]
+        pairs = list(zip(wants, memory, strict=True))
+        sinks = [MemorySink(data, want.itemsize) for want, data in pairs]
+        plain = [replace(want, destination=number) for number, want in enumerate(wants) if not want.is_mean]
         checks = self.read_wants(plain, sinks)
-        for item in items:
-            if item.is_mean:
-                checks += self._read_mean(item)
-            elif item.tensor.view is not None and item.tensor.view.source.replicated:
-                checks += self._compare_replicas(item)
+        for want, data in pairs:
+            if want.is_mean:
+                checks += self._read_mean(want, data)
+            elif want.view is not None and want.view.source.replicated:
+                checks += self._compare_replicas(want, data)
         return checks
 
-    def read_elements(self, atom: Atom, shard: int, low: int, high: int) -> bytearray:
-        """Read elements [low, high) of a flattened shard of an atom.
+    def read_want(self, want: Want) -> bytearray:
+        """Return the bytes of a want.
 
         Raises:
             CheckpointError: a file cannot be read.
         """
-        data = bytearray((high - low) * ITEMSIZE[atom.dtype])
-        sink = MemorySink(memoryview(data), ITEMSIZE[atom.dtype])
-        self.read_wants([Want(atom, low, high - low, 0, 0, shard=shard)], [sink])
+        data = bytearray(want.nbytes)
+        self.read_wants([want], [MemorySink(memoryview(data), want.itemsize)])
         return data
 
-    def _read_shard(self, item: Item, shard: int, into: memoryview) -> list[Checked]:
-        return self.read_wants([item.want(0, shard)], [MemorySink(into, item.tensor.itemsize)])
+    def _read_shard(self, want: Want, shard: int, data: memoryview) -> list[Checked]:
+        return self.read_wants([want.pick_shard(shard)], [MemorySink(data, want.itemsize)])
 
-    def _compare_replicas(self, item: Item) -> list[Checked]:
+    def _compare_replicas(self, want: Want, data: memoryview) -> list[Checked]:
         checks: list[Checked] = []
-        other = Scratch().take(item.into.nbytes)
-        for shard in range(1, len(item.tensor.atom.shards)):
-            checks += self._read_shard(item, shard, other)
-            if other != item.into:
+        other = Scratch().take(data.nbytes)
+        for shard in range(1, len(want.atom.shards)):
+            checks += self._read_shard(want, shard, other)
+            if other != data:
                 raise MismatchError(
-                    f"{_describe_difference(item, shard, other)}", path=os.path.dirname(self.index.run.state_file)
+                    _describe_difference(want, shard, data, other), path=os.path.dirname(self.index.run.state_file)
                 )
         return checks
 
-    def _read_mean(self, item: Item) -> list[Checked]:
+    def _read_mean(self, want: Want, data: memoryview) -> list[Checked]:
         """Read the mean of the shards (Partial), one shard at a time."""
         import torch
 
         checks: list[Checked] = []
-        copy, dtype = Scratch().take(item.into.nbytes), getattr(torch, item.tensor.dtype)
+        copy, dtype = Scratch().take(data.nbytes), getattr(torch, want.atom.dtype)
 
         def read_shards() -> Iterator[torch.Tensor]:
-            for shard in range(len(item.tensor.atom.shards)):
-                checks.extend(self._read_shard(item, shard, copy))
+            for shard in range(len(want.atom.shards)):
+                checks.extend(self._read_shard(want, shard, copy))
                 yield torch.frombuffer(copy, dtype=dtype)
 
-        torch.frombuffer(item.into, dtype=dtype).copy_(average(read_shards()))
+        torch.frombuffer(data, dtype=dtype).copy_(average(read_shards()))
         return checks
 
 
-def _describe_difference(item: Item, shard: int, other: memoryview) -> str:
-    name, state = item.tensor.name, item.tensor.atom.state
-    left, right = (np.frombuffer(data, np.uint8).reshape(item.numel, -1) for data in (item.into, other))
-    element = item.start + int(np.flatnonzero((left != right).any(1))[0])
+def _describe_difference(want: Want, shard: int, data: memoryview, other: memoryview) -> str:
+    name, state = want.atom.name, want.atom.state
+    left, right = (np.frombuffer(values, np.uint8).reshape(want.numel, -1) for values in (data, other))
+    element = want.start + int(np.flatnonzero((left != right).any(1))[0])
     advice = f' To load their mean, use: {{"match": "{name}", "pattern": "partial"}}.' if state == MASTER else ""
     return (
         f"{name} ({state}) is replicated over tensor-parallel ranks, but ranks 0 and {shard} saved different values, "

@@ -22,10 +22,10 @@ from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink, RecordReader, sum_range
-from deepspeed_ucp.model import FileRef, Record
-from deepspeed_ucp.plan import DISCARD, Part, Request
+from deepspeed_ucp.model import CopyItem, FileRef, Read, Record
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.support.descriptors import list_open
+from tests.support.reads import item, read_of
 
 DATA = random.Random(0).randbytes(4000)
 
@@ -39,11 +39,10 @@ class Bytes:
     def view(self, position: int, nbytes: int) -> memoryview | None:
         return None if self.staged else memoryview(self.data)[position : position + nbytes]
 
-    def store(self, part: Part, data: memoryview) -> None:
-        run = part.run or part.nbytes
-        for row in range(part.nbytes // run):
-            low = part.position + row * part.stride
-            self.data[low : low + run] = data[row * run : (row + 1) * run]
+    def store(self, item: CopyItem, data: memoryview) -> None:
+        for row in range(item.count):
+            low = item.position + row * (item.stride or item.run)
+            self.data[low : low + item.run] = data[row * item.run : (row + 1) * item.run]
 
 
 @pytest.fixture
@@ -52,28 +51,26 @@ def file(tmp_path: Path) -> FileRef:
     return FileRef(str(tmp_path / "x.pt"), len(DATA))
 
 
-def read(
-    requests: list[Request], file: FileRef, sinks: list[Any], threads: int = 1, checksum: bool = True
-) -> list[Checked]:
+def read(reads: list[Read], file: FileRef, sinks: list[Any], threads: int = 1, checksum: bool = True) -> list[Checked]:
     with RecordReader([Record(0, 100, 3900, None)], [file], checksum=checksum) as reader:
-        return sorted(reader.read_parallel(requests, sinks, threads))
+        return sorted(reader.read_parallel(reads, sinks, threads))
 
 
-def test_bytes_go_where_the_parts_say(file: FileRef) -> None:
-    direct, staged = Bytes(10), Bytes(10, staged=True)
-    parts = (Part(4, 0, 6), Part(3, DISCARD, 0), Part(5, 1, 2), Part(2, 0, 0))
-    checks = read([Request(0, 50, 14, parts)], file, [direct, staged])
-    got = DATA[150:164]
-    assert bytes(direct.data) == got[12:14] + bytes(4) + got[:4]
+def test_bytes_go_where_the_items_say(file: FileRef) -> None:
+    straight, staged = Bytes(10), Bytes(10, staged=True)
+    items = item(0, 50, 4, 0, 6), item(0, 54, 3, 2, 0), item(0, 57, 5, 1, 2), item(0, 62, 2, 0, 0)
+    checks = read([Read.of(0, 50, 66, *items)], file, [straight, staged, None])
+    got = DATA[150:166]
+    assert bytes(straight.data) == got[12:14] + bytes(4) + got[:4]
     assert bytes(staged.data) == bytes(2) + got[7:12] + bytes(3)
-    assert checks == [Checked(0, 50, 14, isal_zlib.crc32(got))]
+    assert checks == [Checked(0, 50, 16, isal_zlib.crc32(got))]
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_rows_go_through_scratch_memory(file: FileRef, staged: bool) -> None:
     """Rows of a buffer are not contiguous."""
     sink = Bytes(20, staged=staged)
-    checks = read([Request(0, 0, 9, (Part(6, 0, 1, run=2, stride=5), Part(3, 0, 17)))], file, [sink])
+    checks = read([read_of(CopyItem(0, 0, 2, 2, 3, 0, 1, 5), item(0, 6, 3, 0, 17))], file, [sink])
     got = DATA[100:109]
     assert bytes(sink.data) == (bytes(1) + got[:2] + bytes(3) + got[2:4] + bytes(3) + got[4:6] + bytes(4) + got[6:9])
     assert [check.crc for check in checks] == [isal_zlib.crc32(got)]
@@ -81,18 +78,18 @@ def test_rows_go_through_scratch_memory(file: FileRef, staged: bool) -> None:
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_checksums_are_optional_and_include_discarded_bytes(file: FileRef, checksum: bool) -> None:
-    sink, parts = Bytes(20), (Part(20, 0, 0), Part(20, 1, 0))
-    checks = read([Request(0, 0, 40, parts)], file, [sink, None], checksum=checksum)
+    sink, items = Bytes(20), (item(0, 0, 20, 0, 0), item(0, 20, 20, 1, 0))
+    checks = read([read_of(*items)], file, [sink, None], checksum=checksum)
     assert checks == [Checked(0, 0, 40, isal_zlib.crc32(DATA[100:140]) if checksum else 0)]
     assert bytes(sink.data) == DATA[100:120]
 
 
 @pytest.mark.parametrize("threads", [1, 3, 8])
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
-def test_threads_share_the_requests(file: FileRef, threads: int, staged: bool) -> None:
+def test_threads_share_the_reads(file: FileRef, threads: int, staged: bool) -> None:
     sink = Bytes(3900, staged=staged)
-    requests = [Request(0, low, 100, (Part(60, 0, low), Part(40, 0, low + 60))) for low in range(0, 3900, 100)]
-    checks = read(requests, file, [sink], threads)
+    reads = [read_of(item(0, low, 60, 0, low), item(0, low + 60, 40, 0, low + 60)) for low in range(0, 3900, 100)]
+    checks = read(reads, file, [sink], threads)
     assert bytes(sink.data) == DATA[100:]
     assert [check.crc for check in checks] == [
         isal_zlib.crc32(DATA[100 + low : 200 + low]) for low in range(0, 3900, 100)
@@ -111,7 +108,7 @@ def test_short_reads_are_continued(file: FileRef, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "preadv", some)
     sink = Bytes(50)
-    checks = read([Request(0, 5, 50, (Part(20, 0, 0), Part(30, 0, 20)))], file, [sink])
+    checks = read([read_of(item(0, 5, 20, 0, 0), item(0, 25, 30, 0, 20))], file, [sink])
     assert bytes(sink.data) == DATA[105:155]
     assert [check.crc for check in checks] == [isal_zlib.crc32(DATA[105:155])]
 
@@ -122,9 +119,9 @@ def test_several_files(tmp_path: Path) -> None:
         (tmp_path / f"{number}.pt").write_bytes(bytes([number]) * 10)
         files.append(FileRef(str(tmp_path / f"{number}.pt"), 10))
     sink = Bytes(12)
-    requests = [Request(number, 2, 4, (Part(4, 0, 4 * number),)) for number in range(3)]
+    reads = [read_of(item(number, 2, 4, 0, 4 * number)) for number in range(3)]
     with RecordReader([Record(number, 1, 9, None) for number in range(3)], files, checksum=False) as reader:
-        reader.read_parallel(requests, [sink], 2)
+        reader.read_parallel(reads, [sink], 2)
     assert bytes(sink.data) == bytes(4) + b"\1" * 4 + b"\2" * 4
 
 
@@ -153,20 +150,20 @@ def test_a_damaged_file_is_an_error_with_its_name(
     damage: Callable[..., None], message: str, threads: int, file: FileRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damage(file, monkeypatch)
-    requests = [Request(0, low, 100, (Part(100, 0, low - 7),)) for low in range(7, 3700, 100)]
+    reads = [read_of(item(0, low, 100, 0, low - 7)) for low in range(7, 3700, 100)]
     with pytest.raises(CheckpointError, match=rf"x.pt: {message}"):
-        read(requests, file, [Bytes(3900)], threads)
+        read(reads, file, [Bytes(3900)], threads)
     assert list_open(file.path) == []
 
 
 def test_a_failing_sink_ends_all_threads(file: FileRef) -> None:
     class Full(Bytes):
-        def store(self, part: Part, data: memoryview) -> None:
+        def store(self, item: CopyItem, data: memoryview) -> None:
             raise MemoryError("full")
 
-    requests = [Request(0, low, 1, (Part(1, 0, low),)) for low in range(3900)]
+    reads = [read_of(item(0, low, 1, 0, low)) for low in range(3900)]
     with pytest.raises(MemoryError, match="full"):
-        read(requests, file, [Full(3900, staged=True)], threads=4)
+        read(reads, file, [Full(3900, staged=True)], threads=4)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 5000])
@@ -188,11 +185,11 @@ def test_checksums_of_consecutive_ranges_are_merged() -> None:
 @pytest.mark.parametrize("itemsize", [1, 4])
 def test_plain_memory_takes_rows(file: FileRef, itemsize: int) -> None:
     memory = bytearray(20 * itemsize)
-    part = Part(6 * itemsize, 0, 1, run=2 * itemsize, stride=5)
-    read([Request(0, 0, 6 * itemsize, (part,))], file, [MemorySink(memoryview(memory), itemsize)])
-    rows = [DATA[100 + low : 100 + low + 2 * itemsize] for low in range(0, 6 * itemsize, 2 * itemsize)]
+    rows = CopyItem(0, 0, 2 * itemsize, 2 * itemsize, 3, 0, 1, 5)
+    read([read_of(rows)], file, [MemorySink(memoryview(memory), itemsize)])
+    parts = [DATA[100 + low : 100 + low + 2 * itemsize] for low in range(0, 6 * itemsize, 2 * itemsize)]
     gap = bytes(3 * itemsize)
-    assert bytes(memory) == bytes(itemsize) + gap.join(rows) + bytes(7 * itemsize)
+    assert bytes(memory) == bytes(itemsize) + gap.join(parts) + bytes(7 * itemsize)
 
 
 # -- past the page cache ----------------------------------------------------------------------------------------------
@@ -225,10 +222,11 @@ def test_any_range_can_be_fetched(cold: StoredFile, offset: int, nbytes: int) ->
     assert data is not None and bytes(data) == LARGE[offset : offset + nbytes]
 
 
-def test_fetched_bytes_go_where_the_parts_say(cold: StoredFile) -> None:
+def test_fetched_bytes_go_where_the_items_say(cold: StoredFile) -> None:
     sink, staged = Bytes(9000), Bytes(20, staged=True)
-    parts = (Part(9000, 0, 0), Part(7, DISCARD, 0), Part(6, 1, 1, run=2, stride=5), Part(3, 1, 17))
-    checks = read([Request(0, 50, 9016, parts)], FileRef(cold.path, len(LARGE)), [sink, staged])
+    runs = CopyItem(0, 9057, 2, 2, 3, 1, 1, 5)
+    items = item(0, 50, 9000, 0, 0), item(0, 9050, 7, 2, 0), runs, item(0, 9063, 3, 1, 17)
+    checks = read([read_of(*items)], FileRef(cold.path, len(LARGE)), [sink, staged, None])
     got = LARGE[150 : 150 + 9016]
     assert bytes(sink.data) == got[:9000]
     rows = got[9007:]
@@ -240,8 +238,8 @@ def test_fetched_bytes_go_where_the_parts_say(cold: StoredFile) -> None:
 def test_bytes_that_are_read_again_are_left_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: pytest.fail("read past the cache"))
     records, sink = [Record(0, 0, len(LARGE), None)], Bytes(100)
-    with RecordReader(records, [FileRef(cold.path, len(LARGE))], again=lambda request: True) as reader:
-        reader.read([Request(0, 7, 100, (Part(100, 0, 0),))], [sink])
+    with RecordReader(records, [FileRef(cold.path, len(LARGE))], again=lambda read: True) as reader:
+        reader.read([read_of(item(0, 7, 100, 0, 0))], [sink])
     assert bytes(sink.data) == LARGE[7:107]
 
 

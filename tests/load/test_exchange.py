@@ -14,15 +14,16 @@ import torch
 
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.load import exchange
-from deepspeed_ucp.plan import Claim, LoadPlan, Part, Request, Round, Send
+from deepspeed_ucp.model import STAGE, Read
+from deepspeed_ucp.plan import LoadPlan, Round
+from tests.support.reads import item, read_of
 from tests.support.reshard import check_load
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 
 def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
     """Make a round that sends and receives so many bytes to and from each rank."""
-    sends = [[Send(0, nbytes, nbytes, 1)] if nbytes else [] for nbytes in sent]
-    receives = [[Claim(0, 0, n, n, 1, (Part(n, 0, 0),))] if n else [] for n in received]
+    sends, receives = ([[Read.of(0, 0, n)] if n else [] for n in nbytes] for nbytes in (sent, received))
     return Round(sends, receives, sent=sum(sent))
 
 
@@ -97,11 +98,11 @@ def test_bytes_for_many_replicas_are_sent_in_parts(
 
 def test_only_reads_with_sends_are_kept() -> None:
     """Three blocks of 10 bytes: one for the first pass, one for the second, one for both."""
-    reads = [Request(0, low, 10, (Part(10, 9, low),)) for low in (0, 10, 20)]
-    sends = [[Send(2, 3, 3, 1), Send(12, 2, 4, 2)], [Send(20, 5, 5, 1), Send(25, 5, 5, 1)]]
+    reads = [read_of(item(0, low, 10, STAGE, low)) for low in (0, 10, 20)]
+    sends = [[Read.of(STAGE, 2, 5), Read(STAGE, 12, 2, 4, 2)], [Read.of(STAGE, 20, 25), Read.of(STAGE, 25, 30)]]
     plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)]), np.array([True, False])
-    assert plan.filter_for_sinks([], [first, first]).requests == [reads[0], reads[2]]
-    assert plan.filter_for_sinks([], [~first, ~first]).requests == [reads[1], reads[2]]
-    assert plan.filter_for_sinks([], [first, first], whole=True).requests == reads
-    assert plan.filter_for_sinks([]).requests == reads
-    assert plan.filter_for_sinks([], [first & ~first] * 2).requests == []
+    assert plan.filter_for_sinks([], [first, first]).reads == [reads[0], reads[2]]
+    assert plan.filter_for_sinks([], [~first, ~first]).reads == [reads[1], reads[2]]
+    assert plan.filter_for_sinks([], [first, first], whole=True).reads == reads
+    assert plan.filter_for_sinks([]).reads == reads
+    assert plan.filter_for_sinks([], [first & ~first] * 2).reads == []

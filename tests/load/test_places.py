@@ -32,10 +32,11 @@ from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.model import AtomicIndex, FileRef, Record, StoredAtoms
 from deepspeed_ucp.model.access import READ_ALL
-from deepspeed_ucp.plan import LoadPlan, Part, Request
+from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.stream.copies import CopyReader, check_copy, refuse_scattered
 from tests.convert.conversions import read_bytes
 from tests.support.ranks import World, run_ranks
+from tests.support.reads import item, read_of
 from tests.support.reshard import (
     Case,
     FakeTarget,
@@ -562,9 +563,9 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", lambda *_: None)
     stored = StoredAtoms.of((FileRef(paths[0], 100, None, tuple(paths)),), (Record(0, 0, 100, None),), ())
     into = bytearray(100)
-    requests = [Request(0, low, 50, (Part(50, 0, low),)) for low in (0, 50)]
+    reads = [read_of(item(0, low, 50, 0, low)) for low in (0, 50)]
     with CopyReader(stored) as reader:
-        reader.read_parallel(requests, [MemorySink(memoryview(into))], 2)
+        reader.read_parallel(reads, [MemorySink(memoryview(into))], 2)
     assert into == bytes(range(100))
 
 
@@ -608,12 +609,12 @@ def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", look)
     into = bytearray(20)
-    requests = [Request(number, 0, 10, (Part(10, 0, 10 * number),)) for number in range(2)]
+    reads = [read_of(item(number, 0, 10, 0, 10 * number)) for number in range(2)]
     with CopyReader(stored) as reader:
-        slow = threading.Thread(target=reader.read, args=(requests[:1], [MemorySink(memoryview(into))]))
+        slow = threading.Thread(target=reader.read, args=(reads[:1], [MemorySink(memoryview(into))]))
         slow.start()
         assert begun.wait(120)
-        reader.read(requests[1:], [MemorySink(memoryview(into))])
+        reader.read(reads[1:], [MemorySink(memoryview(into))])
         read.set()
         slow.join()
     assert set(waited) == {True}

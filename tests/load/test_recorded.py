@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.model import ITEMSIZE, AtomicIndex
-from deepspeed_ucp.plan.claims import Claim, list_claims
+from deepspeed_ucp.model import ITEMSIZE, AtomicIndex, CopyItem
+from deepspeed_ucp.plan import locate
 from tests.load.test_reshard import AWKWARD, KINDS, pair_id
 from tests.load.test_reshard_3d import PIPELINE, PIPELINES, PLAIN, PLAINS
 from tests.load.test_reshard_atomic import PIPELINE as CONVERTED_PIPELINE
@@ -139,18 +139,18 @@ def name_records(index: AtomicIndex) -> list[str]:
 def list_reads(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
     """Yield ``FILE RECORD BYTE LENGTH`` for each read."""
     names = name_records(index)
-    for request in rank.requests:
-        yield f"{names[request.record]} {request.offset:06} {request.nbytes}"
+    for read in rank.reads:
+        yield f"{names[read.record]} {read.offset:06} {read.nbytes}"
 
 
 def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
     """Yield ``FILE RECORD BYTE LENGTH DTYPE → BUFFER ELEMENT`` for each longest run of bytes that stay together."""
     records, names, wants = name_records(index), name_buffers(rank), rank.work.wants
     runs = []
-    for claim in list_claims(wants.wants, 1 << 62):
-        for offset, nbytes, sink, element in list_runs(claim, [ITEMSIZE[stored] for _, stored in wants.sinks]):
-            buffer, stored = wants.sinks[sink]
-            runs.append((records[claim.record], names[buffer], offset, element, nbytes, stored))
+    for item in (item for want in wants.wants for item in locate(want)):
+        buffer, stored = wants.sinks[item.destination]
+        for offset, element in list_runs(item, ITEMSIZE[stored]):
+            runs.append((records[item.record], names[buffer], offset, element, item.run, stored))
     runs.sort()
     for name, buffer, low, element, nbytes, stored in join_runs(runs):
         yield f"{name} {low:06} {nbytes} {stored} → {buffer} {element}"
@@ -165,24 +165,10 @@ def name_buffers(rank: Loaded) -> list[str]:
     return names
 
 
-def list_runs(claim: Claim, itemsizes: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (byte of the record, bytes, destination, element) for each run that is contiguous on both sides."""
-    places = [
-        [part.buffer, part.position + number * part.stride, part.run or part.nbytes, itemsizes[part.buffer]]
-        for part in claim.parts
-        for number in range(part.nbytes // (part.run or part.nbytes))
-    ]
-    for number in range(claim.count):
-        low, left = claim.offset + number * claim.step, claim.run
-        while left:
-            buffer, element, row, size = places[0]
-            nbytes = min(left, row)
-            yield low, nbytes, buffer, element
-            low, left = low + nbytes, left - nbytes
-            places[0][1:3] = element + nbytes // size, row - nbytes
-            if not places[0][2]:
-                places.pop(0)
-    assert not places
+def list_runs(item: CopyItem, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yield (byte of the record, element of the destination) of each run."""
+    for number in range(item.count):
+        yield item.offset + number * item.step, item.position + number * (item.stride or item.run // itemsize)
 
 
 def join_runs(runs: Sequence[tuple[str, str, int, int, int, str]]) -> Iterator[tuple[str, str, int, int, int, str]]:

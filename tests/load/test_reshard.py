@@ -307,7 +307,7 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
 def test_all_ranks_read_equal_parts_of_shared_bytes(tmp_path: Path) -> None:
     model = Model((Param("a", (1000,)), Param("b", (37,)), Param("f", (500,), frozen=True)))
     _, ranks = resume(Case(model, Topology(1, 4), random_state(model, 0), False), Topology(0, 3), tmp_path)
-    sizes = [sum(request.nbytes for request in rank.requests) for rank in ranks]
+    sizes = [sum(read.nbytes for read in rank.reads) for rank in ranks]
     assert max(sizes) - min(sizes) < 300
 
 

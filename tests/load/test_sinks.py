@@ -11,9 +11,10 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
-from deepspeed_ucp.plan import Part
+from deepspeed_ucp.model import CopyItem
 from deepspeed_ucp.plan.wants import Mean, Wants
 from tests.support.ranks import run_ranks
+from tests.support.reads import item
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
@@ -44,7 +45,7 @@ def test_other_dtypes_are_converted_as_torch_does(stored: torch.dtype, live: tor
     tensor, values = torch.zeros(5, dtype=live), torch.tensor([1.1, -3.0]).to(stored)
     sink = TensorSink(Buffer(tensor, uncommitted=False), str(stored).removeprefix("torch."))
     assert sink.view(0, 4) is None
-    sink.store(Part(2 * stored.itemsize, 0, 3), raw(values))
+    sink.store(item(0, 0, 2 * stored.itemsize, 0, 3), raw(values))
     assert tensor[3:].equal(values.to(live))
     assert not tensor[:3].any()
 
@@ -67,19 +68,19 @@ def test_an_empty_tensor_has_no_memory() -> None:
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize(
-    ("part", "expected"),
+    ("rows", "expected"),
     [
-        (Part(16, 0, 1, run=8, stride=4), [0, 1, 2, 0, 0, 3, 4, 0, 0, 0]),
-        (Part(16, 0, 1, run=4, stride=2), [0, 1, 0, 2, 0, 3, 0, 4, 0, 0]),
-        (Part(16, 0, 2), [0, 0, 1, 2, 3, 4, 0, 0, 0, 0]),
+        (CopyItem(0, 0, 8, 8, 2, 0, 1, 4), [0, 1, 2, 0, 0, 3, 4, 0, 0, 0]),
+        (CopyItem(0, 0, 4, 4, 4, 0, 1, 2), [0, 1, 0, 2, 0, 3, 0, 4, 0, 0]),
+        (CopyItem(0, 0, 8, 24, 2, 0, 2), [0, 0, 1, 2, 3, 4, 0, 0, 0, 0]),
     ],
     ids=["rows", "columns", "contiguous"],
 )
-def test_bytes_are_stored_in_rows(part: Part, expected: list[int], skip: int, live: torch.dtype) -> None:
+def test_bytes_are_stored_in_rows(rows: CopyItem, expected: list[int], skip: int, live: torch.dtype) -> None:
     """Also in a tensor that begins behind the start of its storage."""
     whole = torch.zeros(10 + skip, dtype=live)
     sink = TensorSink(Buffer(whole[skip:], uncommitted=True), "float32")
-    sink.store(part, raw(torch.arange(1.0, 5.0)))
+    sink.store(rows, raw(torch.arange(1.0, 5.0)))
     assert whole.tolist() == [*[0] * skip, *expected]
 
 

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_ucp.model import Atom, AtomicIndex, Fragment, Record, RunState, Shard, StoredAtoms
+from deepspeed_ucp.model import STAGE, Atom, AtomicIndex, CopyItem, Fragment, Read, Record, RunState, Shard, StoredAtoms
 from deepspeed_ucp.model.access import READ_ALL, ReadAccess
 from deepspeed_ucp.model.topology import Topology
-from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, ReadSizes, Want, locate, make_claims
-from deepspeed_ucp.plan.claims import STAGE, address_claims
-from deepspeed_ucp.plan.rounds import make_owner_plan, make_plan
+from deepspeed_ucp.plan import (
+    Blocks,
+    LoadPlan,
+    ReadSizes,
+    Want,
+    address_claims,
+    join_items,
+    list_claims,
+    make_owner_plan,
+    make_plan,
+)
+from deepspeed_ucp.plan.locate import make_items
+from deepspeed_ucp.tensor_parallel import Run
 
 
 def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:
     """Build an atom with one shard; fragments as (start, numel, record, byte offset)."""
     return Atom(name, "fp32", dtype, (Shard((numel,), tuple(Fragment(*fragment) for fragment in fragments)),))
+
+
+ITEM = 4
+"""Bytes of each element of a piece."""
 
 
 def make_index(atoms: Iterable[Atom], records: Sequence[Record] = (), tp: int = 1, **fields: Any) -> AtomicIndex:
@@ -34,12 +48,20 @@ class Planned:
 
     records: Sequence[Record]
     blocks: Blocks
-    claims: Sequence[Sequence[Claim]]
+    claims: Sequence[Sequence[Read]]
     plans: Sequence[LoadPlan]
 
 
+class Piece(NamedTuple):
+    """Elements of a record and their destination."""
+
+    record: int
+    destination: int
+    run: Run
+
+
 def plan_pieces(
-    pieces: Sequence[Sequence[Extent]],
+    pieces: Sequence[Sequence[Piece]],
     records: Sequence[Record],
     *,
     block: int = 1 << 20,
@@ -48,13 +70,26 @@ def plan_pieces(
     access: ReadAccess = READ_ALL,
 ) -> Planned:
     """Plan for as many ranks as there are lists of pieces."""
-    claims = [make_claims(mine, block) for mine in pieces]
-    plans = plan_ranks(claims, records, ReadSizes(window, block, min_direct), access)
-    return Planned(records, Blocks.of(records, block, len(claims), access), claims, plans)
+    claims = [
+        join_items(
+            (each for piece in mine for each in make_items(piece.record, piece.run, ITEM, piece.destination, block)),
+            block,
+        )
+        for mine in pieces
+    ]
+    return plan_claims(claims, records, ReadSizes(window, block, min_direct), access)
+
+
+def plan_claims(
+    claims: Sequence[Sequence[Read]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
+) -> Planned:
+    """Plan for as many ranks as there are lists of claims."""
+    plans = plan_ranks(claims, records, sizes, access)
+    return Planned(records, Blocks.of(records, sizes.block, len(claims), access), claims, plans)
 
 
 def plan_ranks(
-    claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
+    claims: Sequence[Sequence[Read]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
 ) -> list[LoadPlan]:
     """Plan for as many ranks as there are lists of claims, each on a machine of its own."""
     ranks = range(len(claims))
@@ -89,9 +124,9 @@ def plan_wants(
     window: int = 1 << 20,
     min_direct: int = 1,
 ) -> Planned:
-    """Like `plan_pieces`, for wants."""
-    pieces = [[piece for want in mine for piece in locate(want)] for mine in wants]
-    return plan_pieces(pieces, records, block=block, window=window, min_direct=min_direct)
+    """Plan for as many ranks as there are lists of wants."""
+    claims = [list_claims(mine, block) for mine in wants]
+    return plan_claims(claims, records, ReadSizes(window, block, min_direct))
 
 
 def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tuple[Planned, Planned]:
@@ -132,11 +167,9 @@ def carry_out(
     """
     counts = [np.zeros(record.nbytes, np.int64) for record in planned.records]
     for rank, plan in enumerate(planned.plans):
-        for request in plan.direct:
-            found = _read(request, data, counts)
-            for part, values in zip(request.parts, _split(request.parts, found), strict=True):
-                if part.buffer != DISCARD and fills(part.buffer):
-                    _store(part, values, itemsize, buffers[rank])
+        for read in plan.direct:
+            values = _read(read, data, counts)
+            _store_all(read.items, values[: sum(each.nbytes for each in read.items)], itemsize, buffers[rank], fills)
     for number in range(len(planned.plans[0].rounds)):
         stages = [_stage(plan.rounds[number], data, counts) for plan in planned.plans]
         for rank, plan in enumerate(planned.plans):
@@ -144,41 +177,42 @@ def carry_out(
                 sends = planned.plans[owner].rounds[number].sends[rank]
                 received = np.concatenate([_gather(stages[owner], send) for send in sends] or [np.zeros(0, np.uint8)])
                 assert [claim.nbytes for claim in claims] == [send.nbytes for send in sends]
-                parts = [part for claim in claims for part in claim.parts]
-                for part, values in zip(parts, _split(parts, received), strict=True):
-                    if fills(part.buffer):
-                        _store(part, values, itemsize, buffers[rank])
+                items = [each for claim in claims for each in claim.items]
+                _store_all(items, received, itemsize, buffers[rank], fills)
     return np.concatenate([*counts, np.zeros(0, np.int64)])
 
 
-def _read(request, data, counts):  # type: ignore[no-untyped-def]
-    counts[request.record][request.offset : request.offset + request.nbytes] += 1
-    return data[request.record][request.offset : request.offset + request.nbytes]
+def _read(read, data, counts):  # type: ignore[no-untyped-def]
+    assert read.count == 1
+    counts[read.record][read.offset : read.end] += 1
+    return data[read.record][read.offset : read.end]
 
 
 def _stage(each, data, counts):  # type: ignore[no-untyped-def]
     stage = np.zeros(each.staged, np.uint8)
-    for request in each.reads:
-        (part,) = request.parts
-        assert part.buffer == STAGE
-        assert not part.run
-        stage[part.position : part.position + part.nbytes] = _read(request, data, counts)
+    for read in each.reads:
+        (one,) = read.items
+        assert (one.destination, one.nbytes, one.stride) == (STAGE, read.nbytes, 0)
+        stage[one.position : one.position + one.nbytes] = _read(read, data, counts)
     return stage
 
 
 def _gather(stage, send):  # type: ignore[no-untyped-def]
-    lows = [send.position + index * send.step for index in range(send.count)]
+    assert send.record == STAGE and not send.items
+    lows = [send.offset + index * send.step for index in range(send.count)]
     return np.concatenate([stage[low : low + send.run] for low in lows])
 
 
-def _split(parts: Sequence[Part], values: np.ndarray) -> list[np.ndarray]:
-    assert sum(part.nbytes for part in parts) == len(values)
-    ends = np.cumsum([part.nbytes for part in parts])
-    return np.split(values, ends[:-1]) if len(parts) else []
-
-
-def _store(part: Part, values: np.ndarray, itemsize: int, buffer: np.ndarray) -> None:
-    run, stride = part.run or part.nbytes, part.stride
-    for row in range(part.nbytes // run):
-        low = (part.buffer + part.position + row * stride) * itemsize
-        buffer[low : low + run] = values[row * run : (row + 1) * run]
+def _store_all(
+    items: Sequence[CopyItem],
+    values: np.ndarray,
+    itemsize: int,
+    buffer: np.ndarray,
+    fills: Callable[[int], bool],
+) -> None:
+    assert sum(each.nbytes for each in items) == len(values)
+    for each in items:
+        for row in range(each.count if fills(each.destination) else 0):
+            low = (each.destination + each.position) * itemsize + row * (each.stride * itemsize or each.run)
+            buffer[low : low + each.run] = values[row * each.run : (row + 1) * each.run]
+        values = values[each.nbytes :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model import Atom, Fragment, Shard, Tile, Tiles
-from deepspeed_ucp.plan import Extent, View, Want, locate
-from deepspeed_ucp.plan.locate import cut_blocks
+from deepspeed_ucp.model import Atom, CopyItem, Fragment, Shard, Tile, Tiles
+from deepspeed_ucp.plan import View, Want, locate
+from deepspeed_ucp.plan.locate import list_runs, make_items
 from deepspeed_ucp.tensor_parallel import Layout, Replicate, Run, ShardH, ShardNC, ShardV, whole
 from deepspeed_ucp.tensor_parallel.layout import overlap
 from tests.plan.planning import make_atom
+from tests.support.reads import item
 from tests.support.reshard import examples
 
 
@@ -28,10 +29,10 @@ def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> At
 
 def test_without_a_view_fragments_are_found_by_their_starts() -> None:
     atom = make_atom("w", 10, (0, 4, 0, 0), (4, 3, 1, 16), (7, 3, 0, 16))
-    assert list(locate(Want(atom, 2, 7, buffer=5, offset=100))) == [
-        Extent(0, 5, 4, Run(2, 100, 2)),
-        Extent(1, 5, 4, Run(4, 102, 3)),
-        Extent(0, 5, 4, Run(4, 105, 2)),
+    assert list(locate(Want(atom, 2, 7, destination=5, position=100))) == [
+        item(0, 8, 8, 5, 100),
+        item(1, 16, 12, 5, 102),
+        item(0, 16, 8, 5, 105),
     ]
 
 
@@ -44,24 +45,31 @@ def test_no_elements_are_nowhere(start: int) -> None:
 def test_positions_count_elements_of_the_stored_dtype() -> None:
     atom = make_atom("w", 4, (0, 4, 3, 10), dtype="bfloat16")
     (piece,) = locate(Want(atom, 1, 2, 0, 7))
-    assert piece == Extent(3, 0, 2, Run(6, 7, 2))
+    assert piece == item(3, 12, 4, 0, 7)
     assert (piece.nbytes, piece.is_contiguous) == (4, True)
 
 
 def test_columns_are_runs() -> None:
     atom = make_shards([(3, 4)])
     source, target = whole((3, 4)), ShardH().cut((3, 4), [(3, 3), (3, 1)])
-    assert list(locate(Want(atom, 0, 3, 0, 10, View(source, target, 1, (0,))))) == [
-        Extent(0, 0, 4, Run(5, 10, 1, 3, 4, 1))
-    ]
+    want = Want(atom, 0, 3, 0, 10, View(source, target, 1, (0,)))
+    assert list(locate(want)) == [CopyItem(0, 20, 4, 16, 3, 0, 10)]
+    assert list(locate(want, split=True)) == [item(0, 20 + 16 * row, 4, 0, 10 + row) for row in range(3)]
+    assert [(each.offset, each.count) for each in locate(want, 32)] == [(20, 1), (36, 2)]
+
+
+def test_rows_that_follow_each_other_in_the_record_may_be_apart_in_the_destination() -> None:
+    (strided,) = make_items(0, Run(4, 100, 5, 4, 5, 8), 2, 3)
+    assert strided == CopyItem(0, 8, 10, 10, 4, 3, 100, 8) and strided.is_contiguous
+    (apart,) = make_items(0, Run(0, 10, 2, 2, 4, 6), 4, 3)
+    assert apart == CopyItem(0, 0, 8, 16, 2, 3, 10, 6) and not apart.is_contiguous
 
 
 def test_columns_across_fragments_are_cut_where_the_fragments_end() -> None:
     shard = Shard((3, 4), (Fragment(0, 6, 0, 0), Fragment(6, 6, 1, 0)))
     atom = Atom("w", "fp32", "float32", (shard,))
     view = View(whole((3, 4)), ShardH().cut((3, 4), [(3, 2), (3, 2)]), 0, (0,))
-    pieces = list(locate(Want(atom, 0, 6, 0, 0, view)))
-    assert [(piece.record, piece.run) for piece in pieces] == [
+    assert list(list_runs(Want(atom, 0, 6, 0, 0, view))) == [
         (0, Run(0, 0, 2, 2, 4, 2)),
         (1, Run(2, 4, 2)),
     ]
@@ -144,14 +152,17 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
     numel = data.draw(st.integers(0, len(expected) - start))
     view = View(source, target, rank, (0,) if source.replicated else tuple(range(len(shards))))
     memory = np.full(numel + 3, -9)
-    for piece in locate(Want(atom, start, numel, 0, 2, view)):
-        check_blocks(piece, data.draw(st.sampled_from((4, 8, 32))))
-        for row in range(piece.run.count):
-            src = piece.run.src + row * piece.run.src_step
-            dst = piece.run.dst + row * piece.run.dst_step
-            assert (memory[dst : dst + piece.run.width] == -9).all(), "written twice"
-            memory[dst : dst + piece.run.width] = records[piece.record][src : src + piece.run.width]
+    want = Want(atom, start, numel, 0, 2, view)
+    items = list(locate(want))
+    for record, src, dst in moves(items):
+        assert memory[dst] == -9, "written twice"
+        memory[dst] = records[record][src]
     assert memory.tolist() == [-9, -9, *expected[start : start + numel], -9]
+    block, split = data.draw(st.sampled_from((4, 8, 32))), data.draw(st.booleans())
+    cut = list(locate(want, block, split=split))
+    assert sorted(moves(cut)) == sorted(moves(items))
+    assert all(len({4 * src // block for _, src, _ in moves([each])}) == 1 for each in cut)
+    assert not split or all(each.is_contiguous for each in cut)
 
 
 def draw_tiles(draw: st.DrawFn, whole: np.ndarray, records: list[np.ndarray]) -> Tiles:
@@ -181,9 +192,8 @@ def test_runs_of_tiles_are_their_elements(data: st.DataObject) -> None:
         position = run.start + run.numel
     assert low == high or position >= high
     memory = np.full(elements.size, -1)
-    for run in (piece.run for piece in locate(Want(Atom("w", "fp32", "float32", (shard,)), low, high - low, 0, 0))):
-        for row in range(run.count):
-            memory[run.dst + row * run.dst_step :][: run.width] += 1
+    for _, _, dst in moves(locate(Want(Atom("w", "fp32", "float32", (shard,)), low, high - low))):
+        memory[dst] += 1
     assert memory.tolist() == [*[0] * (high - low), *[-1] * (elements.size - high + low)]
     assert sum(piece.numel for piece in shard.pieces) == elements.size
 
@@ -207,18 +217,12 @@ def test_rows_of_tiles_are_tiles(data: st.DataObject) -> None:
     assert row == 1 or tiles.cut(low * row + 1, high * row, wanted.shape) is None
 
 
-def check_blocks(piece: Extent, block: int) -> None:
-    """Cut at blocks, a piece moves the same elements, and no part of it is in two blocks."""
-    parts = list(cut_blocks(piece, block))
-    assert sorted(pair for part in parts for pair in moves(part)) == sorted(moves(piece))
-    for part in parts:
-        assert len({4 * src // block for src, _ in moves(part)}) == 1
-
-
-def moves(piece: Extent) -> list[tuple[int, int]]:
-    run = piece.run
+def moves(items: Iterable[CopyItem]) -> list[tuple[int, int, int]]:
+    """List (record, element of it, element of the destination) of every element; each has four bytes."""
     return [
-        (run.src + row * run.src_step + column, run.dst + row * run.dst_step + column)
-        for row in range(run.count)
-        for column in range(run.width)
+        (each.record, (each.offset + row * each.step) // 4 + column, each.position + row * stride + column)
+        for each in items
+        for stride in (each.stride or each.run // 4,)
+        for row in range(each.count)
+        for column in range(each.run // 4)
     ]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from deepspeed_ucp.model import Record
-from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, Request, Send, make_owner_plan
+from deepspeed_ucp.model import STAGE, Read, Record
+from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, make_owner_plan
 from deepspeed_ucp.plan.claims import SELF_READ
 
 Row = tuple[int, int, int, int, int]
@@ -30,10 +30,10 @@ def plain(offset: int, nbytes: int) -> Row:
     return (0, offset, nbytes, nbytes, 1)
 
 
-def spans(reads: Sequence[Request]) -> list[tuple[int, int, int]]:
-    """Return (first byte, end, destination) of each read."""
-    assert all(len(read.parts) == 1 and read.parts[0].nbytes == read.nbytes for read in reads)
-    return [(read.offset, read.offset + read.nbytes, read.parts[0].position) for read in reads]
+def spans(reads: Sequence[Read]) -> list[tuple[int, int, int]]:
+    """Return (first byte, end, byte of the staging memory or 0) of each read."""
+    assert all(sum(item.nbytes for item in read.items) == (read.nbytes if read.items else 0) for read in reads)
+    return [(read.offset, read.end, sum(item.position for item in read.items)) for read in reads]
 
 
 def decided(decision: OwnerPlan) -> list[list[bool]]:
@@ -104,7 +104,7 @@ def test_granted_claims_are_not_staged() -> None:
     (served,) = found.rounds
     assert spans(served.reads) == [(0, 10, 0), (40, 100, 10)]
     assert (served.staged, served.sent) == (70, 20)
-    assert served.sends == [[], [Send(10, 10, 10, 1)], [Send(15, 10, 10, 1)]]
+    assert served.sends == [[], [Read.of(STAGE, 10, 20)], [Read.of(STAGE, 15, 25)]]
 
 
 def test_granted_claims_take_no_room_in_a_round() -> None:
@@ -121,7 +121,7 @@ def test_blocks_without_claims_are_read_for_the_checksum() -> None:
 
 def test_only_blocks_of_this_owner_are_judged() -> None:
     blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
-    empty = np.zeros((0, 6), np.int64)
+    empty = np.zeros((0, 5), np.int64)
     found = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), ReadSizes(1000))
     assert spans(found.unclaimed) == [(50, 100, 0), (150, 200, 0)]
     assert make_owner_plan([empty, empty], blocks, (), ReadSizes(1000)).unclaimed == []

@@ -106,8 +106,8 @@ def plan_case(source: Grid, target: Grid, layers: int) -> Planned:
 
 
 def measure_work(planned: Planned) -> int:
-    """Count the rows that all ranks handle: claims, requests, sends and receives."""
-    work = sum(map(len, planned.claims)) + sum(len(plan.requests) for plan in planned.plans)
+    """Count the rows that all ranks handle: claims, reads, sends and receives."""
+    work = sum(map(len, planned.claims)) + sum(len(plan.reads) for plan in planned.plans)
     rounds = [each for plan in planned.plans for each in plan.rounds]
     return work + sum(len(items) for each in rounds for items in (*each.sends, *each.receives))
 
@@ -130,5 +130,5 @@ def test_the_work_of_one_rank_does_not_grow_with_the_number_of_ranks(stage: int)
     for grid in grids:
         planned = plan_case(SOURCE, grid, layers=16)
         pairs = zip(planned.claims, planned.plans, strict=True)
-        worst.append(max(len(claims) + len(plan.requests) for claims, plan in pairs))
+        worst.append(max(len(claims) + len(plan.reads) for claims, plan in pairs))
     assert all(second <= 1.1 * first for first, second in pairwise(worst))

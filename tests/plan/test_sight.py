@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.model import Record
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
-from deepspeed_ucp.plan import Blocks, Extent, Want, locate
-from tests.plan.planning import carry_out, make_atom, plan_pieces
-from tests.plan.test_ranks import BLOCK, ITEM, check_bounds, demands, expect
+from deepspeed_ucp.plan import Blocks
+from deepspeed_ucp.tensor_parallel import Run
+from tests.plan.planning import ITEM, Piece, carry_out, plan_pieces
+from tests.plan.test_ranks import BLOCK, check_bounds, demands, expect
 from tests.support.reshard import examples
 
-Demand = tuple[list[Record], list[list[Extent]], list[int]]
+Demand = tuple[list[Record], list[list[Piece]], list[int]]
 
 
 @st.composite
@@ -49,7 +50,7 @@ def test_every_byte_is_read_once_by_a_rank_that_can_read_it(
     for mine, buffer in zip(pieces, buffers, strict=True):
         assert (buffer == expect(mine, stored, len(buffer))).all()
     for rank, plan in enumerate(planned.plans):
-        assert access.can_read(rank, [records[request.record].file for request in plan.requests]).all()
+        assert access.can_read(rank, [records[read.record].file for read in plan.reads]).all()
     check_bounds(planned, window)
 
 
@@ -107,10 +108,9 @@ def test_ten_thousand_hosts_with_files_of_their_own_are_a_few_megabytes() -> Non
 
 def test_ranks_that_see_the_files_that_they_want_exchange_nothing() -> None:
     """Four ranks' files on two hosts, resumed by two ranks on the same hosts."""
-    atom = make_atom("w", 16, *((4 * file, 4, file, 0) for file in range(4)))
     records = [Record(file, 64, 16, 0) for file in range(4)]
-    pieces = [list(locate(Want(atom, 8 * rank, 8, 0, 0))) for rank in range(2)]
+    pieces = [[Piece(file, 0, Run(0, 4 * (file % 2), 4)) for file in (2 * rank, 2 * rank + 1)] for rank in range(2)]
     split = PartialAccess.of([0, 1], [{0}, {0}, {1}, {1}])
     plain, partial = (plan_pieces(pieces, records, access=access).plans for access in (READ_ALL, split))
-    assert [set(plan.requests) for plan in partial] == [set(plan.requests) for plan in plain]
+    assert [set(plan.reads) for plan in partial] == [set(plan.reads) for plan in plain]
     assert all(plan.rounds == [] for plan in partial)

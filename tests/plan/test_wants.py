@@ -38,7 +38,7 @@ def make_index(**lanes: int) -> AtomicIndex:
 
 def find_bytes(want: Want) -> list[tuple[int, int, int]]:
     """Return (record, first element, elements) for each piece of a want."""
-    return [(piece.record, piece.run.src, piece.run.width) for piece in locate(want)]
+    return [(item.record, item.offset // 4, item.run // 4) for item in locate(want)]
 
 
 @pytest.mark.parametrize("folded", [False, True])
@@ -151,7 +151,7 @@ def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
     assert found.blanks == [(0, 0, 12)]
     assert found.resized == {"vocabulary": Resized(4, 6, 4, pads=True)}
     (want,) = found.wants
-    assert (want.start, want.numel, want.buffer, want.offset) == (0, 12, 0, 0)
+    assert (want.start, want.numel, want.destination, want.position) == (0, 12, 0, 0)
     assert want.view == View(saved, wanted, 0, (0,))
 
 

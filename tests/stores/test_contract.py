@@ -17,9 +17,9 @@ from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
 from deepspeed_ucp.model import FileRef, Record
-from deepspeed_ucp.plan import Part, Request
 from tests.stores.server import BUCKET, serve_bucket
 from tests.support.memory import clear_memory, read_tree
+from tests.support.reads import item, read_of
 
 pytest.importorskip("moto")
 
@@ -195,9 +195,9 @@ def test_consecutive_ranges_are_read_by_one_request(stored: str, monkeypatch: py
 
     monkeypatch.setattr(objects._Ranges, "fill", note)
     into = bytearray(960)
-    requests = [Request(0, low, 60, (Part(60, 0, low),)) for low in range(0, 960, 60)]
+    reads = [read_of(item(0, low, 60, 0, low)) for low in range(0, 960, 60)]
     with RecordReader([Record(0, 10, 960, None)], [FileRef(url, len(CONTENT))], joined=300) as reader:
-        checks = reader.read_parallel(requests, [MemorySink(memoryview(into))], 3)
+        checks = reader.read_parallel(reads, [MemorySink(memoryview(into))], 3)
     assert sorted(asked) == [60, 300, 300, 300] and bytes(into) == CONTENT[10:970]
     sums = {(low, zlib.crc32(into[low : low + 60])) for low in range(0, 960, 60)}
     assert {(check.offset, check.crc) for check in checks} == sums
@@ -215,7 +215,7 @@ def read_stream(url: str) -> None:
 
 def read_record(url: str) -> None:
     with RecordReader([Record(0, 0, 9, None)], [FileRef(url, len(CONTENT))]) as reader:
-        reader.read([Request(0, 0, 9, (Part(9, 0, 0),))], [MemorySink(memoryview(bytearray(9)))])
+        reader.read([read_of(item(0, 0, 9, 0, 0))], [MemorySink(memoryview(bytearray(9)))])
 
 
 def read_all(url: str) -> None:

@@ -17,7 +17,7 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.model import COPY, MASTER, AtomicIndex, AtomKey, Atoms
 from deepspeed_ucp.stream.checks import Checks
 from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
-from deepspeed_ucp.stream.reader import AtomReader, Item
+from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.tensor_parallel import ShardH, from_config
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, open_for, temporary_folder
@@ -58,7 +58,7 @@ def read_whole(
     for start in range(0, whole.numel, step):
         numel = min(step, whole.numel - start)
         into = view[start * whole.itemsize : (start + numel) * whole.itemsize]
-        checks.add(reader.read_items([Item(whole, start, numel, into)]))
+        checks.add(reader.read_tensors([whole.want(start, numel)], [into]))
     if not data:
         return torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
     return torch.frombuffer(data, dtype=getattr(torch, whole.dtype)).view(whole.shape)
@@ -123,15 +123,14 @@ def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     calls: list[int] = []
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, *rest: (calls.append(len(views)), real(fd, views, *rest))[1])
-    items = [
-        Item(whole, 0, whole.numel, memoryview(bytearray(whole.nbytes)))
-        for whole in sorted(wholes.tensors.values(), key=lambda whole: whole.place)
-        if whole.atom.state == MASTER
+    masters = [
+        whole for whole in sorted(wholes.tensors.values(), key=lambda whole: whole.place) if whole.atom.state == MASTER
     ]
+    wants = [whole.want(0, whole.numel) for whole in masters]
     with AtomReader(index) as reader:
-        reader.read_items(items)
-    groups = len({(index.stored.records[item.tensor.place[0]].file, item.tensor.place[0]) for item in items})
-    assert len(calls) == groups < len(items)
+        reader.read_tensors(wants, [memoryview(bytearray(want.nbytes)) for want in wants])
+    groups = len({(index.stored.records[whole.place[0]].file, whole.place[0]) for whole in masters})
+    assert len(calls) == groups < len(wants)
 
 
 def test_a_differing_replica_is_named(tmp_path: Path) -> None:

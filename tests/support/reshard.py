@@ -33,11 +33,11 @@ from deepspeed_ucp.load.inventory import join_groups, list_stage_groups
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model import AtomicIndex, CopyItem, Read
 from deepspeed_ucp.model.flat import FlatBuffer, join_reserved
 from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
-from deepspeed_ucp.plan import LoadPlan, Part, ReadSizes, Request, locate
+from deepspeed_ucp.plan import LoadPlan, ReadSizes, locate
 from tests.support.ranks import run_ranks
 from tests.synth import (
     ExpertLayer,
@@ -237,13 +237,13 @@ class CountingSink(TensorSink):
             self.counts[position : position + nbytes // self.itemsize] += 1
         return found
 
-    def store(self, part: Part, data: memoryview) -> None:
-        if part.run or super().view(part.position, part.nbytes) is None:  # else the copy asks for the view
-            width = (part.run or data.nbytes) // self.stored.itemsize
-            for row in range(data.nbytes // (part.run or data.nbytes)):
-                low = part.position + row * part.stride
+    def store(self, item: CopyItem, data: memoryview) -> None:
+        if item.stride or super().view(item.position, item.nbytes) is None:  # else the copy asks for the view
+            width = item.run // self.stored.itemsize
+            for row in range(item.count):
+                low = item.position + row * (item.stride or width)
                 self.counts[low : low + width] += 1
-        super().store(part, data)
+        super().store(item, data)
 
 
 @dataclass
@@ -264,8 +264,8 @@ class Loaded:
         return self.transfer.plan if self.transfer else None
 
     @property
-    def requests(self) -> list[Request]:
-        return self.plan.requests if self.plan else []
+    def reads(self) -> list[Read]:
+        return self.plan.reads if self.plan else []
 
     def count(self, tensor: torch.Tensor) -> np.ndarray:
         """Return the number of writes per element of a tensor."""
@@ -392,8 +392,8 @@ def plan(rank: Loaded, options: Options) -> Transfer:
 def read_all(transfer: Transfer) -> None:
     """Make the first pass; collective."""
     checks, plan = transfer.read(), transfer.plan
-    assert sum(check.nbytes for check in checks) == plan.nbytes == sum(request.nbytes for request in plan.requests)
-    assert len(checks) == len(plan.requests)
+    assert sum(check.nbytes for check in checks) == plan.nbytes == sum(read.nbytes for read in plan.reads)
+    assert len(checks) == len(plan.reads)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -499,20 +499,20 @@ def check_counts(rank: Loaded, live: torch.Tensor, what: str) -> None:
 
 def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK) -> None:
     """Check that every byte of each touched record is read once over all ranks, in short requests (invariant 4)."""
-    read = {}
-    for request in (request for rank in ranks for request in rank.requests):
-        assert 0 < request.nbytes <= chunk
-        assert sum(part.nbytes for part in request.parts) == request.nbytes
-        counts = read.setdefault(request.record, np.zeros(index.stored.records[request.record].nbytes, np.int64))
-        counts[request.offset : request.offset + request.nbytes] += 1
-    assert read.keys() == touched_records(ranks)
-    for record, counts in read.items():
+    found = {}
+    for read in (read for rank in ranks for read in rank.reads):
+        assert 0 < read.nbytes <= chunk and read.count == 1
+        assert sum(item.nbytes for item in read.items) in (0, read.nbytes)
+        counts = found.setdefault(read.record, np.zeros(index.stored.records[read.record].nbytes, np.int64))
+        counts[read.offset : read.end] += 1
+    assert found.keys() == touched_records(ranks)
+    for record, counts in found.items():
         assert (counts == 1).all(), f"record {record}: read {counts} times"
 
 
 def touched_records(ranks: Sequence[Loaded]) -> set[int]:
     """Return the records of which any rank needs bytes."""
-    return {piece.record for rank in ranks for want in rank.work.wants.wants for piece in locate(want)}
+    return {item.record for rank in ranks for want in rank.work.wants.wants for item in locate(want)}
 
 
 def collect(ranks: Sequence[Loaded]) -> State:
