@@ -10,60 +10,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meters import Io
 
 _PERIOD = 0.05  # seconds between two looks at a command's memory
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a command.
-
-    Attributes:
-        seconds: from its start to its end.
-        sync_seconds: until what it had written was durable then.
-        inside_seconds: what it tells of itself, without its start; None where it does not.
-        durable_seconds: the part of `seconds` in which it made its output durable itself.
-        storage_bytes, written_bytes: of it and its processes.
-        peak_bytes: the highest resident size of one process, or the highest sum of several's proportional sizes.
-        fault: why it came to nothing (`seconds` is 0 then); "" otherwise.
-    """
-
-    case: str
-    round: int
-    seconds: float
-    sync_seconds: float = 0.0
-    inside_seconds: float | None = None
-    durable_seconds: float = 0.0
-    storage_bytes: int = 0
-    written_bytes: int = 0
-    peak_bytes: int = 0
-    phases: Mapping[str, float] = field(default_factory=dict)
-    fault: str = ""
-
-    def tell(self) -> str:
-        """One line for who waits."""
-        return (
-            f"{self.case:16}  {self.seconds:7.2f} s + {self.sync_seconds:.2f} s sync  "
-            f"{self.storage_bytes / (1 << 30):6.2f} GiB read, {self.written_bytes / (1 << 30):.2f} written  "
-            f"{self.peak_bytes >> 20} MiB  {self.fault}"
-        )
-
-
-DURABLE, CACHED, INSIDE = "durable", "cached", "inside"
-
-
-def take_seconds(run: Run, kind: str) -> float:
-    """Seconds until the output is durable, until it is in the page cache, or without the command's start."""
-    if kind == DURABLE:
-        return run.seconds + run.sync_seconds
-    if kind == CACHED:
-        return run.seconds - run.durable_seconds
-    return run.seconds if run.inside_seconds is None else run.inside_seconds
 
 
 @dataclass(frozen=True)

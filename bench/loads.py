@@ -21,7 +21,7 @@ from meters import Io
 from objects import BUCKET, get_body, make_warm, serve
 from offline import Source
 from ranks import Body, RankFailed, Ranks
-from report import Measured, Results
+from report import Results, Run
 from rounds import run_in_turns
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ class Bench:
         measured = run_in_turns(chosen, rounds, self.measure, self._say)
         shutil.rmtree(self.universal, ignore_errors=True)
         size = state_bytes(self.parameters)
-        return Results(tuple(measured), self.parameters, size, conversion, failures, command, measure_import())
+        imports = measure_import()
+        return Results(tuple(measured), self.parameters, size, command, conversion, failures, imports)
 
     def convert(self) -> tuple[float, int]:
         """Seconds of upstream's conversion with a cold cache, without its interpreter's start; how often it failed.
@@ -134,7 +135,7 @@ class Bench:
         with log.open("a") as errors:
             return subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, check=False, text=True)
 
-    def measure(self, case: str, round_: int) -> Measured:
+    def measure(self, case: str, round_: int) -> Run:
         """One load of one case, with the cache emptied before it.
 
         Raises:
@@ -157,10 +158,10 @@ class Bench:
             if not is_upstream:
                 raise
             told_here = _tell_failure(error).replace(f"{self.folder.parent}/", "")  # without the machine's own folders
-            return Measured(case, round_, 0.0, 0, fault=told_here)
+            return Run(case, round_, 0.0, fault=told_here)
         return self._judge(case, round_, told)
 
-    def _judge(self, case: str, round_: int, told: Sequence[dict[str, Any]]) -> Measured:
+    def _judge(self, case: str, round_: int, told: Sequence[dict[str, Any]]) -> Run:
         """What the ranks of a load tell, once its values are the saved ones."""
         if case.startswith("ours") and not all(part["direct"] for part in told):
             raise RuntimeError(f"{case}: the plugin left the load to DeepSpeed: {told[0]['reason']}")
@@ -168,7 +169,7 @@ class Bench:
         fault = f"loads other values of {_shorten(differing)}" if differing else ""
         if fault and not case.startswith("upstream"):
             raise WrongState(f"{case} {fault}")
-        return Measured(
+        return Run(
             case,
             round_,
             **_combine(told),
@@ -178,24 +179,24 @@ class Bench:
             fault=fault,
         )
 
-    def _measure_floor(self, case: str, round_: int) -> Measured:
+    def _measure_floor(self, case: str, round_: int) -> Run:
         pieces, direct = self.suite.find_pieces(self.checkpoint / TAG), case.endswith(DIRECT)
         if direct and not allows_direct(pieces[0].file):
-            return Measured(case, round_, 0.0, 0, fault="this file system has no O_DIRECT")
+            return Run(case, round_, 0.0, fault="this file system has no O_DIRECT")
         with self._ranks(self.suite.floors[case], floor_body(pieces, direct=direct), case) as ranks:
             parts = ranks.run(before=lambda: make_cold(self.checkpoint))
-        return Measured(case, round_, **_combine(parts))
+        return Run(case, round_, **_combine(parts))
 
-    def _measure_getters(self, case: str, round_: int) -> Measured:
+    def _measure_getters(self, case: str, round_: int) -> Run:
         pieces = self.suite.find_pieces(self.checkpoint / TAG)
         with serve(self.checkpoint) as store:
             world, streams = self.suite.getters[case]
             body = get_body(store, self.checkpoint, pieces, streams)
             with self._ranks(world, body, case) as ranks:
                 parts = ranks.run(before=lambda: make_warm(self.checkpoint))
-            return replace(Measured(case, round_, **_combine(parts)), storage_bytes=store.served)
+            return replace(Run(case, round_, **_combine(parts)), storage_bytes=store.served)
 
-    def _measure_stored(self, case: str, round_: int) -> Measured:
+    def _measure_stored(self, case: str, round_: int) -> Run:
         with serve(self.checkpoint) as store:
             topology = self.suite.topologies[case]
             options = {**topology.checkpoint["universal"], "storage_options": store.options}

@@ -7,15 +7,17 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from cold import make_cold
-from commands import DURABLE, INSIDE, Run, Told, run_command, sync_folder
+from commands import Told, run_command, sync_folder
 from fingerprint import STATES, Sums, sum_whole
 from floor import DIRECT, allows_direct, file_pieces, floor_body
 from ranks import Peer, Ranks
+from report import INSIDE, Case, Results, Run
 from rounds import run_in_turns
 
 OURS = (sys.executable, "-m", "deepspeed_ucp")
@@ -53,7 +55,7 @@ class Source:
     saved: Mapping[str, Sums]
     options: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
-    workers: tuple[int, int] = WORKERS[1]
+    workers: tuple[int, int] | None = None
 
     @property
     def weights(self) -> Path:
@@ -79,39 +81,20 @@ Command = Callable[[Source], list[str]]
 
 
 @dataclass(frozen=True)
-class Job:
-    """A row of a table.
+class Job(Case):
+    """A command.
 
     Attributes:
-        command: what is run; None is the floor that reads in a process of its own.
-        floor, rival: the rows that it is held against.
-        prepare: makes what the command works on beside the checkpoint, once.
-        check: raises when the output is wrong; asked once.
-        start: the same command's start alone, where it tells no time of its own.
-        judged: the kind of seconds that is held against the floor's.
+        command: the command; None is the floor that reads in a separate process.
+        prepare: makes further input of the command, once.
+        check: raises if the output is wrong; called once.
+        start: the start of the same command alone, if it does not report its duration.
     """
 
-    name: str
-    title: str
-    command: Command | None
-    floor: str = ""
-    rival: str = ""
+    command: Command | None = None
     check: Callable[[Source], None] | None = None
     start: Sequence[str] = ()
     prepare: Command | None = None
-    judged: str = DURABLE
-
-    @property
-    def is_ours(self) -> bool:
-        return self.name.startswith("ours")
-
-    @property
-    def is_floor(self) -> bool:
-        return self.name.startswith("floor")
-
-    @property
-    def is_upstream(self) -> bool:
-        return self.name.startswith("upstream")
 
 
 def copy_states(source: Source) -> list[str]:
@@ -130,7 +113,7 @@ def convert_upstream(source: Source, *options: str) -> list[str]:
 
 
 def convert_upstream_best(source: Source) -> list[str]:
-    extracting, merging = map(str, source.workers)
+    extracting, merging = map(str, source.workers or WORKERS[1])
     return convert_upstream(source, "--num_extract_workers", extracting, "--num_merge_workers", merging)
 
 
@@ -190,34 +173,70 @@ def _compare(source: Source, states: Sequence[str], read: Callable[[str, str], t
 UPSTREAM_START = (sys.executable, "-m", UPSTREAM, "--help")
 
 CONVERT = (
-    Job("floor-cp", "floor: `cp` of the optimizer's files", copy_states),
-    Job("upstream-convert", "upstream, defaults", convert_upstream, floor="floor-cp", start=UPSTREAM_START),
-    Job(BEST, "upstream, best workers", convert_upstream_best, floor="floor-cp", start=UPSTREAM_START),
+    Job("floor-cp", "floor: `cp` of the optimizer's files", command=copy_states),
+    Job("upstream-convert", "upstream, defaults", "floor-cp", command=convert_upstream, start=UPSTREAM_START),
+    Job(BEST, "upstream, best workers", "floor-cp", command=convert_upstream_best, start=UPSTREAM_START),
     Job(
         "ours-convert",
         "ours, `ds_ucp convert`",
-        convert_ours,
-        floor="floor-cp",
-        rival="upstream-convert",
+        "floor-cp",
+        "upstream-convert",
+        {"upstream": 10, "floor": 1.0, "cached": 1.0, "read": 1.02, "written": 1.02},
+        command=convert_ours,
         check=check_converted,
     ),
 )
 EXPORT = (
-    Job("floor-weights", "floor: `cp` of the exported weights", copy_weights, prepare=keep_weights),
-    Job("upstream-fp32", "upstream, `zero_to_fp32.py --safe_serialization`", export_upstream),
+    Job("floor-weights", "floor: `cp` of the exported weights", command=copy_weights, prepare=keep_weights),
+    Job("upstream-fp32", "upstream, `zero_to_fp32.py --safe_serialization`", command=export_upstream),
     Job(
         "ours-export",
         "ours, `ds_ucp export`",
-        export_ours,
-        floor="floor-weights",
-        rival="upstream-fp32",
+        "floor-weights",
+        "upstream-fp32",
+        {"upstream": 5, "floor": 1.1},
+        command=export_ours,
         check=check_exported,
     ),
 )
 VERIFY = (
-    Job("floor-files", "floor: all files read", None),
-    Job(f"floor-files{DIRECT}", "floor: all files read, O_DIRECT", None),
-    Job("ours-verify", "ours, `ds_ucp verify`", verify_ours, floor="floor-files", judged=INSIDE),
+    Job("floor-files", "floor: all files read"),
+    Job(f"floor-files{DIRECT}", "floor: all files read, O_DIRECT"),
+    Job(
+        "ours-verify",
+        "ours, `ds_ucp verify`",
+        "floor-files",
+        limits={"floor": 1.0},
+        judged=INSIDE,
+        command=verify_ours,
+    ),
+)
+
+
+def convert_by_ranks(source: Source, *, ranks: int) -> list[str]:
+    """Convert with one worker on each of some MPI ranks, by this environment's `mpirun`."""
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+    root = ["--allow-run-as-root"] * (os.geteuid() == 0)
+    launch = [mpirun, *root, "--oversubscribe", "--bind-to", "none", "-np", str(ranks)]
+    return [*launch, *convert_ours(source, "--workers", "1")]
+
+
+def convert_by_workers(source: Source, *, workers: int) -> list[str]:
+    return convert_ours(source, "--workers", str(workers))
+
+
+def _make_pair(name: str, title: str, convert: Callable[..., list[str]], option: str) -> tuple[Job, Job]:
+    twin = f"{name}-1", "÷ that of one"
+    return (
+        Job(f"{name}-1", f"1 {title}", command=partial(convert, **{option: 1})),
+        Job(f"{name}-2", f"2 {title}s", twin=twin, command=partial(convert, **{option: 2})),
+    )
+
+
+SCALING = (
+    *_make_pair("ours-workers", "worker", convert_by_workers, "workers"),
+    *_make_pair("ours-ranks", "MPI rank", convert_by_ranks, "ranks"),
 )
 
 
@@ -230,9 +249,16 @@ class Bench:
         self._prepared: set[str] = set()
         self._starts: dict[Sequence[str], float] = {}
 
-    def run(self, rounds: int, only: Sequence[str] | None = None) -> list[Run]:
+    def run(self, rounds: int, only: Sequence[str] | None, command: str) -> Results | None:
+        """Measure the chosen jobs; return None if there are none."""
         chosen = [name for name in self.jobs if not only or name in only]
-        return run_in_turns(chosen, rounds, self.measure, self._say)
+        if BEST in chosen:
+            self.find_workers()
+        runs = tuple(run_in_turns(chosen, rounds, self.measure, self._say))
+        source = self.source
+        if not runs:
+            return None
+        return Results(runs, source.parameters, source.state_bytes, command, workers=source.workers)
 
     def find_workers(self) -> None:
         """Note upstream's fastest numbers of workers in the source, by one cold run of each."""

@@ -6,7 +6,6 @@ All cases run in one go on one checkpoint, in rounds; before every measurement t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
@@ -21,14 +20,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 from loads import Bench  # noqa: E402
-from offline import BEST, Source  # noqa: E402
 from offline import Bench as OfflineBench  # noqa: E402
-from offline_report import Found, make_offline_section, summarise  # noqa: E402
 from report import (  # noqa: E402
     AT_SCALE,
     SAVES,
     SUMMARY,
-    Measured,
     Results,
     describe_machine,
     explain,
@@ -36,20 +32,18 @@ from report import (  # noqa: E402
     make_section,
     put_part,
     put_sections,
-    summarise_loads,
+    summarise,
     table,
 )
-from scaling import JOBS, make_scaling_section, measure_scaling  # noqa: E402
-from suites import DATA_PARALLEL, OFFLINE, SUITES, Offline, Suite  # noqa: E402
+from suites import OFFLINE, SUITES, Suite  # noqa: E402
 
 import deepspeed_ucp  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-SCALING = "scaling"
 TITLES = {suite.name: suite.short for suite in SUITES}
-ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING)
+ALL = (*SUITES, *OFFLINE)
 README_ROWS = (
     "resume: ZeRO-1, 4 ranks → 2 ranks ZeRO-1",
     "resume: ZeRO-1, 4 ranks → 2 ranks ZeRO-3",
@@ -60,6 +54,9 @@ README_ROWS = (
 """Titles of the rows that README shows; docs/benchmarks.md has all."""
 
 TITLE = "# Benchmarks\n\nHow long do loads, saves and commands take, compared with the hardware and other programs?"
+Found = dict[str, dict[str, Any]]
+"""Results as JSON, by suite and checkpoint."""
+
 FIGURES = ("<!-- figures: written by make bench -->", "<!-- end of figures -->")
 
 
@@ -67,59 +64,51 @@ def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def run_source(suite: Suite, folder: Path, args: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Everything that is asked for and works on one suite's checkpoint; results go into `found`."""
+def run_source(suite: Suite, folder: Path, args: argparse.Namespace, found: Found) -> None:
+    """Measure all chosen cases of one suite's checkpoint; results go into `found`."""
     folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(suite, folder.resolve(), args.params_m * suite.share, say)
     bench.save()
     if suite.name in args.suites:
-        results = bench.run(args.rounds, args.only, tell_command())
-        if results is not None:
-            found[suite.name] = dataclasses.asdict(results)
-    source = bench.describe()
+        note(found, suite.name, suite.name, bench.run(args.rounds, args.only, tell_command()))
     for offline in OFFLINE:
         if offline.name in args.suites and suite in offline.sources:
-            run_offline(offline, source, suite, args, found)
-    if SCALING in args.suites and suite is DATA_PARALLEL:
-        runs = measure_scaling(source, args.rounds, say, args.only)
-        found.setdefault(SCALING, {})["runs"] = [dataclasses.asdict(run) for run in runs]
+            say(f"suite {offline.name}: {suite.short}")
+            commands = OfflineBench(bench.describe(), offline.cases, say)
+            note(found, offline.name, suite.name, commands.run(args.rounds, args.only, tell_command()))
 
 
-def run_offline(
-    offline: Offline, source: Source, suite: Suite, args: argparse.Namespace, found: dict[str, Any]
-) -> None:
-    """One suite of commands on one checkpoint."""
-    say(f"suite {offline.name}: {suite.short}")
-    bench = OfflineBench(source, offline.jobs, say)
-    if any(job.name == BEST and (not args.only or BEST in args.only) for job in offline.jobs):
-        bench.find_workers()
-    runs = bench.run(args.rounds, args.only)
-    if runs:
-        found.setdefault(offline.name, {})[suite.name] = Found.of(runs, bench.source, tell_command()).data()
+def note(found: Found, suite: str, source: str, results: Results | None) -> None:
+    if results is not None:
+        found.setdefault(suite, {})[source] = results.data()
 
 
 def tell_command() -> str:
     return " ".join(sys.argv)
 
 
-def make_page(found: dict[str, Any], before: str = "") -> str:
+def make_page(found: Found, before: str = "") -> str:
     """docs/benchmarks.md from the results of all suites that have been measured; other sections as they were before."""
-    suites = [(suite, _restore(found[suite.name])) for suite in SUITES if suite.name in found]
-    sections = [make_section(results, suite.cases, suite.title, suite.tell(results)) for suite, results in suites]
-    measured = [(offline, restore_runs(found[offline.name])) for offline in OFFLINE if offline.name in found]
-    sections += [make_offline_section(offline.name, each, TITLES, offline.jobs) for offline, each in measured]
-    if SCALING in found:
-        sections.append(make_scaling_section(found[SCALING]))
+    sections, newest = [], None
+    for suite in (each for each in ALL if each.name in found):
+        results = restore(found[suite.name])
+        about = suite.about
+        if isinstance(suite, Suite):
+            newest = results[suite.name]
+            about = suite.tell(newest)
+        titles = {"" if isinstance(suite, Suite) else TITLES[source]: each for source, each in results.items()}
+        sections.append(make_section(suite.title, about, titles, suite.cases))
     if before:
         return put_sections(before, sections)
-    # Results of an earlier form do not tell what a first load imports.
-    newest = max((results for _, results in suites), key=lambda each: each.import_seconds, default=None)
     how = f"{explain(newest)}\n\n" if newest else ""
-    head = f"{TITLE}\n\n`make bench` on {describe_machine()}.\n\n{how}"
-    return head + "\n".join(sections)
+    return f"{TITLE}\n\n`make bench` on {describe_machine()}.\n\n{how}" + "\n".join(sections)
 
 
-def update_readme(found: dict[str, Any]) -> None:
+def restore(found: Mapping[str, Any]) -> dict[str, Results]:
+    return {source: Results.restore(data) for source, data in found.items()}
+
+
+def update_readme(found: Found) -> None:
     """Put the figures between README's marks, where there are any, and what they come from."""
     file = ROOT / "README.md"
     page = file.read_text()
@@ -127,15 +116,10 @@ def update_readme(found: dict[str, Any]) -> None:
         return
     rows: list[list[str]] = []
     sizes: dict[str, list[int]] = {}
-    for suite in (suite for suite in SUITES if suite.name in found):
-        results = _restore(found[suite.name])
-        rows += summarise_loads(results, suite.cases, suite.short)
-        sizes.setdefault(results.command, []).append(results.parameters)
-    for offline in (offline for offline in OFFLINE if offline.name in found):
-        runs = restore_runs(found[offline.name])
-        rows += summarise(runs, TITLES, offline.jobs)
-        for each in runs.values():
-            sizes.setdefault(each.command, []).append(each.parameters)
+    for suite in (each for each in ALL if each.name in found):
+        for source, results in restore(found[suite.name]).items():
+            rows += summarise(results, suite.cases, TITLES[source])
+            sizes.setdefault(results.command, []).append(results.parameters)
     shown = [row for row in rows if row[0] in README_ROWS]
     file.write_text(put_part(page, FIGURES, f"{_tell_sources(sizes)}\n\n{table(SUMMARY, shown)}"))
 
@@ -149,24 +133,14 @@ def _tell_sources(sizes: dict[str, list[int]]) -> str:
     return "Measured by " + ",\n".join(told) + ":"
 
 
-def _restore(data: dict[str, Any]) -> Results:
-    return Results(**{**data, "measured": tuple(Measured(**each) for each in data["measured"])})
-
-
 def is_wanted(suite: Suite, names: Sequence[str]) -> bool:
-    """Whether something that is asked for works on this suite's checkpoint."""
-    offline = any(each.name in names and suite in each.sources for each in OFFLINE)
-    return suite.name in names or offline or (SCALING in names and suite is DATA_PARALLEL)
-
-
-def restore_runs(data: dict[str, Any]) -> dict[str, Found]:
-    return {key: Found.restore(each) for key, each in data.items()}
+    """Return True if chosen cases need this suite's checkpoint."""
+    return suite.name in names or any(each.name in names and suite in each.sources for each in OFFLINE)
 
 
 def parse_arguments() -> argparse.Namespace:
-    names = list(ALL)
-    jobs = [*(job for offline in OFFLINE for job in offline.jobs), *JOBS]
-    cases = sorted({each.name for each in (*(case for suite in SUITES for case in suite.cases), *jobs)})
+    names = [suite.name for suite in ALL]
+    cases = sorted({case.name for suite in ALL for case in suite.cases})
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--suites", nargs="+", choices=names, default=names, help="measure these; the last results of the others stay"
@@ -191,7 +165,7 @@ def main() -> None:
     out.mkdir(exist_ok=True)
     (out / ".gitignore").write_text("*\n")
     note = out / ("partial.json" if args.partial else "results.json")
-    found: dict[str, Any] = json.loads(note.read_text()) if note.exists() and not args.partial else {}
+    found: Found = json.loads(note.read_text()) if note.exists() and not args.partial else {}
     folder = args.keep or out / "work"
     try:
         for suite in SUITES:
@@ -202,10 +176,8 @@ def main() -> None:
             note.write_text(json.dumps(found, indent=1))
             if not args.keep:  # two checkpoints may be more than the disk has room for
                 shutil.rmtree(folder / suite.name)
-        if SCALING in args.suites and not args.only:
-            found[SCALING] |= {"command": tell_command()}
         note.write_text(json.dumps(found, indent=1))
-        is_whole = not args.partial and {*found} == {*ALL}
+        is_whole = not args.partial and {*found} == {suite.name for suite in ALL}
         output = args.output or (out if args.partial else ROOT / "docs") / "benchmarks.md"
         before = output.read_text() if output.exists() else ""
         kept = [part for part in (find_part(before, marks) for marks in (AT_SCALE, SAVES)) if part]

@@ -15,8 +15,8 @@ from engines import Engine
 from experts import ExpertEngine
 from floor import DIRECT, Piece, file_pieces, state_pieces
 from megatron import RENAME, Topology
-from offline import CONVERT, EXPORT, VERIFY, Job
-from report import Case
+from offline import CONVERT, EXPORT, SCALING, VERIFY, Job
+from report import LOAD, Case
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +28,10 @@ FEW, WIDE = 4, 16  # streams of a rank from a store; the latter is the default (
 OURS = {"universal": True}
 ASKED = {"universal": {"same_topology": "direct"}}
 UPSTREAM = {"load_universal": True}
+FAST = {"own": 1, "upstream": 15, "floor": 1.15, **LOAD}
+NEAR = {"floor": 1.15, **LOAD}
+CUT = {"floor": 1.4, **LOAD, "read": 1.10}
+TAG = ("ours-tag-2", "÷ that of a tag")
 
 
 def list_floors(*worlds: int) -> dict[str, int]:
@@ -104,26 +108,26 @@ shares the processors with its readers.""",
     cases=(
         *make_floor_cases(2, 3, 4),
         Case("deepspeed", "DeepSpeed's own, 4 ranks ZeRO-1"),
-        Case("on-4", "DeepSpeed's own, 4 ranks ZeRO-1, the plugin on", index_limit=0.02),
-        Case("ours-same-4", "ours, 4 ranks ZeRO-1 (the same topology)", floor="floor-4", own_limit=0.5),
+        Case("on-4", "DeepSpeed's own, 4 ranks ZeRO-1, the plugin on", limits={"index": 0.02}),
+        Case("ours-same-4", "ours, 4 ranks ZeRO-1 (the same topology)", "floor-4", limits={"own": 0.5, **LOAD}),
         Case("upstream", "upstream, 2 ranks ZeRO-1 (conversion + load)", floor="floor-2"),
-        Case("ours-2", "ours, 2 ranks ZeRO-1", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
-        Case("ours-3", "ours, 3 ranks ZeRO-1", floor="floor-3", upstream="upstream", floor_limit=1.15, own_limit=1),
-        Case("ours-z3-2", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream", floor_limit=1.15, own_limit=1),
-        Case("ours-fp32-2", "ours, 2 ranks ZeRO-1 in fp32", floor="floor-2", floor_limit=1.2),
+        Case("ours-2", "ours, 2 ranks ZeRO-1", "floor-2", "upstream", FAST),
+        Case("ours-3", "ours, 3 ranks ZeRO-1", "floor-3", "upstream", FAST),
+        Case("ours-z3-2", "ours, 2 ranks ZeRO-3", "floor-2", "upstream", FAST),
+        Case("ours-fp32-2", "ours, 2 ranks ZeRO-1 in fp32", "floor-2", limits={"floor": 1.2, **LOAD}),
         Case("floor-s3-2", f"floor of the store, 2 processes of {FEW} streams"),
         Case("floor-s3-2-wide", f"floor of the store, 2 processes of {WIDE} streams"),
         Case(
             "ours-s3-2",
             f"ours, 2 ranks ZeRO-1, from the store, {FEW} streams",
-            floor="floor-s3-2",
-            floor_limit=1 / 0.9,
+            "floor-s3-2",
+            limits={"floor": 1 / 0.9, **LOAD},
         ),
         Case(
             "ours-s3-2-wide",
             f"ours, 2 ranks ZeRO-1, from the store, {WIDE} streams",
-            floor="floor-s3-2-wide",
-            floor_limit=1 / 0.9,
+            "floor-s3-2-wide",
+            limits={"floor": 1 / 0.9, **LOAD},
         ),
     ),
     save_body=engines.save_body,
@@ -157,9 +161,11 @@ row-parallel weights finer than the save, and may read 1.10 times the state.""",
         Case("upstream-dp2", "upstream, TP1 PP1 DP2", floor="floor-2"),
         Case("upstream-tp4", "upstream, TP4", floor="floor-4"),
         Case("upstream-z3", "upstream, 2 ranks ZeRO-3", floor="floor-2"),
-        Case("ours-dp2", "ours, TP1 PP1 DP2", floor="floor-2", upstream="upstream-dp2", floor_limit=1.15),
-        Case("ours-tp4", "ours, TP4", floor="floor-4", upstream="upstream-tp4", storage_limit=1.10, floor_limit=1.4),
-        Case("ours-z3", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream-z3", floor_limit=1.15),
+        Case("ours-dp2", "ours, TP1 PP1 DP2", floor="floor-2", upstream="upstream-dp2", limits=NEAR),
+        Case("ours-tp4", "ours, TP4", floor="floor-4", upstream="upstream-tp4", limits=CUT),
+        Case(
+            "ours-z3", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream-z3", limits={"floor": 1.15, **LOAD}
+        ),
     ),
     save_body=megatron.save_body,
     load_body=megatron.load_body,
@@ -183,7 +189,7 @@ conversion fails on distributed experts.""",
     cases=(
         *make_floor_cases(2),
         Case("deepspeed", "DeepSpeed's own, 4 ranks EP4"),
-        Case("ours-ep2", "ours, 2 ranks EP2", floor="floor-2", upstream="none", floor_limit=1.5, own_limit=1),
+        Case("ours-ep2", "ours, 2 ranks EP2", "floor-2", "none", {"own": 1, "floor": 1.5, **LOAD}),
     ),
     save_body=experts.save_body,
     load_body=experts.load_body,
@@ -199,7 +205,7 @@ state, loaded at stage 0 by 4 ranks: one reads it, the others copy it.""",
     source=Engine(4, 1),
     topologies={"ours-z0-4": Engine(4, 0, OURS)},
     floors=list_floors(4),
-    cases=(*make_floor_cases(4), Case("ours-z0-4", "ours, 4 ranks stage 0", floor="floor-4", floor_limit=1.5)),
+    cases=(*make_floor_cases(4), Case("ours-z0-4", "ours, 4 ranks stage 0", "floor-4", limits={"floor": 1.5, **LOAD})),
     save_body=engines.save_body,
     load_body=engines.load_body,
 )
@@ -215,7 +221,7 @@ ZeRO-1 in fp32: {state_gib:.2f} GiB of state. The target trains in bf16.""",
     floors=list_floors(2),
     cases=(
         *make_floor_cases(2),
-        Case("ours-bf16-2", "ours, 2 ranks ZeRO-1 in bf16", floor="floor-2", floor_limit=1.2),
+        Case("ours-bf16-2", "ours, 2 ranks ZeRO-1 in bf16", "floor-2", limits={"floor": 1.2, **LOAD}),
     ),
     save_body=engines.save_body,
     load_body=engines.load_body,
@@ -237,9 +243,9 @@ PEER = Suite(
     floors=list_floors(2),
     cases=(
         *make_floor_cases(2),
-        Case("dcp", "torch's, FSDP2 on 2 ranks", floor="floor-2"),
-        Case("ours-tag-2", "ours, 2 ranks ZeRO-3, from a tag of 4 ranks ZeRO-3", floor="floor-2"),
-        Case("ours-fsdp-2", "ours, 2 ranks ZeRO-3", floor="floor-2", twin="ours-tag-2", twin_limit=1.15),
+        Case("dcp", "torch's, FSDP2 on 2 ranks", floor="floor-2", twin=TAG),
+        Case("ours-tag-2", "ours, 2 ranks ZeRO-3, from a tag of 4 ranks ZeRO-3", "floor-2", limits=LOAD, twin=TAG),
+        Case("ours-fsdp-2", "ours, 2 ranks ZeRO-3", "floor-2", limits={"twin": 1.15, **LOAD}, twin=TAG),
     ),
     save_body=dcp.save_body,
     load_body=dcp.load_body,
@@ -254,17 +260,45 @@ class Offline:
     """Commands that work on checkpoints without engines.
 
     Attributes:
-        jobs: the rows of its tables.
+        cases: the rows of its tables.
         sources: the suites on whose checkpoints they are measured.
     """
 
     name: str
-    jobs: tuple[Job, ...]
-    sources: tuple[Suite, ...]
+    title: str
+    about: str
+    cases: tuple[Job, ...]
+    sources: tuple[Suite, ...] = (DATA_PARALLEL,)
 
 
 OFFLINE = (
-    Offline("convert", CONVERT, (DATA_PARALLEL, PARALLEL)),
-    Offline("export", EXPORT, (DATA_PARALLEL,)),
-    Offline("verify", VERIFY, (DATA_PARALLEL,)),
+    Offline(
+        "convert",
+        "Atomic checkpoints: `ds_ucp convert`",
+        """Upstream is `python -m deepspeed.checkpoint.ds_to_universal`; the floor is
+`cp` of masters and moments. *Seconds* include the interpreter's start, *durable* and the ratios also
+fsync(2). *Peak MiB* counts all processes. Outputs are compared with the saved state.""",
+        CONVERT,
+        (DATA_PARALLEL, PARALLEL),
+    ),
+    Offline(
+        "export",
+        "Consolidated weights: `ds_ucp export`",
+        """The fp32 weights as safetensors. Upstream is the script in every checkpoint
+folder; the floor is `cp` of the output.""",
+        EXPORT,
+    ),
+    Offline(
+        "verify",
+        "Checking a checkpoint: `ds_ucp verify`",
+        """The floor reads the same files once with as many threads; *÷ floor* excludes
+the start-up.""",
+        VERIFY,
+    ),
+    Offline(
+        "scaling",
+        "Strong scaling of a conversion",
+        "The ZeRO-1 checkpoint, with all starts; the ratio is of the seconds until the output is durable.",
+        SCALING,
+    ),
 )

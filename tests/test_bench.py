@@ -19,9 +19,9 @@ from tests.support.until import wait_until
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the tables, which imports that of the jobs."""
+    """The module of the commands, which imports that of the tables."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
-    return importlib.import_module("offline_report")
+    return importlib.import_module("offline")
 
 
 def test_a_command_is_measured_from_outside(
@@ -64,24 +64,27 @@ def test_a_command_that_fails_leaves_its_errors(offline: ModuleType, tmp_path: P
 
 
 @pytest.fixture
-def found(offline: ModuleType) -> Any:
+def report(offline: ModuleType) -> ModuleType:
+    return sys.modules["report"]
+
+
+@pytest.fixture
+def found(report: ModuleType) -> Any:
     """Two rounds in which ours is 12 and 16 times as fast as upstream's, and takes 1.25 times as long as `cp`."""
-    run = sys.modules["commands"].Run
-    runs = []
+    run, runs = report.Run, []
     for round_, slow in enumerate((12.0, 16.0)):
         runs += [
-            run("floor-cp", round_, 0.5, 0.3, storage_bytes=1000, written_bytes=1000, peak_bytes=2 << 20),
+            run("floor-cp", round_, 0.5, 0.3, None, storage_bytes=1000, written_bytes=1000, peak_bytes=2 << 20),
             run("upstream-convert", round_, slow - 1, 1.0, slow - 4, storage_bytes=1200, written_bytes=2000),
-            run("ours-convert", round_, 1.0, 0.0, 0.75, 0.25, 1010, 1030, 50 << 20, {"write": 0.5, "sync": 0.25}),
+            run("ours-convert", round_, 1.0, 0.0, 0.75, 0.25, 2.0, 1010, 1030, peak_bytes=50 << 20),
         ]
-    return offline.Found(tuple(runs), 100_000_000, 1000, 1200, (2, 2), "python bench/run.py")
+    return report.Results(tuple(runs), 100_000_000, 1000, "python bench/run.py", workers=(2, 2))
 
 
-def test_targets_of_a_conversion(offline: ModuleType, found: Any) -> None:
-    targets = {target.text: target for target in offline.convert_targets(found, "here")}
-    values = {text.removeprefix("here: "): target.value for text, target in targets.items()}
-    assert values == {
-        "upstream's defaults ÷ this": 14.0,
+def test_targets_of_a_conversion(offline: ModuleType, report: ModuleType, found: Any) -> None:
+    targets = {target.text.rpartition(": ")[2]: target for target in report.make_targets(found, offline.CONVERT)}
+    assert {text: target.value for text, target in targets.items()} == {
+        "upstream's ÷ this": 14.0,
         "÷ floor": 1.25,
         "÷ floor in the page cache": 1.5,
         "bytes from storage over bytes of state": 1.01,
@@ -90,57 +93,51 @@ def test_targets_of_a_conversion(offline: ModuleType, found: Any) -> None:
     assert [target.reached for target in targets.values()] == [True, False, False, True, False]
 
 
-def test_a_section_has_every_job_that_ran(offline: ModuleType, found: Any) -> None:
-    jobs = sys.modules["offline"].CONVERT
-    restored = offline.Found.restore(json.loads(json.dumps(found.data())))
+def test_a_section_has_every_job_that_ran(offline: ModuleType, report: ModuleType, found: Any) -> None:
+    restored = report.Results.restore(json.loads(json.dumps(found.data())))
     assert restored == found
-    section = offline.make_offline_section("convert", {"dp": restored}, {"dp": "ZeRO-1"}, jobs)
+    section = report.make_section("Conversions", "About.", {"ZeRO-1": restored}, offline.CONVERT)
+    assert "\n\nZeRO-1 (best workers: 2 extracting, 2 merging):\n\n| command " in section
     (row,) = [line for line in section.splitlines() if line.startswith("| ours, ")]
     cells = "1.00 (1.00-1.00) | 1.00 | 50 | 1.25 | 14.00"
     assert re.sub(" +", " ", row) == f"| ours, `ds_ucp convert` | {cells} |"
-    assert "upstream, best workers" not in section  # it did not run
+    assert "upstream, best workers |" not in section  # it did not run
     assert "Targets reached: 2 of 5. Missed: ÷ floor ≤ 1 (1.25); ÷ floor in the page cache ≤ 1 (1.5)" in section
 
 
-def test_a_failed_command_is_reported_and_not_repeated(offline: ModuleType) -> None:
-    commands = sys.modules["commands"]
+def test_a_failed_command_is_reported_and_not_repeated(offline: ModuleType, report: ModuleType) -> None:
     tried = []
 
     def measure(case: str, round_: int) -> Any:
         tried.append((case, round_))
         seconds, fault = (0.0, "broken") if case == "upstream-convert" else (1.0, "")
-        return commands.Run(case, round_, seconds, fault=fault)
+        return report.Run(case, round_, seconds, fault=fault)
 
     runs = sys.modules["rounds"].run_in_turns(["ours-convert", "upstream-convert"], 2, measure, lambda text: None)
     assert sorted(tried) == [("ours-convert", 0), ("ours-convert", 1), ("upstream-convert", 0)]
-    found = offline.Found(tuple(runs), 1, 1, 1, (2, 2), "")
-    assert "broken" in offline.commands_table(found, sys.modules["offline"].CONVERT)
-    assert offline.convert_targets(found, "")[0].reached is None
+    results = report.Results(tuple(runs), 1, 1, "")
+    assert "* upstream, defaults: broken" in report.make_section("", "", {"": results}, offline.CONVERT)
+    assert report.make_targets(results, offline.CONVERT)[0].reached is None
 
 
-def test_scaling_comes_from_rounds(offline: ModuleType) -> None:
-    scaling = importlib.import_module("scaling")
-    run = sys.modules["commands"].Run
+def test_scaling_comes_from_rounds(offline: ModuleType, report: ModuleType) -> None:
     seconds = {"ours-workers-1": (4.0, 5.0), "ours-workers-2": (2.0, 2.0)}
-    runs = [run(case, round_, each) for case, both in seconds.items() for round_, each in enumerate(both)]
-    assert scaling.speed_up(runs, "ours-workers-1", "ours-workers-2") == 2.25
+    runs = [report.Run(case, round_, each) for case, both in seconds.items() for round_, each in enumerate(both)]
+    results = report.Results(tuple(runs), 1, 1, "")
+    section = report.cases_table(results, offline.SCALING)
+    assert re.sub(" +", " ", section.splitlines()[-1]) == "| 2 workers | 2.00 (2.00-2.00) | 0 | 0.45 |"
 
 
 # --- loads
 
 
-@pytest.fixture
-def report(offline: ModuleType) -> ModuleType:
-    return sys.modules["report"]
-
-
 def measure(report: ModuleType, case: str, seconds: tuple[float, ...], **more: Any) -> list[Any]:
     """One measurement per round."""
-    return [report.Measured(case, number, each, 1, 1, **more) for number, each in enumerate(seconds)]
+    return [report.Run(case, number, each, **more) for number, each in enumerate(seconds)]
 
 
 def find_target(report: ModuleType, measured: list[Any], cases: list[Any], text: str) -> tuple[float, bool]:
-    results = report.Results(tuple(measured), 1, 1, None, 0, "")
+    results = report.Results(tuple(measured), 1, 1, "")
     (target,) = [target for target in report.make_targets(results, cases) if text in target.text]
     return target.value, target.reached
 
@@ -148,24 +145,28 @@ def find_target(report: ModuleType, measured: list[Any], cases: list[Any], text:
 def test_the_faster_way_to_read_is_the_floor_of_each_round(report: ModuleType) -> None:
     """If a file system has only one way, that one counts."""
     measured = measure(report, "floor-2", (1.0, 2.0, 1.0)) + measure(report, "floor-2-direct", (2.0, 1.0))
-    measured += [report.Measured("floor-2-direct", 2, 0.0, 1, 1, fault="this file system has no O_DIRECT")]
+    measured += [report.Run("floor-2-direct", 2, 0.0, fault="this file system has no O_DIRECT")]
     measured += measure(report, "ours-2", (1.5, 1.5, 3.0))
-    case = report.Case("ours-2", "ours", floor="floor-2", floor_limit=1.5)
+    case = report.Case("ours-2", "ours", floor="floor-2", limits={"floor": 1.5})
     assert find_target(report, measured, [case], "floor") == (1.5, True)
 
 
 def test_a_load_is_compared_with_a_load_of_the_same_state_from_a_tag(report: ModuleType) -> None:
     measured = measure(report, "ours-tag", (2.0,)) + measure(report, "ours-fsdp", (2.5,))
-    cases = [report.Case("ours-tag", "tag"), report.Case("ours-fsdp", "fsdp", twin="ours-tag", twin_limit=1.15)]
+    twin = "ours-tag", "÷ that of a tag"
+    cases = [report.Case("ours-tag", "tag"), report.Case("ours-fsdp", "fsdp", twin=twin, limits={"twin": 1.15})]
     assert find_target(report, measured, cases, "of a tag") == (1.25, False)
-    results = report.Results(tuple(measured), 1, 1, None, 0, "")
+    results = report.Results(tuple(measured), 1, 1, "", import_seconds=0.3)
     assert "÷ that of a tag" in report.cases_table(results, cases)
 
 
 def test_the_time_of_the_decision_is_compared_with_deepspeeds_load(report: ModuleType) -> None:
     phases = [{"index": index, "own load": 1.0} for index in (0.02, 0.03, 0.1)]
-    measured = [report.Measured("on-4", number, 1.0, 1, 1, phases=each) for number, each in enumerate(phases)]
-    assert find_target(report, measured, [report.Case("on-4", "the plugin on", index_limit=0.02)], "") == (0.03, False)
+    measured = [report.Run("on-4", number, 1.0, phases=each) for number, each in enumerate(phases)]
+    assert find_target(report, measured, [report.Case("on-4", "the plugin on", limits={"index": 0.02})], "") == (
+        0.03,
+        False,
+    )
 
 
 def test_sections_replace_those_with_the_same_title(report: ModuleType) -> None:
@@ -180,13 +181,13 @@ def test_a_load_of_other_values_is_timed_in_every_round(report: ModuleType) -> N
 
     def measure(case: str, round_: int) -> Any:
         seconds, fault = faults[case]
-        return report.Measured(case, round_, seconds, 3 << 30, fault=fault)
+        return report.Run(case, round_, seconds, fault=fault)
 
     lines: list[str] = []
     found = sys.modules["rounds"].run_in_turns([*faults], 2, measure, lines.append)
     tried = sorted((each.case, each.round) for each in found)
     assert tried == [("upstream-dp2", 0), ("upstream-dp2", 1), ("upstream-z3", 0)]
-    assert lines[-1].startswith("round 2/2  upstream-dp2      2.00 s")
+    assert re.match(r"round 2/2  upstream-dp2 +2\.00 s .* loads other values$", lines[-1])
 
 
 @pytest.mark.parametrize("direct", [False, True])
