@@ -34,7 +34,6 @@ import psutil  # noqa: E402
 import saves_ranks  # noqa: E402
 from cold import make_cold  # noqa: E402
 from peers import remove_flash  # noqa: E402
-from puts import serve_store  # noqa: E402
 from report import SAVES, describe_machine, put_part  # noqa: E402
 from saves_ranks import Figures, Plan  # noqa: E402
 from saves_report import make_section  # noqa: E402
@@ -106,9 +105,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         stack.callback(end_writers, memory)
         stack.callback(remove_flash, run)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{run}-", dir=out))
-        store = stack.enter_context(serve_store(wanted=not args.no_upload))
         flash = str(args.dlrover.resolve()) if args.dlrover else ""
-        plan = Plan(args.params_m, args.rounds, memory, folder, store, flash, run)
+        plan = Plan(args.params_m, args.rounds, memory, folder, flash, run)
         with WorldPool(timeout=3600) as worlds:
             say("saves")
             found: dict[str, Any] = {"saves": worlds.get(args.ranks).run(saves_ranks.measure_saves, plan)[0]}
@@ -129,7 +127,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--memory", default="/dev/shm", help="folder in memory")
     parser.add_argument("--dlrover", type=Path, metavar="FOLDER", help="that DLRover is installed in")
-    parser.add_argument("--no-upload", action="store_true", help="the server takes 60 MB/s")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = measure(args)

@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from cold import list_files
 from meters import AnonymousPeak
 from peers import FlashSaver, Peer, TorchSaver, start_flash
-from puts import BUCKET, empty_store, put_parts, put_pieces
 from ranks import release_free_memory
 from torch import nn
 
@@ -43,7 +41,6 @@ class Plan:
     Attributes:
         memory: folder in memory; it may name variables.
         folder: on the disk.
-        store: port of an S3 server with a bucket called `bucket`; 0: no upload is measured.
         flash: folder that DLRover is installed in; empty: it is left out.
         run: a name that nothing else has.
         options: further ones of saves.
@@ -53,18 +50,13 @@ class Plan:
     rounds: int
     memory: str
     folder: str
-    store: int = 0
     flash: str = ""
     run: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def universal(self) -> dict[str, Any]:
-        storage = {"key": "bench", "secret": "bench", "endpoint_url": f"http://127.0.0.1:{self.store}"}
-        return {
-            "save": {"memory": self.memory, **self.options},
-            "storage_options": {**storage, "client_kwargs": {"region_name": "eu-west-1"}},
-        }
+        return {"save": {"memory": self.memory, **self.options}}
 
 
 def make_engine(params_m: float, stage: int, universal: Mapping[str, Any] | bool) -> Any:
@@ -208,8 +200,6 @@ class Saves:
             finish_saves(self.engine)
         self.save_eagerly(place)
         self.copy_files()
-        if self.plan.store:
-            self.upload()
         self.free()
 
     def save_eagerly(self, place: str) -> None:
@@ -237,15 +227,6 @@ class Saves:
             sync_files(to)
 
         self.note("cp", on_first(copy))
-
-    def upload(self) -> None:
-        saver = find_state(self.engine).saver
-        self.engine.save_checkpoint(f"s3://{BUCKET}/run", tag=self.next_tag())
-        self.note("upload", lambda: finish_saves(self.engine))
-        for name, put in {"puts": put_pieces, "parts": put_parts}.items():
-            on_first(lambda: empty_store(self.plan.store))()
-            self.note(name, on_first(partial(put, self.plan.store, list_files(Path(saver.folder)))))
-        on_first(lambda: empty_store(self.plan.store))()
 
     def free(self) -> None:
         """Give the memory of our saves back."""

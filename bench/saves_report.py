@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from puts import IN_FLIGHT, PART
 from report import MIB, Target, table
 
 HEADER = ("ours", "median (range)", "compared with", "median (range)", "ratio (target)")
 COPY, NEW_COPY, OWN = "one copy of the state", "one copy into new memory", "DeepSpeed's own save, durable"
-PUTS = f"plain PUTs of {PART >> 20} MiB, {IN_FLIGHT} at once"
 PEERS = {"torch": "torch's `async_save`, by a process", "flash": "DLRover's flash checkpoint"}
 
 
@@ -72,10 +70,6 @@ def _list_stalls(rounds: Sequence[Mapping[str, float]]) -> Iterator[Row]:
     beside |= {title: _take(rounds, key) for key, title in PEERS.items() if key in rounds[0]}
     yield from (Row("stall", eager, other, others, limits.get(other, 1.0)) for other, others in beside.items())
     yield Row("from stall to durable", _take(rounds, "durable"), "`cp` and `sync`", _take(rounds, "cp"), 1.15)
-    if "upload" in rounds[0]:
-        seconds = _take(rounds, "upload")
-        yield Row("upload to S3", seconds, PUTS, _take(rounds, "puts"), 1.15)
-        yield Row("upload to S3", seconds, "the same parts, by plain HTTP", _take(rounds, "parts"))
 
 
 def _list_resumes(found: Mapping[str, Any]) -> Iterator[Row]:
@@ -111,7 +105,6 @@ def make_section(found: Mapping[str, Any]) -> str:
     left_out = [
         *(["A lost node was not measured."] if "lost" not in found else []),
         *(["DLRover was left out (`--dlrover`)."] if "flash" not in found["saves"][0] else []),
-        *(["No upload was measured."] if "upload" not in found["saves"][0] else []),
     ]
     return f"""## Saves that do not stop training
 

@@ -51,14 +51,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.exhaustive  # no part of the package
 def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worlds: WorldPool, tmp_path: Path) -> None:
-    pytest.importorskip("moto")
     worlds, report = BenchWorlds(ucp_worlds), importlib.import_module("saves_report")
     folder, memory = tmp_path / "disk", tmp_path / "memory"
     for each in (folder, memory):
         each.mkdir()
-    with bench.serve_store(wanted=True) as store:
-        plan = bench.Plan(4, 1, str(memory), str(folder), store)
-        saves = worlds.get(2).run(bench.saves_ranks.measure_saves, plan)[0]
+    plan = bench.Plan(4, 1, str(memory), str(folder))
+    saves = worlds.get(2).run(bench.saves_ranks.measure_saves, plan)[0]
     found = {
         "saves": saves,
         "resumes": bench.measure_resumes(worlds, bench.replace(plan, folder=f"{folder}/run"), 2, {"1 rank": (1, 3)}),
@@ -69,7 +67,7 @@ def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worl
         "ranks": 2,
     }
     rows = report.list_rows(found)
-    assert len({row.title for row in rows}) == 8
+    assert len({row.title for row in rows}) == 7
     for row in rows:
         assert row.unit != "s" or min(row.values) > 0, row
         assert all(other > 0 for other in row.others), row
