@@ -46,7 +46,6 @@ def folder(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 3))
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ODD)
 def test_special_files_in_place_of_a_state_file_are_named(
     folder: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -62,7 +61,6 @@ def test_special_files_in_place_of_a_state_file_are_named(
     assert OPTIM in capsys.readouterr().out
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ODD)
 def test_special_files_of_no_save_are_ignored(folder: Path, kind: str) -> None:
     ODD[kind](folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt")
@@ -82,7 +80,6 @@ def test_links_and_deeper_tags_are_followed(tmp_path: Path) -> None:
     assert open_checkpoint(str(tmp_path / "link"), Comm()).stored.atoms
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", sorted(set(ODD) - {"dangling"}))
 def test_a_special_file_as_latest_is_refused(folder: Path, kind: str) -> None:
     (folder.parent / "latest").unlink()

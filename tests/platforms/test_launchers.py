@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.platforms.jobs import RECIPES, SAVE_EVERY, Run, Steps, make_environment, wait_for
+from tests.platforms.jobs import LONGEST, RECIPES, SAVE_EVERY, Run, Steps, make_environment, wait_for
 from tests.support.ports import find_port
 
 SSH = """#!/bin/bash
@@ -122,7 +122,7 @@ def test_the_loop_around_the_deepspeed_launcher_ends(
     (tmp_path / "hostfile").write_text("host-a slots=1\n")
     (tmp_path / "starts").touch()
     started = run_with_stub(tmp_path, f"echo start >>starts; {deepspeed}", **variables)
-    assert message in started.communicate(timeout=30)[0]
+    assert message in started.communicate(timeout=LONGEST)[0]
     assert (started.returncode, (tmp_path / "starts").read_text()) == (1, "start\n" * starts)
 
 
@@ -132,6 +132,6 @@ def test_the_loop_around_the_deepspeed_launcher_passes_sigterm_to_ranks_and_ends
     started = run_with_stub(tmp_path, f'bash -c "{rank}" & wait', PAUSE="0")
     wait_for("the rank", (tmp_path / "events").exists)
     started.terminate()
-    started.communicate(timeout=30)
+    started.communicate(timeout=LONGEST)
     assert started.returncode == 143
     assert (tmp_path / "events").read_text() == "start\nsaved\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.platforms.cluster import find_ports
-from tests.platforms.jobs import RECIPES, Run, Steps, find_processes, kill, make_environment
+from tests.platforms.jobs import LONGEST, RECIPES, Run, Steps, find_processes, kill, make_environment
 
 MISSING = importlib.util.find_spec("nvidia_resiliency_ext") is None or shutil.which("ft_launcher") is None
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.skipif(MISSING, reason="no nvidia-resiliency-ext")]
@@ -52,11 +52,11 @@ def test_a_hung_rank_is_ended_and_the_job_goes_on(reference: Steps, tmp_path: Pa
         os.kill(run.read("started")[-1]["pid"], signal.SIGSTOP)
         held.unlink()
         run.wait_for_step(run.steps, starts=2, tell=tell)
-        assert [agent.wait(timeout=60) for agent in agents] == [0, 0], tell()
+        assert [agent.wait(timeout=LONGEST) for agent in agents] == [0, 0], tell()
     finally:
         kill(find_processes(f"FT_CONFIG={tmp_path / 'ft.yaml'}"))
         for agent in agents:
-            agent.wait(timeout=20)
+            agent.wait(timeout=LONGEST)
     assert any("Section 'step' has been open" in log.read_text() for log in logs), tell()
     assert [world for world, _ in run.find_starts()] == [2, 2]
     run.check(reference)

@@ -212,10 +212,10 @@ def test_time_does_not_grow_with_the_elements():
     """102400 × 25600 elements cut along columns: hundreds of ranges a second."""
     source, target = cut_columns(102400, 25600, 8), cut_columns(102400, 25600, 4)
     size = 102400 * 6400
-    start = time.perf_counter()
+    start = time.process_time()
     for low in range(0, size, size // 500):
         copy_runs(source, 1, target, 0, low, low + size // 500)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize(
