@@ -93,6 +93,13 @@ class FakeTarget(Target):
     def owned_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.shapes
 
+    def list_names(self) -> dict[str, str]:
+        return {name: name for name in self.shapes}
+
+    def extras(self) -> list[Any]:
+        """No tensor is without optimizer."""
+        return []
+
     def instances(self) -> dict[str, Instance]:
         if self.place.pp == 1 or self.place.pp_rank not in (0, self.place.pp - 1):
             return {}
@@ -132,6 +139,6 @@ def _mark(parameter: Parameter) -> SimpleNamespace:
     return SimpleNamespace(tensor_model_parallel=dim >= 0, partition_dim=dim, partition_stride=stride)
 
 
-def list_targets(grid: Grid, kind: type[FakeTarget] = FakeTarget) -> Callable[[int], FakeTarget]:
+def list_targets(grid: Grid) -> Callable[[int], FakeTarget]:
     stages = grid.sizes.stages(grid.pp)
-    return lambda rank: kind(grid, rank, stages[grid.place(rank).pp_rank])
+    return lambda rank: FakeTarget(grid, rank, stages[grid.place(rank).pp_rank])

@@ -14,19 +14,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from grid import SUB_GROUP, FakeTarget, Grid, list_targets
-from synthetic import STEP, Shape, Sizes, Source, align, make_piece, pad_flat
+from grid import SUB_GROUP, Grid, list_targets
+from synthetic import HYPER, STEP, Shape, Sizes, Source, make_optimizer, make_tensors, pad_flat
 
 from deepspeed_ucp.engine.base import Target
 from deepspeed_ucp.engine.parallel import HeldExperts, Place
-from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, TensorStates
+from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader
 from deepspeed_ucp.model import count
 from deepspeed_ucp.model.flat import FlatBuffer, join_parameters
 
 MAX_GROUP = 178_956_971
 """Elements of a rank's param group of experts at most (``moe/utils.py``, ``max_group_size``)."""
 
-HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False, "foreach": None}
 EXPERTS = "mlp.deepspeed_moe.experts.deepspeed_experts."
 
 
@@ -129,10 +128,7 @@ class MoeSource:
         }
 
     def _model(self, groups: Sequence[Group]) -> FileHeader:
-        module, end = {}, 0
-        for name, shape in self.sizes.dense:
-            module[name] = make_piece(end, shape, "bfloat16")
-            end = align(end + 2 * count(shape))
+        module, end = make_tensors(self.sizes.dense)
         counters = {"global_steps": STEP, "global_samples": STEP * self.dp, "skipped_steps": 0}
         model = ModelHeader(
             module=module,
@@ -149,41 +145,16 @@ class MoeSource:
         return FileHeader("mp_rank_00_model_states.pt", end, model=model, config=self._config)
 
     def _optimizer(self, rank: int, groups: Sequence[Group], flats: Sequence[FlatBuffer]) -> FileHeader:
-        masters, states, slices, paddings = [], [], [], []
-        end = 0
-        for flat in flats:
-            part, partition = rank if flat.parts == self.dp else rank // self.ep, flat.partition
-            total = flat.offsets[-1] + count(flat.shapes[-1])
-            padding = min(max((part + 1) * partition - total, 0), partition)
-            pieces = []
-            for numel in (partition - padding, partition, partition):
-                pieces.append(make_piece(end, (numel,), "float32"))
-                end = align(end + 4 * numel)
-            masters.append(pieces[0])
-            states.append(TensorStates({"exp_avg": pieces[1], "exp_avg_sq": pieces[2]}, {"step": float(STEP)}))
-            slices.append(tuple((cut.name, cut.offset, cut.numel) for cut in flat.cuts(part)))
-            paddings.append(padding)
-        optim = OptimHeader(
-            kind="zero12",
-            stage=1,
-            masters=tuple(masters),
-            tensors=tuple(states),
-            groups=tuple(dict(group.hyper) for group in groups),
-            owners=tuple(range(len(groups))),
-            slices=tuple(slices),
-            partition_count=tuple(group.parts for group in groups),
-            paddings=tuple(paddings),
-            clip_grad=1.0,
-        )
-        return FileHeader(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", end, optim=optim, config=self._config)
+        parts = [
+            (flat, rank if flat.parts == self.dp else rank // self.ep, group.hyper)
+            for flat, group in zip(flats, groups, strict=True)
+        ]
+        return make_optimizer(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", parts, self._config)
 
     def _experts(self) -> Iterator[FileHeader]:
         for layer in range(self.sizes.layers):
             for expert in range(self.sizes.experts):
-                held, end = {}, 0
-                for name, shape in self.sizes.expert(layer, expert):
-                    held[name] = make_piece(end, shape, "bfloat16")
-                    end = align(end + 2 * count(shape))
+                held, end = make_tensors(self.sizes.expert(layer, expert))
                 yield FileHeader(f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt", end, layer=held)
 
 
@@ -251,20 +222,10 @@ class Job:
         return int(self.source.sizes.parameters)
 
 
-class DenseTarget(FakeTarget):
-    """A rank of a dense model, none of whose tensors is without optimizer."""
-
-    def list_names(self) -> dict[str, str]:
-        return {name: name for name in self.owned_shapes()}
-
-    def extras(self) -> list[Any]:
-        return []
-
-
 def make_dense(name: str, source: Source, grid: Grid) -> Job:
     title = f"dense, {source.ranks:,} → {grid.ranks:,} ranks {'ZeRO-3' if grid.stage == 3 else 'ZeRO-1'}"
     tellers = [rank for rank in range(grid.ranks) if not grid.place(rank).dp_rank]
-    return Job(name, title, source, grid.ranks, list_targets(grid, DenseTarget), tellers, grid.patterns)
+    return Job(name, title, source, grid.ranks, list_targets(grid), tellers, grid.patterns)
 
 
 def make_moe(name: str, source: MoeSource, dp: int) -> Job:

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
 from deepspeed_ucp.model import count
-from deepspeed_ucp.model.flat import join_parameters
+from deepspeed_ucp.model.flat import FlatBuffer, join_parameters
 from deepspeed_ucp.torchsave.records import FileRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 Shape = tuple[int, ...]
 
 TIED = "tied_modules.embed."
 ALIGNMENT = 64  # bytes, of records in a torch.save file
 STEP = 1000
+HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False, "foreach": None}
 
 
 @dataclass(frozen=True)
@@ -199,39 +200,14 @@ class Source:
         return FileHeader(f"mp_rank_{mp:02d}_model_states.pt", 20_000, model=model, config=self._config)
 
     def _optimizer(self, mp: int, rank: int, held: list[Parameter]) -> FileHeader:
-        masters, states, slices, paddings = [], [], [], []
-        end = 0
-        for group in split_groups(held):
-            numels = [count(p.local_shape(self.tp)) for p in group]
-            total = pad_flat(sum(numels), self.dp)
-            partition = total // self.dp
-            padding = min(max((rank + 1) * partition - sum(numels), 0), partition)
-            pieces = []
-            for numel in (partition - padding, partition, partition):
-                pieces.append(make_piece(end, (numel,), "float32"))
-                end = align(end + 4 * numel)
+        parts = []
+        for group, decay in zip(split_groups(held), (0.1, 0.0), strict=True):
             shapes = [p.local_shape(self.tp) for p in group]
+            partition = pad_flat(sum(map(count, shapes)), self.dp) // self.dp
             flat = join_parameters(0, [p.name for p in group], shapes, parts=self.dp, partition=partition)
-            cuts = flat.cuts(rank)
-            masters.append(pieces[0])
-            states.append(TensorStates({"exp_avg": pieces[1], "exp_avg_sq": pieces[2]}, {"step": float(STEP)}))
-            slices.append(tuple((cut.name, cut.offset, cut.numel) for cut in cuts))
-            paddings.append(padding)
-        hyper = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False, "foreach": None}
-        optim = OptimHeader(
-            kind="zero12",
-            stage=1,
-            masters=tuple(masters),
-            tensors=tuple(states),
-            groups=tuple({**hyper, "weight_decay": decay} for decay in (0.1, 0.0)),
-            owners=(0, 1),
-            slices=tuple(slices),
-            partition_count=(self.dp, self.dp),
-            paddings=tuple(paddings),
-            clip_grad=1.0,
-        )
+            parts.append((flat, rank, {**HYPER, "weight_decay": decay}))
         name = f"bf16_zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
-        return FileHeader(name, end, optim=optim, config=self._config)
+        return make_optimizer(name, parts, self._config)
 
     def _layers(self, stages: list[list[Parameter]]) -> Iterator[FileHeader]:
         layers: dict[int, list[Parameter]] = {}
@@ -243,13 +219,56 @@ class Source:
                 yield self._layer(layer, tp, held)
 
     def _layer(self, layer: int, tp: int, held: list[Parameter]) -> FileHeader:
-        tensors, end = {}, 0
-        for p in held:
-            shape = p.local_shape(self.tp)
-            key = p.name.removeprefix(TIED).removeprefix(f"{layer}.")
-            tensors[key] = make_piece(end, shape, "bfloat16")
-            end = align(end + 2 * count(shape))
+        names = [p.name.removeprefix(TIED).removeprefix(f"{layer}.") for p in held]
+        tensors, end = make_tensors(zip(names, (p.local_shape(self.tp) for p in held), strict=True))
         return FileHeader(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt", end, layer=tensors)
+
+
+def make_optimizer(
+    name: str, parts: Iterable[tuple[FlatBuffer, int, Mapping[str, Any]]], config: Mapping[str, Any]
+) -> FileHeader:
+    """Make the header of a rank's optimizer states at ZeRO 1.
+
+    Args:
+        parts: of each param group the flat buffer, the rank's part of it, and the hyper-parameters.
+    """
+    masters, states, slices, paddings, groups, counts = [], [], [], [], [], []
+    end = 0
+    for flat, part, hyper in parts:
+        partition, total = flat.partition, flat.offsets[-1] + count(flat.shapes[-1])
+        padding = min(max((part + 1) * partition - total, 0), partition)
+        pieces = []
+        for numel in (partition - padding, partition, partition):
+            pieces.append(make_piece(end, (numel,), "float32"))
+            end = align(end + 4 * numel)
+        masters.append(pieces[0])
+        states.append(TensorStates({"exp_avg": pieces[1], "exp_avg_sq": pieces[2]}, {"step": float(STEP)}))
+        slices.append(tuple((cut.name, cut.offset, cut.numel) for cut in flat.cuts(part)))
+        paddings.append(padding)
+        groups.append(dict(hyper))
+        counts.append(flat.parts)
+    optim = OptimHeader(
+        kind="zero12",
+        stage=1,
+        masters=tuple(masters),
+        tensors=tuple(states),
+        groups=tuple(groups),
+        owners=tuple(range(len(groups))),
+        slices=tuple(slices),
+        partition_count=tuple(counts),
+        paddings=tuple(paddings),
+        clip_grad=1.0,
+    )
+    return FileHeader(name, end, optim=optim, config=dict(config))
+
+
+def make_tensors(held: Iterable[tuple[str, Shape]]) -> tuple[dict[str, Piece], int]:
+    """Lay 16-bit tensors out in a file; return them and its size."""
+    tensors, end = {}, 0
+    for name, shape in held:
+        tensors[name] = make_piece(end, shape, "bfloat16")
+        end = align(end + 2 * count(shape))
+    return tensors, end
 
 
 def make_piece(offset: int, shape: Shape, dtype: str) -> Piece:
