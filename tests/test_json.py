@@ -23,7 +23,7 @@ from deepspeed_ucp.formats.deepspeed.compare import find_other_step
 from deepspeed_ucp.formats.foreign.adapter import read_config
 from deepspeed_ucp.formats.universal.index import read_manifest
 from deepspeed_ucp.io import jsonfile, lock
-from deepspeed_ucp.saves import coordination, memory
+from deepspeed_ucp.saves import memory, places
 from deepspeed_ucp.tensor_parallel.files import read_rules
 from deepspeed_ucp.trainers import megatron
 from deepspeed_ucp.trainers.hffolders import read_trainer_state
@@ -88,8 +88,8 @@ def read_given(path: str) -> Any:
 
 def read_sign(folder: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coordination, "name_node", lambda *_: "sign")
-        return coordination.read_signs(SimpleNamespace(nodes=1), folder)  # type: ignore[arg-type]
+        patch.setattr(places, "name_node", lambda *_: "sign")
+        return places.read_parts(SimpleNamespace(nodes=1), folder)  # type: ignore[arg-type]
 
 
 def write(reader: str, folder: Path, document: bytes) -> str:

@@ -99,6 +99,15 @@ class Store(ABC):
         return now in (before, data)
 
     @abstractmethod
+    def put_file(self, source: str, path: str, /) -> None:
+        """Copy a local file to a path; an interrupted copy leaves the former file there.
+
+        Raises:
+            OSError: it cannot be written.
+            DiskFullError: the disk is full.
+        """
+
+    @abstractmethod
     def remove(self, path: str, /) -> None:
         """Delete a file if it exists.
 

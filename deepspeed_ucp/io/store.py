@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
-from .disk import write_atomically
+from .disk import explain_full, sync_file, write_atomically
 from .interface import Store
 from .opened import Stored, StoredFile, open_local
 from .paths import FOLDER, Entry, is_url
@@ -71,6 +72,15 @@ class LocalStore(Store):
 
     def write_small(self, path: str, data: bytes) -> None:
         write_atomically(path, data)
+
+    def put_file(self, source: str, path: str) -> None:
+        """Copy its bytes and access rights; the folder is made if needed, and not synced."""
+        aside = f"{path}.ucp-tmp"
+        with explain_full(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            shutil.copy(source, aside)
+            sync_file(aside)
+            os.replace(aside, path)
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
@@ -134,17 +144,16 @@ def set_storage_options(options: Mapping[str, Any]) -> None:
     set_options(options)
 
 
-def put_file(path: str, url: str) -> None:
-    """Upload a local file and check its size.
+def put_file(source: str, path: str) -> None:
+    """Copy a local file to a path; an interrupted copy leaves the former file there.
 
     Raises:
         FileNotFoundError: there is no such bucket.
         OSError: it cannot be written.
+        DiskFullError: the disk is full.
         UnsupportedError: the URL is read only.
     """
-    from .objects import ObjectStore
-
-    ObjectStore().put_file(path, url)
+    _choose(path).put_file(source, path)
 
 
 def read_bytes(path: str, offset: int, nbytes: int) -> bytes:

@@ -1,4 +1,8 @@
-"""Writes a save from memory to a folder or a store, and checks which saves a place has."""
+"""Writes a save from memory to a place, a folder or a store, and checks which saves a place has.
+
+All nodes write to one temporary folder; a file of each node records that its part is there. The first node seals the
+folder and publishes it (:mod:`.publishing`); then ``latest`` names the tag.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,47 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
+from ..comm import Comm
 from ..errors import CheckpointError, OutOfReachError, StorageError, TagTakenError, UcpError, UnsupportedError
 from ..formats.deepspeed.files import SEAL, is_state_file, list_published, resolve_published
 from ..formats.deepspeed.reading import read_file
 from ..formats.deepspeed.seal import read_seal
 from ..formats.latest import LATEST, read_tag
+from ..formats.older import find_age
+from ..formats.open import seal_folder
 from ..io.jsonfile import read_json
-from ..io.paths import is_url
-from ..io.store import exists, remove
-from .coordination import OtherNodes, name_node, name_record
-from .memory import Destination, Snapshot
-from .removing import choose_spare, remove_tag
-from .to_folder import write_to_folder
-from .to_store import write_to_store
+from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
+from ..io.threads import map_threads
+from .memory import Destination, Snapshot, list_later
+from .publishing import begin_writing, name_node, open_tag
+from .removing import remove_tag
 
 logger = logging.getLogger("deepspeed_ucp")
+
+T = TypeVar("T")
+
+_COPIERS = 4
+"""Number of files that a writer copies at once."""
 
 _DONE = "on the first node"
 """Mark of a save on nodes other than the first."""
 
+_LOOKED_AGAIN, _SELDOM = 0.05, 1.0
+"""Seconds between the first polls for other nodes' files, and between later ones."""
+
+_QUIET, _SLOWER = 30.0, 3.0
+"""Seconds without a file from another node after which a save gives way to a newer one, and the factor by which other
+nodes may be slower than the first node."""
+
 
 def write_save(save: Snapshot, place: Destination, wait: float, is_late: Callable[[], bool] = lambda: False) -> str:
-    """Write a node's files of a save to a place; when all are there the first node seals it, and ``latest`` names it.
+    """Write a node's files of a save to a place; when all are there the first node publishes it.
 
     Args:
         wait: seconds that other nodes may take longer.
@@ -45,8 +65,139 @@ def write_save(save: Snapshot, place: Destination, wait: float, is_late: Callabl
     """
     if save.node and not has_begun(save, place) and is_sealed(save, place):
         return _DONE  # it was stopped right before it could note that
-    (write_to_store if is_url(place.folder) else write_to_folder)(save, place, OtherNodes(save, wait, is_late))
-    return find_mark(place.folder, save.tag) if save.node == 0 else _DONE
+    tag, named, begin = open_tag(save, place), _read_latest(place), time.monotonic()
+    before = begin_writing(tag)
+    if not tag.is_published(before):
+        parts = _put_part(save, tag.temporary)
+        if save.node:
+            return _DONE
+        _wait_for_nodes(save, tag.temporary, wait, is_late, begin)
+        if is_replaced(save):
+            raise StorageError("a later job has saved this tag while it was written.", path=tag.final)
+        _seal(save, tag.temporary, parts)
+        tag.publish(before)
+    if save.node:
+        return _DONE
+    tag.delete_replaced(before)
+    tag.delete_left()
+    for path in save.list_files():
+        if not path.startswith(f"{save.tag}/"):
+            put_file(os.path.join(save.folder, path), os.path.join(place.folder, path))
+    _name_latest(save, place, named)
+    return find_mark(place.folder, save.tag)
+
+
+def is_replaced(save: Snapshot) -> bool:
+    """Return True if a later job has saved under the same tag."""
+    return any(later.tag == save.tag for later in list_later(save))
+
+
+def _put_part(save: Snapshot, folder: str) -> list[str]:
+    """Write a node's files of the tag, except those that an earlier attempt has written; return their names."""
+    inside, present = f"{save.tag}/", dict[str, int]()
+    names = [path.removeprefix(inside) for path in save.list_files() if path.startswith(inside)]
+    with suppress(FileNotFoundError):
+        present = {name: entry.size for name, entry in list_tree(folder).items()}
+
+    def put(name: str) -> None:
+        path = os.path.join(save.folder, save.tag, name)
+        if present.get(name) != os.path.getsize(path):
+            put_file(path, f"{folder}/{name}")
+
+    map_threads(put, names, _COPIERS)
+    hosts = dict.fromkeys(save.list_hosts(), names)
+    write_small(f"{folder}/{name_node(save, save.node)}", json.dumps(hosts).encode())
+    return names
+
+
+def _seal(save: Snapshot, folder: str, own: Iterable[str]) -> None:
+    """Seal the temporary folder of a save.
+
+    Args:
+        own: names of this node's files, which the next attempt writes again if they do not belong together.
+    """
+    hosts = defaultdict[str, list[str]](list)
+    for host, names in (each for part in read_parts(save, folder) for each in part.items()):
+        hosts[host] = sorted({*hosts[host], *names})
+    try:
+        seal_folder(folder, Comm(), hosts=hosts)
+    except CheckpointError:
+        for name in own:
+            remove(f"{folder}/{name}")
+        raise
+
+
+def read_parts(save: Snapshot, folder: str) -> list[dict[str, list[str]]]:
+    """Return by node the files in each machine's memory; empty without copies."""
+    return [read_json(f"{folder}/{name_node(save, node)}") for node in range(save.nodes)]
+
+
+def _wait_for_nodes(save: Snapshot, folder: str, most: float, is_late: Callable[[], bool], begin: float) -> None:
+    """Wait until all nodes have written their parts of a save.
+
+    Args:
+        most: seconds to wait.
+        is_late: returns True if a newer save waits for this one.
+        begin: time when this node began to write its part.
+
+    Raises:
+        StorageError: some parts were not written in time.
+    """
+    wanted = {name_node(save, node) for node in range(save.nodes)}
+    present, changed = set[str](), time.monotonic()
+    quiet = max(_QUIET, _SLOWER * (changed - begin))
+
+    def describe() -> str:
+        return f"{len(wanted - present)} of {save.nodes} nodes have not written their files"
+
+    def find() -> bool | None:
+        nonlocal present, changed
+        before, present = present, set(list_folder(folder))
+        changed = time.monotonic() if present != before else changed
+        if wanted - present and time.monotonic() - changed > quiet and is_late():
+            raise StorageError(f"{describe()}, and a newer save waits.", path=folder)
+        return wanted <= present or None
+
+    wait_until(find, most, describe, folder)
+
+
+def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], str], folder: str) -> T:
+    """Call ``look`` with growing pauses until it returns something other than None, and return that.
+
+    Raises:
+        StorageError: it returned None for ``wait`` seconds.
+    """
+    end, pause = time.monotonic() + wait, _LOOKED_AGAIN
+    while (found := look()) is None:
+        if time.monotonic() > end:
+            raise StorageError(f"{explain()} within {wait:.0f} s.", path=folder)
+        time.sleep(pause)
+        pause = min(2 * pause, _SELDOM)
+    return found
+
+
+def _read_latest(place: Destination) -> bytes | None:
+    """Return the content of a place's ``latest``, or None."""
+    try:
+        return read_small(os.path.join(place.folder, LATEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _name_latest(save: Snapshot, place: Destination, named: bytes | None) -> None:
+    """Let ``latest`` name a save, unless the save is not to be named or ``latest`` has come to name a later one.
+
+    Args:
+        named: its content before the save was written.
+    """
+    if not save.latest or list_later(save):
+        return
+    while not exchange_small(os.path.join(place.folder, LATEST), save.tag.encode(), named):
+        named = _read_latest(place)
+        tag = (named or b"").decode(errors="replace").strip()
+        if tag and find_age([os.path.join(place.folder, tag)]).step > save.step:
+            logger.warning("%s: another job has let `latest` name %s, which stays", place.folder, tag)
+            return
 
 
 def find_mark(place: str, tag: str) -> str:
@@ -65,7 +216,7 @@ def find_mark(place: str, tag: str) -> str:
 
 def has_begun(save: Snapshot, place: Destination) -> bool:
     """Return True if the first node has begun to write a save to a place."""
-    return exists(name_record(save, place))
+    return exists(open_tag(save, place).record)
 
 
 def is_sealed(save: Snapshot, place: Destination) -> bool:
@@ -102,16 +253,13 @@ def find_fault(save: Snapshot, error: Exception) -> UcpError | None:
 
 
 def end_save(save: Snapshot, place: Destination) -> None:
-    """Delete the coordination files of a save after it is recorded as complete."""
+    """Delete the coordination files of a save, on the first node, after it is recorded as complete."""
     if save.node:
         return
-    folder, record = os.path.join(place.folder, save.tag), name_record(save, place)
-    with suppress(FileNotFoundError, CheckpointError):
-        if is_url(folder):
-            folder = f"{folder}/{read_json(record)['folder']}"
-    remove(record)
+    tag = open_tag(save, place)
+    remove(tag.record)
     for node in range(save.nodes):
-        remove(os.path.join(folder, name_node(save, node)))
+        remove(f"{tag.published}/{name_node(save, node)}")
 
 
 def prune_place(place: Destination, marks: Mapping[str, str]) -> dict[str, str]:
@@ -129,7 +277,7 @@ def prune_place(place: Destination, marks: Mapping[str, str]) -> dict[str, str]:
         named = read_tag(os.path.join(place.folder, LATEST))
     except (OSError, StorageError):
         named = ""
-    spare = choose_spare(list(marks), place.keep, {named})
+    spare = [tag for tag in list(marks)[: -place.keep] if tag != named]
     for tag in spare:
         if find_mark(place.folder, tag) == marks[tag]:
             try:

@@ -1,9 +1,9 @@
-"""Chooses the tags of a place to remove and deletes them; an interrupted removal leaves no tag that looks whole."""
+"""Deletes the files of saves; an interrupted removal leaves no tag that looks whole."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -26,11 +26,6 @@ _TURNS: tuple[Callable[[str], bool], ...] = (
     is_state_file,
 )
 """Order of deletion: the seal, files with the step, other files, state files."""
-
-
-def choose_spare(tags: Sequence[str], keep: int, stays: Container[str]) -> list[str]:
-    """Choose the tags to remove, from whole tags in order: all but the last ``keep`` (at least one) and ``stays``."""
-    return [tag for tag in tags[: -max(keep, 1)] if tag not in stays]
 
 
 def is_saved(name: str) -> bool:
@@ -90,13 +85,14 @@ def _sync(fd: int) -> None:
 
 
 def remove_tree(place: str, path: str) -> None:
-    """Delete a folder below a place with everything in it; no link below the place is followed.
+    """Delete a file, or a folder with everything in it, below a place; no link below the place is followed.
 
     Raises:
         OSError: something cannot be deleted.
     """
     folder = os.path.join(place, path)
     if is_url(place):
+        remove(folder)
         with suppress(FileNotFoundError):
             map_threads(lambda name: remove(f"{folder}/{name}"), list(list_tree(folder)), _REMOVERS)
     else:

@@ -29,11 +29,10 @@ from ..children import block
 from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
-from .coordination import is_replaced, wait_until
 from .copies import Replicator
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
 from .neighbours import Neighbours
-from .places import end_save, find_fault, has_begun, is_sealed, prune_place, write_save
+from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
 

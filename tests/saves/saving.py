@@ -22,7 +22,7 @@ from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_publi
 from deepspeed_ucp.formats.older import is_sealed
 from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
-from deepspeed_ucp.saves import coordination, places, to_folder, to_store
+from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import write_source
@@ -33,7 +33,7 @@ TAG = "global_step3"
 PATIENCE = 120.0
 """Seconds to wait for other processes and threads: longer than a busy machine takes."""
 
-MODULES = (places, coordination, to_folder, to_store)
+MODULES = (places, publishing)
 """Modules that write a save to a place."""
 
 SETTINGS = {"keep": 1, "wait_s": PATIENCE, "storage_options": None}
@@ -118,8 +118,7 @@ def make_parts(folder: Path) -> list[Run]:
 
 def begin(save: Snapshot) -> None:
     """Record that the first node has begun to write a save; other nodes wait for that."""
-    name = os.path.basename(to_folder._name_aside(save, save.places[0]))
-    coordination.begin_writing(replace(save, node=0), save.places[0], name, str)
+    publishing.begin_writing(publishing.open_tag(replace(save, node=0), save.places[0]))
 
 
 def write_both(nodes: Sequence[Run]) -> None:

@@ -62,9 +62,7 @@ def write_to_store(folder: Path, stack: ExitStack) -> Case:
     fake = FakeStore(folder / "store")
     os.makedirs(fake.root)
     stack.enter_context(use_store(fake))
-    stack.enter_context(
-        replace_steps({"put_file": fake.put_file, "map_threads": lambda work, items, _: [work(each) for each in items]})
-    )
+    stack.enter_context(replace_steps({"map_threads": lambda work, items, _: [work(each) for each in items]}))
     return replace(overwrite(Run(folder, PLACE)), calls=[(fake, "stop")], step=1, reset=fake.load)
 
 

@@ -94,7 +94,7 @@ def test_latest_does_not_go_back_behind_another_jobs_save(step: int, named: str,
 
 def test_a_tag_that_is_saved_again_while_it_is_written(run: Run) -> None:
     run.save()
-    with call_before("sign_part", run.save):
+    with call_before("put_file", run.save):
         assert run.write()
     (made,) = run.job.list_saves()
     assert made.number == 2 and run.holds(made)

@@ -21,8 +21,8 @@ from deepspeed_ucp.formats import find_tags, open_checkpoint
 from deepspeed_ucp.formats.older import is_sealed
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
-from deepspeed_ucp.saves import coordination, places, to_store
-from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
+from deepspeed_ucp.saves import places, publishing
+from deepspeed_ucp.saves.memory import Job, Snapshot
 from deepspeed_ucp.saves.removing import is_saved
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
@@ -33,7 +33,7 @@ LOST = "has published this tag"
 DONE = "written"
 
 
-BEGIN = coordination.begin_writing
+BEGIN = publishing.begin_writing
 
 
 class Bench:
@@ -63,15 +63,17 @@ class Bench:
         folder = Path(save.folder, save.tag)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
-    def note_begin(self, save: Snapshot, place: Destination, folder: str, look: Callable[[], str]) -> dict[str, str]:
+    def note_begin(self, tag: publishing.Tag) -> str:
         """Note which saves a writer knows of when it begins."""
+        identify = tag.identify
 
         def look_and_note() -> str:
-            found = look()
-            self.begun[save.job[-1]] = len(self.published)
+            found = identify()
+            self.begun[tag.save.job[-1]] = len(self.published)
             return found
 
-        return BEGIN(save, place, folder, look_and_note)
+        with mock.patch.object(tag, "identify", look_and_note):
+            return BEGIN(tag)
 
     def write(self, name: str) -> str:
         """Write a job's save as its writer does, with another attempt after an error that may pass."""
@@ -174,20 +176,14 @@ def store(saves: dict[str, Snapshot], tmp_path_factory: pytest.TempPathFactory) 
     bench.state, bench.clear = lambda: frozenset(fake.held.items()), fake.clear
     bench.stop_at = lambda stop: setattr(fake, "stop", stop)
 
-    def name_thread(_: int) -> str:
-        return threading.current_thread().name
-
-    seams = {
-        "put_file": fake.put_file,
-        "map_threads": run_here,
-        "token_hex": name_thread,
-        "begin_writing": bench.note_begin,
-    }
-    with use_store(fake), replace_steps(seams), mock.patch.object(to_store.time, "time", return_value=0):
+    seams = {"map_threads": run_here, "begin_writing": bench.note_begin}
+    with use_store(fake), replace_steps(seams), mock.patch.object(publishing.time, "time", return_value=0):
         yield bench
 
 
-FOLDER_STEPS = ("_copy", "_identify", "_rename", "_keep_others", "_remove_left", "write_small", "seal_folder", "exists")
+FOLDER_STEPS = (
+    "put_file", "_identify", "_rename", "_keep_others", "list_folder", "write_small", "seal_folder", "exists"
+)  # fmt: skip
 """Operations of a writer on a folder."""
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, UnsupportedError
-from deepspeed_ucp.saves import coordination, memory, places, to_folder
+from deepspeed_ucp.saves import memory, places, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
 from deepspeed_ucp.saves.saver import finish_dead
@@ -112,14 +112,14 @@ def test_a_save_that_is_damaged_in_memory_is_not_retried(
 def test_a_file_that_is_damaged_on_its_way_is_written_again(
     run: Run, attempts: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, copy = run.save(), to_folder._copy
+    made, copy = run.save(), places.put_file
 
     def cut_first(source: str, destination: str) -> None:
         copy(source, destination)
         if len(attempts) == 1 and destination.endswith("model_states.pt"):
             os.truncate(destination, 100)
 
-    monkeypatch.setattr(to_folder, "_copy", cut_first)
+    monkeypatch.setattr(places, "put_file", cut_first)
     monkeypatch.setattr(writing, "_AGAIN_AT_END", 0.01)
     write_all(run)
     assert len(attempts) == 2 and not made.list_pending() and run.is_whole()
@@ -303,13 +303,13 @@ def test_a_slow_place_holds_up_no_other_and_memory_does_not_fill(
 ) -> None:
     """Snapshots that still wait when a newer one is made are freed at once."""
     slow, fast = str(run.folder / "slow"), str(run.folder / "fast")
-    goes_on, copy = threading.Event(), to_folder._copy
+    goes_on, copy = threading.Event(), places.put_file
 
     def copy_slowly(source: str, destination: str) -> None:
         assert destination.startswith(fast) or goes_on.wait(PATIENCE)
         copy(source, destination)
 
-    monkeypatch.setattr(to_folder, "_copy", copy_slowly)
+    monkeypatch.setattr(places, "put_file", copy_slowly)
     with run_writer(SaveWriter(run.job, 1, PATIENCE)) as announce:
         for tag in "abcd":
             run.save("slow", "fast", tag=tag, by_itself=True)
@@ -554,7 +554,7 @@ def test_a_save_that_another_node_has_dropped_gives_way_to_a_newer_one(
     nodes: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first node waits for it as long as nothing is newer."""
-    monkeypatch.setattr(coordination, "_QUIET", 0.3)
+    monkeypatch.setattr(places, "_QUIET", 0.3)
     for run in nodes:
         copy_save(run, 2)
     shutil.rmtree(nodes[1].job.find_folder(1))
@@ -614,7 +614,7 @@ def test_folders_that_cannot_be_exchanged_are_renamed(run: Run, monkeypatch: pyt
         ctypes.set_errno(errno.EINVAL)
         return -1
 
-    monkeypatch.setattr(to_folder, "load_libc", type("C", (), {"renameat2": fail}))
+    monkeypatch.setattr(publishing, "load_libc", type("C", (), {"renameat2": fail}))
     for _ in range(2):
         assert run.holds(run.write_save())
     assert run.list_names() == {TAG, "latest", SCRIPT}
@@ -643,7 +643,7 @@ def test_a_clock_that_is_set_back_or_ahead_changes_nothing(moved: float, run: Ru
             os.utime(path, (0, time.time() + moved * (number + 1)))
 
     for tag in "abcd":
-        with mock.patch.object(to_folder, "name_latest", side_effect=move):
+        with mock.patch.object(places, "_name_latest", side_effect=move):
             run.write_save(tag=tag, keep=2)
         if tag == "b":
             path = place / "b" / "mp_rank_00_model_states.pt"

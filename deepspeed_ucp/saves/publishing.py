@@ -1,0 +1,330 @@
+"""A save's tag in a place: a rename publishes it in a folder, one conditional write in a store."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ..errors import CheckpointError, StorageError, TagTakenError
+from ..formats.deepspeed.files import PUBLISHED, SEAL
+from ..io.deletion import delete_tree
+from ..io.disk import sync_folder
+from ..io.filesystems import load_libc
+from ..io.jsonfile import parse_json, read_json
+from ..io.paths import UPLOAD, is_url
+from ..io.store import (
+    exchange_small,
+    exists,
+    find_change,
+    find_entry,
+    list_folder,
+    list_tree,
+    read_small,
+    write_small,
+)
+from .memory import Destination, Snapshot
+from .removing import WRITTEN, is_saved, remove_tree
+
+_OLD, _GONE = "-old", "-gone"
+"""Suffixes of a temporary folder that now holds the tag's former files, and of one that is being deleted."""
+
+_ABANDONED = 86400.0
+"""Seconds without any change after which another job's temporary folder counts as abandoned."""
+
+_TAKEN = "taken"
+"""Key in the record of a save whose tag another job has published; the value is the message."""
+
+_AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
+"""Arguments of ``renameat2``."""
+
+
+class Tag(ABC):
+    """A save's tag in a place.
+
+    Attributes:
+        final: path of the tag.
+        temporary: path of the folder that the save's files are written to; no other save uses it.
+        published: path of the folder that has the files when the tag is published.
+        record: path of the record of the save's writing, which the first node writes when it begins.
+        marker: name of the file in the tag that is written last.
+    """
+
+    marker: str
+
+    def __init__(self, save: Snapshot, place: Destination, prefix: str) -> None:
+        self.save, self.final = save, os.path.join(place.folder, save.tag)
+        self.published = self.final
+        self.temporary = f"{prefix}{UPLOAD}{save.job}-{save.number}"
+        self.record = f"{prefix}{WRITTEN}{save.job}-{save.number}-begun"
+
+    @abstractmethod
+    def identify(self) -> str:
+        """Return a text that identifies the published tag; empty if there is none."""
+
+    @abstractmethod
+    def is_published(self, before: str) -> bool:
+        """Return True if this save is published, as after a writer that was killed.
+
+        Args:
+            before: result of :meth:`identify` when the writing began.
+
+        Raises:
+            TagTakenError: another job has published the tag since then.
+        """
+
+    @abstractmethod
+    def publish(self, before: str) -> None:
+        """Publish the temporary folder as the tag.
+
+        Raises:
+            TagTakenError: another job has published the tag meanwhile.
+            StorageError: the store refuses although the tag is as it was.
+        """
+
+    @abstractmethod
+    def delete_replaced(self, before: str) -> None:
+        """Delete the files of the save that this one has replaced."""
+
+    def give_up(self, winner: str) -> TagTakenError:
+        """Delete the temporary folder and record that another job has published the tag."""
+        text = (
+            f"{self.final}: {winner} has published this tag since the writing of this save began, so this save is not "
+            "written there. Load that one, or save again."
+        )
+        with suppress(OSError):
+            remove_tree(*os.path.split(self.temporary))
+        with suppress(OSError):
+            write_small(self.record, json.dumps({_TAKEN: text}).encode())
+        return TagTakenError(text)
+
+    def delete_left(self) -> None:
+        """Delete temporary folders and records of earlier saves of this job, and those that other jobs abandoned."""
+        above, last = os.path.dirname(self.record), find_change(os.path.join(self.final, self.marker)) / 1e9
+        for name in list_folder(above):
+            path = os.path.join(above, name)
+            tag, mark, owner = name.rpartition(UPLOAD if UPLOAD in name else WRITTEN)
+            with suppress(OSError):
+                if mark and name.startswith(".") and self._is_left(path, tag[1:], owner, last - _ABANDONED):
+                    if not is_url(path):
+                        os.rename(path, f"{path}{_GONE}")  # its writer, if it lives after all, misses it
+                        name = f"{name}{_GONE}"
+                    remove_tree(above, name)
+
+    def _is_left(self, path: str, tag: str, owner: str, last: float) -> bool:
+        """Return True if a file or folder may be deleted.
+
+        Args:
+            tag: its tag; empty in a store.
+            owner: its job and the number of its save (``job-number-…``).
+            last: time before which other jobs have changed it. A folder that is the only complete save stays.
+        """
+        job, number = f"{self.save.job}-", owner.removeprefix(f"{self.save.job}-").partition("-")[0]
+        if owner.startswith(job):
+            return number.isdecimal() and int(number) < self.save.number
+        found = find_entry(path)
+        tree = list_tree(path) if found is not None and found.is_folder else {}
+        changed = max((each.changed for each in (found, *tree.values()) if each is not None), default=0.0)
+        is_only = SEAL in tree and bool(tag) and not exists(os.path.join(os.path.dirname(path), tag))
+        return 0 < changed < last and not is_only
+
+
+def open_tag(save: Snapshot, place: Destination) -> Tag:
+    """Return a save's tag in a place."""
+    return (_StoreTag if is_url(place.folder) else _FolderTag)(save, place)
+
+
+def begin_writing(tag: Tag) -> str:
+    """Return the identity of a tag when the writing of its save began, before any stop. The first node records it.
+
+    Raises:
+        StorageError: the first node has not begun.
+        TagTakenError: another job has published the tag meanwhile.
+    """
+    try:
+        record: dict[str, str] = read_json(tag.record)
+    except FileNotFoundError:
+        if tag.save.node:
+            raise StorageError("the first node has not begun this save.", path=tag.record) from None
+        record = {"before": tag.identify()}
+        if not is_url(tag.record):
+            os.makedirs(os.path.dirname(tag.record), exist_ok=True)
+        write_small(tag.record, json.dumps(record).encode())
+    if _TAKEN in record:
+        raise TagTakenError(record[_TAKEN])
+    return record["before"]
+
+
+class _FolderTag(Tag):
+    """A tag's folder, which its temporary folder is renamed to."""
+
+    marker = SEAL
+
+    def __init__(self, save: Snapshot, place: Destination) -> None:
+        above, name = os.path.split(os.path.join(place.folder, save.tag))
+        super().__init__(save, place, os.path.join(above, f".{name}"))
+
+    def identify(self) -> str:
+        return _identify(self.final)
+
+    def is_published(self, before: str) -> bool:
+        return os.path.exists(os.path.join(self.final, name_node(self.save, self.save.node)))
+
+    def publish(self, before: str) -> None:
+        if not _publish_folder(self.temporary, self.final, before):
+            raise self.give_up("another job")
+
+    def delete_replaced(self, before: str) -> None:
+        """Delete the former folder, after moving files that belong to no save to the folder that has replaced it."""
+        sync_folder(os.path.dirname(self.final))
+        for old in (self.temporary, f"{self.temporary}{_OLD}"):
+            _keep_others(old, self.final)
+
+
+def name_node(save: Snapshot, node: int) -> str:
+    """Return the name of a node's file that records that it has written its part of a save."""
+    return f"{WRITTEN}{save.job}-{save.number}-{node}"
+
+
+def _keep_others(old: str, final: str) -> None:
+    if os.path.isdir(old) and not os.path.islink(old):
+        for name in os.listdir(old):
+            if not is_saved(name) and not os.path.lexists(os.path.join(final, name)):
+                os.rename(os.path.join(old, name), os.path.join(final, name))
+    with suppress(OSError):
+        delete_tree(old)
+
+
+def _identify(folder: str) -> str:
+    """Return a text that no folder which replaces a tag's folder shares with it; empty if there is no folder."""
+    try:
+        inode = os.lstat(folder).st_ino
+    except FileNotFoundError:
+        return ""
+    seal = b""
+    with suppress(OSError):
+        seal = read_small(os.path.join(folder, SEAL))
+    return f"{inode} {hashlib.sha256(seal).hexdigest()}"
+
+
+def _publish_folder(new: str, final: str, before: str) -> bool:
+    """Rename a folder to a tag's path if the tag is as it was; return False if another job has published it meanwhile.
+
+    The folder that was there is afterwards at the new one's path, or at that path with the suffix ``_OLD``.
+
+    Args:
+        before: result of :func:`_identify` when the writing began.
+    """
+    with _lock_folder(os.path.dirname(final)):
+        now = _identify(final)
+        if now not in ("", before):  # a tag that was removed has no winner
+            return False
+        if not now:
+            return _rename(new, final, _NOREPLACE)
+        if _rename(new, final, _EXCHANGE):
+            if _identify(new) == before:
+                return True
+            _rename(new, final, _EXCHANGE)
+            return False
+        old = f"{new}{_OLD}"  # the file system cannot exchange
+        os.rename(final, old)
+        if _identify(old) == before and _rename(new, final, _NOREPLACE):
+            return True
+        _rename(old, final, _NOREPLACE)
+        return False
+
+
+@contextmanager
+def _lock_folder(folder: str) -> Iterator[None]:
+    """Let one writer at a time rename in a folder, if the file system can lock folders (NFS cannot)."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _rename(old: str, new: str, flag: int) -> bool:
+    """Rename without replacing, or exchange two paths; return False if the first finds something there.
+
+    Return False as well if the file system has no exchange. Without the other operation a plain rename replaces an
+    empty folder.
+    """
+    if not load_libc().renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag):
+        return True
+    code = ctypes.get_errno()
+    try:
+        if code not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(code, os.strerror(code), new)
+        if flag == _NOREPLACE:
+            os.rename(old, new)
+        return flag == _NOREPLACE
+    except OSError as error:
+        if flag == _NOREPLACE and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            return False
+        raise
+
+
+class _StoreTag(Tag):
+    """A tag in a store: ``ucp_published.json`` names the folder below it that has the files."""
+
+    marker = PUBLISHED
+
+    def __init__(self, save: Snapshot, place: Destination) -> None:
+        super().__init__(save, place, f"{place.folder}/{save.tag}/")
+        self.published = self.temporary
+
+    def identify(self) -> str:
+        with suppress(FileNotFoundError):
+            return read_small(f"{self.final}/{PUBLISHED}").decode(errors="replace")
+        return ""
+
+    def is_published(self, before: str) -> bool:
+        pointer = self.identify()
+        published = _parse(pointer, self.final)
+        if published.get("folder") == os.path.basename(self.temporary):
+            return True
+        if pointer not in ("", before) and self.save.node == 0:  # a tag that was removed has no winner
+            raise self.give_up(f"job {published.get('job', '(unknown)')}")
+        return False
+
+    def publish(self, before: str) -> None:
+        save, folder = self.save, os.path.basename(self.temporary)
+        published = {"folder": folder, "job": save.job, "step": save.step, "time": round(time.time())}
+        expected = (before, "") if before else ("",)  # it may have been removed meanwhile
+        is_written = any(
+            exchange_small(f"{self.final}/{PUBLISHED}", json.dumps(published).encode(), each.encode() or None)
+            for each in expected
+        )
+        if not (is_written or self.is_published(before)):
+            raise StorageError(
+                "the store refused a conditional write, for no reason that can be seen.", path=self.final
+            )
+
+    def delete_replaced(self, before: str) -> None:
+        """Delete the folder that was published before, and files that earlier releases have put into the tag.
+
+        A writer whose folder was there before cannot publish it any more, as it expects an older
+        ``ucp_published.json``.
+        """
+        former, own = _parse(before, self.final).get("folder"), os.path.basename(self.temporary)
+        for name in list_folder(self.final):
+            if name != own and (name == former or (is_saved(name) and not name.startswith(WRITTEN))):
+                remove_tree(self.final, name)
+
+
+def _parse(pointer: str, path: str) -> dict[str, Any]:
+    """Return the content of a ``ucp_published.json``; empty if it is damaged."""
+    with suppress(CheckpointError):
+        return dict(parse_json(pointer.encode() or b"{}", path))
+    return {}
