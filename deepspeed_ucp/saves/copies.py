@@ -200,7 +200,7 @@ class Replicator:
         self.address = str(settings["address"][0]), int(settings["address"][1])
         self._is_ending, self._is_over = threading.Event(), threading.Event()
         self._logged = dict[str, str]()
-        self._noting, self._receiving = threading.Lock(), threading.Lock()
+        self._receiving = threading.Lock()
         self._current: Peer | None = None
         self._received = 0.0  # time of the last message from the source
         self._served = threading.BoundedSemaphore(MOST_PEERS)
@@ -229,9 +229,9 @@ class Replicator:
     def _lacks(self, now: float) -> bool:
         """Return True if the target, which can be reached, lacks the newest save or its marks."""
         saves = self.job.list_saves()
-        if not saves or self._forwarded.get(saves[-1].number) == saves[-1].read_done():
+        if not saves or self._forwarded.get(saves[-1].number) == saves[-1].read("done"):
             return False
-        has_it = saves[-1].read_copied().get(str(self.target))  # then its writer may have ended
+        has_it = saves[-1].read("copied").get(str(self.target))  # then its writer may have ended
         return now <= (now if self._failing is None else self._failing) + (0 if has_it else _REACHED)
 
     def _is_awaiting(self, now: float) -> bool:
@@ -260,8 +260,8 @@ class Replicator:
         """Return the save whose files or marks the target lacks, or None."""
         saves, (_, current) = self.job.list_saves(), self.job.read_copying()
         for save in saves[::-1]:
-            if save.read_copied().get(str(self.target)):
-                if self._forwarded.get(save.number) != save.read_done():
+            if save.read("copied").get(str(self.target)):
+                if self._forwarded.get(save.number) != save.read("done"):
                     return save
             elif save.number == current or (self._is_ending.is_set() and save is saves[-1]):
                 return save
@@ -273,7 +273,7 @@ class Replicator:
         Raises:
             _FAULTS: it did not arrive completely.
         """
-        done, has_it = save.read_done(), save.read_copied().get(str(self.target))
+        done, has_it = save.read("done"), save.read("copied").get(str(self.target))
         looks = {} if has_it else {path: os.stat(os.path.join(save.folder, path)) for path in save.list_files()}
         files = [_SentFile(path=path, size=look.st_size, changed=look.st_mtime_ns) for path, look in looks.items()]
         parcel = _Parcel(save=replace(save, folder=""), files=files, done=done)
@@ -291,16 +291,15 @@ class Replicator:
         finally:
             peer.close()
         if not has_it:
-            with self._noting:
-                save.note_copied(self.target, reply.host or "?")
+            save.note("copied", {str(self.target): reply.host or "?"})
         return done
 
     def _note_failure(self, save: Snapshot | None, why: str) -> None:
         self._failing = time.monotonic() if self._failing is None else self._failing
         self._warn("sent", f"node {self.target} has no copy, to be sent again: {why}")
-        with suppress(OSError, UcpError), self._noting:
-            if save is not None and save.is_recorded() and not save.read_copied().get(str(self.target)):
-                save.note_copied(self.target, "")
+        with suppress(OSError, UcpError):
+            if save is not None and save.is_recorded() and not save.read("copied").get(str(self.target)):
+                save.note("copied", {str(self.target): ""})
 
     def _warn(self, about: str, text: str) -> None:
         """Log each fault once."""
@@ -358,7 +357,7 @@ class Replicator:
         save = replace(parcel.save, folder=self.job.find_copy(parcel.save.node, parcel.save.number))
         if save.is_recorded() or not parcel.files:
             if save.is_recorded():
-                save.replace_done(parcel.done)
+                save.note("done", parcel.done)
             self._reply(peer)
             return
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
@@ -370,8 +369,8 @@ class Replicator:
             self._reply(peer, wanted=True)
             self._receive_files(peer, parcel.files, aside)
             made = replace(save, folder=aside)
-            made.replace_done(parcel.done)
             made.write_record()
+            made.note("done", parcel.done)
             delete_own(save.folder)  # left by an interrupted removal
             os.rename(aside, save.folder)
         finally:

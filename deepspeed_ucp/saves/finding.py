@@ -48,7 +48,7 @@ def _warn_removed(root: str, load_dir: str, found: Found) -> None:
     """Warn if a job wrote saves to a folder that is empty now, and its newest one is loaded from memory."""
     place = locate(load_dir)
     job = Job(os.path.dirname(found.folder))
-    noted = [save.tag for save in job.list_saves() if save.read_done().get(place)]
+    noted = [save.tag for save in job.list_saves() if save.read("done").get(place)]
     written = list(dict.fromkeys([*job.read_written().get(place, ()), *noted]))
     if not written:
         return

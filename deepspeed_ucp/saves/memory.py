@@ -1,16 +1,18 @@
 """The saves in a node's memory: a folder per job and a folder per save, which outlive every process.
 
 ``<memory>/deepspeed_ucp-<user>/<job>/`` holds ``owner`` (locked by the process that saves), ``lock`` (locked by the
-writer) and a folder for each save. A save's folder has the form of any checkpoint folder with one tag, and records:
+writer) and a folder for each save. A save's folder has the form of any checkpoint folder with one tag. Its state file
+``save-<node>.json`` has a JSON object of such objects on each line; later lines add to earlier ones:
 
-* ``save-<node>.json``: all ranks of the node have written their files.
-* ``done-<node>.json``: the destinations that have the save.
-* ``copied-<node>.json``: the nodes that have a copy.
-* ``refused-<node>.json``: the destinations that cannot have it, with reasons.
-* ``failed-<node>.json``: why the last attempt to write it to a destination failed.
+* ``save``: all ranks of the node have written their files; the fields of :class:`Snapshot`.
+* ``done``: by destination that has the save its mark; an empty mark means that it must not be written there.
+* ``copied``: by node that was sent a copy its host name; an empty name if the copy failed.
+* ``refused``: by destination that no retry can write to the reason.
+* ``failed``: by destination why the last attempt to write there failed.
+* ``overtaken``: a later save was written without memory, so ``latest`` must not name this one.
 
-A copy of another node's part is in a separate folder with the same records. The numbers of a job's saves increase,
-even if the clock is set back.
+A copy of another node's part is in a separate folder of the same form. The numbers of a job's saves increase, even if
+the clock is set back.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError, ConfigError, StorageError
 from ..io.deletion import delete_own
@@ -37,13 +40,11 @@ from ..io.jsonfile import MOST_BYTES, parse_json, read_bounded, read_json
 from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
 
-_RECORD, _DONE, _COPIED, _REFUSED, _FAILED, _NEW = "save-", "done-", "copied-", "refused-", "failed-", ".save-"
-_OWNER, _WRITTEN, _SPARE, _COPYING = "owner", "written", "spare", "copying"
-_OVERTAKEN = ".overtaken"
+_OWNER, _WRITTEN, _SPARE, _COPYING, _STATE = "owner", "written", "spare", "copying", "save-"
 LOCK = "lock"
 
-_RESERVED = 1 << 14
-"""Bytes reserved for each record of a save, because a full memory must not keep a written save pending."""
+_RESERVED = 1 << 16
+"""Bytes reserved for the state of a save, because a full memory must not keep a written save pending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +103,17 @@ class Snapshot:
 
     def owns(self, path: str) -> bool:
         """Return True if a path below :attr:`folder` is one of the save's files, not a record."""
-        others = (_RECORD, _DONE, _COPIED, _REFUSED, _FAILED, "latest", ".")
-        return path.startswith(f"{self.tag}{os.sep}") or not (os.sep in path or path.startswith(others))
+        others = os.sep in path or path.startswith((_STATE, "latest", "."))
+        return path.startswith(f"{self.tag}{os.sep}") or not others
 
     def list_pending(self) -> list[Destination]:
         """Return the destinations that lack it."""
-        done = self.read_done()
+        done = self.read("done")
         return [place for place in self.places if place.folder not in done]
 
     def is_written(self) -> bool:
         """Return True if it has destinations and all of them have it."""
-        done = self.read_done()
+        done = self.read("done")
         return bool(self.places) and all(done.get(place.folder) for place in self.places)
 
     def supersedes(self, older: Snapshot) -> bool:
@@ -120,87 +121,40 @@ class Snapshot:
         is_later = self.number > older.number and self.save_dir == older.save_dir
         return is_later and (self.latest or not older.latest)
 
-    def read_done(self) -> dict[str, str]:
-        """Return its mark by destination that has it; an empty mark means that it must not be written there."""
-        return self._read(_DONE)
-
-    def note_done(self, place: Destination, mark: str) -> None:
-        """Record that a destination has it with this mark; an empty mark records that it must not be written there."""
-        self._note(_DONE, {place.folder: mark})
-
-    def replace_done(self, done: Mapping[str, str]) -> None:
-        """Record marks by destination, as :meth:`read_done` returns them."""
-        self._note(_DONE, done)
-
-    def overtake(self) -> None:
-        """Record that a later save was written without memory: ``latest`` must not name this one."""
-        Path(self.folder, _OVERTAKEN).touch()
-
-    def is_overtaken(self) -> bool:
-        """Return True after :meth:`overtake`."""
-        return os.path.exists(os.path.join(self.folder, _OVERTAKEN))
-
     def list_refused(self) -> dict[str, str]:
         """Return the reason by destination that its writer has given up."""
-        record = self._read(_REFUSED)
-        return {place.folder: record[place.folder] for place in self.list_pending() if place.folder in record}
-
-    def note_refused(self, place: Destination, why: str) -> None:
-        """Record that writing to a destination fails in a way that no retry can mend."""
-        self._note(_REFUSED, {place.folder: why})
-
-    def read_failed(self) -> dict[str, str]:
-        """Return by destination why the last attempt to write there failed."""
-        return self._read(_FAILED)
-
-    def note_failed(self, place: Destination, why: str) -> None:
-        """Record why an attempt to write to a destination failed."""
-        self._note(_FAILED, {**self.read_failed(), place.folder: why}, anew=True)
-
-    def read_copied(self) -> dict[str, str]:
-        """Return the host name by node that was sent a copy; an empty name if the copy failed."""
-        return self._read(_COPIED)
-
-    def note_copied(self, node: int, host: str) -> None:
-        """Record the host name of a node with a copy; an empty name if the copy failed."""
-        self._note(_COPIED, {str(node): host})
+        refused = self.read("refused")
+        return {place.folder: refused[place.folder] for place in self.list_pending() if place.folder in refused}
 
     def list_hosts(self) -> list[str]:
         """Return the hosts with this part in memory, this one first; an empty list if no other host has it."""
-        others = [host for host in self.read_copied().values() if host]
+        others = [host for host in self.read("copied").values() if host]
         return [socket.gethostname(), *others] if others else []
 
-    def _name(self, kind: str) -> str:
-        return f"{kind}{self.node}.json"
+    @property
+    def _state(self) -> str:
+        return os.path.join(self.folder, f"{_STATE}{self.node}.json")
 
-    def _read(self, kind: str) -> dict[str, str]:
-        """Merge the lines of a record; a line that was cut off by a crash is not valid JSON and does not count."""
-        record, path = dict[str, str](), os.path.join(self.folder, self._name(kind))
-        with suppress(FileNotFoundError):
-            for line in filter(None, read_bounded(path, MOST_BYTES).strip(b"\n").split(b"\n")):
-                with suppress(CheckpointError):
-                    record.update(parse_json(line, path))
-        return record
+    def read(self, kind: str) -> dict[str, str]:
+        """Return an object of the state."""
+        found: dict[str, str] = _read_state(self._state).get(kind, {})
+        return found
 
-    def _note(self, kind: str, record: Mapping[str, str], *, anew: bool = False) -> None:
-        """Append a line to a record, in place of the newlines of :meth:`reserve`.
-
-        Args:
-            anew: write over the lines before it instead.
+    def note(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Add to an object of the state, in place of the newlines of :meth:`Job.reserve`.
 
         Raises:
             DiskFullError: it needs more room than was reserved and is available.
+            FileNotFoundError: the save has been removed.
         """
-        path = os.path.join(self.folder, self._name(kind))
-        with explain_full(path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                used = len(os.pread(fd, os.fstat(fd).st_size, 0).rstrip(b"\n"))
-                line = b"\n" + json.dumps(dict(record)).encode() + b"\n"
-                write_at(fd, line.ljust(used, b"\n") if anew else line, 0 if anew else used)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        with explain_full(self._state), open(self._state, "r+b", buffering=0) as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            before = file.read().rstrip(b"\n")
+            line, at = b"\n" + json.dumps({kind: dict(record)}).encode() + b"\n", len(before)
+            if at + len(line) > _RESERVED:
+                line, at = json.dumps(_merge(before + line, self._state)).encode().ljust(at, b"\n"), 0
+            write_at(file.fileno(), line, at)
+            os.fsync(file)
 
     def is_copy(self) -> bool:
         """Return True if it is a copy of another node's part, which that node writes to the destinations."""
@@ -208,7 +162,7 @@ class Snapshot:
 
     def is_recorded(self) -> bool:
         """Return True if it is complete on this node."""
-        return os.path.exists(os.path.join(self.folder, self._name(_RECORD)))
+        return bool(self.read("save"))
 
     def write_record(self) -> None:
         """Sync its files and record that it is complete on this node: a folder on a disk outlives a reboot.
@@ -220,10 +174,8 @@ class Snapshot:
             for name in names:
                 sync_file(os.path.join(above, name))
             sync_folder(above)
-        record, reserved = asdict(replace(self, folder="")), os.path.join(self.folder, self._name(_NEW))
-        write_atomically(
-            os.path.join(self.folder, self._name(_RECORD)), json.dumps(record).encode(), temporary=reserved
-        )
+        Path(self._state).touch(0o600)
+        self.note("save", asdict(replace(self, folder="")))
 
     def remove(self) -> None:
         """Delete it, its record first."""
@@ -252,7 +204,7 @@ class Snapshot:
 
     def _forget(self) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.folder, self._name(_RECORD)))
+            os.unlink(self._state)
             sync_folder(self.folder)  # before a file is overwritten
 
 
@@ -308,11 +260,9 @@ class Job:
 
     def read_written(self) -> dict[str, dict[str, str]]:
         """Return the tags and marks of this job by destination, in the order of writing."""
-        try:
-            record: dict[str, dict[str, str]] = read_json(os.path.join(self.folder, _WRITTEN))
-        except FileNotFoundError:
-            return {}
-        return record
+        with suppress(FileNotFoundError):
+            return dict(read_json(os.path.join(self.folder, _WRITTEN)))
+        return {}
 
     def note_written(self, written: Mapping[str, Mapping[str, str]]) -> None:
         """Record the result of :meth:`read_written`."""
@@ -323,14 +273,13 @@ class Job:
         return os.path.join(self.folder, f"{number:08d}")
 
     def reserve(self, number: int, node: int) -> None:
-        """Make the folder of a save, with room for its records.
+        """Make the folder of a save, with room for its state.
 
         Raises:
             OSError: the folder exists, or there is no room.
         """
         os.makedirs(folder := self.find_folder(number), mode=0o700)
-        for kind in (_DONE, _COPIED, _REFUSED, _FAILED, _NEW):
-            Path(folder, f"{kind}{node}.json").write_bytes(b"\n" * _RESERVED)
+        Path(folder, f"{_STATE}{node}.json").write_bytes(b"\n" * _RESERVED)
 
     def list_numbers(self) -> list[int]:
         """Return the numbers of all saves, incomplete ones included, in order."""
@@ -382,12 +331,12 @@ class Job:
         delete_own(self.spare)
 
     def holds_none(self) -> bool:
-        """Return True if it has no complete save and no copy; a save with an unreadable record counts as complete."""
+        """Return True if it has no complete save and no copy; a save with an unreadable state counts as complete."""
         return all(map(self.is_unfinished, self.list_numbers())) and not any(map(_COPY.fullmatch, _list(self.folder)))
 
     def is_unfinished(self, number: int) -> bool:
-        """Return True if a save's folder has no record of a complete part."""
-        return not any(name.startswith(_RECORD) for name in _list(self.find_folder(number)))
+        """Return True if a save's folder has no state of a complete part."""
+        return not any(path.read_bytes().strip() for path in Path(self.find_folder(number)).glob(f"{_STATE}*"))
 
     def count_bytes(self) -> int:
         """Return the bytes of memory that its files take up."""
@@ -497,12 +446,27 @@ def measure(folder: str) -> int:
 
 
 def _read_records(folder: str) -> Iterator[Snapshot]:
-    for name in sorted(_list(folder)):
-        if name.startswith(_RECORD) and name.endswith(".json"):
-            with suppress(OSError, CheckpointError, TypeError, KeyError):
-                record = read_json(os.path.join(folder, name))
-                places = tuple(Destination(**place) for place in record.pop("places"))
-                yield Snapshot(**{**record, "places": places, "folder": folder})
+    for name in sorted(name for name in _list(folder) if name.startswith(_STATE)):
+        with suppress(OSError, CheckpointError, TypeError, KeyError):
+            record = _read_state(os.path.join(folder, name))["save"]
+            places = tuple(Destination(**place) for place in record.pop("places"))
+            yield Snapshot(**{**record, "places": places, "folder": folder})
+
+
+def _read_state(path: str) -> dict[str, dict[str, Any]]:
+    with suppress(FileNotFoundError):
+        return _merge(read_bounded(path, MOST_BYTES), path)
+    return {}
+
+
+def _merge(data: bytes, path: str) -> dict[str, dict[str, Any]]:
+    """Merge the lines of a state; a line that was cut off by a crash is not valid JSON and does not count."""
+    state = dict[str, dict[str, Any]]()
+    for line in filter(None, data.strip(b"\n").split(b"\n")):
+        with suppress(CheckpointError):
+            for kind, record in parse_json(line, path).items():
+                state.setdefault(kind, {}).update(record)
+    return state
 
 
 def _list(folder: str) -> list[str]:

@@ -86,7 +86,7 @@ class Neighbours:
         save = next((each for each in self.job.list_saves() if each.number == self.current), None)
         if save is None:
             return name, _GONE
-        copied = save.read_copied()
+        copied = save.read("copied")
         if target not in copied:
             return name, _WAITING
         return name, _COPIED if copied[target] else _FAILED
@@ -94,7 +94,7 @@ class Neighbours:
     def is_waited_for(self) -> bool:
         """Return True if this node's part of the newest save has not been sent."""
         saves = self.job.list_saves()
-        return self.listener is not None and bool(saves) and str(self.settings["to"]) not in saves[-1].read_copied()
+        return self.listener is not None and bool(saves) and str(self.settings["to"]) not in saves[-1].read("copied")
 
     def close(self) -> None:
         """Close the listener; the writer has another descriptor."""

@@ -305,9 +305,9 @@ class Saver:
             self.wait(self.options.wait_s, lambda: False)
         for save in self.job.list_saves():
             for place in save.list_pending():
-                save.overtake()
+                save.note("overtaken", {tag: save_dir})
                 if (place.folder, save.tag) == (locate(save_dir), tag):
-                    save.note_done(place, "")
+                    save.note("done", {place.folder: ""})
         self._stuck = self._look_late()
 
     def list_missing(self) -> dict[str, str]:
@@ -318,7 +318,7 @@ class Saver:
             missing |= dict.fromkeys(self._requested.values(), why)
         for save in self.job.list_saves() if self.is_owner else ():
             for place in save.list_pending() if not save.by_itself else ():
-                faults = {**save.read_failed(), **save.list_refused()}
+                faults = {**save.read("failed"), **save.list_refused()}
                 fault = faults.get(place.folder) or f"see {self.job.folder}/log"
                 missing[save.tag] = f"missing at {place.folder} ({fault})"
         return missing

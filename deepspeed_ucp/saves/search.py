@@ -67,7 +67,7 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str]
         saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
         saves = [save for save in saves if (save.latest if tag is None else save.tag == tag)]
         mine = [save for save in saves if wanted in list_places(save)]
-        return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read_done()) for save in mine]
+        return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read("done")) for save in mine]
 
     nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, dict[str, str]]]()
     listed = comm.each(list_local)

@@ -138,7 +138,7 @@ class SaveWriter:
         self._busy = defaultdict[str, set[int]](set)  # numbers of the saves being written, by destination
         for save in job.list_saves():
             for place in save.places:
-                if place.folder in save.read_done() and not is_url(place.folder):
+                if place.folder in save.read("done") and not is_url(place.folder):
                     with suppress(OSError):
                         end_save(save, place)  # a killed writer may have left coordination files
         self._lock = threading.RLock()  # guards the folders and records in memory
@@ -281,7 +281,7 @@ class SaveWriter:
             elif save.number in begun:
                 chosen.append((save, place))
         for save, place in spare:
-            save.note_done(place, "")
+            save.note("done", {place.folder: ""})
             if not save.by_itself:
                 logger.warning("%s: %s not written, a later save has the same tag", place.folder, save.tag)
         if spare:
@@ -299,7 +299,7 @@ class SaveWriter:
             is_late = partial(self._gives_way, save, place)
             mark = write_save(replace(save, latest=named), place, self.wait, is_late)
             with self._lock:
-                save.note_done(place, mark)
+                save.note("done", {place.folder: mark})
             if save.node == 0:  # the save is complete when the first node has sealed it
                 self._note_written(save, place, mark)
         except Exception as error:  # noqa: BLE001 - other saves may still be written there
@@ -310,7 +310,7 @@ class SaveWriter:
             why = str(error) or repr(error)
             self._warn(place.folder, why, save.tag)
             with self._lock, suppress(OSError, UcpError):  # memory is full
-                save.note_failed(place, escape(why))
+                save.note("failed", {place.folder: escape(why)})
             return False
         self._free()
         self._logged.pop(place.folder, None)
@@ -318,11 +318,11 @@ class SaveWriter:
 
     def _is_overtaken(self, save: Snapshot, place: Destination) -> bool:
         """Return True if ``latest`` of a destination has named a later save."""
-        if save.is_overtaken():
+        if save.read("overtaken"):
             return True
         with self._lock:
             later = [other for other in self.job.list_saves() if other.latest and other.number > save.number]
-            return any(other.read_done().get(place.folder) for other in later)
+            return any(other.read("done").get(place.folder) for other in later)
 
     def _gives_way(self, save: Snapshot, place: Destination) -> bool:
         """Return True if a newer save waits for a destination whose last write has not failed.
@@ -353,7 +353,7 @@ class SaveWriter:
         self._refused.add((save.number, place.folder))
         logger.warning("%s: %s is not written, and no retry can mend this: %s", place.folder, save.tag, fault)
         with self._lock, suppress(OSError, UcpError):
-            save.note_refused(place, str(fault))
+            save.note("refused", {place.folder: str(fault)})
 
     def _warn(self, place: str, why: str, tag: str = "a save") -> None:
         """Log each fault of a destination once."""

@@ -84,7 +84,7 @@ class Nodes:
     def save_copied(self, node: int = 0) -> Snapshot:
         """Make a node's part and wait until the other node has a copy."""
         made = self.save(node)
-        wait_until(lambda: made.read_copied().get(str(1 - node)))
+        wait_until(lambda: made.read("copied").get(str(1 - node)))
         return made
 
     def list_copies(self, node: int) -> list[int]:

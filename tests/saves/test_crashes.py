@@ -94,7 +94,7 @@ def copy_to_node(folder: Path, stack: ExitStack) -> Case:
 
     def check_killed() -> None:
         numbers = nodes.list_copies(1)
-        assert 1 in numbers and (2 in numbers or not save.read_copied())
+        assert 1 in numbers and (2 in numbers or not save.read("copied"))
 
     def check_ended() -> None:
         for made in (first, save):

@@ -63,18 +63,18 @@ def offer(peer: Peer, description: Any) -> copies._Reply:
 def test_each_node_has_the_others_part(nodes: Nodes) -> None:
     nodes.start(0, 1)
     saves = [nodes.save(node) for node in range(2)]
-    wait_until(lambda: all(save.read_copied() for save in saves))
+    wait_until(lambda: all(save.read("copied") for save in saves))
     for node, save in enumerate(saves):
         (copy,) = nodes.jobs[1 - node].list_copies()
         assert replace(copy, folder="") == replace(save, folder="")
-        assert copy.list_files() == save.list_files() and save.read_copied() == {str(1 - node): f"host{1 - node}"}
+        assert copy.list_files() == save.list_files() and save.read("copied") == {str(1 - node): f"host{1 - node}"}
         assert read_bytes(Path(copy.folder) / TAG) == read_bytes(Path(save.folder) / TAG)
         for path in save.list_files():
             assert os.stat(Path(copy.folder, path)).st_mtime_ns == os.stat(Path(save.folder, path)).st_mtime_ns
     assert saves[0].list_files() == saves[1].list_files()  # without the copies
-    saves[0].note_done(saves[0].places[0], "digest")  # marks are sent later too
-    wait_until(nodes.jobs[1].list_copies()[0].read_done)
-    assert nodes.jobs[1].list_copies()[0].read_done() == saves[0].read_done()
+    saves[0].note("done", {saves[0].places[0].folder: "digest"})  # marks are sent later too
+    wait_until(lambda: nodes.jobs[1].list_copies()[0].read("done"))
+    assert nodes.jobs[1].list_copies()[0].read("done") == saves[0].read("done")
     assert not nodes.jobs[1].holds_none()
 
 
@@ -82,7 +82,7 @@ def test_each_node_has_the_others_part(nodes: Nodes) -> None:
 def test_a_load_finds_the_save_whose_parts_are_all_there(lost: int, nodes: Nodes) -> None:
     nodes.start(0, 1)
     saves = [nodes.save(node) for node in range(2)]
-    wait_until(lambda: all(save.read_copied() for save in saves))
+    wait_until(lambda: all(save.read("copied") for save in saves))
     nodes.stop()
     nodes.save(1 - lost, tag="next", step=9)
     for job in nodes.jobs:
@@ -100,7 +100,7 @@ def test_a_peer_without_the_secret_is_refused(nodes: Nodes, caplog: pytest.LogCa
     nodes.start(1)
     nodes.start(0, secret="cd" * 32)
     save = nodes.save(0)
-    wait_until(lambda: save.read_copied() == {"1": ""})
+    wait_until(lambda: save.read("copied") == {"1": ""})
     assert "digest" in caplog.text
     with pytest.raises((AuthenticationError, EOFError, OSError)), nodes.call(secret="ef" * 32):
         pass
@@ -119,7 +119,7 @@ def test_a_connection_that_is_cut_leaves_no_partial_copy(at: int, nodes: Nodes) 
         peer.send(Path(save.folder, save.list_files()[0]).read_bytes()[:at])
     wait_until(lambda: not list(Path(nodes.jobs[1].folder).glob("copy-*")))
     nodes.start(0)
-    wait_until(lambda: save.read_copied().get("1"))
+    wait_until(lambda: save.read("copied").get("1"))
     assert read_bytes(Path(nodes.jobs[1].find_copy(0, 1)) / TAG) == read_bytes(Path(save.folder) / TAG)
 
 
@@ -144,7 +144,7 @@ def test_a_connection_that_hangs_is_replaced_by_the_next(nodes: Nodes) -> None:
     with nodes.call() as peer:
         assert offer(peer, describe(save)).wanted
         nodes.start(0)
-        wait_until(lambda: save.read_copied().get("1"))
+        wait_until(lambda: save.read("copied").get("1"))
 
 
 PATHS = (
@@ -205,10 +205,10 @@ def test_memory_without_room_has_the_copy_later(when: str, nodes: Nodes, caplog:
     with mock.patch.object(copies, name, **how):
         nodes.start(0)
         save = nodes.save(0)
-        wait_until(lambda: save.read_copied() == {"1": ""})
+        wait_until(lambda: save.read("copied") == {"1": ""})
         assert nodes.list_copies(1) == []
     assert text in caplog.text
-    wait_until(lambda: save.read_copied().get("1"))
+    wait_until(lambda: save.read("copied").get("1"))
     assert nodes.list_copies(1) == [1]
 
 
@@ -250,7 +250,7 @@ def test_older_copies_are_overwritten_except_the_last_save_that_all_nodes_have(n
     for number, safe in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 2)):
         nodes.jobs[1].note_copying(safe, number)
         save = nodes.save(0, tag=f"tag{number}")
-        wait_until(lambda save=save: save.read_copied().get("1"))
+        wait_until(lambda save=save: save.read("copied").get("1"))
         kept.append(nodes.list_copies(1))
         (path,) = Path(nodes.jobs[1].find_copy(0, number)).glob("*/*model_states.pt")
         pages.append(path.stat().st_ino)
@@ -282,7 +282,7 @@ def test_a_lost_neighbour_is_not_waited_for(nodes: Nodes, monkeypatch: pytest.Mo
     save = nodes.save(0)
     writer.end()
     writer.finish()
-    wait_until(lambda: save.read_copied() == {"1": ""})
+    wait_until(lambda: save.read("copied") == {"1": ""})
 
 
 def test_copies_of_a_dead_job_are_removed_for_a_save_once_their_destination_has_them(nodes: Nodes) -> None:
@@ -296,7 +296,7 @@ def test_copies_of_a_dead_job_are_removed_for_a_save_once_their_destination_has_
         saver.needed = 10
         assert f"{save.tag} (step {save.step}) of {save.save_dir}" in saver.make_room() and nodes.list_copies(1)
         for copy in nodes.jobs[1].list_copies():
-            copy.replace_done({place.folder: "mark" for place in copy.places})
+            copy.note("done", {place.folder: "mark" for place in copy.places})
         assert saver.make_room() == ""
 
 
@@ -309,7 +309,7 @@ def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: No
 
     pipes = [start(node) for node in range(2)]
     saves = [nodes.save(node) for node in range(2)]
-    wait_until(lambda: all(save.read_copied() for save in saves))
+    wait_until(lambda: all(save.read("copied") for save in saves))
     command = Path(f"/proc/{find_writer(nodes.jobs[1])}/cmdline").read_bytes()
     files = [path.read_bytes() for path in nodes.folder.rglob("*") if path.is_file()]
     assert not any(SECRET.encode() in data for data in [command, *files])
@@ -317,9 +317,9 @@ def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: No
     wait_until(lambda: not is_locked(nodes.jobs[1]))
     later = [nodes.save(node, tag="later") for node in range(2)]
     time.sleep(0.2)  # the connection is accepted, and nothing is answered
-    assert not any(save.read_copied().get("1") for save in later)
+    assert not any(save.read("copied").get("1") for save in later)
     pipes.append(start(1))
-    wait_until(lambda: all(any(save.read_copied().values()) for save in later))
+    wait_until(lambda: all(any(save.read("copied").values()) for save in later))
     for pipe in pipes:
         with suppress(OSError):
             pipe.close()
@@ -332,7 +332,7 @@ def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: No
 
 def test_the_seal_names_the_hosts_that_have_files_in_memory(nodes: Nodes) -> None:
     save = make_save(nodes.jobs[0], str(nodes.folder / "place"), nodes=1)
-    save.note_copied(1, "host1")
+    save.note("copied", {"1": "host1"})
     assert write(nodes.jobs[0])
     seal = read_seal(str(nodes.folder / "place" / TAG / "ucp_seal.json"))
     assert seal.hosts == {host: sorted(seal.files) for host in (socket.gethostname(), "host1")}
@@ -384,10 +384,10 @@ def test_all_nodes_copy_the_same_save(nodes: Nodes, caplog: pytest.LogCaptureFix
     assert agree(1, "gone") == (0, 1)
     save = make()
     assert agree(2, "copied") == (0, 1)  # this node's part is not copied yet
-    save.note_copied(1, "there")
+    save.note("copied", {"1": "there"})
     assert agree(2, "waiting") == (0, 1)
     assert agree(2, "copied") == (1, 2)
-    make().note_copied(1, "there")
+    make().note("copied", {"1": "there"})
     assert agree(3, "failed") == (1, 3)
     assert caplog.text.count("saves of there do not reach their neighbours' memory") == 1
     assert agree(4, "gone") == (1, 4)

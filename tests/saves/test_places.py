@@ -40,7 +40,7 @@ def test_a_save_comes_to_its_place(run: Run) -> None:
     (Path(made.folder) / f"{TAG}_universal" / "zero" / "half").write_text("of an atomic checkpoint")
     assert run.write()
     assert run.holds(made) and run.list_names() == {TAG, "latest", SCRIPT} and run.latest == TAG
-    assert run.list_late() == [] and list(made.read_done()) == [run.place]
+    assert run.list_late() == [] and list(made.read("done")) == [run.place]
 
 
 def test_a_tag_that_is_overwritten_has_the_new_save_alone(run: Run) -> None:

@@ -495,18 +495,18 @@ def test_a_save_that_was_dropped_is_loaded_only_if_no_later_one_was_written(
     write_source(place, 7)
     (place / "latest").write_text(TAG)
     later = make_save(job, str(place), tag="next", step=5, nodes=2) if step == 4 else None
-    made.note_done(made.places[0], "")
+    made.note("done", {made.places[0].folder: ""})
     if later is None:
         assert find() is None and find("dropped") == "dropped"
         return
     assert find() == "dropped"
-    later.note_done(later.places[0], "mark")
+    later.note("done", {later.places[0].folder: "mark"})
     assert find() is None
     later.remove()
     later = replace(later, node=1)
     Path(later.folder).mkdir()
     later.write_record()
-    later.note_done(later.places[0], "on the first node")  # which has not published it
+    later.note("done", {later.places[0].folder: "on the first node"})  # which has not published it
     assert find() == "dropped"
 
 

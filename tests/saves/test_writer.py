@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -151,9 +151,16 @@ def test_a_disk_that_fails_leaves_the_former_files(code: int, run: Run) -> None:
     assert run.list_names() == {TAG, "next", "latest", SCRIPT}
 
 
-def fill_memory(note: str) -> mock._patch[Any]:
-    """Let memory have no room for a record."""
-    return mock.patch.object(Snapshot, note, side_effect=DiskFullError("full", path="memory"))
+def fill_memory(kind: str) -> mock._patch[Any]:
+    """Let memory have no room for an object of a state."""
+    note = Snapshot.note
+
+    def note_or_fail(save: Snapshot, given: str, record: Mapping[str, str]) -> None:
+        if given == kind:
+            raise DiskFullError("full", path="memory")
+        note(save, given, record)
+
+    return mock.patch.object(Snapshot, "note", note_or_fail)
 
 
 def test_a_writer_survives_a_full_memory(run: Run) -> None:
@@ -161,16 +168,16 @@ def test_a_writer_survives_a_full_memory(run: Run) -> None:
     writer = SaveWriter(run.job, 1, PATIENCE)
     for tag in (TAG, "next"):
         run.save(tag=tag)
-        with fill_memory("note_done"):
+        with fill_memory("done"):
             assert not write_pending(writer)
     assert write_pending(writer) and not run.list_late()
 
 
-@pytest.mark.parametrize("note", ["note_failed", "note_refused"])
+@pytest.mark.parametrize("note", ["failed", "refused"])
 def test_a_fault_that_cannot_be_recorded_holds_up_no_other_save(note: str, run: Run) -> None:
     run.save(tag="first")
     second = run.save(tag="second")
-    damaged = CheckpointError("is damaged.") if note == "note_failed" else UnsupportedError("is not supported.")
+    damaged = CheckpointError("is damaged.") if note == "failed" else UnsupportedError("is not supported.")
 
     def write_or_fail(each: Snapshot, *args: Any) -> str:
         if each.tag == "first":
@@ -178,8 +185,8 @@ def test_a_fault_that_cannot_be_recorded_holds_up_no_other_save(note: str, run: 
         return places.write_save(each, *args)
 
     with fill_memory(note), mock.patch.object(writing, "write_save", write_or_fail):
-        assert run.write() is (note == "note_refused")
-    assert second.read_done() and run.is_whole("second")
+        assert run.write() is (note == "refused")
+    assert second.read("done") and run.is_whole("second")
 
 
 def test_a_full_memory_keeps_no_written_save_pending(tmp_path: Path) -> None:
@@ -193,15 +200,15 @@ def test_a_full_memory_keeps_no_written_save_pending(tmp_path: Path) -> None:
 
 def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     events = list[str]()
-    for name in "sync_file", "sync_folder", "write_atomically":
+    for name in "sync_file", "sync_folder", "write_at":
 
-        def note(path: str, *_: object, name: str = name, **__: object) -> None:
-            events.append(f"{name} {os.path.basename(path)}")
+        def note(path: str | int, *_: object, name: str = name) -> None:
+            events.append(name if isinstance(path, int) else f"{name} {os.path.basename(path)}")
 
         monkeypatch.setattr(memory, name, note)
     made = run.save()
     files = {f"sync_file {os.path.basename(each)}" for each in made.list_files()}
-    assert files < set(events[:-1]) and f"sync_folder {TAG}" in events and events[-1] == "write_atomically save-0.json"
+    assert files < set(events[:-1]) and f"sync_folder {TAG}" in events and events[-1] == "write_at"
     events.clear()
     Path(made.folder, "save-0.json").touch()
     made.spare()
@@ -212,19 +219,21 @@ def test_a_line_of_a_record_that_is_cut_off_does_not_count(run: Run) -> None:
     run.job.reserve(7, 0)
     made = replace(run.save("first", "second"), folder=run.job.find_folder(7))
     first, second = made.places
-    made.note_done(first, "mark")
-    record = Path(made.folder, "done-0.json")
+    made.note("done", {first.folder: "mark"})
+    record = Path(made.folder, "save-0.json")
     size = record.stat().st_size
     text = record.read_text().rstrip("\n")
-    record.write_text((text + '\n{"second": "ma').ljust(size, "\n"))
-    assert made.read_done() == {first.folder: "mark"} and made.list_pending() == [second]
-    made.note_done(second, "other")
-    made.note_done(first, "")
-    assert made.read_done() == {first.folder: "", second.folder: "other"}
+    record.write_text((text + '\n{"done": {"second": "ma').ljust(size, "\n"))
+    assert made.read("done") == {first.folder: "mark"} and made.list_pending() == [second]
+    made.note("done", {second.folder: "other"})
+    made.note("done", {first.folder: ""})
+    assert made.read("done") == {first.folder: "", second.folder: "other"}
     assert record.stat().st_size == size
-    record.write_text('{"of": "an older release"}')
-    made.note_done(first, "mark")
-    assert made.read_done() == {"of": "an older release", first.folder: "mark"}
+    made.note("failed", {first.folder: "y" * size})
+    for number in range(3):  # the room that is reserved has the last one alone
+        made.note("failed", {first.folder: str(number) * (size // 2)})
+    assert record.stat().st_size < 2 * size and made.read("failed") == {first.folder: "2" * (size // 2)}
+    assert made.read("done") == {first.folder: "", second.folder: "other"} and made.is_recorded() is False
 
 
 # -- which saves are written, and kept in memory -----------------------------------------------------------------------
@@ -263,7 +272,7 @@ def test_a_snapshot_in_memory_alone_is_not_freed_for_a_save_of_another_folder(ru
 
 
 def test_latest_does_not_name_a_save_that_was_overtaken(run: Run) -> None:
-    run.save(tag="pending").overtake()
+    run.save(tag="pending").note("overtaken", {"later": run.place})
     write_source(Path(run.place), 7)
     Path(run.place, "latest").write_text(TAG)
     assert run.write() and run.is_whole("pending") and run.latest == TAG
@@ -433,7 +442,7 @@ def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> 
     else:
         made = replace(made, node=1, nodes=2)
         made.write_record()
-        made.note_done(made.places[0], "on the first node")
+        made.note("done", {made.places[0].folder: "on the first node"})
         shutil.rmtree(run.place)
     writer = SaveWriter(run.job, 1, 0.1)
     writer._is_finished = True
@@ -594,11 +603,12 @@ def test_only_the_first_node_removes_saves(nodes: list[Run]) -> None:
 
 def test_a_node_that_could_not_record_a_written_save_finds_it_in_the_place(nodes: list[Run], tmp_path: Path) -> None:
     """Unless the tag is another save."""
+    state = Path(nodes[1].job.list_saves()[0].folder) / "save-1.json"
+    pending = state.read_bytes()
     write_both(nodes)
-    done = Path(nodes[1].job.list_saves()[0].folder) / "done-1.json"
-    done.unlink()
+    state.write_bytes(pending)
     assert nodes[1].write(wait=0.2) and nodes[1].list_names() == {TAG, "latest"}
-    done.unlink()
+    state.write_bytes(pending)
     shutil.rmtree(nodes[0].place)
     other = Run(tmp_path, memory="other")
     other.save()
