@@ -27,7 +27,7 @@ import deepspeed_ucp
 import deepspeed_ucp.load.resume  # what a process's first load imports is not timed
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves.saver import keep_memory
-from deepspeed_ucp.saves.saving import finish_saves
+from deepspeed_ucp.saves.saver import finish_saves
 
 WIDTH, ROWS = 2048, 8
 Figures = dict[str, float]

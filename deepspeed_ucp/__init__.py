@@ -25,7 +25,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .load.context import LoadReport
-    from .saves.saving import finish_saves
+    from .saves.saver import finish_saves
 
 __all__ = [
     "CheckpointError",
@@ -42,7 +42,7 @@ __all__ = [
     "uninstall",
 ]
 
-_LAZY = {"LoadReport": ".load.context", "finish_saves": ".saves.saving"}
+_LAZY = {"LoadReport": ".load.context", "finish_saves": ".saves.saver"}
 """Public names that are imported when they are asked for, and where they are."""
 
 

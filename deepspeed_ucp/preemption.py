@@ -29,8 +29,7 @@ from .children import list_unprotected, protect
 from .comm import Comm, connect
 from .engine_state import Preemption, find_state
 from .platforms import REQUEUED, SLURM_JOB, find_platform, find_rank, is_first_of_node
-from .saves.saver import keep_memory
-from .saves.saving import finish_saves
+from .saves.saver import finish_saves, keep_memory
 from .writer import end_writer, finish_save
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -1,4 +1,4 @@
-"""Copies of each node's saves in the next node's memory: the writers send and receive them.
+"""Copies of each node's saves in the next node's memory: all ranks agree on the save, the writers send and receive it.
 
 One connection (``multiprocessing.connection``: HMAC challenges of both ends, framed messages) carries one save. The
 sender sends a description as JSON, the receiver a reply as JSON, the sender the files in messages of at most 1 MiB,
@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import UcpError, escape
+from ..comm import Comm
+from ..config import SaveOptions
+from ..errors import UcpError, escape, pluralize, shorten
 from ..io.checksum import crc32
 from ..io.deletion import delete_own
 from ..io.disk import write_at
@@ -48,7 +50,7 @@ _REACHED, _SILENT = 10.0, 30.0
 _LOOKED, _AGAIN = 0.1, 2.0
 """Seconds between looks for a save to send, and before a failed one is sent again."""
 
-MOST_PEERS = 64
+_MOST_PEERS = 64
 """Maximum number of connections served at once."""
 
 _UNCHANGED = b"unchanged"
@@ -103,7 +105,7 @@ class Peer:
     """
 
     def __init__(self, sock: socket.socket, secret: bytes, *, accepted: bool) -> None:
-        self._sock = sock
+        self._sock, self.received = sock, 0.0
         sock.settimeout(None)  # a `Connection` needs a blocking descriptor: timeouts of the kernel end a read
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(_SILENT * 1e6), 10**6)))
@@ -135,7 +137,9 @@ class Peer:
 
     def receive(self, most: int) -> bytes:
         """Receive a message of at most ``most`` bytes."""
-        return self._connection.recv_bytes(most)
+        data = self._connection.recv_bytes(most)
+        self.received = time.monotonic()
+        return data
 
     def receive_reply(self) -> _Reply:
         """Receive a reply.
@@ -160,24 +164,19 @@ class Peer:
                 self.send(buffer[:count])
         self.send(crc.to_bytes(_CRC, "big"))
 
-    def receive_file(self, path: str, size: int, note: Callable[[], None]) -> None:
-        """Receive a file, overwriting the one at the path, whose pages are not allocated anew.
-
-        Args:
-            note: called after each message.
+    def receive_file(self, path: str, size: int) -> None:
+        """Receive a file.
 
         Raises:
             _TransferError: its size or CRC32 is wrong.
         """
-        fd, crc, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), 0, 0
+        fd, crc, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0, 0
         try:
             while at < size:
                 piece = self.receive(min(_PIECE, size - at))
                 crc = crc32(piece, crc)
                 write_at(fd, piece, at)
                 at += len(piece)
-                note()
-            os.ftruncate(fd, size)
         finally:
             os.close(fd)
         if crc != int.from_bytes(self.receive(_CRC), "big"):
@@ -188,7 +187,7 @@ class Replicator:
     """A writer's side of the copies: sends its node's saves to the next node, receives those of the node before.
 
     Args:
-        settings: of :class:`~.neighbours.Neighbours`.
+        settings: of :class:`Neighbours`.
         keep: complete saves of a node to keep.
         wait: seconds after the job's end to finish transfers.
     """
@@ -202,8 +201,7 @@ class Replicator:
         self._logged = dict[str, str]()
         self._receiving = threading.Lock()
         self._current: Peer | None = None
-        self._received = 0.0  # time of the last message from the source
-        self._served = threading.BoundedSemaphore(MOST_PEERS)
+        self._served = threading.BoundedSemaphore(_MOST_PEERS)
         self._failing: float | None = None  # time of the first of the attempts that fail
         self._forwarded = dict[int, dict[str, str]]()
         self._ended = 0.0
@@ -239,7 +237,8 @@ class Replicator:
         newest = max((save.number for save in self.job.list_saves()), default=0)
         if not newest or newest in [copy.number for copy in self.job.list_copies() if copy.node == self.source]:
             return False
-        return now < max(self._ended, self._received) + _SILENT
+        received = self._current.received if self._current is not None else 0.0
+        return now < max(self._ended, received) + _SILENT
 
     # -- sending
 
@@ -360,14 +359,21 @@ class Replicator:
                 save.note("done", parcel.done)
             self._reply(peer)
             return
+        self._drop_older()
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
-        self._reuse(aside)
+        delete_own(aside)
         try:
-            if why := self._find_obstacle(parcel, aside):
+            if why := self._find_obstacle(parcel):
                 self._reply(peer, why=why)
                 raise _TransferError(why)
             self._reply(peer, wanted=True)
-            self._receive_files(peer, parcel.files, aside)
+            for each in parcel.files:
+                path = os.path.join(aside, each.path)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                peer.receive_file(path, each.size)
+                os.utime(path, ns=(each.changed, each.changed))
+            if peer.receive(len(_UNCHANGED)) != _UNCHANGED:
+                raise _TransferError("the save changed while it was sent")
             made = replace(save, folder=aside)
             made.write_record()
             made.note("done", parcel.done)
@@ -376,26 +382,6 @@ class Replicator:
         finally:
             delete_own(aside)
         self._reply(peer)
-
-    def _receive_files(self, peer: Peer, files: Sequence[_SentFile], aside: str) -> None:
-        """Receive files into a folder, overwriting those of an older copy, and delete that copy's other files."""
-        left = {path.name: path for path in Path(aside).rglob("*") if path.is_file()}
-        for each in files:
-            path = os.path.join(aside, each.path)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            if old := left.pop(os.path.basename(path), None):
-                os.rename(old, path)
-            peer.receive_file(path, each.size, self._note_received)
-            os.utime(path, ns=(each.changed, each.changed))
-        if peer.receive(len(_UNCHANGED)) != _UNCHANGED:
-            raise _TransferError("the save changed while it was sent")
-        wanted = {each.path for each in files}
-        for found in Path(aside).rglob("*"):
-            if not found.is_dir() and str(found.relative_to(aside)) not in wanted:
-                found.unlink()
-
-    def _note_received(self) -> None:
-        self._received = time.monotonic()
 
     def _check(self, parcel: _Parcel) -> None:
         """Validate a description.
@@ -412,26 +398,171 @@ class Replicator:
             if not (is_below(each.path) and save.owns(each.path)):
                 raise _TransferError(f"{each.path!r} is no file of {save.tag!r}")
 
-    def _reuse(self, aside: str) -> None:
-        """Release copies that newer ones replace; move the first to ``aside``, to be overwritten by the new one."""
+    def _drop_older(self) -> None:
+        """Remove copies that newer ones replace."""
         kept = self.job.read_copying()
         copies = [copy for copy in self.job.list_copies() if copy.node == self.source]
         for copy in copies[: -self.keep] if not self._is_ending.is_set() else []:
             if copy.number not in kept:
-                try:
-                    copy.move(aside)
-                except OSError:  # there is one already
-                    copy.remove()
+                copy.remove()
 
-    def _find_obstacle(self, parcel: _Parcel, aside: str) -> str:
+    def _find_obstacle(self, parcel: _Parcel) -> str:
         """Return why memory has no room for a copy, or an empty string: the next save of this node has priority."""
         own = [measure(save.folder) for save in self.job.list_saves()]
         next_one = own[-1] if len(own) == 1 and not os.path.isdir(self.job.spare) else 0
-        needed = sum(each.size for each in parcel.files) + next_one
-        free = count_free(self.job.folder) + measure(aside)
+        needed, free = sum(each.size for each in parcel.files) + next_one, count_free(self.job.folder)
         if needed <= free:
             return ""
         return f"a copy takes {needed >> 20:,} MiB of {self.job.folder}, where {free >> 20:,} MiB are free"
 
     def _reply(self, peer: Peer, *, wanted: bool = False, why: str = "") -> None:
         peer.send(_Reply(host=self.name, wanted=wanted, why=why).model_dump_json().encode())
+
+
+_COPIED, _WAITING, _FAILED, _GONE = "copied", "waiting", "failed", "gone"
+"""States of a node's part of the save that is copied."""
+
+
+class _Node(NamedTuple):
+    """A node's host name, its address on the way to ``MASTER_ADDR``, and the address of that host."""
+
+    host: str
+    address: str
+    master: str
+
+
+@dataclass(slots=True)
+class Neighbours:
+    """The copies of one job's saves, as one rank knows them.
+
+    Attributes:
+        job: its node's folder of saves.
+        settings: for the writer; empty on ranks that keep no folder.
+        listener: socket on which the writer receives copies; it outlives a writer that is killed.
+        safe, current: as of :meth:`.memory.Job.read_copying`.
+        failed: names of the nodes whose saves did not reach the next node.
+        logged: number of saves that copies were behind when this was last logged.
+    """
+
+    job: Job
+    settings: dict[str, Any] = field(default_factory=dict)
+    listener: socket.socket | None = None
+    safe: int = 0
+    current: int = 0
+    failed: set[str] = field(default_factory=set)
+    logged: int = 0
+
+    def agree(self, number: int, comm: Comm) -> None:
+        """Before the save with this number: agree on which copies are complete, and which save is copied next.
+
+        Collective. All nodes copy the same save until each has it or cannot have it: if each node chose for itself,
+        there might never be a save with copies of all nodes.
+        """
+        nodes = list(filter(None, comm.each(self._look)))
+        states, failed = [state for _, state in nodes], {host for host, state in nodes if state == _FAILED}
+        if set(states) == {_COPIED}:
+            self.safe = self.current
+        if _WAITING not in states:
+            self.current = number
+        if self.listener is not None:
+            with suppress(UcpError, OSError):  # memory is full: the former record stays valid
+                self.job.note_copying(self.safe, self.current)
+        log = os.path.join(self.job.folder, "log")
+        if comm.rank == 0 and failed - self.failed:
+            named = shorten(sorted(failed))
+            logger.warning("saves of %s do not reach their neighbours' memory: see %s there", named, log)
+        self.failed, behind = failed, number - self.current
+        if behind > 1 and behind >= 2 * self.logged:
+            self.logged = behind
+            if comm.rank == 0:
+                logger.warning("copies in other nodes' memory are %s behind: see %s", pluralize(behind, "save"), log)
+        self.logged = self.logged if behind else 0
+
+    def _look(self) -> tuple[str, str] | None:
+        """Return this node's name and the state of its part of the current save."""
+        if self.listener is None:
+            return None
+        name, target = self.settings["name"], str(self.settings["to"])
+        save = next((each for each in self.job.list_saves() if each.number == self.current), None)
+        if save is None:
+            return name, _GONE
+        copied = save.read("copied")
+        if target not in copied:
+            return name, _WAITING
+        return name, _COPIED if copied[target] else _FAILED
+
+    def is_waited_for(self) -> bool:
+        """Return True if this node's part of the newest save has not been sent."""
+        saves = self.job.list_saves()
+        return self.listener is not None and bool(saves) and str(self.settings["to"]) not in saves[-1].read("copied")
+
+    def close(self) -> None:
+        """Close the listener; the writer has another descriptor."""
+        if self.listener is not None:
+            self.listener.close()
+
+
+def find_neighbours(options: SaveOptions, job: Job, owners: Sequence[int], comm: Comm) -> Neighbours | None:
+    """Let each node's saves be copied to the next node; return None, with a warning, on a single node (collective).
+
+    Args:
+        owners: by node the rank that owns its folder in memory.
+    """
+    if len(owners) == 1:
+        if comm.rank == 0:
+            logger.warning('"save": {"copies": 1}: there is only one node, and no other node to keep a copy')
+        return None
+    secret = comm.broadcast(secrets.token_hex(32))
+    described = comm.each(lambda: _describe_node(options) if comm.rank in owners else None)
+    nodes = [_Node(*node) for node in filter(None, described)]
+    if comm.rank == 0:
+        pairs = [f"{node.host} → {after.host}" for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
+        logger.info("each node's part of a save is copied to the next node's memory: %s", shorten(pairs, 8))
+    node = owners.index(comm.rank) if comm.rank in owners else -1
+    address = find_address(nodes, node) if node >= 0 else ""
+    listener = comm.run(lambda: _listen(address) if node >= 0 else None)
+    addresses = comm.each(lambda: (address, listener.getsockname()[1]) if listener else None)
+    if listener is None:
+        return Neighbours(job)
+    target = (node + 1) % len(nodes)
+    settings = {
+        "secret": secret,
+        "name": nodes[node].host,
+        "nodes": len(nodes),
+        "to": target,
+        "address": list(filter(None, addresses))[target],
+        "from": (node - 1) % len(nodes),
+    }
+    return Neighbours(job, settings, listener)
+
+
+def _describe_node(options: SaveOptions) -> _Node:
+    """Return this machine's addresses; the route to ``MASTER_ADDR`` is looked up without any packet."""
+    address = master = "127.0.0.1"
+    with suppress(OSError):
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", master), 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, target = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            address, master = str(probe.getsockname()[0]), str(target[0])
+    return _Node(socket.gethostname(), os.path.expandvars(options.address or "") or address, master)
+
+
+def find_address(nodes: Sequence[_Node], node: int) -> str:
+    """Return the address by which other nodes reach a node, even if that node knows itself by a loopback address."""
+    if not _is_loopback(nodes[node].address):
+        return nodes[node].address
+    return next((each.master for each in nodes if not _is_loopback(each.master)), nodes[node].address)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _listen(address: str) -> socket.socket:
+    """Listen at an address, or at all addresses if the system does not know it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=_MOST_PEERS)
+    except OSError:
+        return socket.create_server(("", 0), backlog=_MOST_PEERS)

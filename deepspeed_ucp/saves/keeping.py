@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..comm import Comm
@@ -22,9 +22,9 @@ from ..formats.latest import LATEST, read_tag
 from ..formats.older import find_age
 from ..io.paths import is_url
 from ..io.store import exists
-from .memory import Job, find_root, list_jobs, locate
-from .saver import finish_dead, list_savers, list_settings, owns_memory
-from .writer import POLLED, STARTING, is_locked, list_late
+from .memory import Job, find_root, list_dead, locate, owns_memory
+from .saver import list_savers
+from .writer import POLLED, STARTING, finish_dead, is_locked, list_late, list_settings
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -70,36 +70,27 @@ def guard(module: ModuleType, marker: str, *, coming: bool = False) -> Iterator[
     Args:
         marker, coming: see :func:`remove_when_safe`.
     """
-    former = vars(module).get("shutil")
-    if former is not None:
-        vars(module)["shutil"] = _Guarded(marker, coming)
+
+    def rmtree(path: Any, *args: Any, **more: Any) -> None:
+        def remove() -> None:
+            if os.path.lexists(path):  # an earlier removal may have removed it too
+                shutil.rmtree(path, *args, **more)
+
+        remove_when_safe(path, remove, marker, coming=coming)
+
+    if (former := vars(module).get("shutil")) is None:
+        yield
+        return
+    vars(module)["shutil"] = SimpleNamespace(**{**vars(former), "rmtree": rmtree})
     try:
         yield
     finally:
-        if former is not None:
-            vars(module)["shutil"] = former
+        vars(module)["shutil"] = former
 
 
 def can_guard(module: ModuleType) -> bool:
     """Return True if a module removes folders as :func:`guard` expects."""
     return vars(module).get("shutil") is shutil
-
-
-class _Guarded:
-    """``shutil``, with another ``rmtree``."""
-
-    def __init__(self, marker: str, coming: bool) -> None:
-        self._marker, self._coming = marker, coming
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(shutil, name)
-
-    def rmtree(self, path: Any, *args: Any, **more: Any) -> None:
-        def remove() -> None:
-            if os.path.lexists(path):  # an earlier removal may have removed it too
-                shutil.rmtree(path, *args, **more)
-
-        remove_when_safe(path, remove, self._marker, coming=self._coming)
 
 
 def remove_when_safe(
@@ -188,7 +179,7 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
     options = config.save
     if options is None:
         return
-    is_owner, above = owns_memory(config, comm), locate(os.fspath(beside))
+    is_owner, above = owns_memory(options.memory, comm), locate(os.fspath(beside))
 
     def finish() -> None:
         _finish_savers()
@@ -197,7 +188,7 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
         root = find_root(options.memory)
         finish_dead(root, list_settings(config))
         begun, is_logged = time.monotonic(), False
-        while late := [job for job in list_jobs(root) if not job.is_owned() and _is_late(job, above)]:
+        while late := [job for job in list_dead(root) if _is_late(job, above)]:
             passed = time.monotonic() - begun
             if passed > options.wait_s or (passed > STARTING and not any(map(is_locked, late))):
                 logger.warning("%s: saves in memory are not written to it: see %s/log", above, late[0].folder)

@@ -32,18 +32,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, StorageError
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated, explain_full, sync_file, sync_folder, write_at, write_atomically
 from ..io.filesystems import MEMORY, find_kind
 from ..io.jsonfile import MOST_BYTES, parse_json, read_bounded, read_json
-from ..io.memory import measure_available
+from ..io.memory import identify_host, measure_available
 from ..io.paths import is_url, normalize
 
 _OWNER, _WRITTEN, _SPARE, _COPYING, _STATE = "owner", "written", "spare", "copying", "save-"
 LOCK = "lock"
 
-_RESERVED = 1 << 16
+_RESERVED = 1 << 15
 """Bytes reserved for the state of a save, because a full memory must not keep a written save pending."""
 
 
@@ -189,18 +190,9 @@ class Snapshot:
         """
         self._forget()
         try:
-            self.move(os.path.join(os.path.dirname(self.folder), _SPARE))
+            os.rename(self.folder, os.path.join(os.path.dirname(self.folder), _SPARE))
         except OSError:
-            self.remove()
-
-    def move(self, folder: str) -> None:
-        """Rename its folder, for its files to be overwritten.
-
-        Raises:
-            OSError: the new name exists.
-        """
-        self._forget()
-        os.rename(self.folder, folder)
+            delete_own(self.folder)
 
     def _forget(self) -> None:
         with suppress(FileNotFoundError):
@@ -380,6 +372,25 @@ def find_root(memory: str) -> str:
     return root
 
 
+def list_owners(memory: str, comm: Comm) -> list[int]:
+    """Return for each rank the first rank that shares its folder in memory, and owns it (collective).
+
+    Local ranks may differ: they depend on the launcher.
+    """
+
+    def look() -> tuple[str, int, int]:
+        found = os.stat(find_root(memory))
+        return identify_host(), found.st_dev, found.st_ino
+
+    ranks = dict[tuple[str, int, int], int]()
+    return [ranks.setdefault(memory, rank) for rank, memory in enumerate(comm.each(look))]
+
+
+def owns_memory(memory: str, comm: Comm) -> bool:
+    """Return True if this rank owns its node's folder in memory (collective)."""
+    return list_owners(memory, comm)[comm.rank] == comm.rank
+
+
 def name_job() -> str:
     """Return a new job's name, which no other folder has."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
@@ -393,6 +404,11 @@ def list_jobs(root: str) -> list[Job]:
     """Return the jobs with saves in this node's memory: folders of this user, no links."""
     folders = [os.path.join(root, name) for name in sorted(_list(root)) if _JOB.fullmatch(name)]
     return [Job(folder) for folder in folders if _is_private(folder)]
+
+
+def list_dead(root: str) -> list[Job]:
+    """Return the jobs whose process has ended."""
+    return [job for job in list_jobs(root) if not job.is_owned()]
 
 
 def _is_private(folder: str) -> bool:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -47,8 +46,8 @@ _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 """Arguments of ``renameat2``."""
 
 
-class Tag(ABC):
-    """A save's tag in a place.
+class Tag:
+    """A save's tag in a folder, which its temporary folder is renamed to.
 
     Attributes:
         final: path of the tag.
@@ -58,19 +57,22 @@ class Tag(ABC):
         marker: name of the file in the tag that is written last.
     """
 
-    marker: str
+    marker = SEAL
 
-    def __init__(self, save: Snapshot, place: Destination, prefix: str) -> None:
+    def __init__(self, save: Snapshot, place: Destination) -> None:
         self.save, self.final = save, os.path.join(place.folder, save.tag)
+        above, name = os.path.split(self.final)
+        self._name_files(os.path.join(above, f".{name}"))
         self.published = self.final
-        self.temporary = f"{prefix}{UPLOAD}{save.job}-{save.number}"
-        self.record = f"{prefix}{WRITTEN}{save.job}-{save.number}-begun"
 
-    @abstractmethod
+    def _name_files(self, prefix: str) -> None:
+        self.temporary = f"{prefix}{UPLOAD}{self.save.job}-{self.save.number}"
+        self.record = f"{prefix}{WRITTEN}{self.save.job}-{self.save.number}-begun"
+
     def identify(self) -> str:
         """Return a text that identifies the published tag; empty if there is none."""
+        return _identify(self.final)
 
-    @abstractmethod
     def is_published(self, before: str) -> bool:
         """Return True if this save is published, as after a writer that was killed.
 
@@ -80,8 +82,8 @@ class Tag(ABC):
         Raises:
             TagTakenError: another job has published the tag since then.
         """
+        return os.path.exists(os.path.join(self.final, name_node(self.save, self.save.node)))
 
-    @abstractmethod
     def publish(self, before: str) -> None:
         """Publish the temporary folder as the tag.
 
@@ -89,10 +91,14 @@ class Tag(ABC):
             TagTakenError: another job has published the tag meanwhile.
             StorageError: the store refuses although the tag is as it was.
         """
+        if not _publish_folder(self.temporary, self.final, before):
+            raise self.give_up("another job")
 
-    @abstractmethod
     def delete_replaced(self, before: str) -> None:
-        """Delete the files of the save that this one has replaced."""
+        """Delete the files of the save that this one has replaced, and move files of no save to the new folder."""
+        sync_folder(os.path.dirname(self.final))
+        for old in (self.temporary, f"{self.temporary}{_OLD}"):
+            _keep_others(old, self.final)
 
     def give_up(self, winner: str) -> TagTakenError:
         """Delete the temporary folder and record that another job has published the tag."""
@@ -139,7 +145,7 @@ class Tag(ABC):
 
 def open_tag(save: Snapshot, place: Destination) -> Tag:
     """Return a save's tag in a place."""
-    return (_StoreTag if is_url(place.folder) else _FolderTag)(save, place)
+    return (_StoreTag if is_url(place.folder) else Tag)(save, place)
 
 
 def begin_writing(tag: Tag) -> str:
@@ -161,32 +167,6 @@ def begin_writing(tag: Tag) -> str:
     if _TAKEN in record:
         raise TagTakenError(record[_TAKEN])
     return record["before"]
-
-
-class _FolderTag(Tag):
-    """A tag's folder, which its temporary folder is renamed to."""
-
-    marker = SEAL
-
-    def __init__(self, save: Snapshot, place: Destination) -> None:
-        above, name = os.path.split(os.path.join(place.folder, save.tag))
-        super().__init__(save, place, os.path.join(above, f".{name}"))
-
-    def identify(self) -> str:
-        return _identify(self.final)
-
-    def is_published(self, before: str) -> bool:
-        return os.path.exists(os.path.join(self.final, name_node(self.save, self.save.node)))
-
-    def publish(self, before: str) -> None:
-        if not _publish_folder(self.temporary, self.final, before):
-            raise self.give_up("another job")
-
-    def delete_replaced(self, before: str) -> None:
-        """Delete the former folder, after moving files that belong to no save to the folder that has replaced it."""
-        sync_folder(os.path.dirname(self.final))
-        for old in (self.temporary, f"{self.temporary}{_OLD}"):
-            _keep_others(old, self.final)
 
 
 def name_node(save: Snapshot, node: int) -> str:
@@ -281,7 +261,8 @@ class _StoreTag(Tag):
     marker = PUBLISHED
 
     def __init__(self, save: Snapshot, place: Destination) -> None:
-        super().__init__(save, place, f"{place.folder}/{save.tag}/")
+        super().__init__(save, place)
+        self._name_files(f"{self.final}/")
         self.published = self.temporary
 
     def identify(self) -> str:

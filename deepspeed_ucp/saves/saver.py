@@ -1,4 +1,4 @@
-"""The state of one engine's saves on one rank (:mod:`.saving` makes the saves, collectively).
+"""Saves into memory: DeepSpeed's own save, directed to another folder.
 
 The first rank of each node owns the folder in memory, starts the writer process and announces saves to it.
 """
@@ -12,17 +12,27 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from ..comm import Comm
+from torch import is_tensor
+from torch.optim import Optimizer
+
+from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
-from ..errors import StorageError, pluralize
+from ..engine.references import replace_method
+from ..engine_state import find_state
+from ..errors import ConfigError, StorageError, pluralize
 from ..io.deletion import delete_own
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
+from ..io.paths import is_below, is_url
+from ..model.wrappers import find_live
+from ..writer import is_decoupled
+from .copies import Neighbours, find_neighbours
 from .files import MappedFiles, save_over
 from .memory import (
     Destination,
@@ -32,21 +42,25 @@ from .memory import (
     drop_unwanted,
     find_root,
     is_spare,
-    list_jobs,
+    list_dead,
+    list_owners,
     locate,
     measure,
+    name_job,
 )
-from .neighbours import Neighbours
 from .writer import (
     FINISHED,
     POLLED,
     STARTING,
     describe_late,
+    finish_dead,
     is_locked,
     is_safe,
     list_late,
     list_refused,
+    list_settings,
     start_writer,
+    started,
 )
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -56,11 +70,12 @@ SPARE = 1.05
 
 ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
 
-_claimed = dict[tuple[str, str], tuple[str, str, int]]()
-"""(destination, tag) → (folder that the script named, job, step)."""
+_ENGINE = "deepspeed.runtime.engine"
 
-_given, _shared = dict[tuple[str, str], tuple[str, int]](), set[str]()
-"""(folder, tag) → (job of the last save, step); folders that two engines save to, already logged."""
+_claimed, _shared = dict[tuple[str, str], tuple[str, str, int]](), set[str]()
+"""(place, tag) → (folder that the script named, job, step); folders that two engines save to, already logged."""
+
+_savers = WeakSet["Saver"]()
 
 
 class Saver:
@@ -89,7 +104,7 @@ class Saver:
         self._logged = set[str]()
         self._pipe: Any = None
         _savers.add(self)
-        self._reached, self._logged_behind = dict[str, int](), dict[str, int]()  # by late destination
+        self._behind = dict[str, tuple[int, int]]()  # by late destination: step since which, and steps that were logged
 
     def open(self) -> None:
         """Create this job's folder, and start writers for saves of dead jobs."""
@@ -124,20 +139,18 @@ class Saver:
             An error message if it still does not fit, else an empty string.
         """
         kept = list[Snapshot]()
-        for job in list_jobs(self.root) if not self._has_room() else ():
-            if job.name != self.job.name and not job.is_owned():
-                spare, only = _split_dead(job)
-                kept += only
-                self._remove(spare)
+        for job in list_dead(self.root) if not self._has_room() else ():
+            spare, only = _split_dead(job)
+            kept += only
+            self._remove(spare)
         if self._free_own():
             return ""
         needed, free = self._count_needed(), count_free(self.root)
         why = f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
         for save in kept[-1:]:
-            folder = os.path.dirname(save.folder)
             why += (
                 f". It also holds perhaps the only copy of a run's newest save: {save.tag} (step {save.step}) of "
-                f"{save.save_dir}. If that is not needed: rm -r {folder}"
+                f"{save.save_dir}. If that is not needed: rm -r {os.path.dirname(save.folder)}"
             )
         return f"{why}. {ADVICE}"
 
@@ -192,31 +205,29 @@ class Saver:
             return destination
 
     def claim(self, save_dir: str, tag: str, step: int) -> None:
-        """Reserve a tag in the destinations of ``to`` for this engine and folder.
+        """Reserve a tag in the folder and the destinations of ``to`` for this engine.
 
         Warns once if two engines save one step under one tag into one folder.
 
         Raises:
             StorageError: the destination has another save of this script under the same tag.
         """
-        folder, given = locate(save_dir), (self.job.name, step)
-        former, at = _given.get((folder, tag), given)
-        _given[folder, tag] = given
-        if former != self.job.name and at == step and folder not in _shared:
-            _shared.add(folder)
-            if self.rank == 0:
-                logger.warning(
-                    "%s: two engines save %r there, in each other's place: name a folder for each", folder, tag
-                )
-        for tier in self.options.to:
-            place, own = locate(tier.place), (locate(save_dir), self.job.name, step)
+        folder = locate(save_dir)
+        own = folder, self.job.name, step
+        for place in dict.fromkeys([folder, *(locate(tier.place) for tier in self.options.to)]):
             other = _claimed.setdefault((place, tag), own)
-            if other[0] != own[0] and other[1:] != own[1:]:
+            if other[0] != folder and other[1:] != own[1:]:
                 raise StorageError(
-                    f"has {tag!r} of {other[0]}, which the save of {own[0]} would replace. Give each engine another "
+                    f"has {tag!r} of {other[0]}, which the save of {folder} would replace. Give each engine another "
                     'place in "save": {"to": …}, or each save another tag.',
                     path=place,
                 )
+            if other[0] == folder and other[1] != own[1] and other[2] == step and folder not in _shared:
+                _shared.add(folder)
+                if self.rank == 0:
+                    logger.warning(
+                        "%s: two engines save %r there, in each other's place: name a folder for each", folder, tag
+                    )
             _claimed[place, tag] = own
 
     def begin(self, *, waits: bool = False) -> str:
@@ -281,9 +292,7 @@ class Saver:
             tag: tag of this job's save.
             by_itself: it is a snapshot, in memory alone.
         """
-        for job in list_jobs(self.root):
-            if job.name == self.job.name or job.is_owned():
-                continue
+        for job in list_dead(self.root):
             spare = _list_replaced(job, save_dir, tag, with_pending=not by_itself)
             for save in spare:
                 save.remove()
@@ -300,9 +309,7 @@ class Saver:
         """
         if not self.is_owner:
             return
-        if list_late(self.job.list_saves()):
-            self.notify_writer()
-            self.wait(self.options.wait_s, lambda: False)
+        self.finish(lambda: False)
         for save in self.job.list_saves():
             for place in save.list_pending():
                 save.note("overtaken", {tag: save_dir})
@@ -323,49 +330,39 @@ class Saver:
                 missing[save.tag] = f"missing at {place.folder} ({fault})"
         return missing
 
-    def notify_writer(self) -> None:
+    def notify_writer(self, line: bytes = b"\n") -> None:
         """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""
-        if self._reach_writer():
-            return
+        try:
+            if self._pipe is not None:
+                self._pipe.write(line)
+                self._pipe.flush()
+                return
+        except OSError:  # it was killed
+            self._end_writer()
         try:
             self._pipe = start_writer(self.job, self.settings, self.neighbours)
         except OSError as error:
             logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
 
-    def _reach_writer(self) -> bool:
-        """Return True if the writer has been notified; its end of the pipe is closed after it was killed."""
-        if self._pipe is None:
-            return False
-        try:
-            self._pipe.write(b"\n")
-            self._pipe.flush()
-        except OSError:
-            self._end_writer()
-            return False
-        return True
-
     def _end_writer(self) -> None:
         """Close the pipe; the writer exits when it has written all pending saves."""
-        if self._pipe is not None:
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
             with suppress(OSError):
-                self._pipe.close()
-            self._pipe = None
+                pipe.close()
 
     def warn_late(self, step: int) -> None:
         """Warn if a destination lacks several saves, whenever the number of steps has doubled."""
         self._warn_refused()
         late = self._look_late()
-        for place, tags in late.items():
-            behind = step - self._reached.setdefault(place, step)
-            if len(tags) > 1 and behind >= 2 * self._logged_behind.get(place, 0):
-                self._logged_behind[place] = max(behind, 1)
+        self._behind = {place: self._behind.get(place, (step, 0)) for place in late}
+        for place, (since, logged) in self._behind.items():
+            if len(late[place]) > 1 and step - since >= 2 * logged:
+                self._behind[place] = since, max(step - since, 1)
                 logger.warning(
                     "%s is %s behind, memory holds %s for it: see %s/log",
-                    place, pluralize(behind, "step"), ", ".join(tags), self.job.folder,
+                    place, pluralize(step - since, "step"), ", ".join(late[place]), self.job.folder,
                 )  # fmt: skip
-        for place in self._reached.keys() - late.keys():
-            self._logged_behind.pop(place, None)
-            del self._reached[place]
 
     def _warn_refused(self) -> None:
         """Warn once about each save that the writer has given up."""
@@ -392,8 +389,8 @@ class Saver:
             if is_enough is not None and (is_enough() or late == self._stuck):
                 return False
             now = time.monotonic()
-            refused = [(save.list_refused(), save.list_pending()) for save in self.job.list_saves()]
-            if any(faults for faults, _ in refused) and all(len(faults) == len(places) for faults, places in refused):
+            saves = self.job.list_saves()
+            if all(len(save.list_refused()) == len(save.list_pending()) for save in saves):
                 self._warn_refused()
                 return False
             if is_locked(self.job):
@@ -401,14 +398,12 @@ class Saver:
             elif self._pipe is not None:
                 self.notify_writer()  # it is starting, or was killed
             if not before:
-                named = describe_late(self.job.list_saves())
-                logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, named)
+                logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, describe_late(saves))
             elif is_enough is not None and late != before:
                 end = now + seconds
             before = late
             if now > min(end, seen + STARTING):
-                named = describe_late(self.job.list_saves())
-                logger.warning("still to be written: %s; see %s/log", named, self.job.folder)
+                logger.warning("still to be written: %s; see %s/log", describe_late(saves), self.job.folder)
                 self._stuck = late
                 return False
             time.sleep(POLLED)
@@ -422,11 +417,11 @@ class Saver:
             self._requested = {number: tag for number, tag in self._requested.items() if number in pending}
         return list_late(saves)
 
-    def finish(self) -> bool:
+    def finish(self, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait for ``wait_s`` as :meth:`wait` does; restart a writer that was killed."""
         if list_late(self.job.list_saves()):
             self.notify_writer()
-        return self.wait(self.options.wait_s)
+        return self.wait(self.options.wait_s, is_enough)
 
     def close(self) -> None:
         """Write pending saves at exit.
@@ -444,41 +439,15 @@ class Saver:
                 self._pipe.write(FINISHED)
         self._end_writer()
         end = time.monotonic() + self.options.wait_s
-        is_written = self.wait(self.options.wait_s)
-        if self.neighbours is not None:
-            while self.neighbours.is_waited_for() and is_locked(self.job) and time.monotonic() < end:
-                time.sleep(POLLED)
-            self.neighbours.close()
-        if is_written and is_finished:  # some platforms kill the writer with the rank
-            while is_locked(self.job) and time.monotonic() < end:
-                time.sleep(POLLED)
+        frees = self.wait(self.options.wait_s) and is_finished  # some platforms kill the writer with the rank
+        neighbours = self.neighbours
+        while is_locked(self.job) and time.monotonic() < end:
+            if not (frees or (neighbours is not None and neighbours.is_waited_for())):
+                break
+            time.sleep(POLLED)
+        if neighbours is not None:
+            neighbours.close()
         self.job.disown()
-
-
-def owns_memory(config: UniversalConfig, comm: Comm) -> bool:
-    """Return True if this rank is the first of its node, which owns the folder in memory (collective)."""
-    return list_owners(config, comm)[comm.rank] == comm.rank
-
-
-def list_owners(config: UniversalConfig, comm: Comm) -> list[int]:
-    """Return for each rank the first rank that shares its folder in memory (collective).
-
-    Local ranks may differ: they depend on the launcher.
-    """
-    options = config.save or SaveOptions()
-
-    def look() -> tuple[str, int, int]:
-        found = os.stat(find_root(options.memory))
-        return identify_host(), found.st_dev, found.st_ino
-
-    ranks = dict[tuple[str, int, int], int]()
-    return [ranks.setdefault(memory, rank) for rank, memory in enumerate(comm.each(look))]
-
-
-_savers = WeakSet[Saver]()
-
-_started = dict[str, float]()
-"""Time at which this process started a writer for a dead job's folder."""
 
 
 def list_savers() -> list[Saver]:
@@ -492,29 +461,6 @@ def keep_memory() -> None:
         saver.keeps_memory = True
 
 
-def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
-    """Start writers for saves that dead jobs have left in memory; remove folders without any whole save."""
-    for job in list_jobs(root):
-        if job.is_owned():
-            continue
-        job.drop_spare()
-        saves = job.list_saves()
-        if list_late(saves):
-            try:
-                _started[job.folder] = time.monotonic()
-                start_writer(job, settings).close()
-            except OSError as error:
-                logger.warning("%s: not written on: %s", job.folder, error)
-        elif job.holds_none() and not is_locked(job):
-            job.remove()
-
-
-def list_settings(config: UniversalConfig) -> dict[str, Any]:
-    """Return the settings of the writer."""
-    options = config.save or SaveOptions()
-    return {"keep": options.keep, "wait_s": options.wait_s, "storage_options": config.storage_options}
-
-
 def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> list[Snapshot]:
     """Return the saves of a dead job to remove, as a running job has a complete save of this tag for a folder.
 
@@ -525,18 +471,20 @@ def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> 
         with_pending: include pending ones that have the same tag or can never be written.
     """
     own, saves = locate(save_dir), [*job.list_saves(), *job.list_copies()]
-    is_starting = time.monotonic() < _started.get(job.folder, -math.inf) + STARTING
+    is_starting = time.monotonic() < started.get(job.folder, -math.inf) + STARTING
     if is_locked(job) or (is_starting and list_late(saves)):
         return []
     found = list[Snapshot]()
-    for save in saves if with_pending else [each for each in saves if not each.list_pending()]:
+    for save in saves:
+        is_pending = bool(save.list_pending())
+        if is_pending and not with_pending:
+            continue
         if save.save_dir != own:
             is_removable = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(own)
         else:
-            is_removable = save.by_itself or save.is_copy() or save.tag == tag or not save.list_pending()
+            is_removable = save.by_itself or save.is_copy() or save.tag == tag or not is_pending
             if not is_removable and save.nodes > 1:  # without the part of a node that is lost it can never be written
-                late = ", ".join(place.folder for place in save.list_pending())
-                logger.warning("%s: %s is given up, it could not be written to %s", job.folder, save.tag, late)
+                logger.warning("%s: given up, it could not be written: %s", job.folder, describe_late([save]))
                 is_removable = True
         found += [save] if is_removable else []
     return found
@@ -557,3 +505,224 @@ def _split_dead(job: Job) -> tuple[list[Snapshot], list[Snapshot]]:
     copies = job.list_copies()
     only += [copy for copy in copies if copy.key not in keys and _is_only(copy, saves)]
     return [save for save in [*saves, *copies] if save not in only], only
+
+
+def save_into_memory(
+    engine: Any,
+    config: UniversalConfig,
+    save_dir: str,
+    tag: str,
+    write: Callable[..., Any],
+    *,
+    latest: bool,
+    by_itself: bool = False,
+) -> tuple[Any, bool]:
+    """Save into memory; the writer process writes to the destinations (collective).
+
+    If there is no room, or the tag or the engine's writer is not supported, pending saves are written first and then
+    DeepSpeed saves to ``save_dir`` itself, with a warning.
+
+    Args:
+        write: DeepSpeed's save; takes the folder of tags.
+        by_itself: it is a snapshot: it is not written to ``save_dir``, and waits for no pending save.
+
+    Returns:
+        The result of ``write``, and True if the save is in memory.
+
+    Raises:
+        StorageError: it cannot be saved into memory, and it is a snapshot or ``save_dir`` is a URL; on all ranks.
+    """
+    saver = _open_saver(engine, config)
+    comm = connect(waits=False)  # all ranks get here together, as to DeepSpeed's barriers
+    saver.mapped.tidy()
+    saver.choose_copied(comm)
+    saver.number, saver.failed = saver.number + 1, ""
+    saver.lost.pop(tag, None)  # it is saved again
+    if saver.needed is None:
+        counts = comm.each(lambda: (identify_host(), _count_saved(engine)))
+        saver.needed = int(SPARE * sum(count for host, count in counts if host == identify_host()))
+
+    def begin(*, waits: bool = False) -> str:
+        saver.claim(save_dir, tag, engine.global_steps)
+        return _find_obstacle(engine, saver, tag) or saver.begin(waits=waits)
+
+    if why := next(filter(None, comm.each(begin)), ""):
+        saver.mapped.tidy(everything=True)  # mapped memory is not free
+        why = next(filter(None, connect().each(partial(begin, waits=not by_itself))), "")
+    if not why:
+        saved, why = _write_quickly(engine, saver, write, comm)
+    if why:
+        saver.number -= 1
+        saved = _write_slowly(saver, save_dir, tag, why, write, comm, by_itself=by_itself)
+        comm.run(lambda: saver.drop_dead(save_dir, tag, by_itself=False) if saver.is_owner and latest else None)
+        return saved, False
+    step = engine.global_steps
+
+    def end() -> None:
+        if saver.is_owner:
+            saver.job.drop_spare()
+            saver.warn_late(step)
+            saver.end(save_dir, tag, step, latest=latest, by_itself=by_itself)
+
+    comm.run(end)
+    saver.mapped.settle()
+    return saved, True
+
+
+def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: Comm) -> tuple[Any, str]:
+    """Let DeepSpeed save into memory; return its result, and an error message or an empty string (collective)."""
+    writer, copying = engine.checkpoint_engine, ((shutil, "copytree"), (sys.modules.get(_ENGINE), "copyfile"))
+    with ExitStack() as stack:
+        if (
+            type(writer).__name__ == "TorchCheckpointEngine" and writer.zipfile_serialization
+        ):  # others keep their `save`
+            stack.enter_context(replace_method(writer, "save", saver.write_file))
+        for module, name in copying:  # functions that copy swap files and scripts
+            if hasattr(module, name):
+                stack.enter_context(replace_method(module, name, partial(saver.copy, getattr(module, name))))
+        saved = write(saver.folder)
+    failed = next(filter(None, comm.each(lambda: saver.failed)), "")
+    if failed:
+        comm.run(lambda: delete_own(saver.folder) if saver.is_owner else None)
+    return saved, f"memory is full by now: {failed}. {ADVICE}" if failed else ""
+
+
+def _write_slowly(
+    saver: Saver, save_dir: str, tag: str, why: str, write: Callable[[str], Any], comm: Comm, *, by_itself: bool
+) -> Any:
+    """Save without memory, while training waits (collective).
+
+    Raises:
+        StorageError: it is a snapshot, or DeepSpeed cannot write to the folder; the same on all ranks.
+    """
+
+    def check() -> None:
+        if by_itself or is_url(save_dir):
+            raise StorageError(f"{tag} cannot be saved through memory: {why}", path=save_dir)
+
+    comm.alike(check)
+    connect().run(lambda: saver.overtake(save_dir, tag))
+    if comm.rank == 0:
+        others = ", ".join(tier.place for tier in saver.options.to)
+        only = f" (not to {others})" if others else ""
+        logger.warning("%s: %s is saved there%s while training waits, as %s", save_dir, tag, only, why)
+    return write(save_dir)
+
+
+def finish_saves(engine: Any, *, required: bool = False) -> None:
+    """Wait until every destination has an engine's saves, ``wait_s`` at most (collective).
+
+    Args:
+        required: raise an error if a destination lacks a save of the script; a trainer removes older ones next.
+
+    Raises:
+        StorageError: a required save is missing; the same on every rank.
+    """
+    saver = find_state(engine).saver
+
+    def finish() -> None:
+        if saver.is_owner:
+            saver.finish()
+        if required and (missing := saver.list_missing()):
+            named = "; ".join(f"{tag}: {why}" for tag, why in missing.items())
+            raise StorageError(
+                f"not all saves are written after {saver.options.wait_s:.0f} s: {named}. Older checkpoints are not "
+                "removed. Unwritten saves stay in memory: repair the destination, or save again.",
+                path=", ".join(missing),
+            )
+
+    if saver is not None:
+        connect().run(finish)
+
+
+def _find_obstacle(engine: Any, saver: Saver, tag: str) -> str:
+    """Return why a save cannot go through memory for a reason other than room, or an empty string."""
+    if is_decoupled(engine):
+        return 'another process writes its files later ("checkpoint": {"writer": {"decoupled": …}})'
+    if not is_below(tag):
+        return f"its tag {tag!r} is not a path below the folder"
+    if saver.nodes > 1 and engine.use_node_local_storage():
+        return "no node sees when the others have written (checkpoint.use_node_local_storage)"
+    return ""
+
+
+def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
+    """Return the engine's saver; create it for the first save and after its folder was deleted (collective)."""
+    state, comm = find_state(engine), connect()
+    lost: Saver | None = state.saver
+    if lost is not None and any(connect(waits=False).each(lost.is_lost)):  # as in a save
+        if comm.rank == 0:
+            logger.warning(
+                "%s: was deleted with all saves in it while the job runs; new saves continue", lost.job.folder
+            )
+        lost.release()
+        state.saver = None
+    if state.saver is None:
+        name, owners = comm.broadcast(name_job()), list_owners((config.save or SaveOptions()).memory, comm)
+        saver = comm.run(partial(Saver, config, name, comm.rank, owners))
+        if lost is not None:
+            saver.made = lost.made
+            saver.lost |= lost.list_missing()
+        comm.run(lambda: saver.open() if saver.is_owner else None)
+        if saver.options.copies and not engine.use_node_local_storage():
+            saver.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(owners)), comm)
+        comm.run(lambda: saver.notify_writer() if saver.is_owner else None)  # it starts while the first save is made
+        state.saver = saver
+    found: Saver = state.saver
+    return found
+
+
+def foresee_saves(engine: Any, config: UniversalConfig) -> None:
+    """Log the memory that a save of a new engine takes and the memory that is free (collective).
+
+    Raises:
+        ConfigError: a node has no room for a save; the same on all ranks.
+    """
+    options, comm = config.save or SaveOptions(), connect()
+
+    def look() -> tuple[str, int, int]:
+        root = find_root(options.memory)
+        removable = sum(job.count_bytes() for job in list_dead(root))
+        return identify_host(), _count_saved(engine), count_free(root) + removable
+
+    nodes = dict[str, tuple[int, int]]()
+    for host, needed, free in comm.each(look):
+        known = nodes.get(host, (0, free))
+        nodes[host] = known[0] + needed, min(known[1], free)
+    needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
+    needed = int(SPARE * needed)
+    text = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
+    if needed > free:
+        raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')
+    if comm.rank == 0:
+        wanted = (options.keep + 1) * needed * (1 + min(options.copies, len(nodes) - 1))
+        few = "" if free >= wanted else "; older ones go before the next one is made"
+        logger.info("%s%s", text, few)
+
+
+def _count_saved(engine: Any) -> int:
+    """Estimate the bytes of the tensors that a rank saves, with states that the first step creates."""
+    inner, masters, states = _list_states(engine)
+    has_weights = engine.save_non_zero_checkpoint and not engine.zero_optimization_partition_weights()
+    model = list(engine.module.parameters()) if has_weights else []  # ZeRO 3 saves masters only
+    kept = [param for param in engine.module.parameters() if not param.requires_grad]
+    model += [param.ds_tensor for param in kept if hasattr(param, "ds_tensor")]  # of ZeRO 3, by each rank
+    groups = getattr(inner, "param_groups", ())
+    later = max((len(group.get("betas", ())) or bool(group.get("momentum")) for group in groups), default=0)
+    unmade = [each for each in masters if not inner.state.get(each)] * later
+    return sum(int(each.numel() * each.element_size()) for each in [*masters, *states, *unmade, *model])
+
+
+def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Return torch's optimizer, also from within a wrapper, the masters and the states; empty for unknown kinds."""
+    optimizer, row = engine.optimizer, find_live(engine.optimizer)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if row is not None and row.masters:
+        groups = [each if isinstance(each, list) else [each] for each in getattr(optimizer, row.masters)]
+        masters = [each for group in groups for each in group]
+    elif isinstance(optimizer, Optimizer):
+        masters = [each for group in optimizer.param_groups for each in group["params"]]
+    else:
+        return inner, [], []
+    states = [each for state in inner.state.values() for each in dict(state).values()]
+    return inner, [*filter(is_tensor, masters)], [*filter(is_tensor, states)]

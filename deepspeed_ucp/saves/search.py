@@ -1,25 +1,31 @@
-"""Reads the saves in this node's memory: the one that a load of a folder takes, and all of them for ``ds_ucp list``.
+"""Finds saves in memory: the newest one of a folder for a load, and all in this node's memory for ``ds_ucp list``.
 
 Imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..comm import Comm
-from ..errors import UcpError
+from ..config import UniversalConfig
+from ..errors import UcpError, shorten
 from ..formats.latest import read_latest
 from ..formats.older import find_age
 from ..io.paths import normalize
 from ..io.store import is_folder
-from .memory import Job, Snapshot, find_root, list_jobs, locate
+from .memory import Job, Snapshot, find_root, list_jobs, locate, owns_memory
 from .places import find_mark
+from .writer import finish_dead, list_settings
+
+logger = logging.getLogger("deepspeed_ucp")
 
 _ROOT = re.compile(r"deepspeed_ucp-\d+")
 """Name of a user's folder in memory."""
@@ -39,6 +45,45 @@ class Found(NamedTuple):
     copies: tuple[str, ...] = ()
 
 
+def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
+    """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
+
+    Returns None as well if the folder has a later save, or else the first of the further places that has a checkpoint.
+    Pending saves of dead jobs are written meanwhile. Rank 0 warns if the folder had saves of that job and was emptied:
+    the user may want to start from scratch.
+
+    Args:
+        load_dir: the folder of all tags, or without ``tag`` the folder of one tag; it may not exist yet.
+    """
+    if config.save is None:
+        return None
+    memory, is_empty = config.save.memory, False
+    root, is_owner = comm.run(lambda: find_root(memory)), owns_memory(memory, comm)
+    if comm.rank == 0:  # before a writer writes pending saves there
+        with suppress(UcpError, OSError):
+            is_empty = read_latest(load_dir) is None
+    comm.run(lambda: finish_dead(root, list_settings(config)) if is_owner else None)
+    found = search_memory(root, load_dir, tag, comm, also=config.with_tiers().also, is_owner=is_owner)
+    if found is not None and is_empty:
+        _warn_removed(root, load_dir, found)
+    return found
+
+
+def _warn_removed(root: str, load_dir: str, found: Found) -> None:
+    """Warn if a job wrote saves to a folder that is empty now, and its newest one is loaded from memory."""
+    place, job = locate(load_dir), Job(os.path.dirname(found.folder))
+    noted = [save.tag for save in job.list_saves() if save.read("done").get(place)]
+    written = list(dict.fromkeys([*job.read_written().get(place, ()), *noted]))
+    if not written:
+        return
+    folders = [each.folder for each in list_jobs(root) if any(save.save_dir == place for save in each.list_saves())]
+    logger.warning(
+        "%s holds none of the checkpoints that were written there (%s): the run continues from %s in memory, step %d. "
+        "To start from scratch, remove it on each node: rm -r %s",
+        load_dir, shorten(written), found.tag, found.step, " ".join(folders),
+    )  # fmt: skip
+
+
 def search_memory(
     root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str] = (), is_owner: bool = True
 ) -> Found | None:
@@ -49,43 +94,43 @@ def search_memory(
         also: further places that the load reads.
         is_owner: this rank reads its node's memory for all ranks of the node.
     """
-    found = _find(root, load_dir, tag, comm, also=also, is_owner=is_owner)
+    found = _find(root, load_dir, tag, comm, also, is_owner=is_owner)
     if found is None and tag is None:
-        found = _find(root, *os.path.split(normalize(load_dir)), comm, also=also, is_owner=is_owner)
+        found = _find(root, *os.path.split(normalize(load_dir)), comm, also, is_owner=is_owner)
     return found
 
 
-def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str], is_owner: bool) -> Found | None:
+_Marked = tuple[Snapshot, Mapping[str, str]]
+"""A save, its folder relative to the jobs' folder, and its marks by destination."""
+
+
+def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *, is_owner: bool) -> Found | None:
     """Find the newest save of exactly this folder and tag (collective)."""
     wanted, tag = locate(load_dir), None if tag is None else str(tag)
 
-    def list_local() -> list[tuple[Snapshot, dict[str, str]]]:
-        if not is_owner:
-            return []
+    def list_local() -> list[_Marked]:
         # Other running jobs are skipped: their next save overwrites this memory.
-        jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()]
-        saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
+        jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()] if is_owner else []
+        saves = [
+            save for job in jobs for save in [*job.list_copies(), *job.list_saves()] if wanted in list_places(save)
+        ]
         saves = [save for save in saves if (save.latest if tag is None else save.tag == tag)]
-        mine = [save for save in saves if wanted in list_places(save)]
-        return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read("done")) for save in mine]
+        return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read("done")) for save in saves]
 
-    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, dict[str, str]]]()
+    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], _Marked]()
     listed = comm.each(list_local)
-    for save, mark in sorted((each for own in listed for each in own), key=lambda each: -each[0].node):
-        nodes[save.key].add(save.node)
-        found[save.key] = save, mark
+    for each in sorted((each for own in listed for each in own), key=lambda each: -each[0].node):
+        nodes[each[0].key].add(each[0].node)
+        found[each[0].key] = each
     complete = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
     complete.sort(key=lambda save: (save.step, save.number), reverse=True)
 
     def select() -> Snapshot | None:
-        if not complete:
-            return None
-        stored = _find_stored((load_dir, *also), tag)
-        if stored is None:
-            return complete[0]
-        return next(
-            (save for save in complete if _precedes(save, _find_mark(save, found, stored.place), stored, tag)), None
-        )
+        try:
+            place, stored = _find_stored((load_dir, *also), tag) if complete else ("", None)
+        except (UcpError, OSError):
+            return complete[0]  # a place cannot be read, and memory has a complete save
+        return next((save for save in complete if _precedes(save, found, place, stored, tag)), None)
 
     newest = comm.once(select)
     if newest is None:
@@ -97,32 +142,20 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, also: Sequence[str]
     return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
 
 
-class StoredTag(NamedTuple):
-    """The place whose checkpoint a load takes if it takes none from memory, and its tag; None if it has none."""
+def _find_stored(places: Sequence[str], tag: str | None) -> tuple[str, str | None]:
+    """Return the place whose checkpoint a load takes if it takes none from memory, and its tag, or None without one.
 
-    place: str
-    tag: str | None
-
-
-def _find_stored(places: Sequence[str], tag: Any) -> StoredTag | None:
-    """Return the first place that has the tag, or ``latest`` if no tag is given; else the first place.
-
-    Returns None if a place cannot be read.
+    It is the first place that has the tag, or ``latest`` if no tag is given; else the first place.
     """
-    try:
-        for place in places:
-            if tag is None and (latest := read_latest(place)) is not None:
-                return StoredTag(place, latest)
-            if tag is not None and is_folder(os.path.join(place, tag)):
-                return StoredTag(place, tag)
-    except (UcpError, OSError):
-        return None
-    return StoredTag(places[0], tag)
+    for place in places:
+        if tag is None and (latest := read_latest(place)) is not None:
+            return place, latest
+        if tag is not None and is_folder(os.path.join(place, tag)):
+            return place, tag
+    return places[0], tag
 
 
-def _find_mark(
-    save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, Mapping[str, str]]], place: str
-) -> str | None:
+def _find_mark(save: Snapshot, found: Mapping[tuple[str, int], _Marked], place: str) -> str | None:
     """Return the mark of a save at a place.
 
     A save that was dropped for later ones counts as pending unless one of them has been written there.
@@ -137,7 +170,9 @@ def _find_mark(
     return None if later and not is_written else mark
 
 
-def _precedes(save: Snapshot, mark: str | None, stored: StoredTag, tag: Any) -> bool:
+def _precedes(
+    save: Snapshot, found: Mapping[tuple[str, int], _Marked], place: str, stored: str | None, tag: str | None
+) -> bool:
     """Return True if a load takes the save from memory rather than the stored checkpoint.
 
     A written save precedes it only while the place names the save and has its seal: a user who writes another tag into
@@ -145,15 +180,16 @@ def _precedes(save: Snapshot, mark: str | None, stored: StoredTag, tag: Any) -> 
     in memory is taken.
 
     Args:
-        mark: the save's mark at the place; None if it is pending, empty if it was dropped.
+        stored: tag of the checkpoint at the place, or None.
         tag: the tag of the load; None for the tag in ``latest``.
     """
     try:
+        mark = _find_mark(save, found, place)
         if mark == "" and tag is None:
             return False
-        if mark and stored.tag is not None:
-            return stored.tag == save.tag and mark == find_mark(stored.place, save.tag)
-        return stored.tag is None or find_age([os.path.join(stored.place, stored.tag)]).step <= save.step
+        if mark and stored is not None:
+            return stored == save.tag and mark == find_mark(place, save.tag)
+        return stored is None or find_age([os.path.join(place, stored)]).step <= save.step
     except (UcpError, OSError):
         return True  # the place cannot be read, and memory has a complete save
 
@@ -198,27 +234,26 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
         root: folder of the jobs in memory.
         folder: only saves to this folder, to its direct subfolders, or with this tag folder; None for all.
     """
-    found = defaultdict[tuple[str, tuple[str, int]], list[Snapshot]](list)
-    jobs, wanted = list_jobs(root), None if folder is None else locate(folder)
+    parts = defaultdict[tuple[str, tuple[str, int]], list[Snapshot]](list)
+    jobs, wanted, taken = list_jobs(root), None if folder is None else locate(folder), dict[str, Found | None]()
     for save in (save for job in jobs for save in [*job.list_saves(), *job.list_copies()]):
         place = save.save_dir if wanted is None else _find_place(save, wanted)
         if place is not None:
-            found[place, save.key].append(save)
+            parts[place, save.key].append(save)
+    for (place, _), saves in parts.items():
+        load_dir = place if wanted is None or wanted == os.path.dirname(place) else wanted
+        also = [each.folder for save in saves for each in save.places]
+        taken[place] = search_memory(root, load_dir, None, Comm(), also=also)
     running = {job.name for job in jobs if job.is_owned()}
-    loads = {place: place if wanted is None or wanted == os.path.dirname(place) else wanted for place, _ in found}
-    also = {place: tuple(each.folder for save in parts for each in save.places) for (place, _), parts in found.items()}
-    searched = {
-        place: search_memory(root, load_dir, None, Comm(), also=also[place]) for place, load_dir in loads.items()
-    }
-    taken = {place: save.folder for place, save in searched.items() if save is not None}
     return [
         HeldSave(
-            tuple(sorted(parts, key=lambda part: part.node)),
+            tuple(sorted(saves, key=lambda part: part.node)),
             place,
             is_running=name in running,
-            is_taken=taken.get(place) == Job(os.path.join(root, name)).find_folder(number),
+            is_taken=(found := taken[place]) is not None
+            and found.folder == Job(os.path.join(root, name)).find_folder(number),
         )
-        for (place, (name, number)), parts in found.items()
+        for (place, (name, number)), saves in parts.items()
     ]
 
 

@@ -26,12 +26,12 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 
 from ..children import block
+from ..config import SaveOptions, UniversalConfig
 from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
-from .copies import Replicator
-from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
-from .neighbours import Neighbours
+from .copies import Neighbours, Replicator
+from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held, list_dead
 from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -119,6 +119,30 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
 def is_locked(job: Job) -> bool:
     """Return True if a job's writer is running."""
     return is_held(os.path.join(job.folder, LOCK))
+
+
+started = dict[str, float]()
+"""Time at which this process started a writer for a dead job's folder."""
+
+
+def list_settings(config: UniversalConfig) -> dict[str, Any]:
+    """Return the settings of the writer."""
+    options = config.save or SaveOptions()
+    return {"keep": options.keep, "wait_s": options.wait_s, "storage_options": config.storage_options}
+
+
+def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
+    """Start writers for saves that dead jobs have left in memory; remove folders without any whole save."""
+    for job in list_dead(root):
+        job.drop_spare()
+        if list_late(job.list_saves()):
+            try:
+                started[job.folder] = time.monotonic()
+                start_writer(job, settings).close()
+            except OSError as error:
+                logger.warning("%s: not written on: %s", job.folder, error)
+        elif job.holds_none() and not is_locked(job):
+            job.remove()
 
 
 class SaveWriter:

@@ -24,7 +24,7 @@ from ..formats.open import look_at_job
 from ..load.client import read_objects
 from ..model import ASKED, BATCH_SIZES, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
-from ..saves.saving import finish_saves
+from ..saves.saver import finish_saves
 from .batches import (
     BatchSizes,
     complete_job,

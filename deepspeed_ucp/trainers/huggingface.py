@@ -29,7 +29,7 @@ from ..examine.tags import TRAINER_STATE
 from ..hook import read_options, show_decisions
 from ..model import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
-from ..saves.saving import finish_saves
+from ..saves.saver import finish_saves
 from ..uncaught import shorten_uncaught
 from .batches import LIVE, BatchSizes, complete_job, warn_unknown_batch
 from .hffolders import RANDOM_FILES, choose_folder, find_job, read_random, read_trainer_state

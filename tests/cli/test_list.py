@@ -21,8 +21,8 @@ from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.store import write_small
 from deepspeed_ucp.load.tags import find_tag
-from deepspeed_ucp.saves.finding import find_in_memory
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
+from deepspeed_ucp.saves.search import find_in_memory
 from tests.cli.samples import make_gpt, write_sample
 from tests.saves.saving import TAG, make_save
 from tests.support.memory import clear_memory, put_folder
@@ -129,7 +129,7 @@ def job(tmp_path: Path) -> Job:
 
 def find_resumed(folder: Path, memory: Path) -> tuple[str, str] | None:
     """Return place and tag of the save that a load takes."""
-    with mock.patch("deepspeed_ucp.saves.saver.start_writer"):
+    with mock.patch("deepspeed_ucp.saves.writer.start_writer"):
         found = find_in_memory(UniversalConfig(save=SaveOptions(memory=str(memory))), str(folder), None, Comm())
     if found is not None:
         return "memory", found.tag

@@ -14,7 +14,7 @@ from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Snapshot
-from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
+from deepspeed_ucp.saves.saver import finish_saves, save_into_memory
 from deepspeed_ucp.saves.writer import list_late
 from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, find_writer, is_whole

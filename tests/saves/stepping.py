@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from unittest import mock
 
 from deepspeed_ucp.io import store as stores
-from deepspeed_ucp.io.opened import Stored
 from deepspeed_ucp.io.paths import Entry, is_url
 
 PLACE = "fake://bucket/run"
@@ -115,35 +114,11 @@ class FakeStore(stores.LocalStore):
         """Return the path of an object."""
         return os.path.join(self.root, url.removeprefix("fake://"))
 
-    def list_folder(self, folder: str) -> dict[str, Entry]:
-        self.stop()
-        return stores.LocalStore().list_folder(self.find(folder))
-
     def list_tree(self, folder: str) -> dict[str, Entry]:
         self.stop()
         path = self.find(folder)
         files = (os.path.join(above, name) for above, _, names in os.walk(path) for name in names)
         return {os.path.relpath(each, path): Entry(os.path.getsize(each), os.path.getmtime(each)) for each in files}
-
-    def find_entry(self, url: str) -> Entry | None:
-        self.stop()
-        return super().find_entry(self.find(url))
-
-    def find_change(self, url: str) -> int:
-        self.stop()
-        return super().find_change(self.find(url))
-
-    def is_file(self, url: str) -> bool:
-        self.stop()
-        return super().is_file(self.find(url))
-
-    def exists(self, url: str) -> bool:
-        self.stop()
-        return super().exists(self.find(url))
-
-    def read_small(self, url: str, most: int | None = None) -> bytes:
-        self.stop()
-        return super().read_small(self.find(url), most)
 
     def write_small(self, url: str, data: bytes) -> None:
         self.stop()
@@ -169,10 +144,9 @@ class FakeStore(stores.LocalStore):
         path.write_bytes(data)
         self.held[url] = hash(data)
 
-    def put_file(self, path: str, url: str, **_: Any) -> None:
-        """As :func:`deepspeed_ucp.io.urls.put_file`."""
+    def put_file(self, source: str, url: str) -> None:
         self.stop()
-        self._put(url, Path(path).read_bytes())
+        self._put(url, Path(source).read_bytes())
 
     def remove(self, url: str) -> None:
         self.stop()
@@ -184,19 +158,32 @@ class FakeStore(stores.LocalStore):
             path = path.parent
             path.rmdir()
 
-    def open_regular(self, url: str) -> BinaryIO:
-        self.stop()
-        return super().open_regular(self.find(url))
-
-    def open_stored(self, url: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
-        self.stop()
-        return super().open_stored(self.find(url), advice)
-
     def clear(self) -> None:
         """Remove all objects."""
         shutil.rmtree(self.root, ignore_errors=True)
         os.makedirs(self.root)
         self.held.clear()
+
+
+def _make_step(name: str) -> Callable[..., Any]:
+    def call(self: FakeStore, url: str, *args: Any, **options: Any) -> Any:
+        self.stop()
+        return getattr(stores.LocalStore(), name)(self.find(url), *args, **options)
+
+    return call
+
+
+for _name in (
+    "list_folder",
+    "find_entry",
+    "find_change",
+    "is_file",
+    "exists",
+    "read_small",
+    "open_regular",
+    "open_stored",
+):
+    setattr(FakeStore, _name, _make_step(_name))
 
 
 @contextmanager

@@ -1,27 +1,18 @@
-"""Faults around real writer processes: full disks, stores that are down, writers that hang, two jobs for one tag."""
+"""Faults around real writer processes: full disks, stores that are down, two jobs for one tag."""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.config import SaveOptions, UniversalConfig
-from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.io.store import read_small
-from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job
-from deepspeed_ucp.saves.saving import save_into_memory
 from deepspeed_ucp.saves.writer import is_locked, list_late, start_writer
-from tests.convert.conversions import write_source
 from tests.saves.namespace import run_in_namespace
-from tests.saves.saving import PATIENCE, SETTINGS, find_writer, is_whole, make_save
+from tests.saves.saving import SETTINGS, is_whole, make_save
 from tests.stores.server import BUCKET, Server
 from tests.support.until import wait_until
 
@@ -31,46 +22,6 @@ def test_a_repaired_disk_gets_all_saves(fault: str, message: str, tmp_path: Path
     done = run_in_namespace("tests.saves.small_disk", str(tmp_path), fault)
     assert done.returncode == 0, done.stderr
     assert message in done.stdout
-
-
-def test_a_hanging_writer_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It delays the end of the job by at most ``wait_s``, and finishes its saves when it continues."""
-    place, writer = tmp_path / "place", SimpleNamespace(is_decoupled=lambda: False)
-    module = SimpleNamespace(parameters=list)
-    engine = SimpleNamespace(
-        global_steps=3, optimizer=None, module=module, save_non_zero_checkpoint=False, checkpoint_engine=writer,
-        use_node_local_storage=lambda: False,
-    )  # fmt: skip
-    wait_s, slept = 0.5, list[float]()
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        time.sleep(seconds)
-
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=wait_s))
-
-    def save(tag: str) -> None:
-        def write(folder: str) -> None:
-            write_source(Path(folder)).rename(Path(folder) / tag)
-
-        assert save_into_memory(engine, config, str(place), tag, write, latest=True)[1]
-
-    save("a")
-    saver = find_state(engine).saver
-    assert saver.wait(PATIENCE)
-    stopped = find_writer(saver.job)
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        with mock.patch.object(savers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)):
-            save("b")
-            save("c")
-            saver.close()
-        assert sum(slept) < 2 * wait_s
-        assert f"still to be written: b, c to {place}" in caplog.text and (place / "latest").read_text() == "a"
-    finally:
-        os.kill(stopped, signal.SIGCONT)
-    wait_until(lambda: not is_locked(saver.job))
-    assert (place / "latest").read_text() == "c" and is_whole(str(place / "b")) and is_whole(str(place / "c"))
 
 
 @pytest.mark.parametrize("kind", ["folder", "store"])

@@ -27,10 +27,10 @@ from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.saves import saver as savers
-from deepspeed_ucp.saves.finding import find_in_memory
-from deepspeed_ucp.saves.memory import Destination, Job, find_root, list_jobs, name_job
-from deepspeed_ucp.saves.saving import finish_saves
-from deepspeed_ucp.saves.search import Found
+from deepspeed_ucp.saves import writer as writing
+from deepspeed_ucp.saves.memory import Destination, Job, find_root, list_jobs, list_owners, name_job
+from deepspeed_ucp.saves.saver import finish_saves
+from deepspeed_ucp.saves.search import Found, find_in_memory
 from deepspeed_ucp.saves.writer import is_locked
 from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, set_counter, write
@@ -348,9 +348,9 @@ def test_the_first_rank_that_shares_a_memory_owns_it(tmp_path: Path) -> None:
             return [value, (self._pack((identify_host(), found.st_dev, found.st_ino)), None)]
 
     config, comm = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"))), TwoRanks()
-    assert savers.list_owners(config, comm) == [0, 0]
+    assert list_owners(config.save.memory, comm) == [0, 0]
     comm.others = tmp_path / "container"
-    assert savers.list_owners(config, comm) == [0, 1]
+    assert list_owners(config.save.memory, comm) == [0, 1]
 
 
 def test_only_the_rank_that_owns_the_memory_starts_a_writer(job: Job, tmp_path: Path) -> None:
@@ -406,10 +406,10 @@ def test_a_dead_jobs_pending_save_stays_until_its_tag_is_saved_again(training: T
     make_save(dead, str(training.place), tag="pending")
     with without_writer():
         for tag, tags in (("next", ["pending"]), ("pending", [])):
-            savers._started.clear()
+            writing.started.clear()
             assert training.save(tag)
             assert [each.tag for each in dead.list_saves()] == tags
-        savers._started.clear()
+        writing.started.clear()
 
 
 def test_saves_of_another_release_stay(training: Training) -> None:

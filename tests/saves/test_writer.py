@@ -24,8 +24,7 @@ from deepspeed_ucp.errors import CheckpointError, DiskFullError, UnsupportedErro
 from deepspeed_ucp.saves import memory, places, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
-from deepspeed_ucp.saves.saver import finish_dead
-from deepspeed_ucp.saves.writer import SaveWriter, is_locked, list_late, start_writer
+from deepspeed_ucp.saves.writer import SaveWriter, finish_dead, is_locked, list_late, start_writer
 from tests.convert.conversions import read_bytes, write_source
 from tests.saves.namespace import run_in_namespace
 from tests.saves.saving import (

@@ -11,8 +11,7 @@ from typing import Any
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
-from deepspeed_ucp.saves.saver import Saver
-from deepspeed_ucp.saves.saving import save_into_memory
+from deepspeed_ucp.saves.saver import Saver, save_into_memory
 from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, TAG
 
