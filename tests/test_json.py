@@ -65,8 +65,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "configuration beside weights": ("config.json", with_weights),
     "Megatron's ds_config": ("ds.json", lambda folder: read_given(os.path.join(folder, "ds.json"))),
     "ds_config": ("ds.json", lambda folder: settings.read_config(os.path.join(folder, "ds.json"))),
-    "snapshots": (memory._WRITTEN, lambda folder: memory.Job(folder).read_written()),
-    "copied saves": (memory._COPYING, lambda folder: memory.Job(folder).read_copying()),
+    "snapshots": ("written", lambda folder: memory.Job(folder).read("written")),
     "nodes of a save": ("sign", lambda folder: read_sign(folder)),  # noqa: PLW0108 - defined below
     "rules": ("rules.json", lambda folder: read_rules(os.path.join(folder, "rules.json"))),
     "groups": ("groups.json", lambda folder: read_groups(os.path.join(folder, "groups.json"))),

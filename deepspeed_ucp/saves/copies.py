@@ -29,9 +29,9 @@ from ..config import SaveOptions
 from ..errors import UcpError, escape, pluralize, shorten
 from ..io.checksum import crc32
 from ..io.deletion import delete_own
-from ..io.disk import write_at
+from ..io.disk import count_allocated, write_at
 from ..io.paths import LONGEST_PATH, is_below
-from .memory import Job, Snapshot, count_free, measure
+from .memory import Job, Snapshot, count_free
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -257,7 +257,7 @@ class Replicator:
 
     def _choose(self) -> Snapshot | None:
         """Return the save whose files or marks the target lacks, or None."""
-        saves, (_, current) = self.job.list_saves(), self.job.read_copying()
+        saves, current = self.job.list_saves(), self.job.read("copying").get("current")
         for save in saves[::-1]:
             if save.read("copied").get(str(self.target)):
                 if self._forwarded.get(save.number) != save.read("done"):
@@ -400,7 +400,7 @@ class Replicator:
 
     def _drop_older(self) -> None:
         """Remove copies that newer ones replace."""
-        kept = self.job.read_copying()
+        kept = self.job.read("copying").values()
         copies = [copy for copy in self.job.list_copies() if copy.node == self.source]
         for copy in copies[: -self.keep] if not self._is_ending.is_set() else []:
             if copy.number not in kept:
@@ -408,7 +408,7 @@ class Replicator:
 
     def _find_obstacle(self, parcel: _Parcel) -> str:
         """Return why memory has no room for a copy, or an empty string: the next save of this node has priority."""
-        own = [measure(save.folder) for save in self.job.list_saves()]
+        own = [count_allocated(save.folder) for save in self.job.list_saves()]
         next_one = own[-1] if len(own) == 1 and not os.path.isdir(self.job.spare) else 0
         needed, free = sum(each.size for each in parcel.files) + next_one, count_free(self.job.folder)
         if needed <= free:
@@ -439,7 +439,7 @@ class Neighbours:
         job: its node's folder of saves.
         settings: for the writer; empty on ranks that keep no folder.
         listener: socket on which the writer receives copies; it outlives a writer that is killed.
-        safe, current: as of :meth:`.memory.Job.read_copying`.
+        safe, current: as of :meth:`.memory.Job.read`.
         failed: names of the nodes whose saves did not reach the next node.
         logged: number of saves that copies were behind when this was last logged.
     """
@@ -466,7 +466,7 @@ class Neighbours:
             self.current = number
         if self.listener is not None:
             with suppress(UcpError, OSError):  # memory is full: the former record stays valid
-                self.job.note_copying(self.safe, self.current)
+                self.job.note("copying", {"safe": self.safe, "current": self.current})
         log = os.path.join(self.job.folder, "log")
         if comm.rank == 0 and failed - self.failed:
             named = shorten(sorted(failed))

@@ -35,13 +35,13 @@ from typing import Any
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, StorageError
 from ..io.deletion import delete_own
-from ..io.disk import count_allocated, explain_full, sync_file, sync_folder, write_at, write_atomically
+from ..io.disk import explain_full, sync_file, sync_folder, write_at, write_atomically
 from ..io.filesystems import MEMORY, find_kind
 from ..io.jsonfile import MOST_BYTES, parse_json, read_bounded, read_json
 from ..io.memory import identify_host, measure_available
 from ..io.paths import is_url, normalize
 
-_OWNER, _WRITTEN, _SPARE, _COPYING, _STATE = "owner", "written", "spare", "copying", "save-"
+_OWNER, _SPARE, _STATE = "owner", "spare", "save-"
 LOCK = "lock"
 
 _RESERVED = 1 << 15
@@ -250,15 +250,20 @@ class Job:
         """Return True if the job's process is running, also in another container that shares the memory."""
         return is_held(os.path.join(self.folder, _OWNER))
 
-    def read_written(self) -> dict[str, dict[str, str]]:
-        """Return the tags and marks of this job by destination, in the order of writing."""
+    def read(self, name: str) -> dict[str, Any]:
+        """Return a record of the job, or an empty one.
+
+        ``written``: the tags and marks of this job by destination, in the order of writing. ``copying``: the numbers of
+        the last save whose copies are complete (``safe``) and of the save that is copied now (``current``). If a node
+        is lost before its part of that is copied, the first of the two can still be loaded.
+        """
         with suppress(FileNotFoundError):
-            return dict(read_json(os.path.join(self.folder, _WRITTEN)))
+            return dict(read_json(os.path.join(self.folder, name)))
         return {}
 
-    def note_written(self, written: Mapping[str, Mapping[str, str]]) -> None:
-        """Record the result of :meth:`read_written`."""
-        write_atomically(os.path.join(self.folder, _WRITTEN), json.dumps(written).encode())
+    def note(self, name: str, record: Mapping[str, Any]) -> None:
+        """Replace a record of the job."""
+        write_atomically(os.path.join(self.folder, name), json.dumps(record).encode())
 
     def find_folder(self, number: int) -> str:
         """Return the path of a save's folder."""
@@ -290,24 +295,6 @@ class Job:
         names = sorted(name for name in _list(self.folder) if _COPY.fullmatch(name))
         return [copy for name in names for copy in _read_records(os.path.join(self.folder, name))]
 
-    def read_copying(self) -> tuple[int, int]:
-        """Return the numbers of the last save whose copies are complete and of the save that is copied now, or 0.
-
-        If a node is lost before its part of a later save is copied, the first of the two can still be loaded.
-        """
-        path = os.path.join(self.folder, _COPYING)
-        try:
-            numbers = read_json(path, list)
-        except FileNotFoundError:
-            return 0, 0
-        if len(numbers) != 2 or not all(type(each) is int for each in numbers):
-            raise CheckpointError("does not hold the numbers of two saves; the file is damaged. Remove it.", path=path)
-        return numbers[0], numbers[1]
-
-    def note_copying(self, safe: int, current: int) -> None:
-        """Record the result of :meth:`read_copying`."""
-        write_atomically(os.path.join(self.folder, _COPYING), json.dumps([safe, current]).encode())
-
     def reuse(self, path: str) -> None:
         """Rename the spare save's file of the same name to ``path``, to be overwritten.
 
@@ -329,10 +316,6 @@ class Job:
     def is_unfinished(self, number: int) -> bool:
         """Return True if a save's folder has no state of a complete part."""
         return not any(path.read_bytes().strip() for path in Path(self.find_folder(number)).glob(f"{_STATE}*"))
-
-    def count_bytes(self) -> int:
-        """Return the bytes of memory that its files take up."""
-        return count_allocated(self.folder)
 
     def remove(self) -> None:
         """Delete everything, the record of each save first: a kill leaves no damaged save."""
@@ -438,7 +421,7 @@ def drop_unwanted(job: Job, keep: int) -> Iterator[Snapshot]:
     These are not pending and not among the ``keep`` newest. A snapshot that is in memory alone is not dropped for a
     save of another folder.
     """
-    copying, saves = job.read_copying(), job.list_saves()
+    copying, saves = job.read("copying").values(), job.list_saves()
     for save in saves[: -keep or None]:
         if save.number not in copying and is_spare(save, saves):
             yield save
@@ -454,11 +437,6 @@ def count_free(root: str) -> int:
     """Return the bytes that can be written to a folder; for one in memory the container's limit counts too."""
     free = shutil.disk_usage(root).free
     return min(free, measure_available()) if find_kind(root) == MEMORY else free
-
-
-def measure(folder: str) -> int:
-    """Return the bytes of the files below a folder."""
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _read_records(folder: str) -> Iterator[Snapshot]:

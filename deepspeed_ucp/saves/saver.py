@@ -27,6 +27,7 @@ from ..engine.references import replace_method
 from ..engine_state import find_state
 from ..errors import ConfigError, StorageError, pluralize
 from ..io.deletion import delete_own
+from ..io.disk import count_allocated
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
 from ..io.paths import is_below, is_url
@@ -45,7 +46,6 @@ from .memory import (
     list_dead,
     list_owners,
     locate,
-    measure,
     name_job,
 )
 from .writer import (
@@ -164,7 +164,7 @@ class Saver:
 
     def _free_own(self) -> bool:
         """Remove saves of this job that are not needed until the next one fits; return True if it does."""
-        safe, own = self.job.read_copying()[0], self.job.list_saves()
+        safe, own = self.job.read("copying").get("safe"), self.job.list_saves()
         older = [save for save in own[:-1] if is_spare(save, own)]
         self._remove(sorted(older, key=lambda save: save.number == safe))
         if not self._has_room():
@@ -277,7 +277,7 @@ class Saver:
             job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
             node=self.node, nodes=self.nodes, places=tuple(places), folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
-        self.needed = int(SPARE * measure(self.folder))
+        self.needed = int(SPARE * count_allocated(self.folder))
         if places and not by_itself:
             self._requested[self.number] = tag
         self.notify_writer()
@@ -682,7 +682,7 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
 
     def look() -> tuple[str, int, int]:
         root = find_root(options.memory)
-        removable = sum(job.count_bytes() for job in list_dead(root))
+        removable = sum(count_allocated(job.folder) for job in list_dead(root))
         return identify_host(), _count_saved(engine), count_free(root) + removable
 
     nodes = dict[str, tuple[int, int]]()

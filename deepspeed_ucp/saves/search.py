@@ -73,7 +73,7 @@ def _warn_removed(root: str, load_dir: str, found: Found) -> None:
     """Warn if a job wrote saves to a folder that is empty now, and its newest one is loaded from memory."""
     place, job = locate(load_dir), Job(os.path.dirname(found.folder))
     noted = [save.tag for save in job.list_saves() if save.read("done").get(place)]
-    written = list(dict.fromkeys([*job.read_written().get(place, ()), *noted]))
+    written = list(dict.fromkeys([*job.read("written").get(place, ()), *noted]))
     if not written:
         return
     folders = [each.folder for each in list_jobs(root) if any(save.save_dir == place for save in each.list_saves())]

@@ -36,9 +36,6 @@ from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, pru
 
 logger = logging.getLogger("deepspeed_ucp")
 
-Pending = tuple[Snapshot, Destination]
-"""A save and a destination that lacks it."""
-
 _AGAIN, _AGAIN_AT_END = 10.0, 1.0
 """Seconds until the first retry of a destination that failed, and the same after the end of the job."""
 
@@ -155,18 +152,14 @@ class SaveWriter:
 
     def __init__(self, job: Job, keep: int, wait: float) -> None:
         self.job, self.keep, self.wait = job, keep, wait
-        self._written, self._is_finished = job.read_written(), False
-        self._logged = defaultdict[str, dict[str, str]](dict)  # logged faults, by destination and tag
-        refused = ((save.number, place) for save in job.list_saves() for place in save.list_refused())
-        self._refused = set(refused)  # (save, destination) pairs that are given up
-        self._busy = defaultdict[str, set[int]](set)  # numbers of the saves being written, by destination
+        self.lock = threading.RLock()  # guards the folders and records in memory
+        self.changed, self.news, self.end = threading.Condition(), 0, math.inf
+        self._places, self._is_finished = dict[str, PlaceWriter](), False
         for save in job.list_saves():
             for place in save.places:
                 if place.folder in save.read("done") and not is_url(place.folder):
                     with suppress(OSError):
                         end_save(save, place)  # a killed writer may have left coordination files
-        self._lock = threading.RLock()  # guards the folders and records in memory
-        self._changed, self._news, self._end = threading.Condition(), 0, math.inf
 
     def run(self, note_end: Callable[[], None] = lambda: None) -> int:
         """Write saves until standard input ends and nothing is pending; return the exit code.
@@ -177,28 +170,40 @@ class SaveWriter:
         threads, is_last = dict[str, threading.Thread](), False
         while True:
             with suppress(OSError):
-                self._free()  # snapshots without a destination
-            for folder in self.list_places():
+                self.free()  # snapshots without a destination
+            for place in self.list_places():
                 with suppress(OSError, UcpError):  # memory is full: the thread logs it
-                    self._drop_older(folder)
-                if folder not in threads:
-                    threads[folder] = threading.Thread(target=self._serve, args=(folder,), name=f"ucp-{folder}")
-                    threads[folder].start()
+                    place.drop_older()
+                if place.folder not in threads:
+                    threads[place.folder] = threading.Thread(target=place.serve, name=f"ucp-{place.folder}")
+                    threads[place.folder].start()
             if is_last:
                 break
             line = os.read(sys.stdin.fileno(), 4096)
             is_last = not line
             if line:
                 self._is_finished = line.endswith(FINISHED)
-            with self._changed:
-                self._news += 1
-                self._end = time.monotonic() + self.wait if is_last else math.inf
-                self._changed.notify_all()
+            with self.changed:
+                self.news += 1
+                self.end = time.monotonic() + self.wait if is_last else math.inf
+                self.changed.notify_all()
         note_end()
         for thread in threads.values():
             thread.join()
         self.job.drop_spare()
         return 1 if list_late(self.job.list_saves()) else 0
+
+    def list_places(self) -> list[PlaceWriter]:
+        """Return the destinations that lack saves."""
+        with self.lock:
+            late = list_late(self.job.list_saves())
+            return [self._places.setdefault(folder, PlaceWriter(self, folder)) for folder in late]
+
+    def free(self) -> None:
+        """Free the memory of saves that are not needed any more."""
+        with self.lock:
+            for save in drop_unwanted(self.job, self.keep):
+                save.spare()
 
     def free_finished(self) -> None:
         """Free the memory of a job that ended normally, if every destination has its saves.
@@ -216,174 +221,167 @@ class SaveWriter:
                 wait_until(look, self.wait, lambda: "the first node has not sealed the last save", self.job.folder)
                 self.job.remove()
 
-    def _serve(self, folder: str) -> None:
-        """Write to a destination whenever there is a new save; retry failures with growing pauses."""
-        failures, was_last = 0, False
+
+class PlaceWriter:
+    """Writes saves to one destination of a job."""
+
+    def __init__(self, writer: SaveWriter, folder: str) -> None:
+        self.writer, self.job, self.folder = writer, writer.job, folder
+        self._written = dict[str, dict[str, str]]()  # marks by kind of save, in order
+        self._logged = dict[str, str]()  # faults by tag
+        self._busy = set[int]()  # numbers of the saves that are written now
+        self._refused = {save.number for save in self.job.list_saves() if folder in save.read("refused")}
+
+    def serve(self) -> None:
+        """Write whenever there is a new save; retry failures with growing pauses."""
+        failures, was_last, writer = 0, False, self.writer
         while True:
-            with self._changed:
-                news, is_last = self._news, self._end < math.inf
+            with writer.changed:
+                news, is_last = writer.news, writer.end < math.inf
             failures = 0 if was_last != is_last else failures
             was_last = is_last
-            failures = 0 if self.write_place(folder) else failures + 1
-            with self._changed:
-                left = self._end - time.monotonic()
+            failures = 0 if self.write_all() else failures + 1
+            with writer.changed:
+                left = writer.end - time.monotonic()
                 if is_last and (not failures or left <= 0):
                     return
                 pause = (_AGAIN_AT_END if is_last else _AGAIN) * 2 ** min(failures - 1, _DOUBLED)
-                self._changed.wait_for(partial(self._is_new, news), min(pause, left) if failures else None)
+                writer.changed.wait_for(partial(self._is_new, news), min(pause, left) if failures else None)
 
     def _is_new(self, news: int) -> bool:
-        return self._news != news
+        return self.writer.news != news
 
-    def list_places(self) -> list[str]:
-        """Return the destinations that lack saves."""
-        with self._lock:
-            return list(list_late(self.job.list_saves()))
-
-    def _list_pending(self, folder: str) -> list[Pending]:
-        """Return the pending saves of a place, the newest first, without those being written or refused."""
-        with self._lock:
-            without = self._busy[folder] | {number for number, place in self._refused if place == folder}
-            saves = [save for save in reversed(self.job.list_saves()) if save.number not in without]
-            return [(save, place) for save in saves for place in save.list_pending() if place.folder == folder]
-
-    def write_place(self, folder: str) -> bool:
-        """Write all saves that a destination lacks; return True if none failed.
+    def write_all(self) -> bool:
+        """Write all saves that the destination lacks; return True if none failed.
 
         Saves of a script are written in order; of snapshots only the newest one.
         """
         try:
             while True:
-                begun = self._wait_for_first(folder)
-                with self._lock:
-                    chosen = self._choose(folder, begun)
-                    self._busy[folder] = {save.number for save, _ in chosen}
+                begun = self._wait_for_first()
+                with self.writer.lock:
+                    chosen = self._choose(begun)
+                    self._busy = {save.number for save in chosen}
                 if not chosen:
                     return True
                 try:
-                    written = [self._write(*each) for each in chosen]
+                    written = [self._write(save) for save in chosen]
                 finally:
-                    self._busy[folder] = set()
+                    self._busy = set()
                 if not all(written):
                     return False
         except Exception as error:  # noqa: BLE001 - every fault of a destination is retried
-            self._warn(folder, str(error) or repr(error))
+            self._warn(str(error) or repr(error))
             return False
 
-    def _wait_for_first(self, folder: str) -> set[int]:
-        """Return the numbers of the pending saves that the first node has begun to write to a destination.
+    def _find(self, save: Snapshot) -> Destination:
+        return next(place for place in save.places if place.folder == self.folder)
+
+    def _list_pending(self) -> list[Snapshot]:
+        """Return the pending saves in order, without those that are being written or refused."""
+        with self.writer.lock:
+            saves = [save for save in self.job.list_saves() if save.number not in self._busy | self._refused]
+            return [save for save in saves if self.folder in {place.folder for place in save.list_pending()}]
+
+    def _wait_for_first(self) -> set[int]:
+        """Return the numbers of the pending saves that the first node has begun to write.
 
         Raises:
             StorageError: it has begun none in time.
         """
 
         def look() -> set[int] | None:
-            pending = self._list_pending(folder)
-            begun = {save.number for save, place in pending if save.node == 0 or has_begun(save, place)}
+            pending = self._list_pending()
+            begun = {save.number for save in pending if save.node == 0 or has_begun(save, self._find(save))}
             return begun if begun or not pending else None
 
+        why = "the first node has begun none of the pending saves"
         try:
-            return wait_until(look, self.wait, lambda: "the first node has begun none of the pending saves", folder)
+            return wait_until(look, self.writer.wait, lambda: why, self.folder)
         except StorageError:  # the first node may have finished one that is not recorded here
-            if not (ended := {save.number for save, place in self._list_pending(folder) if is_sealed(save, place)}):
+            if not (ended := {save.number for save in self._list_pending() if is_sealed(save, self._find(save))}):
                 raise
             return ended
 
-    def _drop_older(self, folder: str) -> None:
-        """Drop replaced snapshots of a busy destination; they would fill the memory."""
-        with self._lock:
-            self._choose(folder, {save.number for save, _ in self._list_pending(folder) if save.node == 0})
+    def drop_older(self) -> None:
+        """Drop replaced snapshots while the destination is busy; they would fill the memory."""
+        with self.writer.lock:
+            self._choose({save.number for save in self._list_pending() if save.node == 0})
 
-    def _choose(self, folder: str, begun: set[int]) -> list[Pending]:
+    def _choose(self, begun: set[int]) -> list[Snapshot]:
         """Return the saves to write next, in order; drop replaced ones."""
-        pending = self._list_pending(folder)[::-1]
-        newer = [save for save, _ in pending if save.number in begun]
-        chosen, spare = list[Pending](), list[Pending]()
-        for save, place in pending:
-            if any(_replaces(other, save) for other in newer) or (save.number in begun and is_replaced(save)):
-                spare.append((save, place))
-            elif save.number in begun:
-                chosen.append((save, place))
-        for save, place in spare:
-            save.note("done", {place.folder: ""})
+        pending = self._list_pending()
+        newer = [save for save in pending if save.number in begun]
+        spare = [
+            save
+            for save in pending
+            if any(_replaces(other, save) for other in newer) or (save.number in begun and is_replaced(save))
+        ]
+        for save in spare:
+            save.note("done", {self.folder: ""})
             if not save.by_itself:
-                logger.warning("%s: %s not written, a later save has the same tag", place.folder, save.tag)
+                logger.warning("%s: %s not written, a later save has the same tag", self.folder, save.tag)
         if spare:
-            self._free()
-        return chosen
+            self.writer.free()
+        return [save for save in newer if save not in spare]
 
-    def _free(self) -> None:
-        with self._lock:
-            for save in drop_unwanted(self.job, self.keep):
-                save.spare()
-
-    def _write(self, save: Snapshot, place: Destination) -> bool:
+    def _write(self, save: Snapshot) -> bool:
+        place = self._find(save)
         try:
-            named = save.latest and not self._is_overtaken(save, place)
-            is_late = partial(self._gives_way, save, place)
-            mark = write_save(replace(save, latest=named), place, self.wait, is_late)
-            with self._lock:
-                save.note("done", {place.folder: mark})
+            named = save.latest and not self._is_overtaken(save)
+            mark = write_save(replace(save, latest=named), place, self.writer.wait, partial(self._gives_way, save))
+            with self.writer.lock:
+                save.note("done", {self.folder: mark})
             if save.node == 0:  # the save is complete when the first node has sealed it
                 self._note_written(save, place, mark)
         except Exception as error:  # noqa: BLE001 - other saves may still be written there
             fault = find_fault(save, error)
-            if fault is not None:
-                self._refuse(save, place, fault)
-                return True
-            why = str(error) or repr(error)
-            self._warn(place.folder, why, save.tag)
-            with self._lock, suppress(OSError, UcpError):  # memory is full
-                save.note("failed", {place.folder: escape(why)})
-            return False
-        self._free()
-        self._logged.pop(place.folder, None)
+            why = str(fault or error) or repr(error)
+            if fault is None:
+                self._warn(why, save.tag)
+            else:  # the save stays in memory
+                self._refused.add(save.number)
+                logger.warning("%s: %s is not written, and no retry can mend this: %s", self.folder, save.tag, why)
+            with self.writer.lock, suppress(OSError, UcpError):  # memory is full
+                save.note("failed" if fault is None else "refused", {self.folder: escape(why)})
+            return fault is not None
+        self.writer.free()
+        self._logged.clear()
         return True
 
-    def _is_overtaken(self, save: Snapshot, place: Destination) -> bool:
-        """Return True if ``latest`` of a destination has named a later save."""
-        if save.read("overtaken"):
-            return True
-        with self._lock:
+    def _is_overtaken(self, save: Snapshot) -> bool:
+        """Return True if ``latest`` of the destination has named a later save."""
+        with self.writer.lock:
             later = [other for other in self.job.list_saves() if other.latest and other.number > save.number]
-            return any(other.read("done").get(place.folder) for other in later)
+            return bool(save.read("overtaken")) or any(other.read("done").get(self.folder) for other in later)
 
-    def _gives_way(self, save: Snapshot, place: Destination) -> bool:
-        """Return True if a newer save waits for a destination whose last write has not failed.
+    def _gives_way(self, save: Snapshot) -> bool:
+        """Return True if a newer save waits for the destination, whose last write has not failed.
 
         The older one is tried again after it.
         """
-        if place.folder in self._logged:
-            return False
         newer = [other for other in self.job.list_saves() if other.number > save.number]
-        return any(place.folder == each.folder for other in newer for each in other.list_pending())
+        return not self._logged and any(self.folder == each.folder for save in newer for each in save.list_pending())
 
     def _note_written(self, save: Snapshot, place: Destination, mark: str) -> None:
         end_save(save, place)
-        key = f"{place.folder}{_BY_ITSELF if save.by_itself else ''}"
-        marks = {tag: each for tag, each in self._written.get(key, {}).items() if tag != save.tag}
+        key = f"{self.folder}{_BY_ITSELF if save.by_itself else ''}"
+        marks = (self.job.read("written") | self._written).get(key, {})
+        marks = {tag: each for tag, each in marks.items() if tag != save.tag}
         marks[save.tag] = mark
         self._note(key, marks)
         self._note(key, prune_place(place, marks))
 
-    def _note(self, key: str, marks: Mapping[str, str]) -> None:
-        with self._lock:
-            self._written[key] = dict(marks)
-            with suppress(DiskFullError):  # it is recorded with the next save
-                self.job.note_written(self._written)
+    def _note(self, key: str, marks: dict[str, str]) -> None:
+        self._written[key] = marks
+        with self.writer.lock, suppress(DiskFullError):  # it is recorded with the next save
+            self.job.note("written", self.job.read("written") | self._written)
 
-    def _refuse(self, save: Snapshot, place: Destination, fault: UcpError) -> None:
-        """Give up writing a save to a place; the save stays in memory."""
-        self._refused.add((save.number, place.folder))
-        logger.warning("%s: %s is not written, and no retry can mend this: %s", place.folder, save.tag, fault)
-        with self._lock, suppress(OSError, UcpError):
-            save.note("refused", {place.folder: str(fault)})
-
-    def _warn(self, place: str, why: str, tag: str = "a save") -> None:
-        """Log each fault of a destination once."""
-        if self._logged[place].get(tag) != why:
-            self._logged[place][tag] = why
-            logger.warning("%s: %s not written, to be tried again: %s", place, tag, escape(why))
+    def _warn(self, why: str, tag: str = "a save") -> None:
+        """Log each fault once."""
+        if self._logged.get(tag) != why:
+            self._logged[tag] = why
+            logger.warning("%s: %s not written, to be tried again: %s", self.folder, tag, escape(why))
 
 
 def _replaces(newer: Snapshot, save: Snapshot) -> bool:

@@ -78,7 +78,7 @@ class Nodes:
     def save(self, node: int, tag: str = TAG, **changes: Any) -> Snapshot:
         """Make a node's part of its next save, which is to be copied now."""
         made = make_save(self.jobs[node], str(self.folder / "place"), tag=tag, node=node, nodes=2, **changes)
-        self.jobs[node].note_copying(0, made.number)
+        self.jobs[node].note("copying", {"safe": 0, "current": made.number})
         return made
 
     def save_copied(self, node: int = 0) -> Snapshot:

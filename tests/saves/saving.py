@@ -24,7 +24,7 @@ from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
-from deepspeed_ucp.saves.writer import SaveWriter
+from deepspeed_ucp.saves.writer import PlaceWriter, SaveWriter
 from tests.convert.conversions import write_source
 from tests.support.memory import read_tree
 
@@ -172,7 +172,7 @@ def write(job: Job, *, wait: float = PATIENCE) -> bool:
 def write_pending(writer: SaveWriter) -> bool:
     """Write the pending saves to all destinations once; return True if none failed."""
     places = writer.list_places()
-    return all(map_threads(writer.write_place, places, len(places)))
+    return all(map_threads(PlaceWriter.write_all, places, len(places)))
 
 
 @contextmanager

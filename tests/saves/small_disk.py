@@ -29,7 +29,7 @@ lines = start_writer(job, SETTINGS)
 make_save(job, str(place), tag="first")
 lines.write(b"\n")
 lines.flush()
-wait_until(lambda: not list_late(job.list_saves()) and job.read_written())  # the writer has finished with the place
+wait_until(lambda: not list_late(job.list_saves()) and job.read("written"))  # the writer has finished with the place
 if fault == "ro":
     mount("remount,ro")
 make_save(job, str(place), tag="second")

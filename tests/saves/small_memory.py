@@ -73,5 +73,5 @@ assert "not written" not in Path(saver.job.folder, "log").read_text()
 os.unlink(memory / "ballast")
 save("third", fills=False)
 finish_saves(engine, required=True)
-assert list(saver.job.read_written()[str(place)]) == ["first", "second", "third"]
+assert list(saver.job.read("written")[str(place)]) == ["first", "second", "third"]
 saver.close()

@@ -89,7 +89,7 @@ def copy_to_node(folder: Path, stack: ExitStack) -> Case:
     stack.callback(nodes.close)
     first = nodes.save(0, tag="first")
     nodes.copy(first)
-    nodes.jobs[1].note_copying(1, 2)
+    nodes.jobs[1].note("copying", {"safe": 1, "current": 2})
     save = nodes.save(0)
 
     def check_killed() -> None:

@@ -247,7 +247,7 @@ def test_older_copies_are_removed_except_the_last_save_that_all_nodes_have(nodes
     nodes.start(0, 1)
     kept = list[list[int]]()
     for number, safe in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 2)):
-        nodes.jobs[1].note_copying(safe, number)
+        nodes.jobs[1].note("copying", {"safe": safe, "current": number})
         save = nodes.save(0, tag=f"tag{number}")
         wait_until(lambda save=save: save.read("copied").get("1"))
         kept.append(nodes.list_copies(1))
@@ -262,7 +262,7 @@ def test_the_newest_save_is_copied_at_the_end(nodes: Nodes) -> None:
     for node in (0, 1, 0, 1):
         nodes.save(node)
     for job in nodes.jobs:
-        job.note_copying(0, 1)
+        job.note("copying", {"safe": 0, "current": 1})
     wait_until(lambda: all(nodes.list_copies(node)[:1] == [1] for node in range(2)))
     for writer in nodes.writers:
         writer.end()
@@ -376,7 +376,7 @@ def test_all_nodes_copy_the_same_save(nodes: Nodes, caplog: pytest.LogCaptureFix
 
     def agree(number: int, other: str) -> tuple[int, int]:
         known.agree(number, TwoNodes(("there", other)))
-        return job.read_copying()
+        return job.read("copying")["safe"], job.read("copying")["current"]
 
     assert agree(1, "gone") == (0, 1)
     save = make()

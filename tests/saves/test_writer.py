@@ -351,7 +351,7 @@ def test_pauses_between_retries_double(run: Run, monkeypatch: pytest.MonkeyPatch
 
     run.save()
     writer = SaveWriter(run.job, 1, 50.0)
-    writer._changed = Pauses()
+    writer.changed = Pauses()
     with run_writer(writer) as announce:
         assert is_third.wait(PATIENCE)
         announce()
