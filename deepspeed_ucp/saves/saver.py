@@ -390,7 +390,8 @@ class Saver:
                 return False
             now = time.monotonic()
             saves = self.job.list_saves()
-            if all(len(save.list_refused()) == len(save.list_pending()) for save in saves):
+            refused = [(save.list_refused(), save.list_pending()) for save in saves]
+            if any(faults for faults, _ in refused) and all(len(faults) == len(places) for faults, places in refused):
                 self._warn_refused()
                 return False
             if is_locked(self.job):
@@ -573,9 +574,7 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
     """Let DeepSpeed save into memory; return its result, and an error message or an empty string (collective)."""
     writer, copying = engine.checkpoint_engine, ((shutil, "copytree"), (sys.modules.get(_ENGINE), "copyfile"))
     with ExitStack() as stack:
-        if (
-            type(writer).__name__ == "TorchCheckpointEngine" and writer.zipfile_serialization
-        ):  # others keep their `save`
+        if type(writer).__name__ == "TorchCheckpointEngine" and writer.zipfile_serialization:  # others keep theirs
             stack.enter_context(replace_method(writer, "save", saver.write_file))
         for module, name in copying:  # functions that copy swap files and scripts
             if hasattr(module, name):
