@@ -26,8 +26,7 @@ from torch import nn
 import deepspeed_ucp
 import deepspeed_ucp.load.resume  # what a process's first load imports is not timed
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.saves.saver import keep_memory
-from deepspeed_ucp.saves.saver import finish_saves
+from deepspeed_ucp.saves.saver import finish_saves, keep_memory
 
 WIDTH, ROWS = 2048, 8
 Figures = dict[str, float]

@@ -1,5 +1,5 @@
 """Non-blocking saves: DeepSpeed writes its files into memory, and a writer process copies them to their destinations.
 
 On the ranks: :mod:`.saver`. In the writer process, which imports neither torch nor deepspeed: :mod:`.writer`,
-:mod:`.places`, :mod:`.copies`. They share the folders that :mod:`.memory` describes; :mod:`.search` reads them for loads.
+:mod:`.places`, :mod:`.copies`. They share the folders that :mod:`.memory` describes. :mod:`.search` finds saves there.
 """

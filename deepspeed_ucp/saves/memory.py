@@ -37,7 +37,7 @@ from ..errors import CheckpointError, ConfigError, StorageError
 from ..io.deletion import delete_own
 from ..io.disk import explain_full, sync_file, sync_folder, write_at, write_atomically
 from ..io.filesystems import MEMORY, find_kind
-from ..io.jsonfile import MOST_BYTES, parse_json, read_bounded, read_json
+from ..io.jsonfile import parse_json, read_json
 from ..io.memory import identify_host, measure_available
 from ..io.paths import is_url, normalize
 
@@ -155,6 +155,7 @@ class Snapshot:
             if at + len(line) > _RESERVED:
                 line, at = json.dumps(_merge(before + line, self._state)).encode().ljust(at, b"\n"), 0
             write_at(file.fileno(), line, at)
+            fcntl.flock(file, fcntl.LOCK_UN)  # a slow disk must not delay readers
             os.fsync(file)
 
     def is_copy(self) -> bool:
@@ -448,8 +449,9 @@ def _read_records(folder: str) -> Iterator[Snapshot]:
 
 
 def _read_state(path: str) -> dict[str, dict[str, Any]]:
-    with suppress(FileNotFoundError):
-        return _merge(read_bounded(path, MOST_BYTES), path)
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        return _merge(file.read(), path)
     return {}
 
 

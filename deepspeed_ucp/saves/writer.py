@@ -153,7 +153,7 @@ class SaveWriter:
     def __init__(self, job: Job, keep: int, wait: float) -> None:
         self.job, self.keep, self.wait = job, keep, wait
         self.lock = threading.RLock()  # guards the folders and records in memory
-        self.changed, self.news, self.end = threading.Condition(), 0, math.inf
+        self.end = math.inf  # time when retries end
         self._places, self._is_finished = dict[str, PlaceWriter](), False
         for save in job.list_saves():
             for place in save.places:
@@ -167,29 +167,28 @@ class SaveWriter:
         Args:
             note_end: called when standard input has ended.
         """
-        threads, is_last = dict[str, threading.Thread](), False
+        is_last = False
         while True:
             with suppress(OSError):
                 self.free()  # snapshots without a destination
             for place in self.list_places():
                 with suppress(OSError, UcpError):  # memory is full: the thread logs it
                     place.drop_older()
-                if place.folder not in threads:
-                    threads[place.folder] = threading.Thread(target=place.serve, name=f"ucp-{place.folder}")
-                    threads[place.folder].start()
+                if place.ident is None:
+                    place.start()
             if is_last:
                 break
             line = os.read(sys.stdin.fileno(), 4096)
             is_last = not line
             if line:
                 self._is_finished = line.endswith(FINISHED)
-            with self.changed:
-                self.news += 1
-                self.end = time.monotonic() + self.wait if is_last else math.inf
-                self.changed.notify_all()
+            if is_last:
+                self.end = time.monotonic() + self.wait
+            for place in self._places.values():
+                place.news.set()
         note_end()
-        for thread in threads.values():
-            thread.join()
+        for place in self._places.values():
+            place.join()
         self.job.drop_spare()
         return 1 if list_late(self.job.list_saves()) else 0
 
@@ -197,7 +196,8 @@ class SaveWriter:
         """Return the destinations that lack saves."""
         with self.lock:
             late = list_late(self.job.list_saves())
-            return [self._places.setdefault(folder, PlaceWriter(self, folder)) for folder in late]
+            self._places |= {folder: PlaceWriter(self, folder) for folder in late if folder not in self._places}
+            return [self._places[folder] for folder in late]
 
     def free(self) -> None:
         """Free the memory of saves that are not needed any more."""
@@ -222,34 +222,31 @@ class SaveWriter:
                 self.job.remove()
 
 
-class PlaceWriter:
+class PlaceWriter(threading.Thread):
     """Writes saves to one destination of a job."""
 
     def __init__(self, writer: SaveWriter, folder: str) -> None:
-        self.writer, self.job, self.folder = writer, writer.job, folder
+        super().__init__(name=f"ucp-{folder}")
+        self.writer, self.job, self.folder, self.news = writer, writer.job, folder, threading.Event()
         self._written = dict[str, dict[str, str]]()  # marks by kind of save, in order
         self._logged = dict[str, str]()  # faults by tag
         self._busy = set[int]()  # numbers of the saves that are written now
         self._refused = {save.number for save in self.job.list_saves() if folder in save.read("refused")}
 
-    def serve(self) -> None:
+    def run(self) -> None:
         """Write whenever there is a new save; retry failures with growing pauses."""
-        failures, was_last, writer = 0, False, self.writer
+        failures, was_last = 0, False
         while True:
-            with writer.changed:
-                news, is_last = writer.news, writer.end < math.inf
+            self.news.clear()
+            is_last = self.writer.end < math.inf
             failures = 0 if was_last != is_last else failures
             was_last = is_last
             failures = 0 if self.write_all() else failures + 1
-            with writer.changed:
-                left = writer.end - time.monotonic()
-                if is_last and (not failures or left <= 0):
-                    return
-                pause = (_AGAIN_AT_END if is_last else _AGAIN) * 2 ** min(failures - 1, _DOUBLED)
-                writer.changed.wait_for(partial(self._is_new, news), min(pause, left) if failures else None)
-
-    def _is_new(self, news: int) -> bool:
-        return self.writer.news != news
+            left = self.writer.end - time.monotonic()
+            if is_last and (not failures or left <= 0):
+                return
+            pause = (_AGAIN_AT_END if is_last else _AGAIN) * 2 ** min(failures - 1, _DOUBLED)
+            self.news.wait(min(pause, left) if failures else None)
 
     def write_all(self) -> bool:
         """Write all saves that the destination lacks; return True if none failed.

@@ -10,24 +10,19 @@ from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
-from deepspeed_ucp.config import SaveOptions, UniversalConfig
-from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Snapshot
-from deepspeed_ucp.saves.saver import finish_saves, save_into_memory
+from deepspeed_ucp.saves.saver import finish_saves
 from deepspeed_ucp.saves.writer import list_late
-from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, find_writer, is_whole
-from tests.saves.training import Engine
+from tests.saves.training import Training, write_tag
 from tests.support.until import wait_until
 
-folder = Path(sys.argv[1])
-memory, place = folder / "memory", folder / "place"
+training = Training(Path(sys.argv[1]))
+memory, place = training.memory, training.place
 memory.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(memory)], check=True)
 savers.STARTING = PATIENCE
-engine = Engine()
-config = UniversalConfig(save=SaveOptions(memory=str(memory), wait_s=PATIENCE))
 
 
 def fill() -> None:
@@ -38,40 +33,37 @@ def fill() -> None:
     assert os.statvfs(memory).f_bavail == 0
 
 
-def save(tag: str, *, fills: bool) -> None:
-    """Save under a tag, with the memory full both before and after its record is written if it ``fills`` it."""
+def save_and_fill(tag: str) -> None:
+    """Save under a tag, with the memory full both before and after its record is written."""
 
-    def write(made: str) -> None:
-        write_source(Path(made)).rename(Path(made) / tag)
-        if fills:
-            fill()
+    def write(folder: str, tag: str) -> None:
+        write_tag(folder, tag)
+        fill()
 
     def write_record(made: Snapshot) -> None:
         own(made)
-        if fills:
-            fill()
+        fill()
 
     own = Snapshot.write_record
     with mock.patch.object(Snapshot, "write_record", write_record):
-        assert save_into_memory(engine, config, str(place), tag, write, latest=True)[1]
+        assert training.save(tag, write=write)
 
 
 def is_running() -> bool:
     with suppress(AssertionError):
-        return bool(find_writer(find_state(engine).saver.job))
+        return bool(find_writer(training.job))
     return False
 
 
-save("first", fills=False)
-saver = find_state(engine).saver
-finish_saves(engine, required=True)
+assert training.save("first")
+finish_saves(training.engine, required=True)
 wait_until(is_running)
-save("second", fills=True)
-wait_until(lambda: not list_late(saver.job.list_saves()))
+save_and_fill("second")
+wait_until(lambda: not list_late(training.job.list_saves()))
 assert is_whole(str(place / "second")) and (place / "latest").read_text() == "second"
-assert "not written" not in Path(saver.job.folder, "log").read_text()
+assert "not written" not in training.log
 os.unlink(memory / "ballast")
-save("third", fills=False)
-finish_saves(engine, required=True)
-assert list(saver.job.read("written")[str(place)]) == ["first", "second", "third"]
-saver.close()
+assert training.save("third")
+finish_saves(training.engine, required=True)
+wait_until(lambda: list(training.job.read("written")[str(place)]) == ["first", "second", "third"])
+training.saver.close()

@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -339,19 +339,20 @@ def test_pauses_between_retries_double(run: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=lambda: now[0]))
     is_third, is_eighth = threading.Event(), threading.Event()
 
-    class Pauses(threading.Condition):
-        def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+    class Pauses(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
             assert timeout is not None
             pauses.append(timeout)
             if len(pauses) in (3, 8):  # then there is news
                 (is_third if len(pauses) == 3 else is_eighth).set()
-                return super().wait_for(predicate, PATIENCE)
+                return super().wait(PATIENCE)
             now[0] += timeout
-            return predicate()
+            return False
 
     run.save()
     writer = SaveWriter(run.job, 1, 50.0)
-    writer.changed = Pauses()
+    (place,) = writer.list_places()
+    place.news = Pauses()
     with run_writer(writer) as announce:
         assert is_third.wait(PATIENCE)
         announce()
