@@ -79,7 +79,7 @@ def write_save(save: Snapshot, place: Destination, wait: float, is_late: Callabl
     if save.node:
         return _DONE
     tag.delete_replaced(before)
-    tag.delete_left()
+    tag.delete_abandoned()
     for path in save.list_files():
         if not path.startswith(f"{save.tag}/"):
             put_file(os.path.join(save.folder, path), os.path.join(place.folder, path))

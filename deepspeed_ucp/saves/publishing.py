@@ -112,20 +112,20 @@ class Tag:
             write_small(self.record, json.dumps({_TAKEN: text}).encode())
         return TagTakenError(text)
 
-    def delete_left(self) -> None:
+    def delete_abandoned(self) -> None:
         """Delete temporary folders and records of earlier saves of this job, and those that other jobs abandoned."""
         above, last = os.path.dirname(self.record), find_change(os.path.join(self.final, self.marker)) / 1e9
         for name in list_folder(above):
             path = os.path.join(above, name)
             tag, mark, owner = name.rpartition(UPLOAD if UPLOAD in name else WRITTEN)
             with suppress(OSError):
-                if mark and name.startswith(".") and self._is_left(path, tag[1:], owner, last - _ABANDONED):
+                if mark and name.startswith(".") and self._is_abandoned(path, tag[1:], owner, last - _ABANDONED):
                     if not is_url(path):
-                        os.rename(path, f"{path}{_GONE}")  # its writer, if it lives after all, misses it
+                        os.rename(path, f"{path}{_GONE}")  # a writer that is still running fails then
                         name = f"{name}{_GONE}"
                     remove_tree(above, name)
 
-    def _is_left(self, path: str, tag: str, owner: str, last: float) -> bool:
+    def _is_abandoned(self, path: str, tag: str, owner: str, last: float) -> bool:
         """Return True if a file or folder may be deleted.
 
         Args:

@@ -57,7 +57,6 @@ from .writer import (
     is_locked,
     is_safe,
     list_late,
-    list_refused,
     list_settings,
     start_writer,
     started,
@@ -366,9 +365,10 @@ class Saver:
 
     def _warn_refused(self) -> None:
         """Warn once about each save that the writer has given up."""
-        for tag, why in list_refused(self.job.list_saves()).items():
-            text = f"{tag} is in memory alone ({self.job.folder}), no retry can mend this: {why}"
-            if text not in self._logged:
+        for save in self.job.list_saves():
+            why = "; ".join(save.list_refused().values())
+            text = f"{save.tag} is in memory alone ({self.job.folder}), no retry can mend this: {why}"
+            if why and text not in self._logged:
                 self._logged.add(text)
                 logger.warning("%s", text)
 

@@ -271,7 +271,7 @@ class PlaceWriter(threading.Thread):
             self._warn(str(error) or repr(error))
             return False
 
-    def _find(self, save: Snapshot) -> Destination:
+    def _find_destination(self, save: Snapshot) -> Destination:
         return next(place for place in save.places if place.folder == self.folder)
 
     def _list_pending(self) -> list[Snapshot]:
@@ -289,14 +289,16 @@ class PlaceWriter(threading.Thread):
 
         def look() -> set[int] | None:
             pending = self._list_pending()
-            begun = {save.number for save in pending if save.node == 0 or has_begun(save, self._find(save))}
+            begun = {save.number for save in pending if save.node == 0 or has_begun(save, self._find_destination(save))}
             return begun if begun or not pending else None
 
         why = "the first node has begun none of the pending saves"
         try:
             return wait_until(look, self.writer.wait, lambda: why, self.folder)
         except StorageError:  # the first node may have finished one that is not recorded here
-            if not (ended := {save.number for save in self._list_pending() if is_sealed(save, self._find(save))}):
+            if not (
+                ended := {save.number for save in self._list_pending() if is_sealed(save, self._find_destination(save))}
+            ):
                 raise
             return ended
 
@@ -323,7 +325,7 @@ class PlaceWriter(threading.Thread):
         return [save for save in newer if save not in spare]
 
     def _write(self, save: Snapshot) -> bool:
-        place = self._find(save)
+        place = self._find_destination(save)
         try:
             named = save.latest and not self._is_overtaken(save)
             mark = write_save(replace(save, latest=named), place, self.writer.wait, partial(self._gives_way, save))
@@ -408,8 +410,3 @@ def list_late(saves: Sequence[Snapshot]) -> dict[str, list[str]]:
 def describe_late(saves: Sequence[Snapshot]) -> str:
     """Name the tags that destinations lack: ``best, last to /checkpoints``."""
     return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in sorted(list_late(saves).items()))
-
-
-def list_refused(saves: Sequence[Snapshot]) -> dict[str, str]:
-    """Return by tag why the writer has given up a job's pending saves."""
-    return {save.tag: "; ".join(refused.values()) for save in saves if (refused := save.list_refused())}
