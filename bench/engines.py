@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import deepspeed
 import torch
@@ -23,6 +23,33 @@ import deepspeed_ucp
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+
+class Topology(Protocol):
+    """Ranks, ZeRO stage and parallelism of an engine."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    def make(self, params_m: float, *, trains: bool) -> Made: ...
+
+
+@dataclass(frozen=True)
+class Made:
+    """An engine that is ready.
+
+    Attributes:
+        step: trains one step.
+        save: saves to a folder.
+        list_parts: returns this rank's part of the fingerprint.
+        parameters: number of the model's parameters.
+    """
+
+    engine: Any
+    step: Callable[[], object]
+    save: Callable[[str], object]
+    list_parts: Callable[[], list[Part]]
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +75,39 @@ class Engine:
             "checkpoint": self.checkpoint,
         }
 
+    def build(self, params_m: float) -> nn.Module:
+        return build_model(params_m, self.dtype)
+
+    def draw(self, model: nn.Module) -> None:
+        """Draw random weights, the same on all ranks."""
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+
+    def group(self, model: nn.Module) -> list[dict[str, Any]]:
+        return group_parameters(model)
+
+    def count(self, model: nn.Module) -> int:
+        return sum(p.numel() for p in model.parameters())
+
+    def rename(self, name: str) -> str:
+        """Return a parameter's name in the whole model."""
+        return name
+
+    def make(self, params_m: float, *, trains: bool) -> Made:
+        """Make an engine; without ``trains`` all weights have a value that no load writes."""
+        model = self.build(params_m)
+        if trains:
+            with torch.no_grad():
+                self.draw(model)
+        engine = initialise(self, model)
+
+        def step() -> None:
+            engine.backward(engine(torch.tensor(1e-2)))
+            engine.step()
+
+        return Made(engine, step, engine.save_checkpoint, lambda: list_parts(engine, self.rename), self.count(model))
+
 
 class GPTShapes(nn.Module):
     """The parameters of a GPT of the given sizes; the forward is a sum of products over each of them.
@@ -55,11 +115,11 @@ class GPTShapes(nn.Module):
     That gives every parameter a dense gradient of its own at almost no cost, which is all that a checkpoint needs.
     """
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int, layers: int, make_block: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.wte = nn.Embedding(1024, width)
         self.wpe = nn.Embedding(1024, width)
-        self.h = nn.ModuleList(_block(width) for _ in range(layers))
+        self.h = nn.ModuleList(make_block(width) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
 
     def forward(self, scale: torch.Tensor) -> torch.Tensor:
@@ -84,7 +144,7 @@ def build_model(params_m: float, dtype: torch.dtype = torch.bfloat16) -> GPTShap
     width = 1024 if params_m >= 50 else 256
     layers = max(1, round((params_m * 1e6 - 2048 * width) / (12 * width**2)))
     with torch.device("meta"):
-        model = GPTShapes(width, layers)
+        model = GPTShapes(width, layers, _block)
     model = model.to(dtype).to_empty(device="cpu")
     fill_parameters(model)
     return model
@@ -100,7 +160,7 @@ def fill_parameters(model: nn.Module) -> None:
 def initialise(topology: Engine, model: nn.Module) -> Any:
     """An engine with two param groups, in a launch that has its process group or its environment."""
     deepspeed.init_distributed("gloo")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=group_parameters(model), config=topology.config())
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=topology.group(model), config=topology.config())
     return engine
 
 
@@ -111,53 +171,31 @@ def group_parameters(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
-def save_body(topology: Engine, params_m: float, folder: Path) -> Body:
+def save_body(topology: Topology, params_m: float, folder: Path) -> Body:
     """Train one step from random weights and save; each rank returns its part of the fingerprint."""
 
     def body(peer: Peer) -> dict[str, Any]:
-        model = build_model(params_m, topology.dtype)
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(std=0.02)
-        engine = initialise(topology, model)
+        made = topology.make(params_m, trains=True)
         peer.ready()
-        engine.backward(engine(torch.tensor(1e-2)))
-        engine.step()
-        engine.save_checkpoint(str(folder))
-        return {"fingerprint": list_parts(engine), "parameters": sum(p.numel() for p in model.parameters())}
+        made.step()
+        made.save(str(folder))
+        return {"fingerprint": made.list_parts(), "parameters": made.parameters}
 
     return body
 
 
-def load_body(topology: Engine, params_m: float, folder: Path | str, tag: str, with_plugin: bool) -> Body:
-    """As :func:`load_into`, of this model."""
-
-    def make() -> tuple[Any, Callable[[], list[Part]]]:
-        engine = initialise(topology, build_model(params_m, topology.dtype))
-        return engine, lambda: list_parts(engine)
-
-    return load_into(make, folder, tag, with_plugin=with_plugin)
-
-
-def load_into(
-    make: Callable[[], tuple[Any, Callable[[], list[Part]]]], folder: Path | str, tag: str, *, with_plugin: bool
-) -> Body:
-    """Load into an engine that is ready and has never trained; each rank returns its measurements.
-
-    Args:
-        make: the engine, and what tells this rank's part of the fingerprint.
-    """
+def load_body(topology: Topology, params_m: float, folder: Path | str, tag: str, with_plugin: bool) -> Body:
+    """Load into an engine that is ready and has never trained; each rank returns its measurements."""
 
     def body(peer: Peer) -> dict[str, Any]:
         deepspeed.init_distributed("gloo")
         if with_plugin:
             deepspeed_ucp.install()
-        engine, tell = make()
+        made = topology.make(params_m, trains=False)
         release_free_memory()
         peer.ready()
-        measured = measure_load(engine, folder, tag, with_plugin=with_plugin)
-        measured["fingerprint"] = tell()
+        measured = measure_load(made.engine, folder, tag, with_plugin=with_plugin)
+        measured["fingerprint"] = made.list_parts()
         dist.barrier()
         return measured
 
@@ -202,12 +240,12 @@ def _optimizer_tensors(engine: Any) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if torch.is_tensor(value))
 
 
-def list_parts(engine: Any) -> list[Part]:
-    """What this rank's optimizer holds of each parameter."""
+def list_parts(engine: Any, rename: Callable[[str], str]) -> list[Part]:
+    """List this rank's share of each parameter that the optimizer has."""
     sums = sum_parts(engine, hold_whole)
     named = engine.module.named_parameters()
     mirror = dist.get_rank() if engine.zero_optimization_stage() == 0 else 0
-    return [Part(name, 0, 0, mirror, sums[id(parameter)]) for name, parameter in named if id(parameter) in sums]
+    return [Part(rename(name), 0, 0, mirror, sums[id(parameter)]) for name, parameter in named if id(parameter) in sums]
 
 
 def state_bytes(parameters: int) -> int:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
-from engines import Engine, fill_parameters, load_into
-from fingerprint import Part, hold_whole, sum_parts
-from ranks import Body, Peer
+from engines import Engine, GPTShapes, fill_parameters
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 EXPERTS = 8
 
@@ -30,19 +25,47 @@ class ExpertEngine(Engine):
 
     ep: int = 1
 
+    def build(self, params_m: float) -> nn.Module:
+        """Build a bf16 model of about so many parameters on all ranks together, all 0.5."""
+        width = 512 if params_m >= 50 else 128
+        layers = max(1, round((params_m * 1e6 - 2048 * width) / ((4 + 8 * EXPERTS) * width**2)))
+        with torch.device("meta"):
+            model = GPTShapes(width, layers, partial(_block, ep=self.ep))
+        model = model.to(torch.bfloat16).to_empty(device="cpu")
+        for module in model.modules():
+            if isinstance(module, Experts):  # the marks of new parameters are lost
+                for parameter in module.parameters():
+                    parameter.allreduce, parameter.group_name = False, f"ep_size_{self.ep}"
+        fill_parameters(model)
+        return model
 
-class MoEShapes(nn.Module):
-    """The parameters of a GPT with experts; the forward is a sum of products over each of them, as of `GPTShapes`."""
+    def draw(self, model: nn.Module) -> None:
+        """Draw random weights: experts of each rank, other weights the same on all ranks."""
+        torch.manual_seed(1)
+        for parameter in model.parameters():
+            if not is_moe_param(parameter):
+                parameter.normal_(std=0.02)
+        torch.manual_seed(2 + int(os.environ["RANK"]))
+        for parameter in filter(is_moe_param, model.parameters()):
+            parameter.normal_(std=0.02)
 
-    def __init__(self, width: int, layers: int, ep: int) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(1024, width)
-        self.wpe = nn.Embedding(1024, width)
-        self.h = nn.ModuleList(_block(width, ep) for _ in range(layers))
-        self.ln_f = nn.LayerNorm(width)
+    def group(self, model: nn.Module) -> list[dict[str, Any]]:
+        named = zip(("matrices", "others"), super().group(model), strict=True)
+        return split_params_into_different_moe_groups_for_optimizer([{**each, "name": name} for name, each in named])
 
-    def forward(self, scale: torch.Tensor) -> torch.Tensor:
-        return scale * torch.stack([p.flatten() @ p.flatten() for p in self.parameters()]).float().sum()
+    def count(self, model: nn.Module) -> int:
+        """Count the elements of all ranks' parameters, each once."""
+        return sum(p.numel() * (self.ep if is_moe_param(p) else 1) for p in model.parameters())
+
+    def rename(self, name: str) -> str:
+        """Number experts in the whole layer."""
+
+        def number(found: re.Match[str]) -> str:
+            group = groups._get_max_expert_size_name()
+            own = EXPERTS // groups._get_expert_parallel_world_size(group)
+            return f".deepspeed_experts.{groups._get_expert_parallel_rank(group) * own + int(found[1])}."
+
+        return re.sub(r"\.deepspeed_experts\.(\d+)\.", number, name)
 
 
 def _block(width: int, ep: int) -> nn.ModuleDict:
@@ -56,85 +79,3 @@ def _block(width: int, ep: int) -> nn.ModuleDict:
             "mlp": MoE(width, expert, EXPERTS, ep_size=ep),
         }
     )
-
-
-def build_model(params_m: float, ep: int) -> MoEShapes:
-    """A bf16 model of about `params_m` million parameters in all, all 0.5: what a load does not write stays visible."""
-    width = 512 if params_m >= 50 else 128
-    layers = max(1, round((params_m * 1e6 - 2048 * width) / ((4 + 8 * EXPERTS) * width**2)))
-    with torch.device("meta"):
-        model = MoEShapes(width, layers, ep)
-    model = model.to(torch.bfloat16).to_empty(device="cpu")
-    for module in model.modules():
-        if isinstance(module, Experts):  # the marks of new parameters are lost
-            for parameter in module.parameters():
-                parameter.allreduce, parameter.group_name = False, f"ep_size_{ep}"
-    fill_parameters(model)
-    return model
-
-
-def _initialise(topology: ExpertEngine, model: nn.Module) -> Any:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    chosen = [
-        {"params": matrices, "weight_decay": 0.1, "name": "matrices"},
-        {"params": others, "weight_decay": 0.0, "name": "others"},
-    ]
-    deepspeed.init_distributed("gloo")
-    parted = split_params_into_different_moe_groups_for_optimizer(chosen)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parted, config=topology.config())
-    return engine
-
-
-def save_body(topology: ExpertEngine, params_m: float, folder: Path) -> Body:
-    """Train one step from random weights and save; each rank returns its part of the fingerprint."""
-
-    def body(peer: Peer) -> dict[str, Any]:
-        model = build_model(params_m, topology.ep)
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if not is_moe_param(parameter):  # alike on all ranks
-                    parameter.normal_(std=0.02)
-            torch.manual_seed(2 + peer.rank)
-            for parameter in filter(is_moe_param, model.parameters()):
-                parameter.normal_(std=0.02)
-        engine = _initialise(topology, model)
-        peer.ready()
-        engine.backward(engine(torch.tensor(1e-2)))
-        engine.step()
-        engine.save_checkpoint(str(folder))
-        return {"fingerprint": list_parts(engine), "parameters": count_parameters(model, topology.ep)}
-
-    return body
-
-
-def load_body(topology: ExpertEngine, params_m: float, folder: Path | str, tag: str, with_plugin: bool) -> Body:
-    """As :func:`engines.load_into`, of this model."""
-
-    def make() -> tuple[Any, Callable[[], list[Part]]]:
-        engine = _initialise(topology, build_model(params_m, topology.ep))
-        return engine, lambda: list_parts(engine)
-
-    return load_into(make, folder, tag, with_plugin=with_plugin)
-
-
-def count_parameters(model: nn.Module, ep: int) -> int:
-    """Elements of all ranks' parameters, each once."""
-    return sum(p.numel() * (ep if is_moe_param(p) else 1) for p in model.parameters())
-
-
-def list_parts(engine: Any) -> list[Part]:
-    """What this rank's optimizer holds of each parameter, experts by their numbers in the whole layer."""
-    sums = sum_parts(engine, hold_whole)
-    named = engine.module.named_parameters()
-    return [Part(_name(name), 0, 0, 0, sums[id(parameter)]) for name, parameter in named if id(parameter) in sums]
-
-
-def _name(name: str) -> str:
-    def number(found: re.Match[str]) -> str:
-        group = groups._get_max_expert_size_name()
-        own = EXPERTS // groups._get_expert_parallel_world_size(group)
-        return f".deepspeed_experts.{groups._get_expert_parallel_rank(group) * own + int(found[1])}."
-
-    return re.sub(r"\.deepspeed_experts\.(\d+)\.", number, name)

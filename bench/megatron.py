@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
-from engines import load_into
+from engines import Made
 from fingerprint import Part, sum_parts
-from ranks import Body, Peer
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "megatron_gpt"))
 import gpt
@@ -21,7 +21,7 @@ from config import PRESETS, Degrees, GPTConfig
 from training import Trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 CONTEXT = 128  # tokens; a step need not take long, and positions are a small part of the parameters
 _LAYERS = r"language_model\.encoder\.layers\.(\d+)\.(.*)"
@@ -58,6 +58,17 @@ class Topology:
             "checkpoint": self.checkpoint,
         }
 
+    def make(self, params_m: float, *, trains: bool) -> Made:
+        """Make an engine; without ``trains`` all weights have a value that no load writes."""
+        deepspeed.init_distributed("gloo")
+        if not trains:
+            for module in (gpt, layers):
+                module.draw_weight = _fill_weight
+        config = choose_sizes(params_m)
+        trainer = Trainer(config, self.degrees, self.config())
+        parts = partial(list_parts, trainer)
+        return Made(trainer.engine, trainer.train_step, trainer.save, parts, count_parameters(config))
+
 
 def choose_sizes(params_m: float) -> GPTConfig:
     """A GPT of about `params_m` million parameters; its vocabulary needs no padding under any of the degrees."""
@@ -73,33 +84,6 @@ def count_parameters(config: GPTConfig) -> int:
     hidden, ffn = config.hidden, config.ffn_width
     block = 4 * hidden * (hidden + 1) + 2 * hidden * ffn + ffn + hidden + 4 * hidden
     return config.layers * block + (config.vocabulary + config.context + 2) * hidden
-
-
-def save_body(topology: Topology, params_m: float, folder: Path) -> Body:
-    """Train one step from random weights and save; each rank returns its part of the fingerprint."""
-
-    def body(peer: Peer) -> dict[str, Any]:
-        deepspeed.init_distributed("gloo")
-        config = choose_sizes(params_m)
-        trainer = Trainer(config, topology.degrees, topology.config())
-        peer.ready()
-        trainer.train_step()
-        trainer.save(str(folder))
-        return {"fingerprint": list_parts(trainer), "parameters": count_parameters(config)}
-
-    return body
-
-
-def load_body(topology: Topology, params_m: float, folder: Path | str, tag: str, with_plugin: bool) -> Body:
-    """As :func:`engines.load_into`, of this model."""
-
-    def make() -> tuple[Any, Callable[[], list[Part]]]:
-        for module in (gpt, layers):  # what a load does not write stays visible
-            module.draw_weight = _fill_weight
-        trainer = Trainer(choose_sizes(params_m), topology.degrees, topology.config())
-        return trainer.engine, lambda: list_parts(trainer)
-
-    return load_into(make, folder, tag, with_plugin=with_plugin)
 
 
 def _fill_weight(_seed: int, _name: str, shape: Sequence[int], _std: float) -> torch.Tensor:

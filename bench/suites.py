@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import dcp
 import engines
-import experts
-import megatron
 from engines import Engine
 from experts import ExpertEngine
 from floor import DIRECT, Piece, file_pieces, state_pieces
@@ -56,7 +54,7 @@ class Suite:
         conversion_options: of upstream's conversion.
         patterns: options of ours that say how tensor parallelism cuts parameters.
         share: of the parameters that are asked for, where this suite's engines need more memory than the others'.
-        save_body, load_body: see `engines` and `megatron`.
+        save_body, load_body: see `engines`.
         find_pieces: what the floors read of a checkpoint's folder.
         getters: case → the number of processes that GET those bytes from an object store, and of each one's streams.
         stored: cases that load from there.
@@ -70,8 +68,8 @@ class Suite:
     topologies: Mapping[str, Any]
     floors: Mapping[str, int]
     cases: tuple[Case, ...]
-    save_body: Callable[[Any, float, Path], Body]
-    load_body: Callable[[Any, float, Path | str, str, bool], Body]
+    save_body: Callable[[Any, float, Path], Body] = engines.save_body
+    load_body: Callable[[Any, float, Path | str, str, bool], Body] = engines.load_body
     conversion_options: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     share: float = 1.0
@@ -130,8 +128,6 @@ shares the processors with its readers.""",
             limits={"floor": 1 / 0.9, **LOAD},
         ),
     ),
-    save_body=engines.save_body,
-    load_body=engines.load_body,
     conversion_options=("--inject_missing_state",),
     getters={"floor-s3-2": (2, FEW), "floor-s3-2-wide": (2, WIDE)},
     stored=frozenset(["ours-s3-2", "ours-s3-2-wide"]),
@@ -167,8 +163,6 @@ row-parallel weights finer than the save, and may read 1.10 times the state.""",
             "ours-z3", "ours, 2 ranks ZeRO-3", floor="floor-2", upstream="upstream-z3", limits={"floor": 1.15, **LOAD}
         ),
     ),
-    save_body=megatron.save_body,
-    load_body=megatron.load_body,
     conversion_options=("--no_strict",),  # the metadata names parameters of other variants of the model too
     patterns=("--patterns", "megatron-gpt"),
 )
@@ -191,8 +185,6 @@ conversion fails on distributed experts.""",
         Case("deepspeed", "DeepSpeed's own, 4 ranks EP4"),
         Case("ours-ep2", "ours, 2 ranks EP2", "floor-2", "none", {"own": 1, "floor": 1.5, **LOAD}),
     ),
-    save_body=experts.save_body,
-    load_body=experts.load_body,
 )
 
 EVERYWHERE = Suite(
@@ -206,8 +198,6 @@ state, loaded at stage 0 by 4 ranks: one reads it, the others copy it.""",
     topologies={"ours-z0-4": Engine(4, 0, OURS)},
     floors=list_floors(4),
     cases=(*make_floor_cases(4), Case("ours-z0-4", "ours, 4 ranks stage 0", "floor-4", limits={"floor": 1.5, **LOAD})),
-    save_body=engines.save_body,
-    load_body=engines.load_body,
 )
 
 PRECISION = Suite(
@@ -223,8 +213,6 @@ ZeRO-1 in fp32: {state_gib:.2f} GiB of state. The target trains in bf16.""",
         *make_floor_cases(2),
         Case("ours-bf16-2", "ours, 2 ranks ZeRO-1 in bf16", "floor-2", limits={"floor": 1.2, **LOAD}),
     ),
-    save_body=engines.save_body,
-    load_body=engines.load_body,
 )
 
 PEER = Suite(
