@@ -29,7 +29,7 @@ IN_FUNCTION = 0x1
 CONCEPTS = {
     "a byte range": """Answers Arrived Claim CopyItem Cut Elements Extent Extents Fragment Fragments Held Item Part
         Partitions PartitionedState Piece Read Request Row Run Shard Storage TensorRef Tile Tiles Want""",
-    "an engine": """Buffer BufferSpec EngineView HeldBuffer LiveBuffer LiveEngine Target TargetInventory
+    "an engine": """Buffer BufferSpec EngineBuffer EngineView HeldBuffer LiveBuffer LiveEngine Target TargetInventory
         TargetLayout""",
     "a file": """Entry FileBatch FileHeader FileRecord FileRef FileTable Listing Record Records RecordTable Save
         SaveFiles Stored""",

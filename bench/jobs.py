@@ -18,7 +18,7 @@ from grid import SUB_GROUP, Grid, list_targets
 from synthetic import HYPER, STEP, Shape, Sizes, Source, make_optimizer, make_tensors, pad_flat
 
 from deepspeed_ucp.engine.base import Target
-from deepspeed_ucp.engine.parallel import HeldExperts, Place
+from deepspeed_ucp.engine.parallel import LocalExperts, Place
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader
 from deepspeed_ucp.model import count
 from deepspeed_ucp.model.flat import FlatBuffer, join_parameters
@@ -166,7 +166,7 @@ class MoeTarget(Target):
         self.sizes, self.degree = sizes, ep
         own = sizes.experts // ep
         numbers, ranks = range(rank % ep * own, (rank % ep + 1) * own), range(rank % ep, dp, ep)
-        held = HeldExperts(numbers, ep, ranks, over_tp=False, is_first_replica=rank < ep)
+        held = LocalExperts(numbers, ep, ranks, over_tp=False, is_first_replica=rank < ep)
         self.experts = {f"layers.{layer}.{EXPERTS}": held for layer in range(sizes.layers)}
         self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=tuple, named_modules=tuple))
         self.collect()

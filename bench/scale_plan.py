@@ -34,6 +34,7 @@ from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.load import prepare as preparing
+from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Buffer
 from deepspeed_ucp.load.inventory import join_groups, list_stage_groups, view_engine
 from deepspeed_ucp.load.prepare import Work, prepare
@@ -227,9 +228,9 @@ class Planner:
             with self.phase("headers, index"):
                 index = open_checkpoint(FOLDER, comm, *named)
             with self.phase("inventory, match, wants"):
-                work = prepare(
-                    index, target, comm, UniversalConfig(patterns=job.patterns), strict=True, with_states=True
-                )
+                config, report = UniversalConfig(patterns=job.patterns), LoadReport(direct=True, reason="")
+                load = LoadContext(None, comm, config, LoadArguments(), report)
+                work = prepare(load, index, target, with_states=True)
             with self.phase("claims, judgement, plan"):
                 choose_memory(work.destinations.buffers, WINDOW, comm, prefer_memory=False)
                 near = find_near(self.rank, job.ranks)

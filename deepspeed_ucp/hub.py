@@ -77,31 +77,31 @@ class Reading:
         return f"read as Hugging Face's libraries do: {shorten(texts, 3)}" if texts else ""
 
 
-def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Collection[str]) -> Reading:
+def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Collection[str]) -> Reading:
     """Return the mapping by which transformers and PEFT load a checkpoint; empty for other models.
 
     Args:
         module: the live model, or a module with one such model inside.
         live: names of all its tensors on all ranks.
-        own: saved names that match the user's rules.
+        taken: saved names that match the user's rules.
 
     Raises:
         UnsupportedError: a conversion moves elements within a tensor.
         MismatchError: inputs of a conversion are missing.
     """
-    saved = {param.name for param in index.stored.atoms.storages} - {*own}
-    found = _find_model(module) if saved - {*live} else None
-    if found is None:
+    saved = {param.name for param in index.stored.atoms.storages} - {*taken}
+    place = _find_model(module) if saved - {*live} else None
+    if place is None:
         return Reading()
-    outer, model, is_wrapped = found
+    outer, model, is_wrapped = place
     shapes = {name: shapes_by_rank[0] for name, shapes_by_rank in list_shapes(index).items() if name in saved}
     if is_wrapped and any(map(adapters.read_live, shapes)):
         return _rename_adapter(shapes, {*live}, outer)
     memory: dict[str, list[str]] = defaultdict(list)
     layers = (
         strip_compiled(name)
-        for name, each in module.named_modules()
-        if any(kind.__module__.startswith("peft.") for kind in type(each).__mro__)
+        for name, layer in module.named_modules()
+        if any(kind.__module__.startswith("peft.") for kind in type(layer).__mro__)
     )
     added, adapted = set(), {name.removeprefix(outer) for name in layers}
     for name in sorted(live):  # equal order on all ranks
@@ -164,26 +164,26 @@ def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> d
         return {}  # an untied head has other values
     family = vars(sys.modules[type(model).__module__]).values()
     config_class = getattr(type(model), "config_class", None)
-    kinds = [each for each in family if isinstance(each, type) and getattr(each, "config_class", None) is config_class]
+    kinds = [kind for kind in family if isinstance(kind, type) and getattr(kind, "config_class", None) is config_class]
     tables = [table for kind in kinds if isinstance(table := getattr(kind, "_tied_weights_keys", None), dict)]
-    found = {}
+    sources = {}
     for name in missing:
         ties = {target for table in tables for target, source in table.items() if source == name}
         if len(candidates := ties & {*saved}) == 1:
-            found[name] = candidates.pop()
-    return found
+            sources[name] = candidates.pop()
+    return sources
 
 
 def read_config(module: Any) -> dict[str, Any]:
     """Return the configuration of the single model of transformers in a module; empty without one."""
-    found = _find_model(module)
-    to_dict = getattr(getattr(found[1], "config", None), "to_dict", None) if found else None
+    place = _find_model(module)
+    to_dict = getattr(getattr(place[1], "config", None), "to_dict", None) if place else None
     return to_dict() if to_dict else {}
 
 
 def describe_config(index: AtomicIndex, config: Mapping[str, Any]) -> list[str]:
     """Describe differences between a live model's configuration and the saved one."""
-    saved, live = (_flatten_rope(each) for each in (index.model.hints.get("config", {}), config))
+    saved, live = (_flatten_rope(values) for values in (index.model.hints.get("config", {}), config))
     odd = [
         f"{key} {saved[key]!r:.40} (here {live[key]!r:.40})" for key in saved if key in live and saved[key] != live[key]
     ]
@@ -201,17 +201,17 @@ def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _find_model(module: Any) -> tuple[str, Any, bool] | None:
     """Find the single model of the libraries in a module: its prefix, the model, and whether PEFT wraps it."""
-    peft, found = sys.modules.get("peft.peft_model"), list[tuple[str, Any, bool]]()
-    for name, each in module.named_modules():
+    peft, models = sys.modules.get("peft.peft_model"), list[tuple[str, Any, bool]]()
+    for name, child in module.named_modules():
         outer = strip_compiled(f"{name}.") if name else ""
-        if any(outer.startswith(known) for known, *_ in found):
+        if any(outer.startswith(known) for known, *_ in models):
             continue
-        if peft is not None and isinstance(each, peft.PeftModel):
-            model = each.get_base_model()  # prompt learning wraps no modules
-            found.append((outer, model, getattr(each.base_model, "model", None) is model))
-        elif _is_pretrained(each):
-            found.append((outer, each, False))
-    return found[0] if len(found) == 1 else None
+        if peft is not None and isinstance(child, peft.PeftModel):
+            model = child.get_base_model()  # prompt learning wraps no modules
+            models.append((outer, model, getattr(child.base_model, "model", None) is model))
+        elif _is_pretrained(child):
+            models.append((outer, child, False))
+    return models[0] if len(models) == 1 else None
 
 
 def _rename_adapter(saved: Mapping[str, Shape], live: Set[str], outer: str) -> Reading:
@@ -222,7 +222,7 @@ def _rename_adapter(saved: Mapping[str, Shape], live: Set[str], outer: str) -> R
         tensor, new = adapters.read_live(name), name
         if tensor is not None and len(theirs) == len(ours) == 1:
             new = replace(tensor, adapter=next(iter(ours))).live
-        new = next((each for each in (new, outer + new) if each in live), name)
+        new = next((live_name for live_name in (new, outer + new) if live_name in live), name)
         if new != name:
             reading.made[new] = DerivedParam.whole(name, saved[name])
     return reading
@@ -258,8 +258,8 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
     except ImportError:  # before 5.0 names in memory equal those in files
         return reading
     mapping = get_model_conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
     known, useless = dict.fromkeys(memory, True), _find_useless(model)
     joined: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in sorted(saved, key=dot_natural_key):
@@ -274,8 +274,8 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
             reading.made.pop(new, None)
             reading.dropped.add(name)
     for new, inputs in joined.items():
-        converter = next(each for each in converters if next(iter(inputs)) in each.source_patterns)
-        reading.made.update(_join(converter, new, [inputs[each] for each in converter.source_patterns], saved))
+        converter = next(rule for rule in converters if next(iter(inputs)) in rule.source_patterns)
+        reading.made.update(_join(converter, new, [inputs[pattern] for pattern in converter.source_patterns], saved))
     return reading
 
 
@@ -306,7 +306,7 @@ def _find_useless(model: Any) -> re.Pattern[str] | None:
     buffers = [name for name, _ in model.named_buffers()]
     for end, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
         patterns += [pattern] * any(name.endswith(end) for name in buffers)
-    return re.compile("|".join(f"({each})" for each in patterns)) if patterns else None
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
 def _join(
@@ -318,7 +318,7 @@ def _join(
         new: name of its first output.
         inputs: names of its inputs, by its patterns.
     """
-    steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     names, experts = [*chain.from_iterable(inputs)], len(inputs[0])
     inner, targets = len(saved[names[0]]), converter.target_patterns
     if len(inputs) > 1 and len({*map(len, inputs)}) > 1:
@@ -333,9 +333,9 @@ def _join(
     if steps == [("Concatenate", 0)]:
         return {new: DerivedParam(tuple(map(Slice, names)), inner)}
     if steps == [("Chunk", 0)] and len(names) == 1 and targets[0] in new:
-        parts = {new.replace(targets[0], each): at for at, each in enumerate(targets)}
+        parts = {new.replace(targets[0], target): at for at, target in enumerate(targets)}
         return {part: DerivedParam((Slice(names[0], at, len(parts)),), inner) for part, at in parts.items()}
-    how = ", ".join(type(each).__name__ for each in converter.operations)
+    how = ", ".join(type(step).__name__ for step in converter.operations)
     raise UnsupportedError(
         f"{shorten(names, 2)} → {new}: transformers converts this as it reads ({how}), which is not done here. Load "
         "the folder with from_pretrained before deepspeed.initialize; or save that model by save_pretrained(…, "

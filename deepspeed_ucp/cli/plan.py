@@ -119,9 +119,9 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
 
 
 def _list_facts(check: ResumeCheck) -> Iterator[tuple[str, str]]:
-    from ..model.topology import list_untold
+    from ..model.topology import list_undescribed
 
-    if more := list_untold(check.differences):
+    if more := list_undescribed(check.differences):
         yield "differs", "; ".join(more)
     if check.obstacles:
         return

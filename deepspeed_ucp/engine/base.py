@@ -27,7 +27,7 @@ from ..model.wrappers import Wrapper, find_wrapper
 from ..plan.wants import find_states
 from .coverage import find_declared, name_device
 from .optimizer import find_other_kind, to_plain
-from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place, find_unfiled
+from .parallel import Instance, LocalExperts, find_experts, find_instances, find_place, find_unfiled
 from .rule import find_doubt, find_other_rule, read_configured
 from .statedict import StateDict, ask_state_dict, find_changed
 from .swap import SwapFiles, SwapPlace
@@ -51,7 +51,7 @@ class Target(ABC):
     """
 
     wrapper: str
-    experts: Mapping[str, HeldExperts] = MappingProxyType({})
+    experts: Mapping[str, LocalExperts] = MappingProxyType({})
     experts_over_tp: Set[str] = frozenset()
     ep = 1
 
@@ -108,7 +108,7 @@ class Target(ABC):
         """True if this rank reports tensors for its replicas, or for those of its experts."""
         return self.place.dp_rank == 0 or any(layer.is_first_replica for layer in self.experts.values())
 
-    def speaks_for(self, name: str) -> bool:
+    def reports(self, name: str) -> bool:
         """Return True if such a rank reports a tensor: the first data-parallel rank does for dense ones."""
         return self.place.dp_rank == 0 or is_expert(strip_compiled(name))
 
@@ -145,18 +145,18 @@ class Target(ABC):
         buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
         self.layout.append(buffer)
         buffer = replace(buffer, names=tuple(map(strip_compiled, buffer.names)))
-        self.flats.append(self.hold(buffer, part, tensor, whole=whole, swap=swap))
+        self.flats.append(self.make_buffer(buffer, part, tensor, whole=whole, swap=swap))
 
-    def hold(
+    def make_buffer(
         self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, swap: SwapPlace | None = None, **fields: Any
     ) -> EngineBuffer:
         """Make the buffer of a live partition; ``fields`` are further ones of the buffer."""
         dtype = dtype_name(tensor.dtype if swap is None else swap.dtype)
         return EngineBuffer(buffer, part, self.place.tp_rank, dtype, tensor=tensor, swap=swap, **fields)
 
-    def hold_whole(self, name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> EngineBuffer:
+    def make_whole(self, name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> EngineBuffer:
         """Make the buffer of a tensor that is whole on every rank."""
-        return self.hold(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, tensor, is_buffer=is_buffer)
+        return self.make_buffer(join_parameters(0, (name,), (tuple(tensor.shape),)), 0, tensor, is_buffer=is_buffer)
 
     @abstractmethod
     def refresh_copies(self) -> None:
@@ -284,23 +284,23 @@ class Target(ABC):
 
     def extras(self) -> list[EngineBuffer]:
         """Return parameters without optimizer, persistent buffers, and other tensors of the module's state dict."""
-        found = [self._hold_extra(name) for name in self.params if name not in self.owned]
+        extras = [self._make_extra(name) for name in self.params if name not in self.owned]
         persistent = set(self.engine._get_buffer_names())  # saved as buffer_names
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
                 (part,) = self._name_parts(name)
                 if (layer := find_layer(name, self.experts)) and self.experts[layer].over_tp:
                     self.experts_over_tp |= {strip_compiled(part)}
-                found.append(self.hold_whole(strip_compiled(part), buffer, is_buffer=True))
+                extras.append(self.make_whole(strip_compiled(part), buffer, is_buffer=True))
         for key, tensor in self.state_dict.others.items():
-            found.append(self.hold_whole(strip_compiled(key), tensor, is_buffer=True))
-        return found
+            extras.append(self.make_whole(strip_compiled(key), tensor, is_buffer=True))
+        return extras
 
-    def _hold_extra(self, name: str) -> EngineBuffer:
+    def _make_extra(self, name: str) -> EngineBuffer:
         param, place = self.params[name], self.places.get(name)
         partition = getattr(param, "ds_tensor", None)
         if partition is None:
-            return self.hold_whole(name, param if place is None else param[place])
+            return self.make_whole(name, param if place is None else param[place])
         if place is not None:
             raise UnsupportedError(
                 f"{name}: ZeRO 3 does not save frozen parameters of AutoEP's experts. Resume at ZeRO 0 to 2, or "
@@ -318,8 +318,8 @@ class Target(ABC):
             swapper = param.nvme_swapper
             path = swapper.get_path(param, must_exist=True)
             swap = SwapPlace(self.swaps, path, swapper.dtype, swapper._io_aligned_numel)
-            return self.hold(buffer, part, partition, swap)
-        return self.hold(buffer, part, flatten(partition)[: sum(cut.numel for cut in buffer.cuts(part))])
+            return self.make_buffer(buffer, part, partition, swap)
+        return self.make_buffer(buffer, part, flatten(partition)[: sum(cut.numel for cut in buffer.cuts(part))])
 
     def param_group(self, flat: EngineBuffer) -> int:
         """Return the index of a flat buffer's param group (ZeRO rebuilds Adagrad with a single group)."""

@@ -27,9 +27,9 @@ class UnknownLayoutError(UnsupportedError):
 def check_engine(engine: Any) -> None:
     """Refuse an engine with state that no load restores; UnsupportedError with a remedy."""
     for find, message in _REFUSED:
-        found = find(engine)
-        if found:
-            listed = "" if found is True else f" ({shorten(found)})"
+        names = find(engine)
+        if names:
+            listed = "" if names is True else f" ({shorten(names)})"
             raise UnsupportedError(f"{message.format(listed)} {OWN_LOAD}")
 
 
@@ -113,20 +113,20 @@ def writes_states(engine: Any) -> bool:
 
 def list_unsaved(engine: Any) -> list[str]:
     """Describe state that is in no save, so that a load leaves the live engine's."""
-    found = []
+    notes = []
     if type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ in _ONE_BIT:
-        found.append("1-bit optimizers: DeepSpeed saves only rank 0's compression errors; a load resets all of them")
+        notes.append("1-bit optimizers: DeepSpeed saves only rank 0's compression errors; a load resets all of them")
     if getattr(engine._config.zero_config, "zero_quantized_nontrainable_weights", False):
-        found.append(
+        notes.append(
             "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales, and restores "
             "them only if this model's frozen weights equal the saved ones before the load"
         )
     if find_data_sampler(engine) is not None and not is_carried(engine, RANDOM_STATES):
-        found.append(
+        notes.append(
             "curriculum learning: DeepSpeed saves numpy's global generator instead of its sampler's generator, which "
             "restarts from its seed; call deepspeed_ucp.rng.follow(engine) before saves and loads to restore it"
         )
-    return found
+    return notes
 
 
 def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:

@@ -237,6 +237,11 @@ def open_target(engine: Any) -> Target:
     Raises:
         UnknownLayoutError: the optimizer wrapper's layout is known to DeepSpeed only.
         UnsupportedError: the engine has state that no load restores.
+
+    Example:
+        >>> target = open_target(engine)
+        >>> target.flats[0].names, target.flats[0].part, target.flats[0].dtype
+        (('0.weight', '0.bias'), 0, 'float32')
     """
     check_engine(engine)
     wrapper = find_live(engine.optimizer)

@@ -34,12 +34,12 @@ NOT_CLIENT = (
 def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return modules with an extra state (``set_extra_state``) by its key in a state dict."""
     base = torch.nn.Module.set_extra_state
-    found = {}
+    modules = {}
     for name, child in module.named_modules():
         if type(child).set_extra_state is not base:
             prefix = f"{strip_compiled(name)}." if strip_compiled(name) else ""
-            found[f"{prefix}_extra_state"] = child
-    return found
+            modules[f"{prefix}_extra_state"] = child
+    return modules
 
 
 def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ def _list_options(target: Any) -> Iterator[str]:
     engine, topology = target.engine, target.topology
     pipeline = topology.pp > 1 or hasattr(engine, "is_pipe_parallel")
     frozen = target.params.keys() - target.owned
-    found = {
+    options = {
         "16 bit": topology.precision != "float32",
         "tensor parallelism": topology.tp > 1,
         "a pipeline": pipeline,
@@ -85,7 +85,7 @@ def _list_options(target: Any) -> Iterator[str]:
         "a data sampler that has drawn": has_drawn(engine),
         f"a {type(engine.checkpoint_engine).__name__}": type(engine.checkpoint_engine).__name__ != _READER,
     }
-    yield from (option for option, is_on in found.items() if is_on)
+    yield from (option for option, is_on in options.items() if is_on)
     if not target.has_copies:  # else masters are loaded, and weights made from them (`refresh_after_own_load`)
         yield from (f"{name} (in no layer file)" for name in target.unfiled())
     zero, harmless = engine._config.zero_config, _HARMLESS.split()

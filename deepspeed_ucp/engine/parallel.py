@@ -66,6 +66,10 @@ def find_place(engine: Any) -> Place:
 
     Raises:
         UnknownLayoutError: model-parallel ranks are not numbered by pipeline stage, then tensor rank.
+
+    Example:
+        >>> find_place(engine)  # rank 5 of 2 pipeline stages, each with dp 2 and tp 2
+        Place(tp_rank=1, tp=2, pp_rank=1, pp=2, dp_rank=0, dp=2)
     """
     group = engine.seq_data_parallel_group
     dp_rank, dp = ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group)
@@ -130,13 +134,13 @@ def find_unfiled(engine: Any) -> set[str]:
     """
     if getattr(engine, "has_moe_layers", False):
         return set()  # each rank saves its whole module instead of layers
-    found = set()
+    names = set()
     for tie in _list_ties(engine.module):
         for name, param in tie.copy.named_parameters():
             source = min(tie.stages) if id(param) in tie.tied else engine.module.stage_id
             if source not in tie.filed:
-                found.add(strip_compiled(f"{tie.name}.{name}"))
-    return found
+                names.add(strip_compiled(f"{tie.name}.{name}"))
+    return names
 
 
 class _Tie(NamedTuple):
@@ -169,7 +173,7 @@ def _list_ties(module: Any) -> Iterator[_Tie]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldExperts:
+class LocalExperts:
     """A rank's experts of a mixture-of-experts layer.
 
     Attributes:
@@ -187,7 +191,7 @@ class HeldExperts:
     is_first_replica: bool
 
 
-def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
+def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:
     """Return this rank's experts of each layer, by the prefix of their parameters' names.
 
     Raises:
@@ -195,7 +199,7 @@ def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
     """
     if not getattr(engine, "has_moe_layers", False):
         return {}
-    found = {}
+    layers = {}
     for name, module in engine.module.named_modules(remove_duplicate=False):  # tied layers under every name
         prefix = f"{name}." if name else ""
         if isinstance(module, MoE):
@@ -214,8 +218,8 @@ def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
         stage_ranks = _number_ranks(replicas, peers, place, over_tp=over_tp)
         ranks = None if not over_tp and len(stage_ranks) == len(peers) else stage_ranks
         is_first = replicas[0] == ds_comm.get_rank()
-        found[f"{prefix}{end}"] = HeldExperts(numbers, len(sharing), ranks, over_tp, is_first)
-    return found
+        layers[f"{prefix}{end}"] = LocalExperts(numbers, len(sharing), ranks, over_tp, is_first)
+    return layers
 
 
 def _list_fused(layer: Any) -> Sequence[int]:
@@ -241,10 +245,10 @@ def _number_ranks(ranks: Sequence[int], peers: Sequence[int], place: Place, *, o
             f"tensor-parallel ranks side by side (every {place.tp}th rank in this rank's data-parallel group)"
         )
     places = [rank - first if over_tp else peers.index(rank) * place.tp + place.tp_rank for rank in ranks]
-    found = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
-    if list(found) != places:
+    spaced = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
+    if list(spaced) != places:
         raise UnknownLayoutError(f"ranks {places} of a stage have the same experts, but are not evenly spaced")
-    return found
+    return spaced
 
 
 def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:
@@ -253,12 +257,12 @@ def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:
     AutoTP marks cut parameters with ``tensor_model_parallel`` too, but without a dimension. Such marks are omitted;
     :func:`live_universal_info` returns AutoTP's own description.
     """
-    found = {}
+    attributes = {}
     for name, param in engine.module.named_parameters():
         marks = {key: getattr(param, key) for key in CUT_ATTRIBUTES if hasattr(param, key)}
         if marks and not (marks.get("tensor_model_parallel") and "partition_dim" not in marks):
-            found[strip_compiled(name)] = marks
-    return found
+            attributes[strip_compiled(name)] = marks
+    return attributes
 
 
 def live_universal_info(engine: Any) -> dict[str, Any] | None:

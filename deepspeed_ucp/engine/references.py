@@ -66,14 +66,14 @@ def keep_scheduler_references(engine: Any) -> Iterator[None]:
 
 def _list_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """List the torch optimizers among an optimizer and the optimizers in its fields (a wrapper, DeepSpeed's Muon)."""
-    found, pending = dict[int, Any](), [optimizer]
+    candidates, pending = dict[int, Any](), [optimizer]
     while pending:
         candidate = pending.pop()
-        if hasattr(candidate, "param_groups") and id(candidate) not in found:
-            found[id(candidate)] = candidate
+        if hasattr(candidate, "param_groups") and id(candidate) not in candidates:
+            candidates[id(candidate)] = candidate
             fields = getattr(candidate, "__dict__", {}).values()
             pending += [part for field in fields for part in (field if isinstance(field, (list, tuple)) else [field])]
-    return [optimizer for optimizer in found.values() if isinstance(optimizer, torch.optim.Optimizer)]
+    return [optimizer for optimizer in candidates.values() if isinstance(optimizer, torch.optim.Optimizer)]
 
 
 def _set_state_in_place(optimizer: Any, set_state: Callable[[Any], None], loaded: dict[str, Any]) -> None:
@@ -90,6 +90,11 @@ def update_in_place(old: Any, new: Any, filled: set[int] | None = None) -> Any:
 
     Args:
         filled: ids of the tensors that are already written; two param groups can share one.
+
+    Example:
+        >>> step = torch.tensor(1.0)
+        >>> update_in_place({"step": step}, {"step": torch.tensor(5.0)})["step"] is step
+        True
     """
     filled = set() if filled is None else filled
     if old is new:
@@ -135,12 +140,19 @@ def _list_schedulers(scheduler: Any) -> Iterator[Any]:
 
 def _list_referenced(engine: Any) -> set[int]:
     """List the ids of the engine's objects that a scheduler can hold references to."""
-    found = [engine, engine.module, engine.optimizer, *engine.module.parameters()]
+    objects = [engine, engine.module, engine.optimizer, *engine.module.parameters()]
     for optimizer in _list_optimizers(engine.optimizer):
         groups = optimizer.param_groups
         params = [group["params"] for group in groups]
-        found += [optimizer, groups, optimizer.state, *groups, *params, *(param for group in params for param in group)]
-    return set(map(id, found))
+        objects += [
+            optimizer,
+            groups,
+            optimizer.state,
+            *groups,
+            *params,
+            *(param for group in params for param in group),
+        ]
+    return set(map(id, objects))
 
 
 def _find_references(holder: Any, known: Collection[int]) -> dict[str, Any]:

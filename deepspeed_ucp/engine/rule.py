@@ -121,7 +121,7 @@ def list_edits(
         takes_saved: the saved values are used, else the live values.
         with_scheduler: the scheduler's saved state is loaded.
     """
-    pairs, found = list(pairs), Counter[str]()
+    pairs, edits = list(pairs), Counter[str]()
     for live, saved in pairs:
         rate = _find_rate(live, saved, scheduler, configured)
         if "initial_lr" in live and not (takes_saved and with_scheduler):  # the scheduler sets the rates anyway
@@ -130,13 +130,13 @@ def list_edits(
         cycled = _CYCLED if cycles or "max_momentum" in {*live, *saved} else ()
         keys = [key for key in list_given(optimizer, live) if key in saved and key not in cycled]
         values = {**rate, **{key: (saved[key], live[key]) for key in keys}}
-        found.update(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in values.items() if _differ(old, new))
-    if not found:
+        edits.update(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in values.items() if _differ(old, new))
+    if not edits:
         return ""
     number = len(pairs)
-    counts = [text if n == number else f"{text} ({n} of {number} param groups)" for text, n in found.items()]
+    counts = [text if n == number else f"{text} ({n} of {number} param groups)" for text, n in edits.items()]
     action = f"the saved ones are taken. {KEEP_LIVE} keeps this run's"
-    if any(text.startswith("initial_lr") for text in found):
+    if any(text.startswith("initial_lr") for text in edits):
         action += ", for a scheduler's with load_lr_scheduler_states=False"
     action = action if takes_saved else 'this run\'s are kept ("param_groups" is "live")'
     return f"hyper-parameters of this run differ from the saved: {shorten(counts)}; {action}."

@@ -66,8 +66,8 @@ def _describe_place(place: str, comm: Comm) -> str:
             return _EMPTY
         return _MISSING if is_url(place) else describe_cached(place) or _MISSING
 
-    found = ask_ranks(place, look, comm)
-    return next((text for text in found if text not in _ABSENT), _EMPTY if _EMPTY in found else _MISSING)
+    answers = ask_ranks(place, look, comm)
+    return next((text for text in answers if text not in _ABSENT), _EMPTY if _EMPTY in answers else _MISSING)
 
 
 def _refuse(text: str, path: str) -> None:
@@ -77,14 +77,14 @@ def _refuse(text: str, path: str) -> None:
 def _list_doubts(place: str, saved_to: Iterable[str], *, is_missing: bool) -> list[str]:
     """Reasons to think that a missing or empty folder is not the intended one, as sentences."""
     doubts = []
-    own, parent = normalize(place), os.path.dirname(normalize(place))
+    folder, parent = normalize(place), os.path.dirname(normalize(place))
     folders = list(saved_to)
-    if folders and own not in map(normalize, folders):
+    if folders and folder not in map(normalize, folders):
         doubts.append(f"This engine saves to {shorten(folders)}.")
     if is_url(place) and parent == find_store(place):
         return doubts
     with suppress(UcpError, OSError):  # reading one folder may be allowed and its parent not
-        if siblings := find_siblings(own):
+        if siblings := find_siblings(folder):
             doubts.append(f"{parent} holds checkpoints in {shorten(siblings, 3)}.")
         elif is_missing and not leads_to_folder(parent):
             doubts.append(f"Its parent folder {parent} does not exist either.")

@@ -21,7 +21,7 @@ from ..formats.open import survey_checkpoint
 from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..model import AtomicIndex, to_integer
-from ..model.topology import find_differences, list_untold
+from ..model.topology import find_differences, list_undescribed
 from ..plan.renames import find_renamed
 from ..stream.checks import verify_records
 from ..tensor_parallel import from_config, list_renames
@@ -134,7 +134,7 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
     """
     arguments, by_default = job.arguments, type(job.arguments)()
     doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and arguments.with_states)
-    doubts += ['"resize" rules'] * any(each.resizes for each in from_config(job.config.patterns))
+    doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in from_config(job.config.patterns))
     if target is not None:
         asked = ("load_optimizer_states", "load_module_only", "load_module_strict", "custom_load_fn")
         doubts += [name for name in asked if getattr(arguments, name) != getattr(by_default, name)]
@@ -238,7 +238,7 @@ def _compare(
         if not job.config.trust_pickle:
             comm.alike(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
-    texts = [f"{index.run.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_untold(reasons)))]
+    texts = [f"{index.run.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]
     return LoaderChoice(": ".join(filter(None, texts)), target, index)
 
 

@@ -63,6 +63,10 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     Raises:
         CheckpointError: the client state is damaged.
         UnsupportedError: it holds classes that are not known to be harmless, or that this process cannot create.
+
+    Example:
+        >>> read_objects("global_step100/mp_rank_00_model_states.pt", trust_pickle=False)["global_steps"]
+        100
     """
     return make_objects(read_header(path), trust_pickle=trust_pickle, checked=checked)
 
@@ -117,10 +121,10 @@ def _allow_all(named: Mapping[Use, str], *, has_option: bool) -> dict[str, Any]:
     Raises:
         UnsupportedError: some of these are not harmless.
     """
-    harmless = {_name(each): each for each in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
+    harmless = {_name(value): value for value in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
     allowed = {**harmless, **_get_allowed_globals(), **_list_consented()}
-    found = {use: allowed.get(use.kind) or _VALUES.get(use.kind) or _find_imported(use.kind) for use in named}
-    unknown = [use for use in named if not _is_allowed(use, found[use], allowed)]
+    objects = {use: allowed.get(use.kind) or _VALUES.get(use.kind) or _find_imported(use.kind) for use in named}
+    unknown = [use for use in named if not _is_allowed(use, objects[use], allowed)]
     if unknown:
         kinds = shorten(dict.fromkeys(use.kind for use in unknown), 20)
         option = ' or set "checkpoint": {"universal": {"trust_pickle": true}}' if has_option else ""
@@ -129,7 +133,7 @@ def _allow_all(named: Mapping[Use, str], *, has_option: bool) -> dict[str, Any]:
             f"the checkpoint, allow these classes with torch.serialization.add_safe_globals{option}.",
             path=named[unknown[0]],
         )
-    return {**allowed, **{use.kind: each for use, each in found.items() if not use.member}}
+    return {**allowed, **{use.kind: value for use, value in objects.items() if not use.member}}
 
 
 def _select_client(file: TorchFile) -> dict[Any, Any]:
@@ -147,29 +151,29 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
 def _list_consented() -> dict[str, Any]:
     """Return the objects that the user has declared safe, by dotted name."""
     pairs = [
-        each if isinstance(each, tuple) else (each, _name(each)) for each in torch.serialization.get_safe_globals()
+        entry if isinstance(entry, tuple) else (entry, _name(entry)) for entry in torch.serialization.get_safe_globals()
     ]
-    return {name: each for each, name in pairs}
+    return {name: entry for entry, name in pairs}
 
 
 def _list_numpys() -> dict[str, Any]:
     """Return numpy's constructors of arrays and scalars, under the names of numpy 1 and of numpy 2."""
     core = getattr(np, "_core", None) or np.core
-    found = {"multiarray._reconstruct": core.multiarray._reconstruct, "multiarray.scalar": core.multiarray.scalar}
-    found["numeric._frombuffer"] = core.numeric._frombuffer
-    names = {f"numpy.{room}.{name}": each for room in ("core", "_core") for name, each in found.items()}
+    functions = {"multiarray._reconstruct": core.multiarray._reconstruct, "multiarray.scalar": core.multiarray.scalar}
+    functions["numeric._frombuffer"] = core.numeric._frombuffer
+    names = {f"numpy.{room}.{name}": function for room in ("core", "_core") for name, function in functions.items()}
     return {**names, "numpy.bool": np.bool_}
 
 
-def _name(each: Any) -> str:
-    return f"{each.__module__}.{each.__qualname__}"
+def _name(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
 
 
-def _is_allowed(use: Use, found: Any, allowed: Mapping[str, Any]) -> bool:
+def _is_allowed(use: Use, value: Any, allowed: Mapping[str, Any]) -> bool:
     """Return True if a pickle's use of an object runs no code of the file's choice.
 
     Args:
-        found: the object in this process; None if no imported package has it.
+        value: the object in this process; None if no imported package has it.
         allowed: harmless objects, and those with consent, also a library's (Megatron-Core gives some to its classes).
             Consent does not let a file choose the code that setting attributes calls.
     """
@@ -177,17 +181,17 @@ def _is_allowed(use: Use, found: Any, allowed: Mapping[str, Any]) -> bool:
         return use.kind == GETATTR or _is_member(use.kind, allowed)
     if use.steered:
         return False
-    if use.states and isinstance(found, type) and issubclass(found, enum.Enum):
+    if use.states and isinstance(value, type) and issubclass(value, enum.Enum):
         return False  # its members are shared by the whole process
-    is_value = use.value and (use.kind in _VALUES or _is_value(found, use))
-    return use.kind in allowed or is_value or _is_harmless(found, use)
+    is_value = use.value and (use.kind in _VALUES or _is_value(value, use))
+    return use.kind in allowed or is_value or _is_harmless(value, use)
 
 
 def _is_member(name: str, allowed: Mapping[str, Any]) -> bool:
     """Return True if a name is an enum's member; the file names the class separately."""
     kind, _, member = name.rpartition(".")
-    found = allowed.get(kind) or _find_imported(kind)
-    return isinstance(found, type) and issubclass(found, enum.Enum) and member in found.__members__
+    value = allowed.get(kind) or _find_imported(kind)
+    return isinstance(value, type) and issubclass(value, enum.Enum) and member in value.__members__
 
 
 def _find_imported(name: str) -> Any:
@@ -195,24 +199,24 @@ def _find_imported(name: str) -> Any:
     return getattr(sys.modules.get(module), "__dict__", {}).get(attribute)
 
 
-def _is_value(found: Any, use: Use) -> bool:
+def _is_value(value: Any, use: Use) -> bool:
     """Return True if creating an empty instance and setting its attributes once runs no code of its class.
 
     This holds for dataclasses, and for classes without code that runs implicitly. Classes of the standard library are
     excluded: some of them are tools that execute their attributes.
     """
-    if type(found) not in _PLAIN_KINDS or found.__new__ is not object.__new__:
+    if type(value) not in _PLAIN_KINDS or value.__new__ is not object.__new__:
         return False
-    classes = [kind for kind in found.__mro__ if kind is not object]
+    classes = [kind for kind in value.__mro__ if kind is not object]
     read = [kind for kind in classes if _name(kind) in _READ]
-    held = [vars(kind) for kind in classes if kind not in read]
-    runs = [each[name] for each in held for name in _RUN_BY_ATTRIBUTES if name in each]
+    namespaces = [vars(kind) for kind in classes if kind not in read]
+    runs = [item[name] for item in namespaces for name in _RUN_BY_ATTRIBUTES if name in item]
     dicts = [vars(kind).get("__dict__") for kind in classes]
-    plain = all(isinstance(each, (types.GetSetDescriptorType, types.NoneType)) for each in dicts)
+    plain = all(isinstance(item, (types.GetSetDescriptorType, types.NoneType)) for item in dicts)
     listed = "list" in use.states and any("__setstate__" in vars(kind) for kind in read)
-    if not plain or listed or not all(each is _FROZEN for each in runs):
+    if not plain or listed or not all(item is _FROZEN for item in runs):
         return False
-    return bool(read) or hasattr(found, "__dataclass_fields__") or all(map(_is_quiet, classes))
+    return bool(read) or hasattr(value, "__dataclass_fields__") or all(map(_is_quiet, classes))
 
 
 def _is_quiet(kind: type) -> bool:
@@ -221,23 +225,23 @@ def _is_quiet(kind: type) -> bool:
     special = [
         name for name in vars(kind) if name.startswith("__") and name.endswith("__") and name not in _QUIET.split()
     ]
-    asked = [each for each in vars(kind).values() if hasattr(type(each), "__get__") and not isinstance(each, waits)]
+    asked = [value for value in vars(kind).values() if hasattr(type(value), "__get__") and not isinstance(value, waits)]
     is_python = bool(kind.__flags__ & _HEAP_TYPE) and "__module__" in vars(kind)
     return is_python and kind.__module__.split(".")[0] not in sys.stdlib_module_names and not special and not asked
 
 
-def _is_harmless(found: Any, use: Use) -> bool:
+def _is_harmless(value: Any, use: Use) -> bool:
     """Return True for enums, dtypes, and dicts and lists with attributes: unpickling runs no code but an enum's."""
-    if not isinstance(found, type):
-        return isinstance(found, torch.dtype)
-    if issubclass(found, (enum.Enum, np.generic)):
+    if not isinstance(value, type):
+        return isinstance(value, torch.dtype)
+    if issubclass(value, (enum.Enum, np.generic)):
         return True
-    classes = [kind for kind in found.__mro__ if kind not in (dict, list, object)]
-    plain = issubclass(found, (dict, list)) and all(kind.__module__ != "builtins" for kind in classes)
+    classes = [kind for kind in value.__mro__ if kind not in (dict, list, object)]
+    plain = issubclass(value, (dict, list)) and all(kind.__module__ != "builtins" for kind in classes)
     named = [name for kind in classes for name in vars(kind) if _name(kind) not in _READ]
     runs = any(name in named for name in _RUN_BY_PICKLE.split())
     steered = use.called and any("__getattr__" in vars(kind) for kind in classes)  # by an entry's name
-    return plain and type(found) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, classes))
+    return plain and type(value) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, classes))
 
 
 _PLAIN_KINDS = (type, abc.ABCMeta)
@@ -282,8 +286,8 @@ _QUIET = """
 def _sets_by_code(kind: type) -> bool:
     """Return True if setting an attribute of an instance, as a pickle can, may run code of this class."""
     harmless = (types.MemberDescriptorType, types.GetSetDescriptorType)
-    held = [each for each in vars(kind).values() if not isinstance(each, harmless)]
-    return any(each.fset if isinstance(each, property) else hasattr(type(each), "__set__") for each in held)
+    values = [value for value in vars(kind).values() if not isinstance(value, harmless)]
+    return any(value.fset if isinstance(value, property) else hasattr(type(value), "__set__") for value in values)
 
 
 _RUN_BY_PICKLE = """
@@ -358,7 +362,7 @@ class _ClientUnpickler(pickle.Unpickler):
 
 def safe_classes() -> list[Any]:
     """Return classes without side effects that are common in client states and DeepSpeed's headers."""
-    found: list[Any] = [
+    classes: list[Any] = [
         argparse.Namespace,
         types.SimpleNamespace,
         collections.OrderedDict,
@@ -379,4 +383,4 @@ def safe_classes() -> list[Any]:
         np.dtype,
         *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["Float"] + "?cSUmM"},
     ]
-    return [*found, *pickled_classes()]
+    return [*classes, *pickled_classes()]

@@ -73,15 +73,17 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     engine, comm, arguments, report = job.engine, job.comm, job.arguments, job.report
     with_states = arguments.with_states and has_masters(target, comm)
     work, saved = _prepare(job, index, target, with_states=with_states)
-    transfer = _plan(job, work)
+    report.state_bytes = work.state_bytes
+    with report.phase("plan"), pause_collection():
+        # A fresh engine has no state worth preserving, and allocating memory takes longer than a second pass, unless
+        # that would read the same bytes from a store again.
+        prefer_memory = engine.global_steps > 0 or asks_store(work.index, comm)
+        transfer = Transfer(work, comm, job.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(job, index.run, extra))
     source = _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
-        with (
-            transfer.undo_on_error(),
-            report.phase("finish"),
-        ):  # others' code, before the buffers change
+        with transfer.undo_on_error(), report.phase("finish"):  # others' code, before the buffers change
             states = [(module, extra[key]) for key, module in modules.items()]
             comm.run(lambda: _restore_others(job, work.index.run, saved, states))
         # From here on the engine changes, and an error marks it.
@@ -91,25 +93,14 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         _fill(job, target, transfer)
         with report.phase("finish"):
             comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
-            if comm.rank == 0 and (note := target.describe_made()):
-                logger.warning("%s", note)
+            if note := target.describe_made():
+                job.warn("%s", note)
     return pick_client_state(
         saved,
         module_only=arguments.load_module_only,
         with_scheduler=arguments.load_lr_scheduler_states,
         with_optimizer=arguments.load_optimizer_states,
     )
-
-
-def _plan(job: LoadContext, work: Work) -> Transfer:
-    """Plan the reads of all ranks (collective)."""
-    with job.report.phase("plan"), pause_collection():
-        # A fresh engine has no state worth preserving, and allocating memory takes longer than a second pass, unless
-        # that would read the same bytes from a store again.
-        prefer_memory = job.engine.global_steps > 0 or asks_store(work.index, job.comm)
-        transfer = Transfer(work, job.comm, job.config, prefer_memory=prefer_memory)
-    job.report.state_bytes = work.state_bytes
-    return transfer
 
 
 def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | None:
@@ -119,7 +110,6 @@ def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | Non
         The whole saved module, for a ``custom_load_fn``.
     """
     comm, config, report, source = job.comm, job.config, job.report, None
-
     with transfer.undo_on_error():
         with report.phase("read"):
             report.count(transfer.read())
@@ -166,15 +156,14 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
     Raises:
         UcpError: all objections to the load, in one.
     """
-    comm, arguments, objections = job.comm, job.arguments, Objections()
-    custom = arguments.custom_load_fn is not None
-    with objections:
-        comm.run(lambda: _refuse(index, target, custom=custom))
+    comm, objections = job.comm, Objections()
+    if job.arguments.custom_load_fn is not None:
+        with objections:
+            comm.run(lambda: _refuse_custom_load(index, target))
     with objections:
         saved = _read_saved(job, index, target)
     with objections, job.report.phase("plan"), pause_collection():
-        strict = arguments.load_module_strict
-        work = prepare(index, target, comm, job.config, strict=strict, with_states=with_states, with_extras=not custom)
+        work = prepare(job, index, target, with_states=with_states)
     objections.settle()
     notes = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
     if index.run.format and with_states and (clip := job.engine.gradient_clipping()):
@@ -182,8 +171,8 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
             f"does not record its run's gradient clipping; this engine clips gradients at norm {clip} "
             "(gradient_clipping: 1.0 by default, 0 switches it off)"
         )
-    for each in notes if comm.rank == 0 else ():
-        logger.warning("%s: %s", index.run.state_file, each)
+    for note in notes:
+        job.warn("%s: %s", index.run.state_file, note)
     return work, saved
 
 
@@ -192,13 +181,13 @@ def has_masters(target: Target, comm: Comm) -> bool:
     return any(comm.gather(bool(target.flats)))
 
 
-def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
-    parallel = max(index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp) > 1
-    if custom:
-        refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
-    if custom and target.uses_nvme:
+def _refuse_custom_load(index: AtomicIndex, target: Target) -> None:
+    """Refuse a ``custom_load_fn`` if no rank has the whole module, or not every rank can read it."""
+    refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
+    if target.uses_nvme:
         raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
-    if custom and (parallel or any(held.ranks for held in target.experts.values())):
+    degrees = index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp
+    if max(degrees) > 1 or any(experts.ranks for experts in target.experts.values()):
         raise UnsupportedError(
             "custom_load_fn is given the whole module; with tensor, pipeline or expert parallelism no rank has it. "
             "Load without custom_load_fn, or in the topology that saved the checkpoint."
@@ -218,8 +207,8 @@ def _match_extra_states(job: LoadContext, run: RunState, saved: dict[str, Any]) 
     live = find_extra_states(job.engine.module)
     if run.format:
         kept = [key for key, module in live.items() if module.get_extra_state() is not None]
-        if kept and job.comm.rank == 0:
-            logger.warning("%s: extra states stay as they are in the new model: %s", run.state_file, shorten(kept, 3))
+        if kept:
+            job.warn("%s: extra states stay as they are in the new model: %s", run.state_file, shorten(kept, 3))
         return {}
     plain = {strip_compiled(key): key for key in saved}
     if job.arguments.load_module_strict and set(plain) != set(live):
@@ -244,8 +233,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     if index.run.format:
         if "global_steps" in index.run.counters or job.arguments.load_module_only:
             return dict(index.run.counters)
-        if comm.rank == 0:
-            logger.warning("%s: records no number of steps: global_steps begin at 0", index.run.state_file)
+        job.warn("%s: records no number of steps: global_steps begin at 0", index.run.state_file)
         return {"global_steps": 0, **index.run.counters}
 
     if job.config.verify == "crc":
@@ -303,8 +291,8 @@ def _restore_others(
     """Restore scheduler, random-ltd, data sampler and the modules' extra states."""
     if not job.arguments.load_module_only:
         notes = restore_helpers(job.engine, saved, with_scheduler=job.arguments.load_lr_scheduler_states)
-        if notes and job.comm.rank == 0:
-            logger.warning("%s: %s", run.state_file, " ".join(notes))
+        if notes:
+            job.warn("%s: %s", run.state_file, " ".join(notes))
     for module, state in modules:
         module.set_extra_state(state)
 
@@ -342,7 +330,7 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
         weights.update({k.name: atom for k, atom in index.stored.atoms.items() if k.state == state and not k.instance})
     tensors = {name: torch.empty(atom.shape, dtype=getattr(torch, atom.dtype)) for name, atom in weights.items()}
     memory = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors.values()]
-    sinks = [MemorySink(each, tensor.element_size()) for each, tensor in zip(memory, tensors.values(), strict=True)]
+    sinks = [MemorySink(data, tensor.element_size()) for data, tensor in zip(memory, tensors.values(), strict=True)]
     wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
     checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
     with AtomReader(index, checksum=config.verify == "crc") as reader:

@@ -24,11 +24,11 @@ from ..tensor_parallel import RuleSet, Settled, find_idle, from_attributes, from
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def view_engine(target: Target, extras: Sequence[EngineBuffer], comm: Comm) -> EngineView:
+def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Comm) -> EngineView:
     """Return this rank's buffers, and the tensors of all ranks (collective).
 
     Args:
-        extras: this rank's tensors without optimizer, as far as they are loaded.
+        extras: this rank's tensors without optimizer; None if they are not loaded.
 
     Raises:
         MismatchError: tensor-parallel ranks of one stage hold different tensors.
@@ -41,8 +41,8 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer], comm: Comm) -> E
         if not target.is_first_replica:
             return None
         return place.tp_rank, EngineView(
-            {name: (shape,) for name, shape in target.owned_shapes().items() if target.speaks_for(name)},
-            {extra.name: (extra.shape,) for extra in extras if target.speaks_for(extra.name)},
+            {name: (shape,) for name, shape in target.owned_shapes().items() if target.reports(name)},
+            {extra.name: (extra.shape,) for extra in extras or () if target.reports(extra.name)},
             aliases=target.aliases,
             counts={name: total for name, (_, total) in ordinals.items()},
             attributes=live_attributes(target.engine) if not place.dp_rank else {},
@@ -55,11 +55,13 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer], comm: Comm) -> E
     experts = {name for view in views for name in view.experts_over_tp}
 
     def join() -> EngineView:
+        owned = _join_shapes([(rank, view.owned) for rank, view in reports], place.tp, experts)
+        unowned = _join_shapes([(rank, view.unowned or {}) for rank, view in reports], place.tp, experts)
         return EngineView(
-            _join_shapes([(rank, view.owned) for rank, view in reports], place.tp, experts),
-            _join_shapes([(rank, view.unowned or {}) for rank, view in reports], place.tp, experts),
+            owned,
+            None if extras is None else unowned,
             flats=target.flats,
-            extras=extras,
+            extras=extras or (),
             aliases=dict(chain.from_iterable(view.aliases.items() for view in views)),
             ordinals=ordinals,
             counts=dict(chain.from_iterable(view.counts.items() for view in views)),
@@ -103,8 +105,7 @@ def check_alike(view: EngineView, target: Target) -> None:
 
 
 Group = list[tuple[str, bool]]
-"""The parameters of a param group: (raw name, owned by the optimizer)."""
-
+"""The parameters of a param group: (name in the module, owned by the optimizer)."""
 
 JoinedGroups = tuple[list[Group], list[dict[str, Any]], dict[str, str]]
 """Param groups, their hyper-parameters, and the names of the module's parameters (:meth:`Target.list_names`)."""
@@ -118,54 +119,50 @@ def list_stage_groups(target: Target) -> StageGroups | None:
     place = target.place
     if not (target.is_first_replica and (place.tp_rank == 0 or target.experts_over_tp)):
         return None
-    groups = [[item for item in group if target.speaks_for(item[0])] for group in target.live_groups()]
+    groups = [[item for item in group if target.reports(item[0])] for group in target.live_groups()]
     return place.pp_rank, groups, target.live_hyper(), target.list_names()
 
 
-def join_groups(answers: Iterable[StageGroups | None]) -> JoinedGroups:
+def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
     """Join the optimizer's param groups of all pipeline stages, in the order of the layers, as the user created them.
 
     :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. A stage's layers may
     be apart from each other (DualPipeV).
 
     Args:
-        answers: of all ranks (:func:`list_stage_groups`).
+        reports: results of :func:`list_stage_groups` on all ranks.
     """
-    joined: dict[int, tuple[list[dict[tuple[str, bool], None]], list[dict[str, Any]]]] = {}
+    stages: dict[int, tuple[list[dict[str, bool]], list[dict[str, Any]]]] = {}
     order: dict[str, str] = {}
-    for stage, groups, hyper, names in (each for each in answers if each is not None):
-        order = {**order, **names}
-        known, _ = joined.setdefault(stage, ([{} for _ in groups], hyper))
-        for one, more in zip(known, groups, strict=True):  # the same groups with other experts in them
-            one.update(dict.fromkeys(more))
-    stages = {stage: ([list(group) for group in each], hyper) for stage, (each, hyper) in joined.items()}
-    if len(stages) > 1:
-        order = dict(sorted(order.items(), key=lambda names: number_layer(names[1])))
-    return *_join_stages(stages), order
-
-
-def _join_stages(
-    stages: Mapping[int, tuple[list[Group], list[dict[str, Any]]]],
-) -> tuple[list[Group], list[dict[str, Any]]]:
+    for stage, pairs, hyper, names in filter(None, reports):
+        order.update(names)
+        known, _ = stages.setdefault(stage, ([{} for _ in pairs], hyper))
+        for members, more in zip(known, pairs, strict=True):  # ranks differ in their experts
+            members.update(more)
     if len(stages) == 1:
-        return next(iter(stages.values()))
+        ((only, hyper),) = stages.values()
+        return [list(members.items()) for members in only], hyper, order
     ordered = [stages[stage] for stage in sorted(stages)]
     joined: dict[int, tuple[dict[str, bool], dict[str, Any]]] = {}
     numbers = number_groups([hyper for _, hyper in ordered], CHANGING)
     for (groups, hyper), group_numbers in zip(ordered, numbers, strict=True):
         for group, fields, number in zip(groups, hyper, group_numbers, strict=False):
             members, _ = joined.setdefault(number, ({}, fields))
-            members.update((name, owned) for name, owned in group if name not in members)
-    held = [sorted(members.items(), key=lambda item: number_layer(item[0])) for members, _ in joined.values()]
-    return held, [fields for _, fields in joined.values()]
+            members.update((name, owned) for name, owned in group.items() if name not in members)
+    return (
+        [sorted(members.items(), key=lambda member: number_layer(member[0])) for members, _ in joined.values()],
+        [fields for _, fields in joined.values()],
+        dict(sorted(order.items(), key=lambda names: number_layer(names[1]))),
+    )
 
 
 def warn_idle(index: AtomicIndex, made: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """Log the user's rules that match nothing: ``rename`` in saved names, ``resize`` in the names that these make."""
-    reported = [each for each in rules if each.reported]
+    reported = [rule_set for rule_set in rules if rule_set.reported]
     idle, names = find_idle(list_names(index), list_renames(reported)), list_names(made)
-    for each in (each for one in reported for each in one.resizes):
-        idle += [] if any(map(each.fits, names)) else [f"resize: {each.match!r} matches no parameter"]
+    for resize in chain.from_iterable(rule_set.resizes for rule_set in reported):
+        if not any(map(resize.fits, names)):
+            idle.append(f"resize: {resize.match!r} matches no parameter")
     if idle:
         logger.info("patterns: %s", shorten(idle))
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from ..comm import Comm
-from ..config import UniversalConfig
 from ..engine import Target
 from ..errors import Objections, fold_names, pluralize, shorten
 from ..hub import Reading, describe_config, read_config, read_into
 from ..io.cast import FLOATING
-from ..model import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
+from ..model import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..model.view import EngineBuffer, EngineView
 from ..plan.autoep import adapt_experts
 from ..plan.counts import list_faults
@@ -32,7 +31,8 @@ from ..plan.wants import (
     list_wants,
 )
 from ..stream.duplicates import check_instances
-from ..tensor_parallel import Layout, Resized, Settled, from_config, list_renames
+from ..tensor_parallel import Layout, Resized, RuleSet, Settled, from_config, list_renames
+from .context import LoadContext
 from .destinations import Destinations, bind
 from .inventory import check_alike, settle_layouts, view_engine, warn_idle
 from .states import OptimizerMatch, States, list_tensors
@@ -46,8 +46,7 @@ class Work:
 
     Attributes:
         index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
-        wants: of this rank.
-        destinations: filled by the wants.
+        destinations: this rank's wants, with the memory that they fill.
         states: optimizer states to attach after verification.
         match: this rank's names.
         touched: atoms that some rank needs, the same list on every rank.
@@ -57,7 +56,6 @@ class Work:
     """
 
     index: AtomicIndex
-    wants: Wants = field(default_factory=Wants)
     destinations: Destinations = field(default_factory=Destinations)
     states: list[States] = field(default_factory=list)
     match: Match = field(default_factory=Match)
@@ -66,74 +64,82 @@ class Work:
     state_bytes: int = 0
     averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
 
+    @property
+    def wants(self) -> Wants:
+        """This rank's wants."""
+        return self.destinations.wants
 
-def prepare(
-    saved: AtomicIndex,
-    target: Target,
-    comm: Comm,
-    config: UniversalConfig,
-    *,
-    strict: bool,
-    with_states: bool,
-    with_extras: bool = True,
-) -> Work:
+
+def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states: bool) -> Work:
     """Match names, settle patterns and list this rank's wants (collective).
+
+    A ``custom_load_fn`` loads all tensors that no optimizer owns.
 
     Args:
         saved: the checkpoint.
-        strict: refuse missing and extra names.
         with_states: load optimizer states.
-        with_extras: load tensors that no optimizer owns; False leaves them to a ``custom_load_fn``.
 
     Raises:
         UcpError: engine and checkpoint do not match; the same on every rank.
     """
+    comm, is_custom = job.comm, job.arguments.custom_load_fn is not None
     comm.run(lambda: refuse_unreadable(saved))
     if with_states:
         comm.alike(lambda: refuse_stateless(saved))
-    if not with_extras and not with_states:
+    elif is_custom:
         return Work(saved)
-    extras = comm.run(target.extras) if with_extras else []
-    view = view_engine(target, extras, comm)
-    log, rules = comm.rank == 0, comm.alike(lambda: from_config(config.patterns))
-
-    def match_all() -> tuple[Work, Settled]:
-        names = {*view.shapes, *view.aliases}
-        # Stages of a pipeline have different modules, and all ranks must read alike.
-        module = target.engine.module if target.place.pp == 1 else None
-        taken = set(find_renamed(list_names(saved), names, list_renames(rules)).values())
-        reading = Reading() if module is None else read_into(saved, module, names, taken)
-        index = adapt_experts(reading.carry_out(saved), view.shapes)
-        renamed = apply_renames(index, view.shapes, rules, view.aliases)
-        if log:
-            warn_idle(saved, index, rules)
-        unowned = view.unowned if with_extras else None
-        live = replace(view, renamed=renamed, unowned=unowned, unfed=reading.unfed)
-        is_strict = strict or not with_extras
-        match = match_parameters(index, live, strict=is_strict, with_states=with_states, rules=rules)
-        match.notes += describe_config(saved, read_config(module) if module is not None and saved.run.format else {})
-        match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
-        if log and (text := reading.describe()):
-            logger.info("%s", text)
-        check_alike(live, target)
-        objections = Objections()
-        with objections:
-            match.require()
-        with objections:
-            if with_states:
-                match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
-        with objections:
-            settled = settle_layouts(index, live, match, rules, log=log)
-        optimizer = OptimizerMatch(index, target, match)
-        with objections:
-            if with_states and not match.fault:
-                optimizer.check()
-        objections.settle()
-        return make_work(optimizer, live, settled, with_states=with_states), settled
-
-    work, settled = comm.run(match_all)
+    view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
+    rules = comm.alike(lambda: from_config(job.config.patterns))
+    work, settled = comm.run(lambda: _match(job, saved, target, view, rules, with_states=with_states))
     _share(view, settled, work, comm, with_states=with_states)
     return work
+
+
+def _match(
+    job: LoadContext,
+    saved: AtomicIndex,
+    target: Target,
+    view: EngineView,
+    rules: Sequence[RuleSet],
+    *,
+    with_states: bool,
+) -> tuple[Work, Settled]:
+    """Match engine and checkpoint; returns this rank's work, and how both sides cut each tensor.
+
+    Raises:
+        UcpError: all objections to the load, in one.
+    """
+    is_first, objections = job.comm.rank == 0, Objections()
+    names = {*view.shapes, *view.aliases}
+    # Stages of a pipeline have different modules, and all ranks must read alike.
+    module = target.engine.module if target.place.pp == 1 else None
+    taken = set(find_renamed(list_names(saved), names, list_renames(rules)).values())
+    reading = Reading() if module is None else read_into(saved, module, names, taken)
+    index = adapt_experts(reading.carry_out(saved), view.shapes)
+    renamed = apply_renames(index, view.shapes, rules, view.aliases)
+    if is_first:
+        warn_idle(saved, index, rules)
+    view = replace(view, renamed=renamed, unfed=reading.unfed)
+    strict = job.arguments.load_module_strict or view.unowned is None
+    match = match_parameters(index, view, strict=strict, with_states=with_states, rules=rules)
+    match.notes += describe_config(saved, read_config(module) if module is not None and saved.run.format else {})
+    match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
+    if is_first and (text := reading.describe()):
+        logger.info("%s", text)
+    check_alike(view, target)
+    with objections:
+        match.require()
+    with objections:
+        if with_states:
+            match_groups(index, target.group_members(), match, keep_live=job.config.param_groups == "live")
+    with objections:
+        settled = settle_layouts(index, view, match, rules, log=is_first)
+    optimizer = OptimizerMatch(index, target, match)
+    with objections:
+        if with_states and not match.fault:
+            optimizer.check()
+    objections.settle()
+    return make_work(optimizer, view, settled, with_states=with_states), settled
 
 
 def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, with_states: bool) -> Work:
@@ -153,15 +159,9 @@ def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, 
     wants = list_wants(index, view, match, settled.pairs, with_states=with_states, resizes=settled.resizes)
     # Data-parallel ranks need parts of the same atoms: the first replica reports them.
     keys = list_touched(index, view, match, with_states=with_states) if target.is_first_replica else []
-    touched = [key for key in keys if target.speaks_for(key.name)]
+    touched = [key for key in keys if target.reports(key.name)]
     if with_states:
-        new = dict.fromkeys(name for flat in target.flats for name in optimizer.list_new(flat))
-        match.notes += [_NEW.format(shorten(new))] if new else []
-        match.notes += [_STATELESS.format(shorten(bare))] if (bare := optimizer.list_bare()) else []
-        if optimizer.lacks_states():
-            has_others = any(index.run.scalars.values()) or {*index.stored.atoms.list_states()} - {MASTER, MODULE, COPY}
-            match.notes.append((_ELSEWHERE if has_others else _BARE).format(type(target.optimizer).__name__))
-        match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
+        match.notes += optimizer.list_notes()
     match.notes += describe_rounding(wants)
     filled = {name for name, param in match.params.items() if param.name not in wants.resized}
     tensors, copies = list_tensors(states), {}
@@ -171,7 +171,7 @@ def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, 
             tensors[spec.slot] = map_partition(buffers[spec.slot[1]], filled)
         if spec.slot[0] == MASTER:
             copies[spec.slot] = target.find_copies(spec.slot[1])
-    return Work(index, wants, bind(wants, tensors, copies), states, match, touched)
+    return Work(index, bind(wants, tensors, copies), states, match, touched)
 
 
 def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
@@ -190,29 +190,19 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
     return make(buffer.buffer.partition)  # type: ignore[no-any-return]
 
 
-_NEW = (
-    "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
-    "makes Adam's first updates of them larger than at a start. In a separate param group they would start at step 0."
-)
-_STATELESS = "{}: no optimizer state was saved for these parameters; it starts from zero"
-_ELSEWHERE = "no optimizer state was saved for the parameters that are trained here: the states of {} start from zero"
-_BARE = (
-    "the saved optimizer kept no states: the states of {} start from zero. If it is another optimizer, the saved "
-    'hyper-parameters are not meant for it ("param_groups": "live" keeps this run\'s)'
-)
 _ADAPTER = "the checkpoint has no adapter; the new model's starts from its initial values: {}"
-
-_UNEVEN = (
-    "{}: its step depends on how ZeRO cuts the parameters; its state is restored exactly, but the next losses are not "
-    "those of the saved topology"
-)
 
 
 _REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}
 
 
 def describe_rounding(wants: Wants) -> list[str]:
-    """Describe masters and states that are rounded, and tensors whose kind of number changes."""
+    """Describe masters and states that are rounded, and tensors whose kind of number changes.
+
+    Example:
+        >>> describe_rounding(wants)  # masters of 16 bits in this run
+        ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
+    """
     notes = set()
     for slot, stored, dtype in {
         (wants.buffers[at].slot[0], stored, wants.buffers[at].dtype) for at, stored in wants.sinks
@@ -231,7 +221,7 @@ def _rounds(stored: str, dtype: str) -> bool:
     """Return True if dtype ``stored`` has values that ``dtype`` cannot represent."""
     if not {stored, dtype} <= FLOATING:
         return ITEMSIZE[dtype] < ITEMSIZE[stored]
-    before, now = (torch.finfo(getattr(torch, each)) for each in (stored, dtype))
+    before, now = (torch.finfo(getattr(torch, name)) for name in (stored, dtype))
     return now.eps > before.eps or now.max < before.max
 
 
@@ -264,8 +254,10 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     for key in touched:
         mask[places[key.param], states.index(key.state)] = True
     needed = comm.any_of(mask.reshape(-1)).reshape(mask.shape)
-    held = list(params)
-    return [AtomKey(held[at].name, states[state], held[at].instance) for at, state in np.argwhere(needed).tolist()]
+    ordered = list(params)
+    return [
+        AtomKey(ordered[at].name, states[state], ordered[at].instance) for at, state in np.argwhere(needed).tolist()
+    ]
 
 
 def _log_match(match: Match, index: AtomicIndex) -> None:
@@ -288,7 +280,7 @@ def _log_resized(index: AtomicIndex, resized: Mapping[str, Resized], with_states
             text = "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero"
             logger.info(text, name, how.live, how.saved, how.live - how.saved)
     alike: dict[Resized, list[str]] = defaultdict(list)
-    for name, (how, *_) in fold_names([each for each in sorted(resized.items()) if not each[1].pads], lambda how: how):
+    for name, (how, *_) in fold_names([pair for pair in sorted(resized.items()) if not pair[1].pads], lambda how: how):
         alike[how].append(name)
     for how, names in alike.items():
         logger.warning("resize: %s: %s", shorten(names), how.describe())

@@ -16,7 +16,7 @@ from ..engine.references import update_in_place
 from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
 from ..errors import MismatchError, shorten
 from ..formats.deepspeed.headers import Unread
-from ..model import AtomicIndex, ParamKey, RunState
+from ..model import COPY, MASTER, MODULE, AtomicIndex, ParamKey, RunState
 from ..model.experts import drop_fixed
 from ..model.view import EngineBuffer
 from ..model.wrappers import USE_MUON
@@ -26,6 +26,21 @@ from ..plan.wants import Slot, find_states, join_states
 from .context import LoadContext
 
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
+
+_NEW = (
+    "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
+    "makes Adam's first updates of them larger than at a start. In a separate param group they would start at step 0."
+)
+_STATELESS = "{}: no optimizer state was saved for these parameters; it starts from zero"
+_ELSEWHERE = "no optimizer state was saved for the parameters that are trained here: the states of {} start from zero"
+_BARE = (
+    "the saved optimizer kept no states: the states of {} start from zero. If it is another optimizer, the saved "
+    'hyper-parameters are not meant for it ("param_groups": "live" keeps this run\'s)'
+)
+_UNEVEN = (
+    "{}: its step depends on how ZeRO cuts the parameters; its state is restored exactly, but the next losses are not "
+    "those of the saved topology"
+)
 
 
 @dataclass(slots=True)
@@ -193,37 +208,38 @@ class OptimizerMatch:
         lazy = kept is not None and kept.lazy
         return States(flat, tensors, frozenset(live) & frozenset(tensors), self._join_scalars(flat), lazy)
 
-    def depends_on_cut(self) -> bool:
-        """Return True if steps depend on how ZeRO cuts the parameters."""
-        target = self.target
+    def list_notes(self) -> list[str]:
+        """Describe states that start from zero, and steps that depend on the cut."""
+        run, target, notes = self.index.run, self.target, list[str]()
+        kind = type(target.optimizer).__name__
+        if new := dict.fromkeys(name for flat in target.flats for name in self._list_new(flat)):
+            notes.append(_NEW.format(shorten(new)))
+        bare = [flat for flat in target.flats if not self._has_states(flat)]
+        if len(bare) < len(target.flats):
+            saved = {param for group in run.groups for param in group.members}
+            if trained := [name for flat in bare for name in flat.names if self.match.params.get(name) in saved]:
+                notes.append(_STATELESS.format(shorten(trained)))
+        elif self._has_stepped() and any((kept := self.probe(flat)) and kept.elementwise for flat in bare):
+            others = {*self.index.stored.atoms.list_states()} - {MASTER, MODULE, COPY}
+            notes.append((_ELSEWHERE if others or any(run.scalars.values()) else _BARE).format(kind))
         firsts = {flat.group: flat for flat in reversed(target.flats)}
-        return any(depends_on_cut(target.optimizer, target.param_group(flat), flat.tensor) for flat in firsts.values())
+        if any(depends_on_cut(target.optimizer, target.param_group(flat), flat.tensor) for flat in firsts.values()):
+            notes.append(_UNEVEN.format(kind))
+        return notes
 
-    def list_new(self, flat: EngineBuffer) -> list[str]:
+    def _list_new(self, flat: EngineBuffer) -> list[str]:
         """List parameters without saved states in a flat buffer whose step count is restored for others."""
         stepped = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
         return [name for name in flat.names if stepped and self.match.params.get(name) not in stepped]
-
-    def list_bare(self) -> list[str]:
-        """List parameters that the saved run trained and that have no saved states, if others have some."""
-        saved = {param for group in self.index.run.groups for param in group.members}
-        bare = [flat for flat in self.target.flats if not self._has_states(flat)]
-        trained = [name for flat in bare for name in flat.names if self.match.params.get(name) in saved]
-        return trained if len(bare) < len(self.target.flats) else []
 
     def _has_states(self, flat: EngineBuffer) -> bool:
         scalars = self.index.run.scalars
         return bool(self.saved_states(flat)) or any(scalars.get(param) for param in self.saved_params(flat))
 
-    def lacks_states(self) -> bool:
-        """Return True if the saved run had stepped with an optimizer without states, and this run's keeps some."""
-        run, flats = self.index.run, self.target.flats
-        stepped = bool(run.groups) and (run.format or run.counters.get("global_steps"))
-        return (
-            bool(stepped)
-            and not any(map(self._has_states, flats))
-            and any((kept := self.probe(flat)) and kept.elementwise for flat in flats)
-        )
+    def _has_stepped(self) -> bool:
+        """Return True if the saved run has trained with some optimizer."""
+        run = self.index.run
+        return bool(run.groups) and bool(run.format or run.counters.get("global_steps"))
 
     def _join_scalars(self, flat: EngineBuffer) -> dict[str, Any]:
         """Return the scalars that a flat buffer's parameters have in common.
@@ -253,9 +269,9 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
     if not match.groups:
         return []
     engine, optimizer, takes_saved = job.engine, target.optimizer, job.config.param_groups == "saved"
-    held = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
-    saved = {number: drop_fixed(run.groups[number].hyper) for found in match.groups.values() for number in found}
-    pairs = [(held[live], saved[number]) for live, found in sorted(match.groups.items()) for number in found]
+    groups = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
+    saved = {number: drop_fixed(run.groups[number].hyper) for numbers in match.groups.values() for number in numbers}
+    pairs = [(groups[live], saved[number]) for live, numbers in sorted(match.groups.items()) for number in numbers]
     with_scheduler, scheduler = job.arguments.load_lr_scheduler_states, engine.lr_scheduler
     notes = [
         list_edits(optimizer, pairs, scheduler, run.configured, takes_saved=takes_saved, with_scheduler=with_scheduler)
@@ -269,23 +285,23 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
 def list_tensors(states: list[States]) -> dict[Slot, torch.Tensor]:
     """Return the tensors of states as destinations."""
     numbered = enumerate(states)
-    return {(name, number): flatten(tensor) for number, each in numbered for name, tensor in each.tensors.items()}
+    return {(name, number): flatten(tensor) for number, entry in numbered for name, tensor in entry.tensors.items()}
 
 
 def attach_states(target: Target, states: list[States], match: Match) -> None:
     """Give states, scalars and hyper-parameters to the optimizer."""
     optimizer = target.optimizer
-    for each in states:
-        live = optimizer.state.get(each.flat.tensor)
-        scalars = {key: update_in_place((live or {}).get(key), value) for key, value in each.scalars.items()}
-        entry = {**scalars, **each.tensors}
+    for restored in states:
+        live = optimizer.state.get(restored.flat.tensor)
+        scalars = {key: update_in_place((live or {}).get(key), value) for key, value in restored.scalars.items()}
+        entry = {**scalars, **restored.tensors}
         if not entry:
-            if each.lazy or each.flat.swap is not None:
-                optimizer.state.pop(each.flat.tensor, None)
+            if restored.lazy or restored.flat.swap is not None:
+                optimizer.state.pop(restored.flat.tensor, None)
             elif live is not None:
                 _reset(live)
         elif live is None:
-            optimizer.state[each.flat.tensor] = entry
+            optimizer.state[restored.flat.tensor] = entry
         else:
             live.clear()
             live.update(entry)

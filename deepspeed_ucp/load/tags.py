@@ -59,26 +59,30 @@ def find_tag(
 
     Raises:
         CheckpointError: there is no such tag, or ranks ask for different ones, or see different ones.
+
+    Example:
+        >>> find_tag("checkpoints", None, Comm())
+        'global_step100'
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
     ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback)
-    every: list[Look] = []
-    found = None
+    all_looks: list[Look] = []
+    chosen = None
     for place in places:  # stops at the first place that has it: a store out of reach takes long to fail
         looks = comm.each(partial(ask, place))
         comm.alike(partial(_compare_asked, load_dir, [look.asked for look in looks]))
-        every += looks
-        found = found or comm.alike(partial(_choose, load_dir, [look.tag for look in looks]))
-        errors = [look.error for look in every if look.error]
-        if found is None and errors:
+        all_looks += looks
+        chosen = chosen or comm.alike(partial(_choose, load_dir, [look.tag for look in looks]))
+        errors = [look.error for look in all_looks if look.error]
+        if chosen is None and errors:
             break
-        if any(look.tag == found and not look.error for look in looks if found is not None):
-            return found
-    if found is None and not errors:
+        if any(look.tag == chosen and not look.error for look in looks if chosen is not None):
+            return chosen
+    if chosen is None and not errors:
         return None
-    if found is not None and _is_somewhere(places, found, comm):
-        return found
-    newest = next((look.newest for look in every if look.newest), None)
+    if chosen is not None and _is_somewhere(places, chosen, comm):
+        return chosen
+    newest = next((look.newest for look in all_looks if look.newest), None)
     comm.alike(lambda: _refuse(errors[0], newest))
     if comm.rank == 0:
         logger.warning("%s Falling back to the newest one by step, seal and time: %s", errors[0], newest)
@@ -134,7 +138,7 @@ def _describe_named(named: Sequence[str | None]) -> str:
     for rank, tag in enumerate(named):
         if tag is not None:
             ranks.setdefault(tag, []).append(rank)
-    return shorten(f"rank{'s' * (len(each) > 1)} {join_numbers(each)}: {tag}" for tag, each in ranks.items())
+    return shorten(f"rank{'s' * (len(members) > 1)} {join_numbers(members)}: {tag}" for tag, members in ranks.items())
 
 
 def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
@@ -178,7 +182,12 @@ def find_all_tags(places: Sequence[str]) -> set[str]:
 
 
 def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
-    """Return the tag's folder in each place: the place itself if some rank sees that it is that folder (collective)."""
+    """Return the tag's folder in each place: the place itself if some rank sees that it is that folder (collective).
+
+    Example:
+        >>> find_folders(["checkpoints", "s3://bucket/run"], "global_step100", Comm())
+        ['checkpoints/global_step100', 's3://bucket/run/global_step100']
+    """
     return [_find_folder(place, tag, comm) for place in places]
 
 

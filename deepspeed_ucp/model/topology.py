@@ -93,7 +93,7 @@ def enabled(config: Mapping[str, Any], *names: str) -> bool:
     return any(bool((config.get(name) or {}).get("enabled")) for name in names)
 
 
-def list_untold(differences: Iterable[str]) -> list[str]:
+def list_undescribed(differences: Iterable[str]) -> list[str]:
     """Select the differences that are not visible in :meth:`Topology.describe`."""
     return [text for text in differences if text.split(" ", 1)[0] not in _DESCRIBED]
 

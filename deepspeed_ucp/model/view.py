@@ -102,6 +102,11 @@ class EngineView:
         info: the model's ``universal_checkpoint_info``.
         tp: tensor-parallel degree.
         experts_over_tp: whole experts that are distributed over the tensor-parallel ranks too: they have one shard.
+
+    Example:
+        >>> flat = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
+        >>> shapes = {"a": ((6,),), "b": ((3,),)}
+        >>> second_rank = EngineView(shapes, flats=[EngineBuffer(flat, part=1, tp_shard=0, dtype="float32")])
     """
 
     owned: Shapes = field(default_factory=dict)

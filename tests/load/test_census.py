@@ -77,7 +77,7 @@ class Stage:
     def list_names(self) -> dict[str, str]:
         return {name: name for _, names in self.groups for name in names} | {"tied": self.groups[0][1][0]}
 
-    def speaks_for(self, name: str) -> bool:
+    def reports(self, name: str) -> bool:
         return self.is_first_replica
 
     def tp_shard_of(self, name: str) -> int:

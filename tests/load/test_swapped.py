@@ -59,7 +59,7 @@ class SwappedTarget(FakeTarget):
         if held.buffer.partition < LEAST:
             return held
         place = self.write(f"{param.name}_param.tensor.swp", held.buffer.partition, self.kind.dtype)
-        return self.hold(held.buffer, held.part, torch.tensor(1).half(), swap=place)
+        return self.make_buffer(held.buffer, held.part, torch.tensor(1).half(), swap=place)
 
     def look(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(self.folder.iterdir())}

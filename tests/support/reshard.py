@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine import Target
-from deepspeed_ucp.engine.parallel import HeldExperts, Instance, Place
+from deepspeed_ucp.engine.parallel import Instance, LocalExperts, Place
 from deepspeed_ucp.engine.swap import SwapFiles
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load.averages import average_rows
+from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.inventory import join_groups, list_stage_groups
@@ -146,16 +147,16 @@ class FakeTarget(Target):
     def _make_extras(self) -> list[EngineBuffer]:
         found = [self._extra(_find(self.model, name)) for name in self.params if name not in self.owned]
         for name, value in self.model.buffers.items():
-            found.append(self.hold_whole(name, fill_like(value.reshape(-1)).view(value.shape), is_buffer=True))
+            found.append(self.make_whole(name, fill_like(value.reshape(-1)).view(value.shape), is_buffer=True))
         return found
 
     def _extra(self, param: Param) -> EngineBuffer:
         if self.kind.stage < 3:
             whole = torch.full(param.shape, SENTINEL, dtype=self.kind.dtype)
-            return self.hold_whole(param.name, whole)
+            return self.make_whole(param.name, whole)
         part = stage3_slice(param, self.kind.dp, self.rank)
         held = torch.full((part.numel,), SENTINEL, dtype=self.kind.dtype)
-        return self.hold(join_reserved(0, (param.name,), (param.shape,), self.kind.dp), self.rank, held)
+        return self.make_buffer(join_reserved(0, (param.name,), (param.shape,), self.kind.dp), self.rank, held)
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         return [[(name, param.trains) for param in group for name in param.atoms] for group in self.own.groups]
@@ -183,7 +184,7 @@ def own_layout(model: Model, topology: Topology, rank: int) -> tuple[Flat, ...]:
     return partition_layout(model, topology)[rank if topology.partitions or model.experts else 0]
 
 
-def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int) -> HeldExperts:
+def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int) -> LocalExperts:
     """Return the experts of a layer that a data-parallel rank holds."""
     degree, seat, folded = degree_of(model, topology, layer), find_seat(model, topology, rank), topology.folds_experts
     replicas, numbers = list_replicas(topology, degree, seat), list_held(layer, topology, degree, seat)
@@ -193,7 +194,7 @@ def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int
         else range(model.lane, topology.dp * topology.tp, topology.tp)[replicas.start : replicas.stop : replicas.step]
     )
     held = ranks if folded or degree > 1 else None
-    return HeldExperts(numbers, degree, held, folded, is_first_replica=replicas[0] == seat)
+    return LocalExperts(numbers, degree, held, folded, is_first_replica=replicas[0] == seat)
 
 
 def lay_flat(own: Model, topology: Topology, flat: Flat) -> FlatBuffer:
@@ -324,7 +325,9 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     if not options.in_place:
         target.made_from = [[] for _ in target.flats]
     with_states = options.with_states and has_masters(target, comm)
-    work = prepare(index, target, comm, options.config, strict=options.strict, with_states=with_states)
+    arguments = LoadArguments(load_module_strict=options.strict)
+    job = LoadContext(None, comm, options.config, arguments, LoadReport(direct=True, reason=""))
+    work = prepare(job, index, target, with_states=with_states)
     rank = Loaded(target, work, target.extras(), comm)
     into = work.destinations
     into.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in into.sinks]
