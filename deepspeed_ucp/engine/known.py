@@ -25,8 +25,8 @@ KNOWN: dict[tuple[str, int], frozenset[str]] = {
     ("zero3", 3): _OFFLOAD | {"16 bit", "frozen parameters", "zero_optimization.zero_hpz_partition_size"},
 }
 """Known options of an engine by optimizer wrapper and ZeRO stage, for a strict load of all states of a ``torch.save``.
-Tests: ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_3d.py``,
-``test_engine_muon.py`` and ``test_engine_offload.py`` (hpZ)."""
+Tests: ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_parallel.py``,
+``test_engine_muon.py`` and ``test_engine_resumes.py`` (hpZ)."""
 
 _HARMLESS = """
     stage offload_optimizer offload_param cpu_offload cpu_offload_param cpu_offload_use_pin_memory

@@ -1,9 +1,8 @@
-"""DeepSpeed's experts under other expert-parallel degrees, numbers of ranks, stages and precisions."""
+"""DeepSpeed's experts and AutoEP's under other degrees of parallelism, numbers of ranks, stages and precisions."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,152 +11,287 @@ import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.examine.degrees import parse_degrees
 from deepspeed_ucp.examine.resume import check_resume
 from deepspeed_ucp.formats import open_checkpoint
 from tests.releases import find_reason
-from tests.support.engines import experts as engine_experts
-from tests.support.engines.driver import Engines, Refusal, list_rows
+from tests.support.covering import params
+from tests.support.engines import experts_3d
+from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source, choose, edit
 from tests.support.engines.experts import Spread
 
-BELOW = "expert_layer"
-"""A module name that makes DeepSpeed treat all parameters below as experts."""
-
+HAS_AUTOEP = find_spec("deepspeed.module_inject.auto_ep_layer") is not None
 SOURCES = [
-    Spread(4, 1, "bf16", (2, 2)),
-    Spread(4, 2, "fp32", (2, 1), data_first=True),
-    Spread(2, 1, "fp32", (1, 1)),
-    Spread(4, 1, "fp32", (2, 4), shuffled=True),
-    Spread(4, 0, "fp32", (4, 4)),
-    Spread(4, 0, "bf16", (2, 2), data_first=True),
+    Spread(1, 4, "bf16", (2, 2)),
+    Spread(2, 4, "fp32", (2, 1), data_first=True),
+    Spread(1, 2, "fp32", (1, 1)),
+    Spread(1, 4, "fp32", (2, 4), shuffled=True),
+    Spread(0, 4, "fp32", (4, 4)),
+    Spread(0, 4, "bf16", (2, 2), data_first=True),
 ]
 SOURCES = [each for each in SOURCES if not find_reason(f"experts/zero{each.stage}-{each.precision}")]
-
 TARGETS = [
-    Spread(4, 1, "bf16", (2, 2)),
-    Spread(4, 2, "fp32", (4, 2), shuffled=True),
+    Spread(1, 4, "bf16", (2, 2)),
+    Spread(2, 4, "fp32", (4, 2), shuffled=True),
     Spread(2, 2, "bf16", (2, 1), data_first=True),
     Spread(1, 1, "fp32", (1, 1)),
-    Spread(4, 0, "fp32", (2, 2)),
-    Spread(2, 0, "bf16", (1, 1)),
+    Spread(0, 4, "fp32", (2, 2)),
+    Spread(0, 2, "bf16", (1, 1)),
+]
+ROWS = choose(TARGETS, SOURCES, {number: range(number % 2, len(SOURCES), 2) for number in range(len(TARGETS))})
+
+# --- with tensor and pipeline parallelism
+
+Degrees = experts_3d.Spread
+SOURCES_3D = [
+    Degrees(1, 4, "bf16", tp=2, ep=2),
+    Degrees(2, 4, tp=2, ep=4),
+    Degrees(1, 4, tp=2, ep=4, data_first=True),
+    Degrees(1, 4, tp=2, ep=2, cut=True),
+    Degrees(2, 4, "bf16", tp=2, ep=1, cut=True, data_first=True),
+    Degrees(0, 4, tp=2, ep=2),
+    Degrees(0, 4, "bf16", tp=2, ep=4),
+    Degrees(0, 4, "bf16", tp=2, ep=2, cut=True),
+    Degrees(1, 4, "bf16", tp=2, ep=2, fp32_grads=True),
+    Degrees(1, 4, "bf16", ep=2, pp=2),
+    Degrees(0, 4, ep=2, pp=2),
+    Degrees(1, 4, tp=2, ep=2, pp=2),
+    Degrees(1, 4, "bf16", tp=2, ep=1, pp=2, cut=True, fp32_grads=True),
+    Degrees(1, 2, ep=2),
+    Degrees(1, 4, "bf16", tp=2, ep=2, second=4),
+    Degrees(0, 4, "bf16", ep=2, pp=2),
+    Degrees(0, 4, "bf16", tp=2, ep=2, pp=2),
+]
+TARGETS_3D = [
+    Degrees(1, 4, "bf16", tp=2, ep=2),
+    Degrees(2, 4, tp=2, ep=1),
+    Degrees(1, 4, tp=2, ep=4, data_first=True),
+    Degrees(2, 4, tp=2, ep=2, cut=True),
+    Degrees(0, 4, tp=2, ep=4),
+    Degrees(0, 4, "bf16", tp=2, ep=2, cut=True),
+    Degrees(1, 4, "bf16", tp=2, ep=2, fp32_grads=True),
+    Degrees(1, 4, ep=2, pp=2),
+    Degrees(1, 4, "bf16", tp=2, ep=2, pp=2),
+    Degrees(0, 4, tp=2, ep=1, pp=2, cut=True),
+    Degrees(2, 2, "bf16", ep=2),
+    Degrees(1, 1),
+    Degrees(2, 4, tp=2, ep=4, second=2),
+    Degrees(0, 4, "bf16", tp=2, ep=2, pp=2),
+    Degrees(0, 4, ep=2, pp=2),
+    Degrees(1, 4, "bf16", ep=2, pp=2),
 ]
 
 
-CHOSEN = {number: range(number % 2, len(SOURCES), 2) for number in range(len(TARGETS))}
+def check_copies(saved: Saved, outcome: Outcome) -> None:
+    """Compare the model's copies, which the files of single experts hold."""
+    assert not outcome.errors, outcome.errors[0]
+    copies = {key for key in saved.state if key[1] == "copy"}
+    assert copies == {key for key in outcome.state if key[1] == "copy"}
+    for key in copies:
+        found = outcome.state[key]
+        assert torch.equal(found, saved.state[key].view(found.shape).to(found.dtype)), key
+
+
+ALONE = [
+    Source(SOURCES_3D[place], arguments={"load_optimizer_states": False}, check=check_copies) for place in (0, 6, 7, 9)
+]
+"""Folded and cut experts and a pipeline."""
+TURNS, BENT = Degrees(1, 4, ep=2, pp=2, turns=True, dual=True), Degrees(2, 4, "bf16", tp=2, ep=4, turns=True)
+BIDIRECTIONAL = [TURNS, TURNS.but(dual=False), BENT]
+ROWS += choose(TARGETS_3D, SOURCES_3D, {0: (3, 9), 3: (6, 12), 8: (0, 3, 6)}, "3d")
+ROWS += [Row(TARGETS_3D[place], ALONE, "weights", exhaustive=place > 0) for place in (0, 3, 8, 10)]
+if not find_reason("DualPipeV"):
+    ROWS += [Row(target, [TURNS], "DualPipeV") for target in BIDIRECTIONAL]
+    ROWS += [Row(TURNS, [source], "DualPipeV", exhaustive=True) for source in BIDIRECTIONAL[1:]]
+
+# --- AutoEP
+
+if HAS_AUTOEP:
+    from tests.support.engines.autoep import Spread as AutoEP
+
+    SMALL, GATHERED = {"sub_group_size": 100}, {"stage3_param_persistence_threshold": 0}
+    SOURCES_AUTO = [
+        AutoEP(1, 4, "bf16", 2),
+        AutoEP(2, 4, "fp32", 4),
+        AutoEP(1, 2, "fp32", 1),
+        AutoEP(2, 4, "bf16", 2, data_first=True),
+        AutoEP(3, 4, "bf16", 2),
+        AutoEP(3, 4, "fp32", 4),
+        AutoEP(3, 2, "fp32", 1, zero=SMALL),
+        AutoEP(1, 4, "fp32", 2, tp=2),
+        AutoEP(2, 4, "bf16", 4, tp=2),
+        AutoEP(3, 4, "bf16", 2, tp=2),
+        AutoEP(0, 4, "fp32", 4, tp=2),
+        AutoEP(0, 4, "bf16", 2),
+        AutoEP(1, 4, "bf16", 2, tp=4),  # every expert has files of two tensor-parallel ranks
+        AutoEP(0, 4, "fp32", 2, tp=4),
+        AutoEP(1, 4, "fp32", 2, pp=2),
+        AutoEP(0, 4, "bf16", 2, pp=2),
+        AutoEP(0, 4, "fp32", 2, pp=2),
+    ]
+    TARGETS_AUTO = [
+        AutoEP(1, 4, "bf16", 2),
+        AutoEP(1, 4, "fp32", 4),
+        AutoEP(2, 2, "bf16", 2),
+        AutoEP(1, 1, "fp32", 1),
+        AutoEP(3, 4, "bf16", 2),
+        AutoEP(3, 4, "fp32", 2, data_first=True),
+        AutoEP(3, 2, "fp32", 2, zero=GATHERED),
+        AutoEP(3, 4, "fp32", 1),
+        AutoEP(1, 4, "bf16", 4, tp=2),
+        AutoEP(3, 4, "fp32", 2, tp=2),
+        AutoEP(0, 4, "bf16", 2, tp=2),
+        AutoEP(0, 2, "fp32", 2),
+        AutoEP(2, 4, "fp32", 4, tp=4),
+        AutoEP(1, 4, "fp32", 1, pp=2),
+        AutoEP(0, 4, "bf16", 2, pp=2),
+    ]
+    NEW = not find_reason("autoep/others")
+    FROM: Any = {0: (4, 8, 14), 4: (0, 10), 8: (4, 14), 11: (0, 8)} if NEW else dict.fromkeys(range(4), range(4))
+    ROWS += choose(TARGETS_AUTO, SOURCES_AUTO, FROM)
+    # At ZeRO 2 DeepSpeed would load rank 0's frozen experts on every rank: they are in the experts' files alone.
+    FROZEN = [AutoEP(2, 2, "fp32", 2), AutoEP(1, 2, "fp32", 1)]
+    ROWS += [Row(each, FROZEN[:1], "frozen", {"frozen": True}, compared={"direct": True}) for each in FROZEN]
+
+    def check_momentum(saved: Saved, _outcome: Outcome) -> None:
+        """ZeRO 1 and 2 keep the momentum of a whole tensor if the partition contains a part of its experts."""
+        assert any(state == "momentum_buffer" and ".experts." in name for name, state in saved.state)
+
+    MUON = [
+        AutoEP(1, 4, "bf16", 2, muon=True),
+        AutoEP(2, 4, "bf16", 4, tp=2, muon=True),
+        AutoEP(3, 2, "bf16", 2, muon=True),
+        AutoEP(0, 2, "bf16", 1, muon=True),
+    ]
+    ROWS += [Row(MUON[0], MUON[1:2], "momentum", check=check_momentum)]
+    ROWS += [
+        Row(each, MUON, "momentum", check=check_momentum, exhaustive=True)
+        for each in (*MUON, AutoEP(2, 1, "bf16", 1, muon=True))
+    ]
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize(("target", "sources"), list_rows(TARGETS, SOURCES, CHOSEN))
-def test_every_expert_comes_back(
-    target: Spread, sources: tuple[Spread, ...], engines: Engines, subtests: pytest.Subtests
-) -> None:
-    engines.go_on(target, sources, subtests)
+@pytest.mark.parametrize("row", [row.param for row in ROWS])
+def test_every_expert_comes_back(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    engines.resume(row, subtests)
+
+
+# --- where DeepSpeed's own load of the same topology would be wrong
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_experts_among_all_parameters_in_one_group(precision: str, engines: Engines, subtests: pytest.Subtests) -> None:
     """Like ``AdamW(model.parameters())`` at stage 0."""
-    source = Spread(2, 0, precision, (2, 2), together=True)
+    source = Spread(0, 2, precision, (2, 2), together=True)
     saved = engines.saved(source)
-    states = next(Path(saved.folder).rglob("mp_rank_00_model_states.pt"))
-    has_config = "ds_config" in torch.load(states, weights_only=False)
-    targets = [source, Spread(2, 0, precision, (1, 1), together=True), Spread(2, 1, "bf16", (2, 2))]
-    for target in targets if precision == "fp32" else targets[:2]:
-        with subtests.test(target=str(target)):
-            (outcome,) = engines.load(target, saved.folder)
-            ours = source != target or not (
-                has_config or precision == "bf16"
-            )  # to 0.19.2 DeepSpeed's load fails in fp32
-            outcome.check(target, source, saved, direct=ours)
+    has_config = "ds_config" in torch.load(next(saved.folder.rglob("mp_rank_00_model_states.pt")), weights_only=False)
+    for target in (source, source.but(ep=(1, 1)), Spread(1, 2, "bf16", (2, 2))):
+        # To 0.19.2 DeepSpeed's load fails in fp32.
+        ours = source != target or not (has_config or precision == "bf16")
+        if target.stage == 0 or precision == "fp32":
+            engines.resume(Row(target, [source], compared={"direct": ours}), subtests)
 
 
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_degrees_whose_groups_have_another_order_at_every_start(shuffled: bool, engines: Engines) -> None:
-    """DeepSpeed's load of the same topology matches groups by number."""
-    source = Spread(4, 1, "bf16", (2, 4), shuffled=not shuffled)
-    saved, target = engines.saved(source), replace(source, shuffled=shuffled)
-    (outcome,) = engines.load(target, saved.folder)
-    outcome.check(target, source, saved, direct=True)
+BELOW = "expert_layer"
+"""A module name that makes DeepSpeed treat all parameters below as experts."""
+LOST = [
+    Spread(1, 2, "fp32", (2, 2), tied=True),
+    Spread(0, 2, "fp32", (1, 1), tied=True),
+    Spread(1, 2, "fp32", (2, 2), residual=BELOW),
+]
+SHUFFLED = Spread(1, 4, "bf16", (2, 4), shuffled=True)
+OURS = [Row(each.but(**to), [each]) for each in LOST for to in ({}, {"stage": 2, "ep": (1, 1)}, {"stage": 0})]
+OURS += [Row(SHUFFLED, [SHUFFLED.but(shuffled=False)]), Row(SHUFFLED.but(shuffled=False), [SHUFFLED])]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        Spread(2, 1, "fp32", (2, 2), tied=True),
-        Spread(2, 0, "fp32", (1, 1), tied=True),
-        Spread(2, 1, "fp32", (2, 2), residual=BELOW),
-    ],
-    ids=str,
-)
-def test_layers_of_experts_that_deepspeed_loses(source: Spread, engines: Engines, subtests: pytest.Subtests) -> None:
+@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row}-{row.sources[0]}")
+def test_layers_of_experts_that_deepspeed_loses(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     """DeepSpeed saves tied experts twice, once with rank 0's model states, which every rank then loads. It drops a
-    residual expert below a module with "expert" in its name, and cannot load its save.
+    residual expert below a module with "expert" in its name, and cannot load its save. It matches groups by number,
+    but their order changes at every start.
     """
-    saved = engines.saved(source)
-    for target in (source, replace(source, stage=2, degrees=(1, 1)), replace(source, stage=0, degrees=(2, 2))):
-        with subtests.test(target=str(target)):
-            (outcome,) = engines.load(target, saved.folder)
-            outcome.check(target, source, saved, direct=True)
+    target = row.target.but(ep=(2, 2)) if row.target.stage == 0 else row.target
+    engines.resume(Row(target, row.sources, compared={"direct": True}), subtests)
 
 
 def test_a_custom_load_needs_all_experts_on_every_rank(engines: Engines) -> None:
     """Every rank numbers its experts from 0: by these names all ranks would load the first ones."""
-    saved = engines.saved(Spread(2, 1, "bf16", (1, 1)))
-    arguments = {"custom_load_fn": engine_experts.fill, "load_optimizer_states": False}
-    (refused,) = engines.load(Spread(2, 1, "bf16", (2, 1)), saved.folder, arguments=arguments)
+    from tests.support.engines.experts import fill
+
+    saved = engines.saved(Spread(1, 2, "bf16", (1, 1)))
+    arguments = {"custom_load_fn": fill, "load_optimizer_states": False}
+    (refused,) = engines.load(Spread(1, 2, "bf16", (2, 1)), saved, arguments=arguments)
     refused.check_refused("UnsupportedError", "expert parallelism")
-    (taken,) = engines.load(Spread(2, 2, "fp32", (1, 1)), saved.folder, arguments=arguments)
+    (taken,) = engines.load(Spread(2, 2, "fp32", (1, 1)), saved, arguments=arguments)
     assert not taken.errors
 
 
-LATER = "expp_rank_1_mp_rank_00_optim_states.pt"
-RESIDUAL = Spread(2, 0, "fp32", (2, 2), residual=BELOW)
-REFUSED = {
-    # No file records the degrees of two layers of the same shapes. In the same topology DeepSpeed's load uses their
-    # order, which changes at every start.
-    "degrees-that-stage-0-does-not-save": Refusal(
-        Spread(2, 0, "fp32", (2, 1)),
-        (Spread(2, 1, "fp32", (2, 1)), Spread(2, 0, "fp32", (2, 1))),
-        ("MismatchError", "several such degrees", "load_optimizer_states=False"),
-    ),
-    "optimizer-of-another-step": Refusal(  # at stage 0 in fp32 no other file has its states
-        Spread(2, 0, "fp32", (2, 2)),
-        (Spread(2, 1, "bf16", (1, 1)),),
-        ("CheckpointError", f"{LATER}: the optimizer's step differs"),
-        damage=lambda folder: shutil.copy(folder / "global_step5" / LATER, folder / "global_step3" / LATER),
-        again=True,
-        tag="global_step3",
-    ),
-    "residual-that-no-file-holds": Refusal(  # at stage 0 there are no masters in another file
-        RESIDUAL,
-        (RESIDUAL, replace(RESIDUAL, stage=1)),
-        ("MismatchError", f"not in the checkpoint: {BELOW}.mlp.0.weight"),
-    ),
-}
+# --- other files
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, engines: Engines, tmp_path: Path) -> None:
-    REFUSED[name].check(engines, tmp_path)
+@pytest.mark.parametrize("source", params([SOURCES_3D[9]], [SOURCES_3D[each] for each in (1, 9, 12)], str))
+def test_older_releases_do_not_tell_the_degrees(source: Any, tmp_path: Path, engines: Engines) -> None:
+    saved = engines.saved(source)
+    shutil.copytree(saved.folder, tmp_path / "old")
+    for path in (tmp_path / "old").rglob("mp_rank_*_model_states.pt"):
+        edit(path, lambda tree: tree.pop("checkpoint_parallel_dimensions"))
+    (outcome,) = engines.load(TARGETS_3D[10], tmp_path / "old")
+    outcome.check(saved)
+
+
+ATOMIC = [SOURCES_3D[place] for place in (0, 3, 9, 12)]
+
+
+@pytest.mark.parametrize("source", params(ATOMIC[:1], ATOMIC, str))
+def test_an_atomic_checkpoint_of_experts(source: Any, tmp_path: Path, engines: Engines) -> None:
+    saved = engines.saved(source)
+    replicas = {"match": r".*(\.down_bias|\.wg\.weight)", "pattern": "replicate"}
+    patterns = {"rules": [*experts_3d.RULES["rules"], replicas]}
+    convert_checkpoint(str(saved.folder), str(tmp_path / "step_universal"), patterns=patterns)
+    (outcome,) = engines.load(TARGETS_3D[3], tmp_path, arguments={"tag": "step_universal"})
+    outcome.check(saved)
+
+
+MOVED = {0: 2, 1: 0, 2: 3, 3: 1}
+"""New expert at each position of two ranks with two experts each."""
+
+
+def move_experts(folder: Path) -> None:
+    """Change the placement of AutoEP's experts in a save of two expert-parallel ranks."""
+
+    def move(tree: Any) -> None:
+        for layer in tree.get("ds_autoep_layers", ()):
+            layer["affine_maps"] = {}
+            for each in layer["expert_placement"]["ranks"]:
+                each["experts"] = [MOVED[expert] for expert in each["experts"]]
+
+    for path in folder.rglob("*_model_states.pt"):
+        edit(path, move)
+
+
+@pytest.mark.skipif(not HAS_AUTOEP, reason="DeepSpeed before 0.19 has no AutoEP")
+def test_the_placement_tells_where_an_expert_lies(tmp_path: Path, engines: Engines) -> None:
+    saved = engines.save(AutoEP(3, 4, "fp32", 2), tmp_path)
+    move_experts(tmp_path)
+    (outcome,) = engines.load(AutoEP(2, 4, "fp32", 4), tmp_path)
+    for (name, state), tensor in saved.state.items():
+        param, dot, number = name.rpartition(".")
+        moved = f"{param}{dot}{MOVED[int(number)]}" if number.isdigit() else name
+        assert torch.equal(outcome.state[moved, state], tensor), (name, state)
 
 
 # --- `ds_ucp plan` predicts the bytes that a resume of experts reports
 
 PLANNED: list[tuple[Any, list[Any]]] = [
     (
-        Spread(4, 1, "bf16", (2, 4)),
-        [Spread(2, 2, "fp32", (2, 1), data_first=True), Spread(4, 1, "bf16", (4, 4)), Spread(2, 0, "bf16", (2, 2))],
+        Spread(1, 4, "bf16", (2, 4)),
+        [Spread(2, 2, "fp32", (2, 1), data_first=True), Spread(1, 4, "bf16", (4, 4)), Spread(0, 2, "bf16", (2, 2))],
     )
 ]
-if find_spec("deepspeed.module_inject.auto_ep_layer"):
-    from tests.support.engines.autoep import Spread as AutoEP
-
-    PLANNED.append(
-        (
-            AutoEP(4, 3, "bf16", 2),
-            [AutoEP(2, 3, "fp32", 2, data_first=True), AutoEP(4, 1, "bf16", 4), AutoEP(2, 2, "fp32", 1)],
-        )
-    )
+if HAS_AUTOEP:
+    AUTO = [AutoEP(3, 2, "fp32", 2, data_first=True), AutoEP(1, 4, "bf16", 4), AutoEP(2, 2, "fp32", 1)]
+    PLANNED.append((AutoEP(3, 4, "bf16", 2), AUTO))
 
 
 @pytest.mark.parametrize(("source", "targets"), PLANNED, ids=["deepspeed", "autoep"][: len(PLANNED)])
@@ -169,13 +303,9 @@ def test_a_plan_is_what_the_load_reports(
     for target in targets:
         with subtests.test(target=str(target)):
             (outcome,) = engines.load(target, folder)
-            found = check_resume(index, parse_degrees(describe(target), index.run.topology))
+            ep = target.ep if isinstance(target.ep, int) else max(target.ep)
+            wanted = f"dp={target.world},ep={ep},zero={target.stage},precision={target.precision}"
+            found = check_resume(index, parse_degrees(wanted, index.run.topology))
             assert found.obstacles == []
             assert sum(rank.bytes_read for rank in outcome.ranks) == found.read
             assert {rank.state_bytes for rank in outcome.ranks} == {found.state}
-
-
-def describe(spread: Any) -> str:
-    """Return the degrees for `--target`."""
-    ep = max(spread.degrees) if hasattr(spread, "degrees") else spread.ep
-    return f"dp={spread.world},ep={ep},zero={spread.stage},precision={spread.precision}"

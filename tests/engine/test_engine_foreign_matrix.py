@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,34 @@ from safetensors import safe_open
 from deepspeed_ucp.testing import WorldPool
 from tests.export.test_dcp import read_all
 from tests.support.covering import params, turns
-from tests.support.engines.kinds import States
+from tests.support.engines.reading import States
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
 from tests.support.engines import foreign as engine_foreign
-from tests.support.engines.autoep import PIPELINE, Spread
+from tests.support.engines.autoep import PIPELINE
+from tests.support.engines.driver import Engines, Outcome
 from tests.support.engines.foreign import LIVE, MATRICES, STEPS, VECTORS, Target
-from tests.support.engines.ranks import Load, Local, load_each
+from tests.support.engines.kinds import ON_CPU
+from tests.support.engines.ranks import Load
 
 Tree = tuple[dict[str, Any], dict[str, dict[str, Any]]]
 """Weights by name, and states by parameter."""
 
-OFFLOAD = (("offload_optimizer", {"device": "cpu"}),)
-
 TARGETS = [
     Target(0),
-    Target(1, "bf16"),
-    Target(2, "fp16", options=OFFLOAD, world=4),
-    Target(3, "bf16"),
-    Target(3, options=(*OFFLOAD, ("offload_param", {"device": "cpu"}), ("stage3_param_persistence_threshold", 0))),
+    Target(1, precision="bf16"),
+    Target(2, 4, "fp16", zero=ON_CPU),
+    Target(3, precision="bf16"),
+    Target(3, zero={**ON_CPU, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}),
     Target(1, compiled=True),
-    Target(0, "bf16", half="client"),
-    Target(2, "bf16", half="masters"),
+    Target(0, precision="bf16", half="client"),
+    Target(2, precision="bf16", half="masters"),
     Target(1, tp=2),
-    Target(3, "bf16", tp=2, world=4),
+    Target(3, 4, "bf16", tp=2),
     Target(1, pp=2),
-    Target(0, "bf16", pp=2),
-    Target(1, "bf16", "autoep", ep=2),
+    Target(0, precision="bf16", pp=2),
+    Target(1, precision="bf16", kind="autoep", ep=2),
     Target(3, kind="autoep", ep=2),
 ]
 
@@ -139,32 +138,32 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> So
 
 ROWS = turns(TARGETS, SOURCES, 2)
 TURNS = [(target, tuple(source for source in SOURCES if (target, source) in ROWS)) for target in TARGETS]
-REST = (Target(1, compiled=True), Target(0, "bf16", pp=2), Target(3, kind="autoep", ep=2))
-"""Exhaustive ones: others have their kind, or only names differ (``test_engine_variants.py``)."""
+REST = (Target(1, compiled=True), Target(0, precision="bf16", pp=2), Target(3, kind="autoep", ep=2))
+"""Exhaustive ones: others have their kind, or only names differ (``test_engine_resumes.py``)."""
 CHOSEN = [row for row in TURNS if row[0] not in REST]
 EVERY = [*TURNS, *((target, SOURCES) for target in TARGETS)]
 
 
 @pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, lambda row: f"{row[0]}-from-{'-'.join(row[1])}"))
 def test_everything_is_where_the_other_library_has_it(
-    target: Target, sources: tuple[str, ...], saved: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtests
+    target: Target, sources: tuple[str, ...], saved: Sources, engines: Engines, subtests: pytest.Subtests
 ) -> None:
-    loads = [Load(str(saved[source].folder), steps=2) for source in sources]
-    patterns = {"patterns": {"rename": PIPELINE}} if target.pp > 1 else {}
-    answers = ucp_worlds.get(target.world).run(load_each, target.training(77, **patterns), loads, read=target.read)
-    for place, source in enumerate(sources):
+    kind = target.on(patterns={"rename": PIPELINE}) if target.pp > 1 else target
+    outcomes = engines.load(kind, *(Load(str(saved[source].folder), steps=2) for source in sources))
+    for place, (source, outcome) in enumerate(zip(sources, outcomes, strict=True)):
         with subtests.test(source=source):
-            check(target, source, saved[source], [answer[place] for answer in answers], 2 * bool(place))
+            check(source, saved[source], outcome, 2 * bool(place))
 
 
-def check(target: Target, source: str, saved: Saved, ranks: Sequence[Local], before: int) -> None:
+def check(source: str, saved: Saved, outcome: Outcome, before: int) -> None:
     """Check each rank after the load of one source.
 
     Args:
         before: steps of the engine before it loads weights alone.
     """
-    states = Spread(2, 0, "", 1, tp=target.tp).join([rank.state.states for rank in ranks])
-    found = {key: states[key] for key in check_states(states, saved.states, target)}
+    assert not outcome.errors, outcome.errors[0]
+    target, ranks = outcome.kind, outcome.ranks
+    found = {key: outcome.state[key] for key in check_states(outcome.state, saved.states, target)}
     steps, counters = set().union(*(rank.state.steps for rank in ranks)), {rank.state.counters for rank in ranks}
     assert all(str(rank.path).startswith(str(saved.folder)) and rank.client_state == {} for rank in ranks)
     messages = "\n".join(text for _, text in ranks[0].log)
@@ -182,24 +181,21 @@ def check(target: Target, source: str, saved: Saved, ranks: Sequence[Local], bef
     assert set().union(*(rank.state.hyper for rank in ranks)) == hyper
     assert {rank.state.scale for rank in ranks} <= {None, 256.0}
     if target.precision == "fp32" and source != "bf16":
-        assert ranks[0].losses == pytest.approx(saved.losses, rel=1e-5)
+        assert outcome.losses == pytest.approx(saved.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("stage", params([3], [0, 1, 2, 3]))
-def test_other_param_groups(stage: int, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+def test_other_param_groups(stage: int, engines: Engines, tmp_path: Path) -> None:
     """One saved group, two live ones: refused, or matched by name with `"param_groups": "live"`."""
-    world, target, loads = ucp_worlds.get(2), Target(stage), [Load(str(tmp_path))]
-    world.run(engine_foreign.save, str(tmp_path), together=True)
-    for (refused,) in world.run(load_each, target.training(77), loads, read=target.read, catch=True):
-        assert "param groups differ" in refused.error and '"param_groups": "live"' in refused.error
-    ranks = [
-        rank for (rank,) in world.run(load_each, target.training(77, param_groups="live"), loads, read=target.read)
-    ]
-    states = Spread(2, 0, "", 1).join([rank.state.states for rank in ranks])
-    assert not check_states(states, engine_foreign.take_apart(*read_nested(tmp_path)), target)
-    assert all(rank.state.steps == {float(STEPS)} for rank in ranks)
+    target = Target(stage)
+    engines.get(target).run(engine_foreign.save, str(tmp_path), together=True)
+    (refused,) = engines.load(target, tmp_path)
+    refused.check_refused("param groups differ", '"param_groups": "live"')
+    (outcome,) = engines.load(target.on(param_groups="live"), Load(str(tmp_path)))
+    assert not check_states(outcome.state, engine_foreign.take_apart(*read_nested(tmp_path)), target)
+    assert all(rank.state.steps == {float(STEPS)} for rank in outcome.ranks)
     rate, decay = LIVE["lr"], LIVE["weight_decay"]
-    assert set().union(*(rank.state.hyper for rank in ranks)) == {(True, rate, decay), (False, rate, decay)}
+    assert set().union(*(rank.state.hyper for rank in outcome.ranks)) == {(True, rate, decay), (False, rate, decay)}
 
 
 def check_states(found: States, saved: States, target: Target) -> set[tuple[str, str]]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import ANY
 
 import deepspeed
 import pytest
@@ -21,10 +22,8 @@ from torch import Tensor, nn
 
 from deepspeed_ucp.load import uploads
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.testing.resume import resume_each as resume_each_of
-from deepspeed_ucp.testing.resume import save_run
-from tests.engine.conftest import STEPS
-from tests.support.engines.cases import Case, training
+from tests.support.engines.cases import Case
+from tests.support.engines.driver import Engines, Row
 
 pytestmark = pytest.mark.skipif(os.environ.get("DS_ACCELERATOR") != "cuda", reason="`make test-gpu` runs these tests")
 
@@ -161,19 +160,15 @@ def cpus() -> Iterator[WorldPool]:
         yield pool
 
 
-def test_from_cpus_and_back(cpus: WorldPool, ucp_worlds: WorldPool, tmp_path: Path) -> None:
-    train = training("mixed", "adamw", scheduler=True)
+def test_from_cpus_and_back(cpus: WorldPool, engines: Engines, tmp_path: Path, subtests: pytest.Subtests) -> None:
     sources = [Case(1, 4, "bf16"), Case(3, 2, "bf16"), Case(0, 1, "bf16"), Case(2, 3)]
     targets = [Case(0, 1, "bf16"), Case(3, 1, "bf16"), Case(2, 2, "bf16")]
-    for here, there in ((cpus, ucp_worlds), (ucp_worlds, cpus)):
-        saves = []
-        for number, case in enumerate(sources):
-            folder = tmp_path / f"{here is cpus}{number}"
-            source = training("mixed", "adamw", scheduler=True, seed=number)
-            saves.append(save_run(source, case.launch, STEPS, folder, here))
+    for here, there in ((Engines(cpus, tmp_path), engines), (engines, Engines(cpus, tmp_path))):
+        runs = [here.saved(source, scheduler=True) for source in sources]
         for target in targets:
-            for judge in resume_each_of(train, saves, target.launch, there, loss_tolerance=0.05):
-                assert judge().parameters == 10
+            for run, outcome in zip(runs, there.load(target, *runs, scheduler=True), strict=True):
+                with subtests.test(source=str(run.kind), target=str(target)):
+                    outcome.check(run, direct=ANY, tolerance=0.05)
 
 
 PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
@@ -194,6 +189,6 @@ KERNELS: list[tuple[list[Case], Case, str]] = [
 
 @pytest.mark.parametrize(("cases", "target", "optimizer"), KERNELS, ids=str)
 def test_kernels_of_the_device(
-    cases: list[Case], target: Case, optimizer: str, resume_each: Callable[..., None]
+    cases: list[Case], target: Case, optimizer: str, engines: Engines, subtests: pytest.Subtests
 ) -> None:
-    resume_each(cases, target, lambda *_: None, model="mixed", optimizer=optimizer)
+    engines.resume(Row(target, cases, options={"optimizer": optimizer}, compared={"direct": ANY}), subtests)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,50 +20,50 @@ from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import capture
 from deepspeed_ucp.testing.compare import compare
-from tests.support.engines.cases import Case, directly, make_engine, pair_id
-from tests.support.engines.ranks import Folder, Load, Local, differences, load_each, on_nodes, save
+from tests.support.engines.cases import Case, make_engine
+from tests.support.engines.driver import Engines
+from tests.support.engines.kinds import ON_CPU
+from tests.support.engines.ranks import Folder, Load, Local, load_each, on_nodes, save
 
 PLAIN = {"model": "plain"}
 OTHER = [(Case(1, 3), Case(1, 2)), (Case(1, 2), Case(2, 2)), (Case(3, 2), Case(3, 2, "bf16"))]
 SMOKE = pytest.mark.engine_smoke
-SAME = [pytest.param(Case(s, 2, p), marks=SMOKE) for s in (0, 1, 2, 3) for p in ("fp32", "bf16")]
-
-
-OFFLOADED = [
-    Case(2, 2, "bf16", {"offload_optimizer": {"device": "cpu"}}),
-    Case(3, 2, zero={"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+SAME = [
+    pytest.param(Case(s, 2, p), "plain", marks=SMOKE, id=f"zero{s}-{p}") for s in (0, 1, 2, 3) for p in ("fp32", "bf16")
 ]
 
 
+OFFLOADED = [Case(stage, 2, "fp16") for stage in (0, 1, 2, 3)]
+OFFLOADED += [Case(2, 2, "bf16", zero=ON_CPU), Case(3, 2, zero={**ON_CPU, "offload_param": {"device": "cpu"}})]
+
+
+OWN = [*SAME, *(pytest.param(case, "plain", id=str(case)) for case in OFFLOADED)]
+FROZEN = [Case(0, 2), Case(0, 2, "bf16"), Case(1, 2)]
+"""Frozen parameters below ZeRO 3."""
+
+
 @pytest.mark.releases
-@pytest.mark.parametrize("case", [*SAME, *(Case(stage, 2, "fp16") for stage in (0, 1, 2, 3)), *OFFLOADED], ids=str)
-def test_same_topology_is_left_to_deepspeed(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
+@pytest.mark.parametrize(
+    ("case", "model"), OWN + [pytest.param(case, "frozen", id=f"{case}-frozen") for case in FROZEN]
+)
+def test_same_topology_is_left_to_deepspeed(case: Case, model: str, engines: Engines) -> None:
     """Its load runs once between two INFO messages, and restores the saved state."""
-    check_own_load(case, "plain", sources, ucp_worlds)
-
-
-@pytest.mark.parametrize("case", [Case(0, 2), Case(0, 2, "bf16"), Case(1, 2)], ids=str)
-def test_frozen_parameters_below_zero_3_are_left_to_it(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    check_own_load(case, "frozen", sources, ucp_worlds)
-
-
-def check_own_load(case: Case, model: str, sources: Any, ucp_worlds: WorldPool) -> None:
-    source = sources.get(case, model=model)
-    answers = load_on(ucp_worlds, case.on(), source.folder, model=model)
-    if case.stage == 0 and any(source.folder.rglob("bf16_zero_*")):  # before 0.19: BF16_Optimizer, which is ours
-        assert [local.direct for local in answers] == [True] * case.dp
+    saved = engines.saved(case, model=model)
+    (outcome,) = engines.load(case, saved, model=model)
+    if case.stage == 0 and any(saved.folder.rglob("bf16_zero_*")):  # before 0.19: BF16_Optimizer, which is ours
+        assert [local.direct for local in outcome.ranks] == [True] * case.world
         return
-    for rank, local in enumerate(answers):
-        assert (local.calls, local.direct) == (1, False)
+    outcome.check(saved, direct=False)
+    for rank, local in enumerate(outcome.ranks):
+        assert local.calls == 1
         assert "same topology" in local.reason
         assert [" loaded in " in text for text in list_info(local)] == ([False, True] if rank == 0 else [])
-        assert differences(source.folder, local.state) == []
 
 
-def load_on(worlds: WorldPool, case: Case, folder: Folder | Path, *, steps: int = 0, **options: Any) -> list[Local]:
+def load_on(engines: Engines, case: Case, folder: Folder, *, steps: int = 0) -> Sequence[Local]:
     """Load a folder into an engine of a case. Returns the ranks of the engine."""
-    loads = [Load(folder if isinstance(folder, tuple) else str(folder), steps=steps)]
-    return [local for (local,) in worlds.get(case.dp).run(load_each, case.training(**options), loads)]
+    work = load_each, case.training(1, **PLAIN), [Load(folder, steps=steps)]
+    return [local for (local,) in engines.get(case).run(*work)]
 
 
 def list_info(local: Local) -> list[str]:
@@ -76,13 +76,13 @@ def list_changes(local: Local) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("case", [Case(0, 2, "bf16"), Case(1, 2, "bf16"), Case(2, 2), Case(3, 2, "fp16")], ids=str)
-def test_same_topology_is_ours_where_it_is_asked_for(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
+def test_same_topology_is_ours_where_it_is_asked_for(case: Case, engines: Engines) -> None:
     """DeepSpeed's load gives the same state and losses."""
-    world, loads = ucp_worlds.get(case.dp), [Load(str(sources.get(case, **PLAIN).folder), steps=2)]
-    ours = world.run(load_each, case.on(same_topology="direct").training(**PLAIN), loads)
-    theirs = world.run(load_each, case.training(**PLAIN), loads, plugin=False)
-    assert ours[0][0].path == theirs[0][0].path
-    for (mine,), (own,) in zip(ours, theirs, strict=True):
+    saved = engines.saved(case, **PLAIN)
+    (ours,) = engines.load(case.on(same_topology="direct"), saved, **PLAIN)
+    (theirs,) = engines.load(case, saved, plugin=False, **PLAIN)
+    assert ours.ranks[0].path == theirs.ranks[0].path
+    for mine, own in zip(ours.ranks, theirs.ranks, strict=True):
         assert mine.direct
         assert compare(own.state, mine.state)[1] == []
         assert mine.losses == own.losses
@@ -107,11 +107,11 @@ def gather_partitions(partition: int, *, shared: bool) -> bool:
     return flat.equal(whole)
 
 
-@pytest.mark.parametrize("pair", OTHER, ids=pair_id)
-def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worlds: WorldPool) -> None:
+@pytest.mark.parametrize("pair", OTHER, ids=lambda pair: "->".join(map(str, pair)))
+def test_another_topology_is_not(pair: tuple[Case, Case], engines: Engines) -> None:
     source, target = pair
-    answers = load_on(ucp_worlds, target.on(), sources.get(source, **PLAIN).folder, **PLAIN)
-    for rank, local in enumerate(answers):
+    (outcome,) = engines.load(target, engines.saved(source, **PLAIN), **PLAIN)
+    for rank, local in enumerate(outcome.ranks):
         assert (local.calls, local.direct) == (0, True)
         assert [" loaded in " in text for text in list_info(local)] == ([False, True] if rank == 0 else [])
         warning = ("WARNING", "this run differs from the saved one: precision float32 → bfloat16")
@@ -119,24 +119,15 @@ def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worl
         assert list_changes(local) == ([warning] if is_cast and rank == 0 else [])
 
 
-def test_another_total_batch_is_told_in_the_same_topology_too(sources: Any, ucp_worlds: WorldPool) -> None:
-    source = Case(1, 2)
-    target = source.but(config={"train_batch_size": 30}).on()
-    own = find_checkpoint(str(sources.get(source, **PLAIN).folder))  # DeepSpeed finds no checkpoint in a tag's folder
-    first, other = load_on(ucp_worlds, target, Path(own), **PLAIN)
+def test_another_total_batch_is_told_in_the_same_topology_too(engines: Engines) -> None:
+    target = Case(1, 2, config={"train_batch_size": 30})
+    # DeepSpeed finds no checkpoint in a tag's folder.
+    own = find_checkpoint(str(engines.saved(Case(1, 2), **PLAIN).folder))
+    first, other = load_on(engines, target.on(), own)
     assert (first.direct, list_changes(other)) == (False, [])
     assert first.calls == 1 and Path(str(first.path)).parent == Path(own)
     ((level, text),) = list_changes(first)
     assert (level, text.partition("saved one: ")[2]) == ("WARNING", "total batch 60 → 30")
-
-
-@pytest.mark.parametrize("config", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=str)
-def test_masters_are_restored_whatever_deepspeeds_own_load_makes_them_of(
-    config: dict[str, Any], resume_each: Callable[..., None]
-) -> None:
-    """In the same topology it would restore them from the 16-bit copies."""
-    case = Case(1, 2, "bf16", zero={"load_from_fp32_weights": False}, config=config)
-    resume_each([case], case, directly, **PLAIN)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2), Case(2, 2, "bf16"), Case(0, 2, "bf16")], ids=str)
@@ -154,11 +145,11 @@ def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
-def test_files_of_every_nodes_own(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_files_of_every_nodes_own(stage: int, tmp_path: Path, engines: Engines) -> None:
     """DeepSpeed loads if each node has its ranks' files, otherwise the plugin, to the bit as from one folder."""
     options = {"universal": {"seal": True}, "use_node_local_storage": True}
     local = Case(stage, 2, "bf16", config={"checkpoint": options})
-    other, world = local.but(stage=4 - stage), ucp_worlds.get(2)
+    other, world = local.but(stage=4 - stage), engines.get(local)
     nodes = tuple(str(tmp_path / f"node{node}") for node in range(2))
 
     def load(case: Case, *folders: str) -> list[Local]:
@@ -174,7 +165,7 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, ucp_worlds: WorldP
     for node in nodes[::-1]:  # each node has the model states below ZeRO 3: rank 0's remain
         shutil.copytree(node, tmp_path / "shared", dirs_exist_ok=True)
     plain = other.but(config={"checkpoint": {"universal": True}})
-    whole = load_on(ucp_worlds, plain, tmp_path / "shared", steps=1, **PLAIN)
+    whole = load_on(engines, plain, str(tmp_path / "shared"), steps=1)
     for folders in (nodes, nodes[::-1]):
         for one, two in zip(whole, load(other, *folders), strict=True):
             assert two.direct
@@ -185,30 +176,27 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, ucp_worlds: WorldP
         assert compare(one.state, two.state)[1] == []
 
 
-def test_an_engine_loads_from_a_store(sources: Any, ucp_worlds: WorldPool) -> None:
+def test_an_engine_loads_from_a_store(engines: Engines) -> None:
     """Into a trained engine, too; the server fails sometimes."""
     pytest.importorskip("moto")
     from tests.stores.server import BUCKET, fail_first, serve_bucket
     from tests.support.memory import put_folder
 
     source, options = Case(1, 3), {**PLAIN, "scheduler": True}
-    folder = sources.get(source, **options).folder
-    loads = [Load(f"s3://{BUCKET}/run"), Load(f"s3://{BUCKET}/run/", before=1)]
+    saved, place = engines.saved(source, **options), f"s3://{BUCKET}/run"
     with serve_bucket() as server:
-        put_folder(folder, f"s3://{BUCKET}/run")
+        put_folder(saved.folder, place)
         with server.failing(fail_first(1, "503", having="optim")):
             for case in (Case(3, 2), source):
-                target = case.on(storage_options=server.options)
-                ranks = ucp_worlds.get(target.dp).run(load_each, target.training(**options), loads)
-                for local in (local for each in ranks for local in each):
-                    assert local.direct and str(local.path).startswith(f"s3://{BUCKET}/run/")
-                    assert differences(folder, local.state) == []
+                target, loads = case.on(storage_options=server.options), (Load(place), Load(f"{place}/", before=1))
+                for outcome in engines.load(target, *loads, **options):
+                    outcome.check(saved, direct=True)
+                    assert all(str(local.path).startswith(f"{place}/") for local in outcome.ranks)
 
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint": {"universal": False}}, {"checkpoint": {}}], ids=str)
-def test_without_the_flag(config: dict[str, Any], sources: Any, ucp_worlds: WorldPool) -> None:
-    case, folder = Case(1, 2, config=config), sources.get(Case(1, 2), **PLAIN).folder
-    for local in load_on(ucp_worlds, case, folder, **PLAIN):
+def test_without_the_flag(config: dict[str, Any], engines: Engines) -> None:
+    for local in load_on(engines, Case(1, 2, config=config), str(engines.saved(Case(1, 2), **PLAIN).folder)):
         assert (local.calls, local.log, local.direct, local.reason) == (1, [], None, "")
 
 
@@ -236,16 +224,17 @@ def install_and_uninstall() -> list[bool]:
     return found
 
 
-def test_engines_with_and_without_in_one_process(sources: Any, ucp_worlds: WorldPool) -> None:
-    folder, case = str(sources.get(Case(1, 3), **PLAIN).folder), Case(1, 2)
-    for different, error, reports in ucp_worlds.get(2).run(two_engines, case.on().ds_config, case.ds_config, folder):
-        assert different == []
+def test_engines_with_and_without_in_one_process(engines: Engines) -> None:
+    saved, case = engines.saved(Case(1, 3), **PLAIN), Case(1, 2)
+    work = two_engines, case.on().ds_config, case.ds_config, str(saved.folder)
+    for state, error, reports in engines.get(case).run(*work):
+        assert compare(saved.state, state)[1] == []
         assert "world size" in error
         assert not hasattr(Exception, "add_note") or "imported but off for this engine" in error
         assert reports == [True, None]
 
 
-def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[list[str], str, list[Any]]:
+def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[Any, str, list[Any]]:
     """Load a checkpoint of another size into an engine with the plugin and one without, in one process."""
     first, second = make_engine(on, "plain"), make_engine(off, "plain")
     error = ""
@@ -254,7 +243,7 @@ def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[l
     except Exception as raised:  # noqa: BLE001 - the test checks the error
         error = "\n".join([str(raised), *getattr(raised, "__notes__", [])])
     first.load_checkpoint(folder)
-    found = differences(folder, capture(first)), error, [first.ucp_report.direct, getattr(second, "ucp_report", None)]
+    found = capture(first), error, [first.ucp_report.direct, getattr(second, "ucp_report", None)]
     first.destroy()
     second.destroy()
     return found

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,14 @@ from deepspeed.runtime.zero import GatheredParameters
 from safetensors.torch import load_file
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedParameter
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.export.test_dcp import read_all
 from tests.export.test_safetensors import check_same
-from tests.support.engines.cases import allow_fp16_on_cpu, enable, forget_autocast
-from tests.support.engines.ranks import Load, Local, load_each, save
+from tests.support.engines.cases import Case
+from tests.support.engines.driver import Engines
+from tests.support.engines.kinds import forget_autocast, take_step
+from tests.support.engines.ranks import Load
 
 # --- stage 0 in the saved topology: DeepSpeed's load matches by position, which fits only the saved order
 
@@ -43,23 +43,25 @@ class Layers(torch.nn.Module):
         return x.float().square().mean()
 
 
-def train_ordered(
-    names: str, precision: str, options: Any = True, *, trains: bool = True, seed: int = 9
-) -> Generator[Any, None, None]:
-    """Yields a stage-0 engine, then the loss of each step."""
-    allow_fp16_on_cpu()
-    torch.manual_seed(seed)
-    module = Layers(names)
-    config = {"train_batch_size": 1, "checkpoint": {"universal": options}, **enable(precision)}
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01) if trains else None
-    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
-    yield engine
-    while True:
+@dataclass(frozen=True)
+class Ordered(Case):
+    """A stage-0 engine of `Layers`."""
+
+    stage: int = 0
+    world: int = 1
+    names: str = "b a c"
+    trains: bool = True
+
+    def make(self, seed: int) -> Any:
+        torch.manual_seed(seed)
+        module = Layers(self.names)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01) if self.trains else None
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=self.ds_config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
         torch.manual_seed(engine.global_steps)
-        loss = engine(torch.randn(1, 6).to(next(module.parameters())))
-        engine.backward(loss)
-        engine.step()
-        yield loss.item()
+        return take_step(engine, engine(torch.randn(1, 6).to(next(engine.module.parameters()))))
 
 
 def list_tensors(parameter: CapturedParameter) -> dict[str, torch.Tensor]:
@@ -68,31 +70,29 @@ def list_tensors(parameter: CapturedParameter) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_states_are_those_of_their_names(
-    precision: str, tmp_path: Path, ucp_worlds: WorldPool, subtests: pytest.Subtests
-) -> None:
-    world = ucp_worlds.get(1)
-    (saved,) = world.run(save, partial(train_ordered, "b a c", precision, seed=1), str(tmp_path), (3,))
-    trainings = {
-        "same": partial(train_ordered, "b a c", precision),
-        "moved": partial(train_ordered, "a b c", precision),
-        "renamed": partial(train_ordered, "bb aa cc", precision, RENAMED),
-        "no optimizer": partial(train_ordered, "c b a", precision, trains=False),
+def test_states_are_those_of_their_names(precision: str, engines: Engines, subtests: pytest.Subtests) -> None:
+    saved = engines.saved(Ordered(precision=precision))
+    kinds = {
+        "same": saved.kind,
+        "moved": saved.kind.but(names="a b c"),
+        "renamed": saved.kind.but(names="bb aa cc").on(**RENAMED),
+        "no optimizer": saved.kind.but(names="c b a", trains=False),
     }
-    for kind, training in trainings.items():
-        ((local,),) = world.run(load_each, training, [Load(str(tmp_path))])
-        with subtests.test(kind=kind):
-            assert local.direct == (kind != "same"), local.reason
-            assert kind != "moved" or "parameter order" in local.reason
-            assert local.state.counters["global_steps"] == 3
-            assert len(local.state.parameters) == 6
-            for name, parameter in local.state.parameters.items():
+    for name, kind in kinds.items():
+        (outcome,) = engines.load(kind, Load(str(saved.folder)))
+        with subtests.test(kind=name):
+            (local,) = outcome.ranks
+            assert local.direct == (name != "same"), local.reason
+            assert name != "moved" or "parameter order" in local.reason
+            assert outcome.state.counters["global_steps"] == 3
+            assert len(outcome.state.parameters) == 6
+            for name, parameter in outcome.state.parameters.items():
                 found = list_tensors(parameter)
-                before = saved.state.parameters[name[1:] if kind == "renamed" else name]
-                states = {"fp32", "exp_avg", "exp_avg_sq"} if kind != "no optimizer" else set()
+                before = saved.state.parameters[name[1:] if len(kind.names.split()[0]) == 2 else name]
+                states = {"fp32", "exp_avg", "exp_avg_sq"} if kind.trains else set()
                 assert found.keys() == {"value", *states}
                 assert [state for state, tensor in found.items() if not tensor.equal(list_tensors(before)[state])] == []
-                assert kind == "no optimizer" or parameter.scalars == before.scalars
+                assert not kind.trains or parameter.scalars == before.scalars
 
 
 # --- models whose state dict renames tensors of the module, and has additional ones
@@ -160,69 +160,59 @@ class WithHead(torch.nn.Module):
         return found
 
 
-def train_quantized(stage: int, seed: int, options: Any = True, *, persist: bool = False) -> Generator[Any, None, None]:
-    """Yields an engine, then the loss of each step."""
-    forget_autocast()
-    torch.manual_seed(seed)
-    module = WithHead(bytes_first=stage < 3)  # ZeRO 3 takes the first parameter's dtype for the model's
-    with torch.no_grad():
-        module.pretrained.base.absmax.copy_(torch.rand(BLOCKS) + seed)
-        module.pretrained.base.weight.copy_(torch.randint(256, (8 * BLOCKS, 1)))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10**4 * persist},
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"universal": options},
-        "steps_per_print": 10**6,
-    }
-    trained = [param for param in module.parameters() if param.requires_grad]
-    engine = deepspeed.initialize(model=module, model_parameters=trained, config=config)[0]
-    yield engine
-    while True:
+@dataclass(frozen=True)
+class Heads(Case):
+    """An engine of `WithHead`; ``persists``: ZeRO 3 keeps small parameters gathered."""
+
+    persists: bool = False
+
+    def make(self, seed: int) -> Any:
+        forget_autocast()
+        torch.manual_seed(seed)
+        module = WithHead(bytes_first=self.stage < 3)  # ZeRO 3 takes the first parameter's dtype for the model's
+        with torch.no_grad():
+            module.pretrained.base.absmax.copy_(torch.rand(BLOCKS) + seed)
+            module.pretrained.base.weight.copy_(torch.randint(256, (8 * BLOCKS, 1)))
+        zero = {"stage3_param_persistence_threshold": 10**4 * self.persists}
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+        trained = [param for param in module.parameters() if param.requires_grad]
+        config = self.make_config(zero, optimizer=optimizer)
+        return deepspeed.initialize(model=module, model_parameters=trained, config=config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
         torch.manual_seed(10 * engine.global_steps)
-        loss = engine(torch.randn(4, 6).to(engine.device))
-        engine.backward(loss)
-        engine.step()
-        yield loss.item()
+        return take_step(engine, engine(torch.randn(4, 6).to(engine.device)))
 
+    @staticmethod
+    def read(engine: Any) -> dict[str, torch.Tensor]:
+        """Read parameters, buffers and scales, whole."""
+        params = list(engine.module.parameters())
+        with GatheredParameters(params, enabled=any(hasattr(param, "ds_id") for param in params)):
+            found = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+        found.update((name, value.clone()) for name, value in engine.module.named_buffers())
+        return {**found, "absmax": engine.module.pretrained.base.absmax.clone()}
 
-def read(engine: Any) -> dict[str, torch.Tensor]:
-    """Read parameters, buffers and scales, whole."""
-    params = list(engine.module.parameters())
-    partitioned = any(hasattr(param, "ds_id") for param in params)
-    with GatheredParameters(params) if partitioned else nullcontext():
-        found = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
-    found.update((name, value.clone()) for name, value in engine.module.named_buffers())
-    return {**found, "absmax": engine.module.pretrained.base.absmax.clone()}
+    def join(self, ranks: Sequence[Any]) -> dict[str, torch.Tensor]:
+        return ranks[0].state
 
-
-@pytest.fixture(scope="module")
-def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, Local]]:
-    """By stage the folder of a save, and the model at the save."""
-    found = {}
-    for stage in (0, 1, 2, 3):
-        folder = str(tmp_path_factory.mktemp("heads"))
-        found[stage] = folder, ucp_worlds.get(2).run(save, partial(train_quantized, stage, 1), folder, read=read)[0]
-    return found
+    def compare(self, saved: Any, loaded: Any, **options: Any) -> tuple[int, list[str]]:
+        assert saved.keys() == loaded.keys()
+        return len(saved), [name for name, value in saved.items() if not torch.equal(loaded[name], value)]
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 3), (1, 2), (2, 0), (3, 1), (3, 3)])
-def test_everything_comes_back(
-    source: int, target: int, saved: dict[int, tuple[str, Local]], ucp_worlds: WorldPool
-) -> None:
+def test_everything_comes_back(source: int, target: int, engines: Engines) -> None:
     """Trained and frozen weights, statistics, counters, and scales of quantized weights."""
-    folder, before = saved[source]
-    training = partial(train_quantized, target, 2, {"same_topology": "direct"})
-    (local,), _ = ucp_worlds.get(2).run(load_each, training, [Load(folder, steps=2)], read=read)
-    assert local.state.keys() == before.state.keys()
-    assert [name for name, value in before.state.items() if not torch.equal(local.state[name], value)] == []
-    assert not [text for text in local.list_messages("WARNING") if "differs" not in text]
+    saved = engines.saved(Heads(source))
+    (outcome,) = engines.load(Heads(target).on(same_topology="direct"), saved)
+    outcome.check(saved, direct=True, losses=False)
+    assert not [text for text in outcome.list_messages("WARNING") if "differs" not in text]
 
 
 def evaluate_after_fit(folder: str) -> tuple[list[float], float]:
     """Load into an evaluating engine around a module that has trained on. Returns two losses, and the expected one."""
-    trained = train_quantized(3, 1, persist=True)
+    trained = Heads(3, persists=True).training(1)()
     engine = next(trained)
     train_steps(trained, 2)
     engine.save_checkpoint(folder)
@@ -247,9 +237,9 @@ def evaluate(engine: Any) -> float:
         return float(engine(torch.randn(4, 6).to(engine.device)))
 
 
-def test_an_evaluating_engine_around_a_module_that_has_trained(ucp_worlds: WorldPool, tmp_path: Path) -> None:
+def test_an_evaluating_engine_around_a_module_that_has_trained(engines: Engines, tmp_path: Path) -> None:
     """Small parameters that ZeRO 3 keeps gathered are updated by the load."""
-    for found, expected in ucp_worlds.get(2).run(evaluate_after_fit, str(tmp_path)):
+    for found, expected in engines.worlds.get(2).run(evaluate_after_fit, str(tmp_path)):
         assert found == [expected, expected]
 
 
@@ -278,39 +268,39 @@ class Net(torch.nn.Module):
         return self.head(self.embed(self.second_norm(self.again(self.norm(self.layer(x)))))).square().mean()
 
 
-def train_shared(stage: int, *, unclear: bool) -> Generator[Any, None, None]:
-    """Yields an engine, then the loss of each step."""
-    torch.manual_seed(0)
-    model = Net(unclear=unclear)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "Adam", "params": {"torch_adam": True, "lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "checkpoint": {"universal": True},
-    }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    yield engine
-    while True:
-        loss = engine(torch.randn(2, 4))
-        engine.backward(loss)
-        engine.step()
-        yield loss.item()
+@dataclass(frozen=True)
+class Shared(Case):
+    """An engine of `Net`."""
 
+    unclear: bool = False
 
-def read_state_dict(engine: Any) -> dict[str, torch.Tensor]:
-    params = list(engine.module.parameters())
-    with GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
-        return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
+    def make(self, seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Net(unclear=self.unclear)
+        config = self.make_config(optimizer={"type": "Adam", "params": {"torch_adam": True, "lr": 0.1}})
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
+        return take_step(engine, engine(torch.randn(2, 4)))
+
+    @staticmethod
+    def read(engine: Any) -> dict[str, torch.Tensor]:
+        params = list(engine.module.parameters())
+        with GatheredParameters(params, enabled=engine.zero_optimization_stage() == 3):
+            return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
+
+    def join(self, ranks: Sequence[Any]) -> dict[str, torch.Tensor]:
+        return ranks[0].state
 
 
 AGAIN = [f"again.{layer}.{kind}" for layer in (0, 1) for kind in ("bias", "weight")]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_exports_have_every_name(tmp_path: Path, ucp_worlds: WorldPool, stage: int) -> None:
+def test_exports_have_every_name(tmp_path: Path, engines: Engines, stage: int) -> None:
     """As torch's state dict has them; in files of Hugging Face's each tensor is there once."""
-    work = save, partial(train_shared, stage, unclear=False), str(tmp_path / "it"), (1,)
-    held = ucp_worlds.get(2).run(*work, read=read_state_dict)[0].state
+    held = engines.save(Shared(stage), tmp_path / "it", steps=(1,)).state
     assert main(["convert", str(tmp_path / "it/global_step1"), str(tmp_path / "atomic/global_step1")]) == 0
     for name in ("it", "atomic"):
         for kind in ("dcp", "hf"):
@@ -323,10 +313,9 @@ def test_exports_have_every_name(tmp_path: Path, ucp_worlds: WorldPool, stage: i
 
 
 def test_what_zero3_does_not_record_is_named(
-    tmp_path: Path, ucp_worlds: WorldPool, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, engines: Engines, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work = save, partial(train_shared, 3, unclear=True), str(tmp_path / "it"), (1,)
-    held = ucp_worlds.get(1).run(*work, read=read_state_dict)[0].state
+    held = engines.save(Shared(3, 1, unclear=True), tmp_path / "it", steps=(1,)).state
     assert main(["export", str(tmp_path / "it"), str(tmp_path / "out"), "--to", "dcp"]) == 0
     warnings = capsys.readouterr().err
     written = read_all(tmp_path / "out")["model"]

@@ -2,62 +2,83 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from deepspeed_ucp.testing import WorldPool
-from tests.support.covering import params
-from tests.support.engines.driver import Engines, list_rows
+from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source, choose
 from tests.support.engines.nvme import LEAST, Kind
 from tests.support.engines.ranks import Load, load_each
 
-SOURCES = (
-    Kind(2, optimizer="nvme"),
-    Kind(1, optimizer="nvme", pipelined="read"),
-    Kind(2, optimizer="nvme", params="nvme"),
-    Kind(1, optimizer="cpu", params="nvme"),
-    Kind(2, 3),
-    Kind(2, 1),
-    Kind(1, 2, "fp32"),
-    Kind(4, optimizer="nvme"),
-    Kind(1, optimizer="nvme", precision="fp32"),
-)
-
+OPTIMIZER, PIPELINED = Kind(3, 2, optimizer="nvme"), Kind(3, 1, optimizer="nvme", pipelined="read")
+BOTH, FROZEN = Kind(3, 2, optimizer="nvme", params="nvme"), Kind(3, 1, optimizer="nvme", params="nvme", frozen=True)
+SOURCES = [
+    OPTIMIZER,
+    PIPELINED,
+    BOTH,
+    Kind(3, 1, optimizer="cpu", params="nvme"),
+    Kind(3, 2),
+    Kind(1, 2),
+    Kind(2, 1, "fp32"),
+    Kind(3, 4, optimizer="nvme"),
+    Kind(3, 1, "fp32", optimizer="nvme"),
+]
 TARGETS = [
-    Kind(2, optimizer="nvme"),
-    Kind(1, optimizer="nvme", params="nvme", pipelined="both"),
-    Kind(1, 3),
-    Kind(4, 1),
-    Kind(2, optimizer="nvme", pipelined="both"),
-    Kind(4, optimizer="nvme"),
-    Kind(2, optimizer="cpu", params="nvme"),
-    Kind(2, optimizer="nvme", params="nvme"),
-    Kind(1, optimizer="nvme", precision="fp32"),
-    Kind(1, 2, "fp32"),
-    Kind(2, optimizer="cpu"),
+    OPTIMIZER,
+    Kind(3, 1, optimizer="nvme", params="nvme", pipelined="both"),
+    Kind(3, 1),
+    Kind(1, 4),
+    Kind(3, 2, optimizer="nvme", pipelined="both"),
+    Kind(3, 4, optimizer="nvme"),
+    Kind(3, 2, optimizer="cpu", params="nvme"),
+    BOTH,
+    Kind(3, 1, "fp32", optimizer="nvme"),
+    Kind(2, 1, "fp32"),
+    Kind(3, 2, optimizer="cpu"),
+]
+
+
+def check_placeholder(_saved: Saved, outcome: Outcome) -> None:
+    """Check that frozen parameters, of which DeepSpeed saves only a placeholder, are refused."""
+    outcome.check_refused("other.weight", "placeholder")
+
+
+def list_featured(feature: str) -> list[Row]:
+    """Muon's momentum has separate swap files; ``zero.Init`` gives parameters other ids."""
+
+    kinds = [each.but(**{feature: True}) for each in (BOTH, Kind(3, 1, optimizer="nvme"), Kind(3, 1))]
+
+    def check_files(saved: Saved, _outcome: Outcome) -> None:
+        for names in ([state for _, state in saved.state], [path.name for path in saved.folder.rglob("*.swp")]):
+            assert any("momentum_buffer" in name for name in names) == (feature == "muon")
+
+    return [Row(kind, kinds[:2], check=check_files, exhaustive=feature == "muon") for kind in kinds]
+
+
+ROWS = [
+    *choose(TARGETS, SOURCES, {0: (1, 4, 0), 1: (0, 4), 3: (0, 1)}),
+    Row(FROZEN, [Kind(1, 2, frozen=True), Source(FROZEN, check=check_placeholder)]),
+    *list_featured("early"),
+    *list_featured("muon"),
 ]
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize(("target", "sources"), list_rows(TARGETS, SOURCES, {0: (1, 4, 0), 1: (0, 4), 3: (0, 1)}))
-def test_every_state_comes_back(
-    target: Kind, sources: tuple[Kind, ...], engines: Engines, subtests: pytest.Subtests
-) -> None:
-    engines.go_on(target, sources, subtests)
+@pytest.mark.parametrize("row", [row.param for row in ROWS])
+def test_every_state_comes_back(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    engines.resume(row, subtests)
 
 
-@pytest.mark.parametrize("kind", [Kind(2, optimizer="nvme"), Kind(1, optimizer="nvme", pipelined="read")], ids=str)
+@pytest.mark.parametrize("kind", [OPTIMIZER, PIPELINED], ids=str)
 def test_deepspeeds_own_load_loses_states(kind: Kind, engines: Engines) -> None:
     """In the same topology, where the plugin continues like the uninterrupted run (tested above)."""
-    saved = engines.saved(kind)
-    assert engines.load_by_deepspeed(kind, saved.folder) != saved.losses
+    (alone,) = engines.load(kind, engines.saved(kind), plugin=False)
+    assert alone.losses != engines.saved(kind).losses
 
 
 def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(engines: Engines) -> None:
-    (path,) = Path(engines.saved(Kind(1, optimizer="nvme", pipelined="read")).folder).rglob("*optim_states.pt")
+    (path,) = engines.saved(PIPELINED).folder.rglob("*optim_states.pt")
     held = torch.load(path, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]
     swapped = [tensor.detach() for tensor in held if 4 * tensor.numel() >= LEAST]
     masters = [file for file in path.parent.rglob("*.tensor.swp") if "-" not in file.name]
@@ -66,17 +87,14 @@ def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(en
     assert not all(any(file[: tensor.numel()].equal(tensor) for file in files) for tensor in swapped)
 
 
-@pytest.mark.parametrize(
-    "kind", [Kind(2, optimizer="nvme", params="nvme"), Kind(1, optimizer="nvme", pipelined="read")]
-)
-def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+@pytest.mark.parametrize("kind", [BOTH, PIPELINED], ids=str)
+def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Path) -> None:
     """Swapped states are in swap files alone, as after a step, and separate from another engine's."""
-    source, plain = Kind(2, 3), Kind(1, 3)
-    saved = engines.saved(source)
-    other = ucp_worlds.get(3 - kind.world)
-    for world, each in ((other, replace(kind, world=3 - kind.world)), (ucp_worlds.get(kind.world), kind)):
+    saved = engines.saved(Kind(3, 2))
+    for each in (kind.but(world=3 - kind.world), kind):
         training = each.training(78, str(tmp_path / "shared"))
-        world.run(load_each, training, [Load(saved.folder, again=str(tmp_path / str(each)))], read=id)
+        loads = [Load(str(saved.folder), again=str(tmp_path / str(each)))]
+        engines.get(each).run(load_each, training, loads, read=id)
     again = tmp_path / str(kind)
     for path in again.rglob("*optim_states.pt"):
         state = torch.load(path, weights_only=False)["optimizer_state_dict"]
@@ -84,29 +102,5 @@ def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Pat
         tensors = [*state["fp32_flat_groups"], *(each["exp_avg"] for each in held)]
         assert 4 * max(tensor.numel() for tensor in tensors) < LEAST
     assert len(list(again.rglob("rank00/*.swp"))) >= 3 * 3
-    (outcome,) = engines.load(plain, again)
-    outcome.check(plain, source, saved)
-
-
-def test_frozen_parameters_on_nvme(engines: Engines) -> None:
-    """They are loaded; a save of them has only a placeholder, and is refused."""
-    source, target = Kind(2, 1, frozen=True), Kind(1, optimizer="nvme", params="nvme", frozen=True)
-    saved = engines.saved(source)
-    taken, refused = engines.load(target, saved.folder, engines.saved(target).folder)
-    taken.check(target, source, saved)
-    refused.check_refused("other.weight", "placeholder")
-
-
-@pytest.mark.parametrize("feature", params(["early"], ["early", "muon"]))
-def test_muon_and_models_that_are_made_partitioned(feature: str, engines: Engines, subtests: pytest.Subtests) -> None:
-    """Muon's momentum has separate swap files; ``zero.Init`` gives parameters other ids."""
-    kinds = [
-        replace(kind, **{feature: True})
-        for kind in (Kind(2, optimizer="nvme", params="nvme"), Kind(1, optimizer="nvme"), Kind(1, 3))
-    ]
-    for target in kinds:
-        engines.go_on(target, kinds[:2], subtests)
-    saved = engines.saved(kinds[0])
-    assert any(state == "momentum_buffer" for _, state in saved.states) == (feature == "muon")
-    files = Path(saved.folder).rglob("*.swp")
-    assert any("momentum_buffer" in path.name for path in files) == (feature == "muon")
+    (outcome,) = engines.load(Kind(3, 1), again)
+    outcome.check(saved)

@@ -292,7 +292,7 @@ def test_schedulers_go_on_as_in_the_uninterrupted_run(
     world = ucp_worlds.get(1)
     (expected,) = world.run(train_each, case, rows, str(tmp_path))
     for target in (case, Case(other, 2)):
-        found = ucp_worlds.get(target.dp).run(resume_each, target, rows, str(tmp_path))[0]
+        found = ucp_worlds.get(target.world).run(resume_each, target, rows, str(tmp_path))[0]
         for (name, way), before, (is_direct, after) in zip(rows, expected, found, strict=True):
             with subtests.test(f"{name}-{way}-{case}→{target}"):
                 assert is_direct is (target != case and (stage or other) != 0)

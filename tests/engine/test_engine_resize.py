@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_ucp.testing import World, WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from tests.export.test_safetensors import check_same
-from tests.support.engines.cases import allow_fp16_on_cpu, enable, forget_autocast
-from tests.support.engines.kinds import take_step
-from tests.support.engines.parallel import Launch, Runs, join
-from tests.support.engines.ranks import Load, Local, load_each, save
+from tests.support.engines.cases import Case
+from tests.support.engines.driver import Engines, Outcome, Saved
+from tests.support.engines.kinds import ON_CPU, allow_fp16_on_cpu, forget_autocast, take_step
+from tests.support.engines.parallel import Launch, plain
+from tests.support.engines.ranks import Load
 
 ROWS, WIDER = 11, 14
 """Rows of the saved vocabulary, which are all that batches and losses use, and of a larger one."""
@@ -52,51 +51,44 @@ class Speaker(nn.Module):
 
 
 @dataclass(frozen=True)
-class Kind:
-    """An engine on two ranks: ZeRO stage, precision, rows and options of the model, and its rules."""
+class Vocabulary(Case):
+    """An engine of a `Speaker`: rows of its vocabulary, and rules for them."""
 
-    stage: int = 1
-    precision: str = "fp32"
     rows: int = ROWS
-    options: dict[str, Any] = field(default_factory=dict)
-    offload: bool = False
     patterns: Any = None
 
-    def train(self) -> Generator[Any, None, None]:
-        """Yields the engine, then the loss of each step over the saved vocabulary."""
+    @property
+    def universal(self) -> Any:
+        return {"patterns": self.patterns} if self.patterns else None
+
+    def find_tolerance(self, source: Any) -> float | None:
+        return {"fp32": 1e-6, "fp16": 2e-2, "bf16": 5e-2}[self.precision]
+
+    def make(self, seed: int, **options: Any) -> Any:
         allow_fp16_on_cpu()
         forget_autocast()
-        torch.manual_seed(1)
-        model = Speaker(self.rows, **self.options)
-        offload = {"offload_optimizer": {"device": "cpu"}} if self.offload else {}
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": self.stage, **offload},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "checkpoint": {"universal": {"patterns": self.patterns}},
-            **enable(self.precision),
-        }
+        torch.manual_seed(seed)
+        model = Speaker(self.rows, **options)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.8, 0.95))
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        yield engine
-        while True:
-            generator = torch.Generator().manual_seed(engine.global_steps)
-            batch = torch.randint(ROWS, (8, 5), generator=generator).chunk(dist.get_world_size())[dist.get_rank()]
-            scores = engine(batch[:, :4])
-            yield take_step(engine, nn.functional.cross_entropy(scores[:, :ROWS].float(), batch[:, 4]))
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=self.ds_config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
+        """Train on the saved vocabulary."""
+        generator = torch.Generator().manual_seed(engine.global_steps)
+        batch = torch.randint(ROWS, (60, 5), generator=generator).chunk(dist.get_world_size())[dist.get_rank()]
+        scores = engine(batch[:, :4])
+        return take_step(engine, nn.functional.cross_entropy(scores[:, :ROWS].float(), batch[:, 4]))
 
 
-def save_run(world: World, kind: Kind, folder: Path) -> tuple[CapturedEngine, list[float]]:
-    """Train, save and train on. Returns the saved state and the losses after it."""
-    local = world.run(save, kind.train, str(folder), (3,), after=2)[0]
-    return local.state, local.losses
-
-
-def load_runs(world: World, kind: Kind, *folders: Path) -> list[Local]:
+def load(engines: Engines, kind: Vocabulary, *folders: Path, **options: Any) -> list[Outcome]:
     """Load one folder after the other, and train on if the saved vocabulary fits."""
     loads = [Load(str(folder), steps=2 * (kind.rows >= ROWS)) for folder in folders]
-    return world.run(load_each, kind.train, loads, read_before=True, catch=True)[0]  # type: ignore[no-any-return]
+    return engines.load(kind, *loads, read_before=True, **options)
+
+
+def check_losses(saved: Saved, outcome: Outcome) -> None:
+    assert outcome.losses == pytest.approx(saved.losses, rel=outcome.kind.find_tolerance(saved.kind))
 
 
 def list_states(parameter: CapturedParameter) -> dict[str, Tensor]:
@@ -134,83 +126,77 @@ def check(state: CapturedEngine, wanted: Mapping[str, Mapping[str, Tensor]], pre
         assert each.scalars["step"] == 3
 
 
-def make_kinds(rows: int, new: str, options: Mapping[str, Any] | None = None, **rule: Any) -> list[Kind]:
+def make_kinds(rows: int, new: str, **rule: Any) -> list[Vocabulary]:
     patterns = {"resize": [{"match": VOCABULARY, "new": new, **rule}]}
-    every = [Kind(stage, precision) for stage, precision in ((0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"))]
-    every += [Kind(0, "bf16"), Kind(3, "fp32"), Kind(2, "fp32", offload=True)]
-    return [replace(kind, rows=rows, patterns=patterns, options=dict(options or {})) for kind in every]
+    every = [(0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"), (0, "bf16"), (3, "fp32")]
+    found = [Vocabulary(stage, 2, precision, rows, patterns) for stage, precision in every]
+    return [*found, Vocabulary(2, 2, "fp32", rows, patterns, zero=ON_CPU)]
 
 
-def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, engines: Engines) -> None:
     """New rows keep the live model's values, again in an engine that has trained, and after a load that failed."""
-    folder, damaged, world = tmp_path / "saved", tmp_path / "damaged", ucp_worlds.get(2)
-    saved, losses = save_run(world, Kind(1), folder)
-    shutil.copytree(folder, damaged)
+    damaged, saved = tmp_path / "damaged", engines.saved(Vocabulary(1))
+    shutil.copytree(saved.folder, damaged)
     spoil(next(damaged.glob("*/*optim_states.pt")))
     for kind in make_kinds(WIDER, "live"):
-        first, failed, again = load_runs(world, kind, folder, damaged, folder)
+        first, failed, again = load(engines, kind, saved.folder, damaged, saved.folder)
         for each in (first, again):
-            check(each.state, grow(saved, each.before, WIDER, "live"), kind.precision)
-            tolerance = {"fp32": 1e-6, "fp16": 2e-2, "bf16": 5e-2}[kind.precision]
-            assert each.losses == pytest.approx(losses, rel=tolerance)
+            check(each.state, grow(saved.state, each.ranks[0].before, WIDER, "live"), kind.precision)
+            check_losses(saved, each)
             rows, states = [line for line in each.list_messages("WARNING") if line.startswith("resize")]
             assert rows.startswith("resize: embed.weight, head.bias, head.weight: 11 → 14: 3 new rows keep the live")
             assert states.startswith("resize: the optimizer states of new rows are zero under the old step count")
-        assert "CRC32" in failed.error
-        for name, before in failed.before.parameters.items():
-            after = failed.state.parameters[name]
-            check_same({**list_states(after), "value": after.value}, {**list_states(before), "value": before.value})
+        failed.check_refused("CRC32")
 
 
-def test_new_rows_by_other_rules_and_fewer_rows(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_new_rows_by_other_rules_and_fewer_rows(engines: Engines) -> None:
     """The mean of the saved ones, which is the same at every stage; zero; the last ones left out; no rule."""
-    world, tied = ucp_worlds.get(2), {"tied": True}
-    saved, losses = save_run(world, Kind(3, options=tied), tmp_path)
-    kinds = [*make_kinds(WIDER, "mean", tied)[:4], *make_kinds(WIDER, "zero", tied)[:3:2]]
-    for kind in [*kinds, *make_kinds(7, "live", tied, shrink=True)[:4:3]]:
-        (each,) = load_runs(world, kind, tmp_path)
-        assert not each.error, each.error
-        check(each.state, grow(saved, each.before, kind.rows, kind.patterns["resize"][0]["new"]), kind.precision)
+    tied = {"tied": True}
+    saved = engines.saved(Vocabulary(3), **tied)
+    kinds = [*make_kinds(WIDER, "mean")[:4], *make_kinds(WIDER, "zero")[:3:2]]
+    for kind in [*kinds, *make_kinds(7, "live", shrink=True)[:4:3]]:
+        (each,) = load(engines, kind, saved.folder, **tied)
+        assert not each.errors, each.errors[0]
+        new = kind.patterns["resize"][0]["new"]
+        check(each.state, grow(saved.state, each.ranks[0].before, kind.rows, new), kind.precision)
         if kind.rows > ROWS:
-            assert each.losses == pytest.approx(losses, rel=1e-6 if kind.precision == "fp32" else 5e-2)
-    (refused,) = load_runs(world, Kind(1, rows=WIDER, options=tied), tmp_path)
+            check_losses(saved, each)
+    (refused,) = load(engines, Vocabulary(1, rows=WIDER), saved.folder, **tied)
     rule = r'"resize": [{"match": "embed\\.weight|head\\.bias"}]'
-    assert "(11, 6) in the checkpoint, (14, 6) in the model" in refused.error and rule in refused.error
+    refused.check_refused("(11, 6) in the checkpoint, (14, 6) in the model", rule)
 
 
-def test_frozen_rows_in_an_unchanged_topology(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_frozen_rows_in_an_unchanged_topology(engines: Engines) -> None:
     """The optimizer's states have the saved shapes: the plugin loads all the same, in 16 bits, too."""
-    world, frozen = ucp_worlds.get(2), {"frozen": True}
-    saved, losses = save_run(world, Kind(1, "bf16", options=frozen), tmp_path)
-    rules = {"resize": [{"match": VOCABULARY, "new": "mean"}]}
+    frozen, rules = {"frozen": True}, {"resize": [{"match": VOCABULARY, "new": "mean"}]}
+    saved = engines.saved(Vocabulary(1, 2, "bf16"), **frozen)
     for stage in (1, 3):
-        (each,) = load_runs(world, Kind(stage, "bf16", WIDER, frozen, patterns=rules), tmp_path)
-        assert not each.error, each.error
+        (each,) = load(engines, Vocabulary(stage, 2, "bf16", WIDER, rules), saved.folder, **frozen)
+        assert not each.errors, each.errors[0]
         for name, held in each.state.parameters.items():
-            before = saved.parameters[name].value
+            before = saved.state.parameters[name].value
             mean = sum(before.double()) / ROWS
             rows = [mean.to(torch.bfloat16).expand(WIDER - ROWS, *before.shape[1:])] if len(held.value) == WIDER else []
             check_same({"value": held.value}, {"value": torch.cat([before, *rows])})
-        assert each.losses == pytest.approx(losses, rel=5e-2)
+        check_losses(saved, each)
 
 
-Plain = partial(Launch, pipeline=False)
-PADDED = ("padded-llama", "wider-llama", Plain(2, stage=2), (Plain(2, stage=3),), (257, 272, 304))
-AUTO = ("uneven", "uneven-wider", Plain(2, stage=3, precision="bf16"), (Plain(2, stage=2), Plain(1)), (67, 67, 70))
+PADDED = ("padded-llama", "wider-llama", plain(2, 2), (plain(2, 3),), (257, 272, 304))
+AUTO = ("uneven", "uneven-wider", plain(2, 3, precision="bf16"), (plain(2, 2), plain(1)), (67, 67, 70))
 
 
 @pytest.mark.parametrize(("model", "wider", "source", "targets", "rows"), [PADDED, AUTO], ids=["megatron", "autotp"])
 def test_vocabularies_under_tensor_parallelism(
-    model: str, wider: str, source: Launch, targets: Sequence[Launch], rows: tuple[int, int, int], runs: Runs
+    model: str, wider: str, source: Launch, targets: Sequence[Launch], rows: tuple[int, int, int], engines: Engines
 ) -> None:
     """Rows match by their numbers in the whole; 257 of Megatron's rows are no padding. New rows are their mean."""
     kept, old, new = rows
     rule = {"match": ".*(embed|output_layer|lm_head).*", "new": "mean"}
-    saved = join(runs.saved(model, source), model).parameters
-    checkpoint, folder = {"universal": {"patterns": {"resize": [rule]}}}, runs.folder(model, source)
+    run = engines.saved(source.but(model=model))
+    saved = run.state.parameters
     for launch in targets:
-        found = runs.load(wider, launch, checkpoint, folder)
-        for name, each in join(found, wider).parameters.items():
+        (outcome,) = engines.load(launch.but(model=wider, patterns={"resize": [rule]}), run)
+        for name, each in outcome.state.parameters.items():
             after, before = list_states(each), list_states(saved[name])
             if after["fp32"].shape == before["fp32"].shape:
                 check_same(after, before)
@@ -221,7 +207,7 @@ def test_vocabularies_under_tensor_parallelism(
             for state, value in after.items():
                 added = mean if state == "fp32" else torch.zeros_like(mean)
                 check_same({state: value}, {state: torch.cat([before[state][:kept], added])})
-        messages = [text for _, text in found[0].log if text.startswith("resize: ")][:-1]  # the last is on states
+        messages = [text for _, text in outcome.ranks[0].log if text.startswith("resize: ")][:-1]  # the last: on states
         assert messages and all(f"{old} → {new}: " in text for text in messages)
         assert all(f"{kept} of {old} rows are kept" in text for text in messages if kept < old)
 

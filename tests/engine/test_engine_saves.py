@@ -161,7 +161,7 @@ def check_loads(
 def test_the_files_are_those_of_deepspeeds_own_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config, folder = saving(case, tmp_path / "memory").ds_config, str(tmp_path / "saved")
     # ``test_engine_saves_pairs.py`` compares the files of every kind of engine on two ranks.
-    ucp_worlds.get(case.dp).run(save_steps, config, folder, 2, own=str(tmp_path / "own"))
+    ucp_worlds.get(case.world).run(save_steps, config, folder, 2, own=str(tmp_path / "own"))
     check_files(tmp_path, 2)
 
 
@@ -170,7 +170,7 @@ def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
     case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     config = {**saving(case, tmp_path / "memory").ds_config, "gradient_accumulation_steps": 2}
-    ucp_worlds.get(case.dp).run(save_at_odd_times, config, str(tmp_path / "saved"), str(tmp_path / "own"))
+    ucp_worlds.get(case.world).run(save_at_odd_times, config, str(tmp_path / "saved"), str(tmp_path / "own"))
     check_files(tmp_path, 2)
     assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
     assert (tmp_path / "saved" / "latest").read_text() == "twice"
@@ -182,7 +182,7 @@ def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Pat
     folder, memory = tmp_path / "saved", tmp_path / "memory"
     config = saving(Case(1, 2, "bf16"), memory).ds_config
     states = ucp_worlds.get(2).run(save_steps, config, str(folder), 2)[0]
-    world, loader = ucp_worlds.get(target.dp), saving(target, memory)
+    world, loader = ucp_worlds.get(target.world), saving(target, memory)
     check_loads(world, loader, folder, memory, 1, states[1])
     check_loads(world, loader, folder, folder, 0, states[0], tag="global_step1")
     (folder / "latest").write_text("global_step1")  # chosen by the user
@@ -272,7 +272,7 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
     for target in (Case(3, 1), Case(2, 2), Case(1, 2, "bf16"), Case(0, 2)):
         shutil.rmtree(memory / "node1", ignore_errors=True)
         shutil.copytree(memory / "left", memory / "node0", dirs_exist_ok=True)
-        world = ucp_worlds.get(target.dp)
+        world = ucp_worlds.get(target.world)
         check_loads(world, saving(target, variable), folder, memory, 1, states[1], memory=memory)
 
 
@@ -292,10 +292,10 @@ def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_saves_take_is_told_when_an_engine_is_made(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """States that the first step makes are counted; counters of steps are not."""
-    config, world = saving(case, tmp_path / "memory").ds_config, ucp_worlds.get(case.dp)
+    config, world = saving(case, tmp_path / "memory").ds_config, ucp_worlds.get(case.world)
     answers = world.run(forecast, config, 1 << 30)
     message = f"a save takes about 0 MiB of {tmp_path / 'memory'} on a node, where 1,024 MiB are free"
-    assert [each[0] for each in answers] == [message, *[""] * (case.dp - 1)]
+    assert [each[0] for each in answers] == [message, *[""] * (case.world - 1)]
     for _, before, after in answers:
         assert before <= after < before + 100
     needed = int(1.05 * sum(before for _, before, _ in answers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,53 +9,66 @@ import pytest
 import torch
 
 from deepspeed_ucp.formats.deepspeed.files import SEAL
-from deepspeed_ucp.testing import WorldPool
-from tests.support.engines.cases import Case, pair_id
-from tests.support.engines.ranks import Load, attempt_each, differences, files_that_differ, load_each, save
+from tests.support.covering import params
+from tests.support.engines.cases import Case
+from tests.support.engines.driver import Engines, Saved
+from tests.support.engines.kinds import SUMS_IN_FP32, Kind
+from tests.support.engines.parallel import join, pipe, plain, resume
+from tests.support.engines.ranks import Load, Local, files_that_differ
 
-SEALED = {"seal": True}
 OPTIONS = {"model": "mixed", "scheduler": True}
 PAIRS = [
-    (Case(1, 3, "bf16"), Case(3, 2, "bf16").on()),
-    (Case(3, 3), Case(1, 2).on()),
-    (Case(0, 3), Case(2, 2).on()),
-    (Case(2, 2, "fp16"), Case(0, 3, "fp16").on()),
-    (Case(3, 2, "bf16"), Case(3, 3, "bf16").on(**SEALED)),
-    (Case(1, 2), Case(1, 3).on(**SEALED)),
-    (Case(3, 2), Case(0, 3).on()),
-    (Case(0, 2, "bf16"), Case(1, 3, "bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}).on()),
+    (Case(1, 3, "bf16"), Case(3, 2, "bf16")),
+    (Case(3, 3), Case(1, 2)),
+    (Case(0, 3), Case(2, 2)),
+    (Case(2, 2, "fp16"), Case(0, 3, "fp16")),
+    (Case(3, 2, "bf16"), Case(3, 3, "bf16").on(seal=True)),
+    (Case(1, 2), Case(1, 3).on(seal=True)),
+    (Case(3, 2), Case(0, 3)),
+    (Case(0, 2, "bf16"), Case(1, 3, "bf16", config=SUMS_IN_FP32)),
 ]
+BF16_3D = pipe(2, 2, precision="bf16", fp32_grads=True)
+PAIRS_3D = [
+    resume(pipe(2, 2), pipe(1, 2)),
+    resume(BF16_3D, pipe(4)),
+    resume(pipe(), BF16_3D),
+    resume(plain(2, 2, model="llama"), plain(1, 3, sp=2)),
+    resume(plain(2, 2, model="llama"), plain(4)),
+]
+CHOSEN = [*PAIRS, *PAIRS_3D[:4]]
 
 
-@pytest.fixture(scope="module")
-def again(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Resume one case under another and save at once; made once."""
-    made: dict[str, str] = {}
-
-    def find(pair: tuple[Case, Case]) -> str:
-        if pair_id(pair) not in made:
-            folder = str(tmp_path_factory.mktemp("again"))
-            loads = [Load(str(sources.get(pair[0], **OPTIONS).folder), again=folder)]
-            for (local,) in ucp_worlds.get(pair[1].dp).run(load_each, pair[1].training(**OPTIONS), loads):
-                assert local.direct
-            made[pair_id(pair)] = folder
-        return made[pair_id(pair)]
-
-    return find
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
-def test_save_right_after_a_resume(
-    pair: tuple[Case, Case], sources: Any, again: Callable[..., str], ucp_worlds: WorldPool
-) -> None:
-    """DeepSpeed without the plugin loads the source's state; the files have DeepSpeed's structure."""
-    source, target = pair
-    loads = [Load(again(pair))]
-    for (local,) in ucp_worlds.get(target.dp).run(load_each, target.training(**OPTIONS), loads, plugin=False):
-        assert local.direct is None
-        assert differences(sources.get(source, **OPTIONS).folder, local.state) == []
+@pytest.mark.parametrize(
+    ("source", "target"), params(CHOSEN, [*CHOSEN, *PAIRS_3D], lambda pair: "->".join(map(str, pair)))
+)
+def test_save_right_after_a_resume(source: Kind, target: Kind, engines: Engines, tmp_path: Path) -> None:
+    """DeepSpeed without the plugin loads the source's state; a resume back restores it; the files are DeepSpeed's."""
+    is_case = isinstance(source, Case)
+    options = OPTIONS if is_case else {}
+    saved = engines.saved(source, **options)
+    (first,) = engines.load(target, Load(str(saved.folder), again=str(tmp_path), steps=2), **options)
+    assert not first.errors and all(local.direct for local in first.ranks)
     own = target.but(config={key: value for key, value in target.config.items() if key != "checkpoint"})
-    assert describe_files(Path(again(pair))) == describe_files(sources.get(own, **OPTIONS).folder)
+    (alone,) = engines.load(own, tmp_path, plugin=False, **options)
+    assert all(local.direct is None for local in alone.ranks)
+    if not is_case:
+        alone.state = join([mend_copies(local) for local in alone.ranks], target.model)
+    found = target.compare(saved.state, alone.state)[1] if is_case else own.compare(first.state, alone.state)[1]
+    assert not found, "\n".join(found[:20])
+    assert alone.losses == pytest.approx(first.losses, rel=target.find_tolerance(source))
+    if is_case:
+        assert describe_files(tmp_path) == describe_files(engines.saved(own, **options).folder)
+        assert any(tmp_path.rglob(SEAL)) == (target != own)
+        (back,) = engines.load(source, tmp_path, **options)
+        back.check(saved, direct=True, losses=False)
+
+
+def mend_copies(local: Local) -> Local:
+    """Restore copies that DeepSpeed restores in the next step: a tied layer with a forward_fn has no file."""
+    for name, state in local.state.parameters.items():
+        if local.place.pp_rank and name.startswith("tied_modules.") and state.fp32 is not None:
+            state.value = state.fp32.to(state.value.dtype)
+    return local
 
 
 def describe_files(folder: Path) -> dict[str, Any]:
@@ -75,28 +87,13 @@ def describe_value(value: Any) -> Any:
     return type(value).__name__
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
-def test_there_and_back(
-    pair: tuple[Case, Case], sources: Any, again: Callable[..., str], ucp_worlds: WorldPool
-) -> None:
-    """A state is unchanged after a resume in another topology and back."""
-    source, target = pair
-    assert any(Path(again(pair)).rglob(SEAL)) == (target.config["checkpoint"]["universal"] == SEALED)
-    back = source.on()
-    for (local,) in ucp_worlds.get(back.dp).run(load_each, back.training(**OPTIONS), [Load(again(pair))]):
-        assert local.direct
-        assert differences(sources.get(source, **OPTIONS).folder, local.state) == []
-
-
 # On one rank stage 3 has no padding, which DeepSpeed saves uninitialised.
 @pytest.mark.parametrize("case", [Case(stage, 1 + (stage < 3), "bf16").on() for stage in (0, 1, 2, 3)], ids=str)
-def test_plugin_does_not_change_a_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_plugin_does_not_change_a_save(case: Case, engines: Engines) -> None:
     """The same training with and without the plugin writes files with the same contents."""
-    folders = [str(tmp_path / name) for name in ("with", "without")]
-    for folder, plugin in zip(folders, (True, False), strict=True):
-        ucp_worlds.get(case.dp).run(save, case.training(**OPTIONS), folder, plugin=plugin)
-    assert files_that_differ(*folders) == []
-    assert any(Path(folders[0]).rglob("*_states.pt"))
+    ours, theirs = (engines.save(case, plugin=plugin, **OPTIONS).folder for plugin in (True, False))
+    assert files_that_differ(ours, theirs) == []
+    assert any(ours.rglob("*_states.pt"))
 
 
 def damage(path: Path, how: str) -> None:
@@ -117,25 +114,22 @@ FALLBACK = [
 
 @pytest.mark.parametrize(("how", "source", "target"), FALLBACK, ids=str)
 def test_the_newest_whole_checkpoint_is_taken_when_asked(
-    how: str, source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool
+    how: str, source: Case, target: Case, engines: Engines
 ) -> None:
-    ucp_worlds.get(source.dp).run(save, source.training(**OPTIONS), str(tmp_path), steps=(2, 1))
-    damage(tmp_path / NEWEST, how)
-    world, loads = ucp_worlds.get(2), [Load(str(tmp_path))]
-    for (attempt,) in world.run(attempt_each, target.on().training(**OPTIONS), loads) if source != target else ():
-        assert attempt.error == "CheckpointError" and attempt.changed == []
-    for rank, (local,) in enumerate(world.run(load_each, target.on(fallback=True).training(**OPTIONS), loads)):
+    saved: Saved = engines.save(source, steps=(2, 1), after=0, **OPTIONS)
+    damage(saved.folder / NEWEST, how)
+    for outcome in engines.load(target, saved.folder, **OPTIONS) if source != target else ():
+        outcome.check_refused("CheckpointError")
+    (outcome,) = engines.load(target.on(fallback=True), saved.folder, **OPTIONS)
+    for rank, local in enumerate(outcome.ranks):
         assert local.state.counters["global_steps"] == 2
         warnings = local.list_messages("WARNING", "skipped")
         assert len(warnings) == (rank == 0) and all(Path(NEWEST).name in text for text in warnings)
 
 
-def test_where_none_is_whole_all_are_named(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    ucp_worlds.get(3).run(save, Case(1, 3).training(**OPTIONS), str(tmp_path), steps=(1, 1))
+def test_where_none_is_whole_all_are_named(engines: Engines) -> None:
+    folder = engines.save(Case(1, 3), steps=(1, 1), after=0, **OPTIONS).folder
     for tag in ("global_step1", "global_step2"):
-        (tmp_path / tag / Path(NEWEST).name).unlink()
-    training = Case(2, 2).on(fallback=True).training(**OPTIONS)
-    for (attempt,) in ucp_worlds.get(2).run(attempt_each, training, [Load(str(tmp_path))]):
-        assert attempt.error == "CheckpointError" and attempt.changed == []
-        for words in ("none of its 2 checkpoints", "global_step1", "global_step2"):
-            assert words in attempt.message
+        (folder / tag / Path(NEWEST).name).unlink()
+    (outcome,) = engines.load(Case(2, 2).on(fallback=True), folder, **OPTIONS)
+    outcome.check_refused("CheckpointError", "none of its 2 checkpoints", "global_step1", "global_step2")

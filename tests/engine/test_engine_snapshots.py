@@ -26,7 +26,7 @@ from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine, train_engine
-from tests.support.engines.parallel import Launch, training
+from tests.support.engines.parallel import pipe
 from tests.support.engines.ranks import Load, load_each
 from tests.support.engines.saves import close, in_memory
 
@@ -202,11 +202,11 @@ def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: P
     assert [each.taken for each in whole] == [[4, 6]] * 2
     assert [path.name for path in (tmp_path / "saved").glob("*_step*")] == ["global_step2"]
     assert (tmp_path / "elsewhere" / "latest").read_text() == "global_step6"
-    world, config = ucp_worlds.get(target.dp), saving(target, tmp_path / "memory")
+    world, config = ucp_worlds.get(target.world), saving(target, tmp_path / "memory")
     for rank, each in enumerate(world.run(train, config, folder, 1, every=5, seed=2)):
         assert (each.step, each.client_state, each.taken) == (6, {"ended": 6}, [])
         assert compare(whole[0].states[6], each.begun)[1] == []
-        if target.dp == 2:
+        if target.world == 2:
             assert each.draws[6] == whole[rank].draws[6]
             assert compare(whole[rank].states[7], each.states[7])[1] == []
     shutil.rmtree(tmp_path / "memory")
@@ -250,7 +250,8 @@ def test_one_that_fails_stops_no_training(tmp_path: Path, ucp_worlds: WorldPool)
 
 
 def test_a_pipelines_stages_take_them_together(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    make = training("EBBH", Launch(1, 2, method="uniform", world=2), in_memory(tmp_path / "memory"))
+    config = {"checkpoint": in_memory(tmp_path / "memory")}
+    make = pipe(1, 2, method="uniform", world=2, model="EBBH", config=config).training()
     world, folder = ucp_worlds.get(2), str(tmp_path / "saved")
     runs = world.run(train_pipeline, make, folder)
     for (taken, states), (local,) in zip(runs, world.run(load_each, make, [Load(folder)]), strict=True):

@@ -28,24 +28,25 @@ from deepspeed_ucp.testing import (
 )
 from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
-from tests.support.engines.cases import Case, train, training
+from tests.support.engines.cases import Case, train
 from tests.support.until import wait_until
 
-SOURCE, TARGET = Case(1, 2), Case(3, 1)
+SOURCE, TARGET, PLAIN = Case(1, 2), Case(3, 1), partial(train, model="plain")
 
 
 @pytest.mark.releases
 @pytest.mark.engine_smoke
 def test_fixture(resume_equivalence: Callable[..., ResumeReport]) -> None:
-    report = resume_equivalence(training("plain"), source=SOURCE.launch, target=TARGET.launch, steps=(2, 2))
+    report = resume_equivalence(PLAIN, source=SOURCE.launch, target=TARGET.launch, steps=(2, 2))
     assert (report.parameters, report.states, report.direct) == (4, 16, True)
     assert len(report.reference_losses) == len(report.resumed_losses) == 2
     assert 0 <= report.max_loss_gap < 1e-5
 
 
 def test_launch_as_a_dict_and_a_folder_of_its_own(ucp_worlds: WorldPool) -> None:
-    launches = [{"world_size": case.dp, "ds_config": case.ds_config} for case in (SOURCE, TARGET)]
-    report = assert_resume_equivalent(training("plain"), source=launches[0], target=launches[1], worlds=ucp_worlds)
+    launches = [{"world_size": case.world, "ds_config": case.ds_config} for case in (SOURCE, TARGET)]
+    source, target = launches
+    report = assert_resume_equivalent(PLAIN, source=source, target=target, worlds=ucp_worlds)
     assert report.direct
 
 

@@ -79,7 +79,7 @@ class CaseMoE3D(RealSave):
 
     @property
     def samples(self) -> int:
-        return self.steps * int(self._engines.BATCH)
+        return self.steps * int(self._engines.Spread.batch)
 
     @property
     def model(self) -> Model:
@@ -99,18 +99,15 @@ class CaseMoE3D(RealSave):
         """The engine in the terms of `tests/engine`."""
         top = self.topology
         world, ep = top.tp * top.pp * top.dp, top.ep[0]
+        common: dict[str, Any] = {"tp": top.tp, "pp": top.pp, "ep": ep, "data_first": top.data_first}
         if self.fused:
-            options = (("sub_group_size", top.sub_group_size),) if top.sub_group_size else ()
-            return self._engines.Spread(
-                world, top.stage, top.precision, ep, top.data_first, options, tp=top.tp, pp=top.pp
-            )
-        sums = top.kind == "bf16" and top.stage == 1
-        return self._engines.Spread(
-            world, top.tp, ep, top.stage, top.precision, top.pp, top.cut_experts, top.data_first, sums
-        )
+            common["zero"] = {"sub_group_size": top.sub_group_size} if top.sub_group_size else {}
+        else:
+            common |= {"cut": top.cut_experts, "fp32_grads": top.kind == "bf16" and top.stage == 1}
+        return self._engines.Spread(top.stage, world, top.precision, **common)
 
     def ds_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = self._engines.make_config(self._spread)
+        config: dict[str, Any] = self._spread.ds_config
         return config
 
     def cut(self, name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
@@ -122,7 +119,8 @@ class CaseMoE3D(RealSave):
     def save(self, folder: Path) -> None:
         options = {"biased": False} if self.fused else {}  # that buffer is saved under two names, as no other is
         engine = self._engines.make(self._spread, 1, **options)
-        self._engines.train(engine, range(self.steps))
+        for _ in range(self.steps):
+            self._engines.step(engine)
         self.finish(engine, folder)
 
 

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support.engines import experts as engine_experts
-from tests.support.engines import kinds
-from tests.support.engines.cases import enable
-from tests.support.engines.kinds import Kind, States, forget_groups, mean_square, read_optimizer, train_on_noise
+from tests.support.engines.experts import ADAM
+from tests.support.engines.kinds import Kind, forget_groups, mean_square, step_on_noise
+from tests.support.engines.reading import States, join, read_optimizer
 
 EXPERTS = 4
-BATCH = 8
 HIDDEN, INNER = 6, 5
 KINDS = ("column", "row")
 """How AutoTP cuts the two dense layers of a block."""
@@ -37,9 +36,11 @@ CUT = {"dense.0.weight": 0, "dense.0.bias": 0, "dense.1.weight": 1}
 
 @dataclass(frozen=True)
 class Spread(Kind):
-    """An engine: ranks, ZeRO stage, precision, expert-parallel degree, order of the groups, further ZeRO options.
+    """Experts in one of several forms.
 
     Attributes:
+        ep: expert-parallel degree.
+        data_first: order of the groups.
         tp: ranks over which AutoTP cuts the dense layers; experts are spread over these too.
         muon: it trains the matrices, those of the experts included.
         pp: stages of a pipeline.
@@ -47,12 +48,8 @@ class Spread(Kind):
         biased: AutoEP's routers have a buffer.
     """
 
-    world: int
-    stage: int
-    precision: str
-    ep: int
+    ep: int = 1
     data_first: bool = False
-    options: tuple[tuple[str, Any], ...] = ()
     tp: int = 1
     muon: bool = False
     pp: int = 1
@@ -60,15 +57,27 @@ class Spread(Kind):
     experts: int = EXPERTS
     biased: bool = True
 
-    def __str__(self) -> str:
-        marks = [self.kind] * (self.kind != "autoep") + [f"e{self.experts}"] * (self.experts != EXPERTS)
-        marks += ["data-first"] * self.data_first + [f"{key}={value}" for key, value in self.options]
-        degrees = [f"{key}{size}" for key, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
-        parts = [f"zero{self.stage}", self.precision, f"dp{self.world // self.tp // self.pp}", *degrees]
-        return "-".join([*parts, f"ep{self.ep}", *marks, *["muon"] * self.muon])
+    @property
+    def universal(self) -> Any:
+        return {"patterns": PATTERNS} if self.kind == "autoep" else True
 
-    def join(self, parts: Sequence[States]) -> States:
-        return kinds.join(parts, lambda name: CUT.get(".".join(name.split(".")[-3:])), self.tp)
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        more: dict[str, Any] = {"optimizer": ADAM, "use_data_before_expert_parallelism": self.data_first}
+        zero = {"reduce_scatter": False} if self.muon and self.stage == 3 else {}
+        if self.kind == "autoep":
+            more["expert_parallel"] = {"enabled": True, "autoep_size": self.ep, "use_grouped_mm": False}
+        if self.tp > 1:
+            more["tensor_parallel"] = cut_dense(self.tp)
+        if self.muon:
+            params = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
+            more["optimizer"] = {"type": "Muon", "params": params | ({} if self.stage else {"torch_adam": True})}
+        if self.pp > 1:
+            more["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
+        return self.make_config(zero, **more)
+
+    def join(self, ranks: Sequence[Any]) -> States:
+        return join_cut([local.state for local in ranks], self.tp)
 
     def is_direct(self, source: Any) -> bool:
         return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer
@@ -77,16 +86,21 @@ class Spread(Kind):
         """Muon sorts by size, and cut matrices have another one."""
         return "the param groups differ" if self.muon and source.stage == 0 and self.tp > 1 else ""
 
-    def find_tolerance(self, source: Any) -> dict[str, float] | None:
+    def find_tolerance(self, source: Any) -> float | None:
         """DeepSpeed's own experts have another gate."""
-        if source.kind == self.kind != "native":
-            return super().find_tolerance(source)
-        return None if "native" in (source.kind, self.kind) else {"abs": 1e-6}
+        if {self.precision, source.precision} != {"fp32"} or (self.kind == "native") != (source.kind == "native"):
+            return None
+        return 1e-6
 
     def adjust(self, state: str, saved: Tensor, loaded: Tensor) -> Tensor:
         """ZeRO 3 keeps momentum in bf16, in whatever dtype it is read."""
         saved = saved.bfloat16() if state == "momentum_buffer" and self.stage == 3 else saved
         return saved.view(loaded.shape)
+
+
+def join_cut(parts: Sequence[States], tp: int) -> States:
+    """Join the states of all ranks whose dense layers AutoTP cuts."""
+    return join(parts, lambda name: CUT.get(".".join(name.split(".")[-3:])), tp)
 
 
 # --- models
@@ -203,7 +217,7 @@ class Model(Stack):
 # --- engines
 
 
-def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool | None = None, checkpoint: Any = None) -> Any:
+def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool | None = None) -> Any:
     forget_groups()
     if spread.muon:
         torch._dynamo.config.disable = True  # the compiled update needs minutes
@@ -214,32 +228,7 @@ def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool | None
     params: Any = module.parameters()  # AutoEP replaces some of them before DeepSpeed lists these
     if spread.kind == "native":
         params = split_params_into_different_moe_groups_for_optimizer({"params": list(params), "name": "all"})
-    return deepspeed.initialize(model=module, model_parameters=params, config=make_config(spread, checkpoint))[0]
-
-
-def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_batch_size": BATCH,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": spread.stage, **dict(spread.options)},
-        "checkpoint": checkpoint or {"universal": {"patterns": PATTERNS} if spread.kind == "autoep" else True},
-        "use_data_before_expert_parallelism": spread.data_first,
-        "steps_per_print": 1 << 30,
-        **enable(spread.precision),
-    }
-    if spread.kind == "autoep":
-        config["expert_parallel"] = {"enabled": True, "autoep_size": spread.ep, "use_grouped_mm": False}
-    if spread.tp > 1:
-        config["tensor_parallel"] = cut_dense(spread.tp)
-    if spread.muon:
-        params = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
-        config["optimizer"] = {"type": "Muon", "params": params | ({} if spread.stage else {"torch_adam": True})}
-        if spread.stage == 3:
-            config["zero_optimization"]["reduce_scatter"] = False
-        config["zero_force_ds_cpu_optimizer"] = False
-    if spread.pp > 1:
-        config["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
-    return config
+    return deepspeed.initialize(model=module, model_parameters=params, config=spread.ds_config)[0]
 
 
 def cut_dense(tp: int) -> dict[str, Any]:
@@ -275,9 +264,9 @@ def make_pipeline(model: Stack, spread: Any) -> Any:
     return module
 
 
-def train(engine: Any, steps: range) -> list[float]:
+def step(engine: Any) -> float:
     group = engine.seq_data_parallel_group
-    return train_on_noise(engine, steps, (BATCH, 1, HIDDEN), (dist.get_rank(group), dist.get_world_size(group)))
+    return step_on_noise(engine, (Spread.batch, 1, HIDDEN), (dist.get_rank(group), dist.get_world_size(group)))
 
 
 # --- states

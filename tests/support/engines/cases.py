@@ -1,79 +1,70 @@
-"""Cases of the engine tests: launches, engines of tiny models, training loops."""
+"""Data parallelism with every ZeRO stage: engines of the models and optimizers of `models.py`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import deepspeed
+import torch
 from packaging.version import Version
+from torch.optim.lr_scheduler import LambdaLR
 
 from deepspeed_ucp.testing import Launch
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from deepspeed_ucp.testing.compare import compare
 from tests.releases import DEEPSPEED, find_reason
+from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, forget_autocast
+from tests.support.engines.models import MODELS, OPTIMIZERS, param_groups
 
 BATCH = 60  # samples per step; 1, 2, 3, 4, 5 and 6 ranks share them evenly
 FEATURES = 13
 BF16_WITHOUT_ZERO = Version("0.17.6") > DEEPSPEED
 
 
-def enable(precision: str) -> dict[str, Any]:
-    """Returns the section of a ds_config for a precision; none for fp32."""
-    scale = {"initial_scale_power": 8} if precision == "fp16" else {}
-    return {} if precision == "fp32" else {precision: {"enabled": True, **scale}}
-
-
 @dataclass(frozen=True)
-class Case:
-    """One launch of one of the trainings below.
+class Case(Kind):
+    """Data parallelism."""
 
-    Attributes:
-        stage: ZeRO stage.
-        dp: number of ranks.
-        precision: "fp32", "bf16" or "fp16".
-        zero: further keys of `zero_optimization`.
-        config: further top-level keys of the DeepSpeed configuration.
-    """
-
-    stage: int
-    dp: int
-    precision: str = "fp32"
-    zero: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        name = f"zero{self.stage}-{self.precision}-dp{self.dp}"
-        return "-".join([name, *self.zero, *self.config])
+    batch: ClassVar[int] = BATCH
 
     @property
     def launch(self) -> Launch:
-        return Launch(self.dp, self.ds_config)
+        return Launch(self.world, self.ds_config)
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            "train_batch_size": BATCH,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": self.stage, **self.zero},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 1000000,
-            **enable(self.precision),
-        }
-        return {**config, **self.config}
+        return {"gradient_accumulation_steps": 1, **self.make_config()}
 
-    def but(self, **changes: Any) -> Case:
-        return replace(self, **changes)
+    @property
+    def read(self) -> Callable[[Any], CapturedEngine]:
+        return capture
 
-    def on(self, **options: Any) -> Case:
-        """Return the case with the plugin on, with these options."""
-        return replace(self, config={**self.config, "checkpoint": {"universal": options or True}})
+    def join(self, ranks: Sequence[Any]) -> CapturedEngine:
+        first, *others = (local.state for local in ranks)
+        for other in others:
+            # In a fresh engine copies may be other roundings of the masters, with which `compare` compares them.
+            found = [line for line in compare(first, other)[1] if ", state value:" not in line]
+            found += [
+                name for name, each in first.parameters.items() if not each.value.equal(other.parameters[name].value)
+            ]
+            assert not found, f"ranks differ: {found[:5]}"
+        return first
 
-    def training(self, **options: Any) -> Any:
-        """Return the function that makes and trains the engine."""
-        return partial(train, self.ds_config, **options)
+    def compare(self, saved: CapturedEngine, loaded: CapturedEngine, **options: Any) -> tuple[int, list[str]]:
+        return compare(saved, loaded, **options)
+
+    def is_direct(self, source: Any) -> bool:
+        """Return True except in the same topology.
+
+        At stage 0 every rank has the whole state, and another size is the same topology, except with BF16_Optimizer,
+        which releases before 0.17.6 use for bf16.
+        """
+        ours, theirs = (each.but(config={**each.config, "checkpoint": {}}) for each in (self, source))
+        same = ours == theirs or (source.stage == self.stage == 0 and source.precision == self.precision)
+        return not (same and not (source.stage == 0 and source.precision == "bf16" and BF16_WITHOUT_ZERO))
 
 
 def saves_states(stage: int, precision: str) -> bool:
@@ -81,37 +72,12 @@ def saves_states(stage: int, precision: str) -> bool:
     return find_reason(f"saves/zero{stage}-{precision}") is None
 
 
-def pair_id(pair: tuple[Case, Case]) -> str:
-    """Return the id of a test that saves under one case and resumes under another."""
-    return f"{pair[0]}->{pair[1]}"
+def make(case: Case, seed: int, **options: Any) -> Any:
+    return make_engine(case.ds_config, seed=seed, **options)
 
 
-def is_direct(source: Case, target: Case, report: Any) -> None:
-    """Check that the plugin's loader ran, except in the same topology.
-
-    At stage 0 every rank has the whole state, and another size is the same topology, except with BF16_Optimizer, which
-    releases before 0.17.6 use for bf16.
-    """
-    same = source == target or (source.stage == target.stage == 0 and source.precision == target.precision)
-    same = same and not (source.stage == 0 and source.precision == "bf16" and BF16_WITHOUT_ZERO)
-    assert report.direct is not same
-
-
-def directly(_source: Case, _target: Case, report: Any) -> None:
-    """Check that the plugin's loader ran, in the same topology, too."""
-    assert report.direct
-
-
-def training(model: str = "mixed", optimizer: str = "adamw", **options: Any) -> Any:
-    """Return a `train_fn` for `assert_resume_equivalent` with a model and an optimizer of `models.py`."""
-    return partial(train, model=model, optimizer=optimizer, **options)
-
-
-def train(ds_config: dict[str, Any], *args: Any, **options: Any) -> Generator[Any, None, None]:
-    """Yields the engine of `make_engine`, then the loss of each step."""
-    engine = make_engine(ds_config, *args, **options)
-    yield engine
-    yield from train_engine(engine)
+def step(engine: Any) -> float:
+    return next(train_engine(engine))
 
 
 def train_engine(engine: Any) -> Generator[float, None, None]:
@@ -123,10 +89,8 @@ def train_engine(engine: Any) -> Generator[float, None, None]:
         yield loss.item()
 
 
-def compute_loss(engine: Any) -> Any:
+def compute_loss(engine: Any) -> torch.Tensor:
     """Return the loss of this rank's share of the global batch of a step."""
-    import torch
-
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)
     batch = torch.randn(BATCH, FEATURES + 1, generator=generator).chunk(ranks)[rank].to(engine.device)
@@ -151,12 +115,6 @@ def make_engine(
         zero_init: build the model under `deepspeed.zero.Init`, partitioned from the start.
         mpu: model parallel unit, for parallelism other than data parallelism.
     """
-    import deepspeed
-    import torch
-    from torch.optim.lr_scheduler import LambdaLR
-
-    from tests.support.engines.models import MODELS, OPTIMIZERS, param_groups
-
     allow_fp16_on_cpu()
     forget_autocast()
     torch.manual_seed(seed)
@@ -173,20 +131,11 @@ def make_engine(
     return engine
 
 
-def allow_fp16_on_cpu() -> None:
-    """Let DeepSpeed use fp16 on a CPU without AMX-FP16, which torch supports."""
-    import torch
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    CPU_Accelerator.is_fp16_supported = lambda self: True
-    CPU_Accelerator.supported_dtypes = lambda self: [torch.float, torch.bfloat16, torch.float16]  # used by 0.16
-
-
-def forget_autocast() -> None:
-    """Undo the torch_autocast of an earlier engine, which DeepSpeed keeps for the whole process."""
-    module: Any = sys.modules.get("deepspeed.runtime.torch_autocast")
-    if module is not None:
-        module.TORCH_AUTOCAST_INITIALIZED, module.TORCH_AUTOCAST_DTYPE = False, None
+def train(ds_config: dict[str, Any], *args: Any, **options: Any) -> Generator[Any, None, None]:
+    """Yields the engine of `make_engine`, then the loss of each step."""
+    engine = make_engine(ds_config, *args, **options)
+    yield engine
+    yield from train_engine(engine)
 
 
 def build_op(name: str) -> None:

@@ -1,173 +1,280 @@
-"""Saves with one engine and loads with another, compared to the bit; run in the test's process."""
+"""One driver for engines of every kind: it saves with one, loads with another, and compares to the bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 
-from deepspeed_ucp.testing import WorldPool
-from tests.support.covering import params
-from tests.support.engines.kinds import Kind, States
+from deepspeed_ucp.testing import World, WorldPool
+from tests.support.engines.cases import build_op
+from tests.support.engines.kinds import Kind
 from tests.support.engines.ranks import Load, Local, load_each, save
+
+STEPS = (3, 2)
+"""Steps before and after a save, or after a load: the second loss depends on restored optimizer states."""
+
+OPERATORS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "cpu_lion": "CPULionBuilder"}
 
 
 @dataclass
 class Saved:
-    """A saved run: its folder, the states at the save, and each rank's losses after it."""
+    """A saved run: its folder, its ranks and their joined state at the save, and the losses after it."""
 
-    folder: str
-    states: States
-    losses: list[list[float]]
+    kind: Kind
+    folder: Path
+    ranks: Sequence[Local]
+
+    def __post_init__(self) -> None:
+        self.state = self.kind.keep(self.kind.join(self.ranks))
+        self.losses = average_losses(self.ranks)
 
 
 @dataclass
 class Outcome:
-    """The outcome of one load on all ranks: each rank's error message, or the engines and their joined states."""
+    """One load on all ranks: their error messages, or the engines and their joined state."""
 
-    errors: list[str]
-    ranks: Sequence[Local] = ()
-    states: States = field(default_factory=dict)
+    kind: Kind
+    ranks: Sequence[Local]
 
-    @classmethod
-    def join(cls, kind: Kind, ranks: Sequence[Local]) -> Outcome:
-        errors = [local.error for local in ranks if local.error]
-        if errors:
-            assert len(errors) == len(ranks), "some ranks alone refuse the load"
-            return cls(errors)
-        return cls([], ranks, kind.join([local.state for local in ranks]))
+    def __post_init__(self) -> None:
+        self.errors = [local.error for local in self.ranks if local.error]
+        assert len(self.errors) in (0, len(self.ranks)), "some ranks alone refuse the load"
+        self.losses = average_losses(self.ranks)
 
-    def check_refused(self, *words: str) -> None:
-        """Check that every rank refuses the load, with these words in its message."""
+    @cached_property
+    def state(self) -> Any:
+        """The joined state."""
+        return self.kind.join(self.ranks)
+
+    def list_messages(self, level: str, part: str = "") -> list[str]:
+        """List the messages of rank 0."""
+        return self.ranks[0].list_messages(level, part)
+
+    def check_refused(self, *words: str, changed: bool = False) -> str:
+        """Check that all ranks refuse with one message that has these words, and keep their engine. Returns it."""
         assert self.errors, "the load was not refused"
-        for error in self.errors:
-            for word in words:
-                assert word in error, error
+        assert len(set(self.errors)) == 1, self.errors
+        for word in words:
+            assert word in self.errors[0], self.errors[0]
+        assert changed or {(*local.changed, local.held) for local in self.ranks} == {(0,)}, self.ranks[0].changed
+        return self.errors[0]
 
     def check(
-        self, target: Kind, source: Kind, saved: Saved, *, direct: bool | None = None, buffers: bool = True
+        self,
+        saved: Saved,
+        *,
+        direct: bool | None = None,
+        losses: bool = True,
+        tolerance: float | None = None,
+        least: int = 1,
+        **options: Any,
     ) -> None:
-        """Compare the loader, all states to the bit, and the losses with the saved run.
+        """Compare the loader, all states to the bit, the client state and the losses with the saved run.
 
         Args:
-            direct: the plugin's loader is expected; by default `target.is_direct`.
+            direct: the plugin's loader is expected; by default `is_direct` of the kind.
+            tolerance: of losses; by default `find_tolerance` of the kind.
+            least: number of tensors to compare.
+            options: of `compare` of the kind.
         """
         assert not self.errors, self.errors[0]
-        assert {bool(local.direct) for local in self.ranks} == {target.is_direct(source) if direct is None else direct}
-        assert self.states.keys() == saved.states.keys()
-        for (name, state), tensor in self.states.items():
-            master = saved.states.get((name, "fp32")) if state == "copy" else None
-            wanted = target.adjust(state, saved.states[name, state] if master is None else master, tensor)
-            if state in ("copy", "buffer", "momentum_buffer"):  # in the engine's dtype
-                wanted = wanted.to(tensor.dtype)
-            if state != "buffer" or buffers:
-                assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), (name, state)
-        tolerance = target.find_tolerance(source)
-        if tolerance is not None:
-            for local, expected in zip(self.ranks, saved.losses, strict=False):
-                assert local.losses == pytest.approx(expected, **tolerance)
+        expected = self.kind.is_direct(saved.kind) if direct is None else direct
+        assert all(bool(local.direct) == expected for local in self.ranks), self.ranks[0].reason
+        self.count, differences = self.kind.compare(saved.state, self.state, **options)
+        assert not differences, "\n".join(differences[:20])
+        assert self.count >= least
+        for local in self.ranks:
+            known = {key: local.client_state.get(key) for key in saved.ranks[0].client_state}
+            assert known == saved.ranks[0].client_state
+        gap = self.kind.find_tolerance(saved.kind) if tolerance is None else tolerance
+        if losses and gap is not None and self.losses:
+            assert self.losses == pytest.approx(saved.losses, rel=gap, abs=0), (self.losses, saved.losses, gap)
+
+
+def average_losses(ranks: Sequence[Local]) -> list[float]:
+    """Return the losses of each step as means over all ranks."""
+    return [sum(each) / len(each) for each in zip(*(local.losses for local in ranks), strict=True)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run that an engine loads.
+
+    Attributes:
+        options: of its ``make``, which the loading engine does not have.
+        arguments: of `load_checkpoint`.
+        steps: before and after the save.
+        part: folder below that of the run.
+        check: takes the saved run and the outcome, instead of the usual comparison.
+    """
+
+    kind: Kind
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    steps: tuple[int, int] = STEPS
+    part: str = ""
+    check: Callable[[Saved, Outcome], object] | None = None
+
+    def __str__(self) -> str:
+        return "-".join([str(self.kind), *map(str, self.options.values()), *self.arguments, *filter(None, [self.part])])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One engine that loads several runs in turn. A state that a load leaves behind shows in the next one.
+
+    Attributes:
+        sources: kinds, or descriptions with more.
+        options: of ``make`` of both sides.
+        live: of ``make`` of the target alone.
+        check: takes the saved run and the outcome after the comparison.
+        compared: arguments of `Outcome.check`.
+        exhaustive: runs under ``-m exhaustive`` only.
+        marks: more marks.
+    """
+
+    target: Kind
+    sources: Sequence[Kind | Source]
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    live: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[[Saved, Outcome], object] | None = None
+    compared: Mapping[str, Any] = field(default_factory=dict)
+    exhaustive: bool = False
+    marks: Sequence[Any] = ()
+
+    def __str__(self) -> str:
+        options = [
+            str(value) for value in (*self.options.values(), *self.live.values()) if value not in (True, "mixed")
+        ]
+        return "-".join([*filter(None, [self.name]), str(self.target), *options, f"from{len(self.sources)}"])
+
+    @property
+    def param(self) -> Any:
+        marks = [pytest.mark.exhaustive] * self.exhaustive
+        return pytest.param(self, id=str(self), marks=[*self.marks, *marks])
 
 
 class Engines:
     """Runs engines of every kind on worlds; shared runs are saved once."""
 
     def __init__(self, worlds: WorldPool, root: Path) -> None:
-        self._worlds, self._root, self._count = worlds, root, 0
-        self._saved: dict[Any, Saved] = {}
+        self.worlds, self._root, self._count = worlds, root, 0
+        self._saved: dict[str, Saved] = {}
+        self._built: set[str] = set()
 
-    def save(self, kind: Kind, folder: object = None, seed: int = 1, *, again: bool = False, **options: Any) -> Saved:
-        """Save a run of `kind` into `folder`, by default a new one; `again`: and once more two steps later."""
-        place = self._make_folder() if folder is None else str(folder)
-        training, steps = kind.training(seed, place, **options), (3, 2) if again else (3,)
-        ranks = self._worlds.get(kind.world).run(save, training, place, steps, after=2 * (not again), read=kind.read)
-        return Saved(place, kind.join([local.state for local in ranks]), [local.losses for local in ranks])
+    def get(self, kind: Kind) -> World:
+        """Return the world of a kind."""
+        return self.worlds.get(kind.world)
 
-    def saved(self, kind: Kind) -> Saved:
-        """Save a run of `kind` at the first call, from distinct weights; do not change the folder."""
-        if kind not in self._saved:
-            self._saved[kind] = self.save(kind, seed=10 * len(self._saved) + 1)
-        return self._saved[kind]
+    def save(
+        self,
+        kind: Kind,
+        folder: object = None,
+        seed: int = 1,
+        *,
+        steps: Sequence[int] = STEPS[:1],
+        after: int = STEPS[1],
+        plugin: bool = True,
+        **options: Any,
+    ) -> Saved:
+        """Save a run of `kind` into `folder`, by default a new one; with several steps once after each."""
+        self.build(options.get("optimizer"))
+        place = Path(str(folder)) if folder else self._make_folder()
+        training = kind.training(seed, str(place), **options)
+        more = {"after": after, "client_states": kind.client_states, "plugin": plugin, "read": kind.read}
+        return Saved(kind, place, self.get(kind).run(save, training, str(place), tuple(steps), **more))
+
+    def saved(self, kind: Kind | Source, **options: Any) -> Saved:
+        """Save a run at the first call, from distinct weights; do not change the folder."""
+        source = kind if isinstance(kind, Source) else Source(kind)
+        options = {**options, **source.options}
+        key = f"{source.kind!r} {source.steps} {sorted(options.items(), key=str)}"
+        if key not in self._saved:
+            seed, (before, after) = crc32(key.encode()) % 9973, source.steps
+            self._saved[key] = self.save(source.kind, seed=seed, steps=(before,), after=after, **options)
+        return self._saved[key]
 
     def load(
         self,
         kind: Kind,
-        *folders: object,
-        tag: str | None = None,
+        *loads: object,
         arguments: Mapping[str, Any] | None = None,
         plugin: bool = True,
+        read_before: bool = False,
         **options: Any,
     ) -> list[Outcome]:
-        """Load one folder after the other into one engine of `kind`, each followed by two steps.
+        """Make the loads one after the other in one engine of `kind`.
 
         Args:
-            arguments: of `load_checkpoint`.
+            loads: a folder, of which the load is followed by two steps, a saved run or a `Load`.
+            arguments: of `load_checkpoint` for all loads of folders.
             options: of the kind's ``make``.
         """
-        loads = [Load(str(folder), {"tag": tag, **(arguments or {})}, steps=2) for folder in folders]
-        work = load_each, kind.training(77, self._make_folder(), **options), loads, plugin
-        answers = self._worlds.get(kind.world).run(*work, read=kind.read, catch=True)
-        return [Outcome.join(kind, each) for each in zip(*answers, strict=True)]
+        self.build(options.get("optimizer"))
+        made = [each if isinstance(each, Load) else self.make_load(each, arguments) for each in loads]
+        training = (kind.live() if plugin else kind).training(77, str(self._make_folder()), **options)
+        more = {"read": kind.read, "read_before": read_before, "catch": True}
+        answers = self.get(kind).run(load_each, training, made, plugin, **more)
+        return [Outcome(kind, each) for each in zip(*answers, strict=True)]
 
-    def load_by_deepspeed(self, kind: Kind, folder: str) -> list[list[float]]:
-        """Load by DeepSpeed alone. Returns each rank's losses of two steps."""
-        work = load_each, kind.training(77, self._make_folder()), [Load(folder, steps=2)], False
-        return [local.losses for (local,) in self._worlds.get(kind.world).run(*work, read=id)]
+    def make_load(self, folder: object, arguments: Mapping[str, Any] | None = None, **more: Any) -> Load:
+        """Make the load of a folder or a saved run, followed by as many steps as the run has trained."""
+        if isinstance(folder, Saved):
+            return Load(str(folder.folder), dict(arguments or {}), steps=0 if arguments else len(folder.losses), **more)
+        return Load(str(folder), dict(arguments or {}), steps=STEPS[1], **more)
 
-    def _make_folder(self) -> str:
+    def resume(self, row: Row, subtests: pytest.Subtests) -> list[Outcome]:
+        """Load all sources of a row in one engine; each is a subtest."""
+        sources = [each if isinstance(each, Source) else Source(each) for each in row.sources]
+        runs = [self.saved(source, **row.options) for source in sources]
+        loads = [
+            self.make_load(replace(run, folder=run.folder / source.part), source.arguments)
+            for source, run in zip(sources, runs, strict=True)
+        ]
+        outcomes = self.load(row.target, *loads, **{**row.options, **row.live})
+        for source, run, outcome in zip(sources, runs, outcomes, strict=True):
+            with subtests.test(source=str(source)):
+                refusal = row.target.find_refusal(source.kind)
+                if refusal:
+                    outcome.check_refused(refusal)
+                elif source.check:
+                    source.check(run, outcome)
+                else:
+                    outcome.check(run, **row.compared)
+                if row.check:
+                    row.check(run, outcome)
+        return outcomes
+
+    def build(self, optimizer: str | None) -> None:
+        """Let DeepSpeed compile the operator of an optimizer, which takes a minute at the first time on a machine."""
+        builder = next((op for name, op in OPERATORS.items() if (optimizer or "").startswith(name)), None)
+        if builder and builder not in self._built:
+            self.worlds.get(1).run(build_op, builder, timeout=500)
+            self._built.add(builder)
+
+    def _make_folder(self) -> Path:
         self._count += 1
         path = self._root / str(self._count)
         path.mkdir()
-        return str(path)
-
-    def go_on(self, target: Any, sources: Sequence[Any], subtests: pytest.Subtests, **options: Any) -> None:
-        """One engine loads all sources; each is a subtest."""
-        runs = [self.saved(source) for source in sources]
-        outcomes = self.load(target, *(run.folder for run in runs), **options)
-        for source, run, outcome in zip(sources, runs, outcomes, strict=True):
-            with subtests.test(source=str(source)):
-                refusal = target.find_refusal(source)
-                if refusal:
-                    outcome.check_refused(refusal)
-                else:
-                    outcome.check(target, source, run)
+        return path
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Loads of a damaged or unusual save that every rank refuses.
-
-    Attributes:
-        words: parts of the error message.
-        damage: changes the folder of the save.
-        again: the run saves a second time before.
-        options: of the kind's ``make``.
-    """
-
-    source: Any
-    targets: tuple[Any, ...]
-    words: tuple[str, ...]
-    damage: Callable[[Path], object] = lambda _folder: None
-    again: bool = False
-    tag: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def check(self, engines: Engines, folder: Path) -> None:
-        engines.save(self.source, folder, again=self.again, **self.options)
-        self.damage(folder)
-        for target in self.targets:
-            (outcome,) = engines.load(target, folder, tag=self.tag, **self.options)
-            outcome.check_refused(*self.words)
-
-
-def list_rows(targets: Sequence[Any], sources: Sequence[Any], chosen: Mapping[int, Sequence[int]]) -> list[Any]:
-    """List parameters (target, sources): the chosen numbers, and every target from all sources as exhaustive ones."""
-    rows = [(targets[target], tuple(sources[place] for place in places)) for target, places in chosen.items()]
-    every = [(target, tuple(sources)) for target in targets]
-    return params(rows, [*rows, *every], lambda row: f"{row[0]}-from-{len(row[1])}")
+def choose(
+    targets: Sequence[Any], sources: Sequence[Any], chosen: Mapping[int, Sequence[int]], name: str = "", **more: Any
+) -> list[Row]:
+    """List rows: the chosen numbers of targets and sources, and every target from all sources as exhaustive ones."""
+    rows = [
+        Row(targets[target], [sources[place] for place in places], name, **more) for target, places in chosen.items()
+    ]
+    return rows + [Row(target, sources, name, exhaustive=True, **more) for target in targets]
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -13,49 +13,49 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from tests.support.engines.cases import enable
-from tests.support.engines.kinds import Kind, States, forget_groups, read_optimizer, train_on_noise
+from tests.support.engines.kinds import Kind, forget_groups, step_on_noise
+from tests.support.engines.reading import States, read_optimizer
 
 EXPERTS = 4
-BATCH = 8
 FEATURES = 6
+ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
 
 
 @dataclass(frozen=True)
 class Spread(Kind):
-    """An engine: ranks, ZeRO stage, precision, expert-parallel degrees of its two layers, order of the groups.
+    """DeepSpeed's own experts.
 
     Attributes:
+        ep: expert-parallel degrees of the two layers.
+        data_first: order of the groups.
         shuffled: odd ranks have the param groups of the degrees in another order.
         tied: the second layer of experts is the first one.
         residual: attribute that holds the residual layer.
         together: all parameters are in one param group of a client's optimizer.
     """
 
-    world: int
-    stage: int
-    precision: str
-    degrees: tuple[int, int]
+    ep: tuple[int, int] = (1, 1)
     data_first: bool = False
     shuffled: bool = False
     tied: bool = False
     residual: str = "residual"
     together: bool = False
 
-    def __str__(self) -> str:
-        order = (
-            "-together" * self.together
-            + "-data-first" * self.data_first
-            + "-shuffled" * self.shuffled
-            + "-tied" * self.tied
-        )
-        return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.degrees[0]}.{self.degrees[1]}{order}"
+    universal: ClassVar[Any] = True
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        more = {} if self.together else {"optimizer": ADAM}
+        return self.make_config(use_data_before_expert_parallelism=self.data_first, **more)
 
     def find_refusal(self, source: Any) -> str:
         """Stage 0 saves no names, and the param groups of two degrees differ."""
-        if source.stage or len(set(self.degrees)) == 1:
+        if source.stage or len(set(self.ep)) == 1:
             return ""
         return "the experts in the module's order" if self.shuffled else "the param groups differ"
+
+    def find_tolerance(self, source: Any) -> float | None:
+        return 1e-6 if source.precision == self.precision == "fp32" else None
 
 
 class Layers(nn.Module):
@@ -80,29 +80,20 @@ class Layers(nn.Module):
 
 def make(spread: Spread, seed: int) -> Any:
     forget_groups()
-    config: dict[str, Any] = {
-        "train_batch_size": BATCH,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": spread.stage},
-        "checkpoint": {"universal": True},
-        "use_data_before_expert_parallelism": spread.data_first,
-        **enable(spread.precision),
-    }
     torch.manual_seed(seed + dist.get_rank())
-    module = Layers(spread.degrees, tied=spread.tied, residual=spread.residual)
+    module = Layers(spread.ep, tied=spread.tied, residual=spread.residual)
     if spread.together:
-        del config["optimizer"]
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-        return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+        return deepspeed.initialize(model=module, optimizer=optimizer, config=spread.ds_config)[0]
     params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
     params.sort(key=lambda group: group["name"])  # DeepSpeed orders them like a set of strings
     if spread.shuffled and dist.get_rank() % 2:
         params[1:] = params[:0:-1]
-    return deepspeed.initialize(model=module, model_parameters=params, config=config)[0]
+    return deepspeed.initialize(model=module, model_parameters=params, config=spread.ds_config)[0]
 
 
-def train(engine: Any, steps: range) -> list[float]:
-    return train_on_noise(engine, steps, (BATCH, 4), (dist.get_rank(), dist.get_world_size()))
+def step(engine: Any) -> float:
+    return step_on_noise(engine, (Spread.batch, 4))
 
 
 def name_parameters(module: nn.Module) -> dict[int, str]:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -22,15 +22,13 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_mode
 from torch import Tensor, nn
 
 from tests.support.engines import experts as engine_experts
-from tests.support.engines import kinds
-from tests.support.engines.cases import enable
-from tests.support.engines.kinds import Kind, States, forget_groups, train_on_noise
+from tests.support.engines.kinds import SUMS_IN_FP32, Kind, forget_groups, step_on_noise
+from tests.support.engines.reading import States, join
 
 sys.path.append(str(Path(__file__).parents[3] / "examples" / "megatron_gpt"))
 from parallel import Line, ParallelState, copy_to, reduce_from  # type: ignore[import-not-found]
 
 EXPERTS = 4
-BATCH = 8
 FEATURES, INNER = 6, 8
 CUT = {"up": 0, "up_bias": 0, "down": 1}
 """By the end of its name the dimension along which tensor parallelism cuts a parameter; the others are replicated."""
@@ -49,10 +47,11 @@ RULES = {
 
 @dataclass(frozen=True)
 class Spread(Kind):
-    """An engine: ranks, degrees, ZeRO stage, precision; how its experts are spread.
+    """Experts with tensor and pipeline parallelism.
 
     Attributes:
         cut: expert tensor parallelism; without it experts are spread over the tensor-parallel ranks too.
+        data_first: order of the groups.
         fp32_grads: gradients are summed in fp32, which makes DeepSpeed take BF16_Optimizer.
         second: another expert-parallel degree of the second layer; odd ranks then have the param groups of the two
             in another order.
@@ -60,38 +59,38 @@ class Spread(Kind):
         dual: every pipeline rank holds two stages (DualPipeV).
     """
 
-    world: int
-    tp: int
-    ep: int
-    stage: int
-    precision: str = "fp32"
+    tp: int = 1
+    ep: int = 1
     pp: int = 1
     cut: bool = False
     data_first: bool = False
     fp32_grads: bool = False
-    pipeline: bool = False
     second: int = 0
     turns: bool = False
     dual: bool = False
+
+    universal: ClassVar[Any] = {"patterns": RULES}
 
     @property
     def dp(self) -> int:
         return self.world // (self.tp * self.pp)
 
-    def __str__(self) -> str:
-        marks = ["cut"] * self.cut + ["data-first"] * self.data_first + ["fp32grads"] * self.fp32_grads
-        marks += ["pipeline"] * (self.pipeline and self.pp == 1) + ["turns"] * self.turns + ["dual"] * self.dual
-        degrees = f"dp{self.dp}-tp{self.tp}" + f"-pp{self.pp}" * (self.pp > 1) + f"-ep{self.ep}"
-        degrees += f".{self.second}" * (self.second > 0)
-        return "-".join([f"zero{self.stage}-{self.precision}-{degrees}", *marks])
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        # A larger eps: the rounding of a zero gradient would become a whole step.
+        optimizer = {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4, "torch_adam": True}}
+        more: dict[str, Any] = SUMS_IN_FP32 if self.fp32_grads else {}
+        if self.dual:  # needs two micro-batches per rank
+            more = {**more, "train_micro_batch_size_per_gpu": self.batch // (2 * self.pp * self.dp)}
+        return self.make_config(optimizer=optimizer, use_data_before_expert_parallelism=self.data_first, **more)
 
-    def join(self, parts: Sequence[States]) -> States:
+    def join(self, ranks: Sequence[Any]) -> States:
         """Join the states of all ranks; without expert tensor parallelism experts are whole."""
 
         def find_cut(name: str) -> int | None:
             return CUT.get(name.rpartition(".")[2]) if self.cut or ".experts." not in name else None
 
-        return kinds.join(parts, find_cut, self.tp)
+        return join([local.state for local in ranks], find_cut, self.tp)
 
     def is_direct(self, source: Any) -> bool:
         return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer
@@ -101,8 +100,8 @@ class Spread(Kind):
         nameless = source.stage == 0 and (source.pp == 1 or source.precision == "fp32")
         return "the experts in the module's order" if nameless and self.second else ""
 
-    def find_tolerance(self, source: Any) -> dict[str, float] | None:
-        return {"rel": 1e-5} if source.precision == self.precision == "fp32" else None
+    def find_tolerance(self, source: Any) -> float | None:
+        return 1e-5 if source.precision == self.precision == "fp32" else None
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def make(spread: Spread, seed: int) -> Any:
     if spread.turns:
         specs = [sparse[0], LayerSpec(Block, line), sparse[1], LayerSpec(Block, line)]
     mpu = None
-    if spread.pipeline or spread.pp > 1:
+    if spread.pp > 1:
         topology = PipeModelDataParallelTopology(num_pp=spread.pp, num_mp=spread.tp, num_dp=spread.dp)
         module: nn.Module = (pipe.DualPipeVModule if spread.dual else PipelineModule)(
             specs,
@@ -203,26 +202,7 @@ def make(spread: Spread, seed: int) -> Any:
     params.sort(key=lambda group: group["name"])  # DeepSpeed orders them like a set of strings
     if spread.second and dist.get_rank() % 2:
         params[1:] = params[:0:-1]
-    return deepspeed.initialize(model=module, model_parameters=params, config=make_config(spread), mpu=mpu)[0]
-
-
-def make_config(spread: Spread) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_batch_size": BATCH,
-        # A larger eps: the rounding of a zero gradient would become a whole step.
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": spread.stage},
-        "gradient_clipping": 0.0,  # DeepSpeed's norm of experts depends on how they are spread
-        "checkpoint": {"universal": {"patterns": RULES}},
-        "use_data_before_expert_parallelism": spread.data_first,
-        "steps_per_print": 1 << 30,
-        **enable(spread.precision),
-    }
-    if spread.fp32_grads:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if spread.dual:  # needs two micro-batches per rank
-        config["train_micro_batch_size_per_gpu"] = BATCH // (2 * spread.pp * spread.dp)
-    return config
+    return deepspeed.initialize(model=module, model_parameters=params, config=spread.ds_config, mpu=mpu)[0]
 
 
 def vary_experts(module: nn.Module, seed: int, rank: int) -> None:
@@ -233,10 +213,10 @@ def vary_experts(module: nn.Module, seed: int, rank: int) -> None:
             param.data.add_(torch.randn(param.shape, generator=generator) / 4)
 
 
-def train(engine: Any, steps: range) -> list[float]:
+def step(engine: Any) -> float:
     place = engine.mpu.get_data_parallel_rank() if engine.mpu else dist.get_rank()
-    part = place, BATCH // (engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps())
-    return train_on_noise(engine, steps, (BATCH, FEATURES), part, loss_of, lambda own: own.flip(1))
+    parts = Spread.batch // (engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps())
+    return step_on_noise(engine, (Spread.batch, FEATURES), (place, parts), loss_of, lambda own: own.flip(1))
 
 
 def read_states(engine: Any) -> States:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -15,9 +16,9 @@ from torch.nn import functional
 
 from deepspeed_ucp.model import strip_compiled
 from tests.support.engines import autoep as engine_autoep
-from tests.support.engines.autoep import BATCH, EXPERTS, HIDDEN, Stack, make_block, make_pipeline
-from tests.support.engines.cases import allow_fp16_on_cpu, enable
-from tests.support.engines.kinds import Kind, States, forget_groups, mean_square
+from tests.support.engines.autoep import EXPERTS, HIDDEN, Stack, make_block, make_pipeline
+from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, enable, forget_groups, mean_square
+from tests.support.engines.reading import States
 
 STEPS = 3
 MATRICES, VECTORS = {"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}
@@ -32,29 +33,39 @@ class Target(Kind):
 
     Attributes:
         kind: form of its experts, as in :class:`.autoep.Spread`.
-        options: further ones of ZeRO.
         compiled: the model comes from ``torch.compile``.
         half: has no masters in fp32: ``masters`` and moments, by the configuration; or ``client``, a model in bf16
             without any such configuration.
     """
 
-    stage: int
-    precision: str = "fp32"
     kind: str = "fused"
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    world: int = 2
-    options: tuple[tuple[str, Any], ...] = ()
     compiled: bool = False
     half: str = ""
 
-    def __str__(self) -> str:
-        degrees = [f"{key}{size}" for key, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if size > 1]
-        more = [key for key, _ in self.options] + ["compiled"] * self.compiled
-        more += [f"{self.half}-in-16-bits"] * bool(self.half)
-        kind = [self.kind] * (self.kind != "fused")
-        return "-".join([f"zero{self.stage}", self.precision, f"of{self.world}", *kind, *degrees, *more])
+    universal: ClassVar[Any] = True
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        more: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {**LIVE, "torch_adam": True}}}
+        if self.half == "masters":
+            more["bf16"] = enable("bf16")["bf16"] | {
+                "bf16_master_weights_and_grads": True,
+                "bf16_optimizer_states": True,
+            }
+        if self.kind == "autoep":
+            more["expert_parallel"] = {"enabled": True, "autoep_size": self.ep, "use_grouped_mm": False}
+        if self.tp > 1:
+            more["tensor_parallel"] = engine_autoep.cut_dense(self.tp)
+        config = self.make_config(**more)
+        if self.half == "client":
+            del config[self.precision]
+        return config
+
+    def join(self, ranks: Sequence[Any]) -> States:
+        return engine_autoep.join_cut([local.state.states for local in ranks], self.tp)
 
 
 # --- the model
@@ -151,7 +162,7 @@ def _shard(model: Stack, mesh: Any, tp: int) -> None:
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        batch = torch.randn(BATCH, 1, HIDDEN, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(Kind.batch, 1, HIDDEN, generator=torch.Generator().manual_seed(step))
         loss = mean_square(model(batch.to(next(model.parameters()).dtype)), batch)
         loss.backward()
         optimizer.step()
@@ -163,8 +174,8 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 # --- DeepSpeed
 
 
-def make(target: Target, seed: int, **universal: Any) -> Any:
-    """Make an engine with other weights and the param groups in reverse order; `universal`: options of the plugin."""
+def make(target: Target, seed: int) -> Any:
+    """Make an engine with other weights and the param groups in reverse order."""
     forget_groups()
     allow_fp16_on_cpu()
     torch.manual_seed(seed)
@@ -177,32 +188,10 @@ def make(target: Target, seed: int, **universal: Any) -> Any:
         module = torch.compile(module, backend="eager")
     matrices, vectors = sort_parameters(module)
     params: Any = [{"params": vectors, "name": "vectors"}, {"params": matrices, "name": "matrices"}]
-    config = make_config(target, **universal)
-    return deepspeed.initialize(model=module, model_parameters=params, config=config)[0]
+    return deepspeed.initialize(model=module, model_parameters=params, config=target.ds_config)[0]
 
 
-def make_config(target: Target, **universal: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_batch_size": BATCH,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {**LIVE, "torch_adam": True}},
-        "zero_optimization": {"stage": target.stage, **dict(target.options)},
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 1 << 30,
-        "checkpoint": {"universal": universal or True},
-    }
-    if target.half != "client":
-        config |= enable(target.precision)
-    if target.half == "masters":
-        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    if target.kind == "autoep":
-        config["expert_parallel"] = {"enabled": True, "autoep_size": target.ep, "use_grouped_mm": False}
-    if target.tp > 1:
-        config["tensor_parallel"] = engine_autoep.cut_dense(target.tp)
-    return config
-
-
-train = engine_autoep.train
+step = engine_autoep.step
 
 
 @dataclass

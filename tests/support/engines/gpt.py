@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -41,32 +41,29 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(
-    model: str, launch: Launch, ds_config: dict[str, Any], seed: int, nested: bool = False
-) -> Generator[Any, None, None]:
-    """Yields the engine, then the loss of each step. The seed changes the weights, and not the text.
-
-    Args:
-        nested: the engine saves `module` as Megatron-DeepSpeed does without a pipeline.
-    """
+def make(launch: Launch, seed: int) -> Any:
+    """Make an engine. The seed changes the weights, and not the text."""
     if str(EXAMPLE) not in sys.path:
         sys.path.insert(0, str(EXAMPLE))
-    from config import Degrees, GPTConfig  # type: ignore[import-not-found]
-    from training import Trainer  # type: ignore[import-not-found]
+    from config import Degrees, GPTConfig
+    from training import Trainer
 
-    config = GPTConfig(**MODELS[model], seed=seed)
+    config = GPTConfig(**MODELS[launch.model], seed=seed)
     degrees = Degrees(launch.tp, launch.pp, launch.sp, launch.pipeline, launch.method)
-    with _CHANGES.get(model, nullcontext)():
-        trainer = Trainer(config, degrees, ds_config)
+    with _CHANGES.get(launch.model, nullcontext)():
+        trainer = Trainer(config, degrees, launch.ds_config)
     trainer.config = replace(config, seed=1)
-    if nested:
+    if launch.nested:
         module = trainer.engine.module
         flat = module.state_dict
         module.state_dict = lambda *args, **options: nested_module(flat(*args, **options))
     trainer.engine.make_client_state = trainer.make_client_state
-    yield trainer.engine
-    while True:
-        yield trainer.train_step()
+    trainer.engine.train_step = trainer.train_step
+    return trainer.engine
+
+
+def step(engine: Any) -> float:
+    return engine.train_step()
 
 
 @contextmanager
@@ -87,10 +84,10 @@ def _empty_stage() -> Iterator[None]:
 @contextmanager
 def _extras() -> Iterator[None]:
     """Add frozen parameters and buffers to layers, one cut and one replicated of each."""
-    import gpt  # type: ignore[import-not-found]
+    import gpt
     import torch
 
-    class ParallelTransformerLayer(gpt.ParallelTransformerLayer):  # type: ignore[misc, name-defined]
+    class ParallelTransformerLayer(gpt.ParallelTransformerLayer):
         def __init__(self, config: Any, parallel: Any, index: int) -> None:
             super().__init__(config, parallel, index)
             self.mlp.dense_4h_to_h.weight.requires_grad_(False)
@@ -137,7 +134,7 @@ def _interleaved() -> Iterator[None]:
     """Fuse the weight of attention as [q, k, v of head group 0; q, k, v of head group 1; …], as in Megatron-LM."""
     import gpt
 
-    class SelfAttention(gpt.SelfAttention):  # type: ignore[misc, name-defined]
+    class SelfAttention(gpt.SelfAttention):
         def forward(self, x: Any) -> Any:
             batch, length, _ = x.shape
             share, width = self.config.heads // self.config.key_heads, self.config.head_width

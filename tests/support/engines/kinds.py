@@ -1,13 +1,13 @@
-"""Descriptions of engines; how their states are read on the ranks and joined."""
+"""Kinds of engines: how each is configured, trained, read, joined and compared."""
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,89 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 from torch import Tensor
 
-States = dict[tuple[str, str], Tensor]
-"""Whole tensors by parameter and state; ``fp32`` is the master, ``copy`` the model's parameter."""
+from deepspeed_ucp.testing import LOSS_TOLERANCE
+from tests.support.engines.reading import join
+
+ON_CPU = {"offload_optimizer": {"device": "cpu"}}
+SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+"""Makes DeepSpeed use BF16_Optimizer for bf16 at stage 1."""
 
 
+def enable(precision: str) -> dict[str, Any]:
+    """Returns the section of a ds_config for a precision; none for fp32."""
+    scale = {"initial_scale_power": 8} if precision == "fp16" else {}
+    return {} if precision == "fp32" else {precision: {"enabled": True, **scale}}
+
+
+@dataclass(frozen=True)
 class Kind:
-    """Base of the descriptions of an engine; its module has ``make``, ``train`` and ``read_states``.
+    """An engine. A subclass or its module has ``make``, ``step`` and ``read_states``.
 
     Attributes:
-        world: number of ranks.
         stage: ZeRO stage.
+        world: number of ranks.
         precision: "fp32", "bf16" or "fp16".
+        zero: further keys of ``zero_optimization``.
+        config: further keys of the ds_config.
     """
 
-    world: int
-    stage: int
-    precision: str
+    stage: int = 1
+    world: int = 2
+    precision: str = "fp32"
+    zero: dict[str, Any] = field(default_factory=dict, kw_only=True)
+    config: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
-    def training(self, seed: int, folder: str = "", **options: Any) -> Any:
+    batch: ClassVar[int] = 8
+    """Samples per step, all ranks together."""
+
+    universal: ClassVar[Any] = None
+    """The plugin's section while the engine saves; with None it is off then."""
+
+    def __str__(self) -> str:
+        parts = [f"zero{self.stage}", self.precision, f"of{self.world}"]
+        for each in fields(self)[3:]:
+            value = getattr(self, each.name)
+            if value != (each.default if each.default_factory is MISSING else each.default_factory()):
+                parts += _describe(each.name, value)
+        return "-".join(parts)
+
+    @property
+    def home(self) -> Any:
+        """The module that makes and trains the engine, or a class that does so itself."""
+        return type(self) if hasattr(self, "make") else sys.modules[type(self).__module__]
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        return self.make_config()
+
+    def make_config(self, zero: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+        """Returns the ds_config with further keys."""
+        return {
+            "train_batch_size": self.batch,
+            "zero_optimization": {"stage": self.stage, **(zero or {}), **self.zero},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 1 << 30,
+            **({"checkpoint": {"universal": self.universal}} if self.universal else {}),
+            **enable(self.precision),
+            **more,
+            **self.config,
+        }
+
+    def but(self, **changes: Any) -> Any:
+        return replace(self, **changes)
+
+    def on(self, **options: Any) -> Any:
+        """Return the kind with the plugin on, with these options."""
+        return self.but(config={**self.config, "checkpoint": {"universal": options or True}})
+
+    def live(self) -> Any:
+        """Return the kind with the plugin on, unless its configuration says otherwise."""
+        section = {"universal": self.universal or True, **self.config.get("checkpoint", {})}
+        return self.but(config={**self.config, "checkpoint": section})
+
+    def training(self, seed: int = 0, folder: str = "", **options: Any) -> Any:
         """Return the function that makes and trains an engine.
 
         Args:
@@ -41,16 +106,45 @@ class Kind:
         """
         return partial(run, self, seed, {**self.list_options(folder), **options})
 
+    def surround(self) -> AbstractContextManager[Any]:
+        """Return a context manager around the life of an engine on its rank."""
+        return nullcontext()
+
     def list_options(self, folder: str) -> dict[str, Any]:
         """List arguments of ``make`` that depend on the folder of a run."""
         return {}
 
-    def read(self, engine: Any) -> States:
-        """Read the states of this rank; collective."""
-        return sys.modules[type(self).__module__].read_states(engine)  # type: ignore[no-any-return]
+    @property
+    def read(self) -> Callable[[Any], Any]:
+        """Function that reads the states of a rank; collective."""
+        return self.home.read_states  # type: ignore[no-any-return]
 
-    def join(self, parts: Sequence[States]) -> States:
-        return join(parts)
+    def join(self, ranks: Sequence[Any]) -> Any:
+        """Join the states of all ranks; replicas have to be equal."""
+        return join([local.state for local in ranks])
+
+    def keep(self, state: Any) -> Any:
+        """Return the part of a joined state that the files hold."""
+        return state
+
+    @property
+    def client_states(self) -> Mapping[str, Any] | None:
+        """Client states; the engine saves with each of them, into a folder of its name."""
+        return None
+
+    def compare(self, saved: Any, loaded: Any, *, buffers: bool = True) -> tuple[int, list[str]]:
+        """Compare joined states to the bit. Returns the number of compared tensors, and the differences."""
+        found = [f"{key} is on one side alone" for key in saved.keys() ^ loaded.keys()]
+        for (name, state), tensor in loaded.items():
+            if (name, state) not in saved or (state == "buffer" and not buffers):
+                continue
+            master = saved.get((name, "fp32")) if state == "copy" else None
+            wanted = self.adjust(state, saved[name, state] if master is None else master, tensor)
+            if state in ("copy", "buffer", "momentum_buffer"):  # in the engine's dtype
+                wanted = wanted.to(tensor.dtype)
+            if tensor.dtype != wanted.dtype or not torch.equal(tensor, wanted):
+                found.append(f"{name}: {state} differs")
+        return len(loaded), found
 
     def is_direct(self, source: Any) -> bool:
         """Return True if the plugin's own loader loads `source` into this engine."""
@@ -60,13 +154,21 @@ class Kind:
         """Return a part of the error message of a load of `source`; empty if it succeeds."""
         return ""
 
-    def find_tolerance(self, source: Any) -> dict[str, float] | None:
-        """Return the arguments of `pytest.approx` for losses; None if they are not comparable."""
-        return {"abs": 1e-7} if source.precision == self.precision == "fp32" else None
+    def find_tolerance(self, source: Any) -> float | None:
+        """Return the largest relative gap of losses; None if they are not comparable."""
+        return max(LOSS_TOLERANCE[each.precision] for each in (self, source))  # type: ignore[no-any-return]
 
     def adjust(self, state: str, saved: Tensor, loaded: Tensor) -> Tensor:
         """Return the saved tensor as this engine keeps it."""
         return saved
+
+
+def _describe(name: str, value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return list(map(str, value))
+    if isinstance(value, bool | str):
+        return [name if value is True else f"no-{name}" if value is False else value]
+    return [name + ".".join(map(str, value)) if isinstance(value, tuple) else f"{name}{value}"]
 
 
 # --- on the ranks
@@ -74,11 +176,11 @@ class Kind:
 
 def run(kind: Kind, seed: int, options: Mapping[str, Any]) -> Generator[Any, None, None]:
     """Yields the engine of a kind, then the loss of each step."""
-    home = sys.modules[type(kind).__module__]
-    engine = home.make(kind, seed, **options)
-    yield engine
-    while True:
-        yield from home.train(engine, range(engine.global_steps, engine.global_steps + 1))
+    with kind.surround():
+        engine = kind.home.make(kind, seed, **options)
+        yield engine
+        while True:
+            yield kind.home.step(engine)
 
 
 def forget_groups() -> None:
@@ -86,6 +188,21 @@ def forget_groups() -> None:
     groups._EXPERT_PARALLEL_GROUP.clear()
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     groups.mpu = None
+
+
+def allow_fp16_on_cpu() -> None:
+    """Let DeepSpeed use fp16 on a CPU without AMX-FP16, which torch supports."""
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+    CPU_Accelerator.supported_dtypes = lambda self: [torch.float, torch.bfloat16, torch.float16]  # used by 0.16
+
+
+def forget_autocast() -> None:
+    """Undo the torch_autocast of an earlier engine, which DeepSpeed keeps for the whole process."""
+    module: Any = sys.modules.get("deepspeed.runtime.torch_autocast")
+    if module is not None:
+        module.TORCH_AUTOCAST_INITIALIZED, module.TORCH_AUTOCAST_DTYPE = False, None
 
 
 def mean_square(output: Tensor, _label: Tensor) -> Tensor:
@@ -102,126 +219,23 @@ def take_step(engine: Any, loss: Tensor) -> float:
     return float(total.item() / dist.get_world_size())
 
 
-def train_on_noise(
+def step_on_noise(
     engine: Any,
-    steps: range,
     shape: Sequence[int],
-    part: tuple[int, int],
+    part: tuple[int, int] | None = None,
     loss_of: Callable[[Tensor, Tensor], Tensor] = mean_square,
     label: Callable[[Tensor], Tensor] = lambda own: own,
-) -> list[float]:
-    """Train on batches that depend on the step's number. Returns the losses, as means over all ranks.
+) -> float:
+    """Train on a batch that depends on the step's number. Returns the loss, as the mean over all ranks.
 
     Args:
         shape: of a whole batch.
-        part: number of this rank's part of the batch, and number of parts.
+        part: number of this rank's part of the batch, and number of parts; by default those of the world.
     """
-    losses = []
-    for step in steps:
-        batch = torch.randn(*shape, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(part[1])[part[0]].to(engine.device, next(engine.module.parameters()).dtype)
-        if isinstance(engine.module, PipelineModule):
-            parts = own.split(engine.train_micro_batch_size_per_gpu())
-            losses.append(float(engine.train_batch(iter([(each, label(each)) for each in parts]))))
-            continue
-        losses.append(take_step(engine, loss_of(engine(own), label(own))))
-    return losses
-
-
-def read_optimizer(wrapped: Any) -> dict[int, dict[str, Tensor]]:
-    """Read masters and states by the parameter's identity, whole; partitions are gathered over their own groups."""
-    optimizer = getattr(wrapped, "optimizer", wrapped)
-    found: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    for params, master, cuts, more in _list_masters(wrapped, optimizer):
-        states = {"fp32": master, **optimizer.state[master], **more}
-        if "momentum_buffer" in states and getattr(wrapped, "params_in_partition", None) and not wrapped.cpu_offload:
-            held = wrapped.params_in_partition[_find_group(wrapped, params)]  # Muon's: of whole parameters
-            pieces = states.pop("momentum_buffer").split([param.numel() for param in held])
-            for param, piece in zip(held, pieces, strict=True):
-                found[id(param)]["momentum_buffer"] = piece.view(param.shape).clone()
-        for state, value in states.items():
-            tensor = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
-            pieces = cuts(tensor) if tensor.dim() else [tensor] * len(params)
-            for param, piece in zip(params, pieces, strict=True):
-                found[id(param)][state] = piece.clone()
-    return found
-
-
-Cuts = Callable[[Tensor], Sequence[Tensor]]
-"""Cuts a tensor of the master's shape into tensors of its parameters."""
-
-
-def _list_masters(wrapped: Any, optimizer: Any) -> Iterator[tuple[Sequence[Any], Tensor, Cuts, dict[str, Tensor]]]:
-    """Yields parameters, their master, how to cut them out of it, and states outside the optimizer."""
-    if hasattr(wrapped, "fp32_partitioned_groups_flat"):  # ZeRO 3
-        memory = getattr(wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
-        for number, params in enumerate(wrapped.fp16_groups):
-            more = {"momentum_buffer": memory[number]} if number in memory else {}
-            yield params, wrapped.fp32_partitioned_groups_flat[number], _join_partitions(params), more
-    elif hasattr(wrapped, "partition_count"):  # ZeRO 1 and 2, BF16_Optimizer
-        held = getattr(wrapped, "round_robin_bit16_groups", None) or wrapped.bf16_groups
-        masters = getattr(wrapped, "single_partition_of_fp32_groups", None) or wrapped.fp32_groups_flat_partition
-        for params, master, group in zip(held, masters, wrapped.real_dp_process_group, strict=True):
-            yield params, master, _cut_flat(params, group), {}
-    elif hasattr(wrapped, "fp32_groups_flat"):  # FP16_Optimizer
-        for params, master in zip(wrapped.fp16_groups, wrapped.fp32_groups_flat, strict=True):
-            yield params, master, _cut_flat(params), {}
-    else:
-        masters = getattr(wrapped, "fp32_groups", None) or [group["params"] for group in optimizer.param_groups]
-        held = getattr(wrapped, "fp16_groups", None) or masters
-        for param, master in zip(chain(*held), chain(*masters), strict=True):
-            yield [param], master, lambda tensor: [tensor], {}
-
-
-def _find_group(wrapped: Any, params: Sequence[Any]) -> int:
-    return next(number for number, held in enumerate(wrapped.round_robin_bit16_groups) if held is params)
-
-
-def _cut_flat(params: Sequence[Any], group: Any = None) -> Cuts:
-    def cut(tensor: Tensor) -> list[Tensor]:
-        whole, start, pieces = torch.cat(_gather(tensor, group)) if group else tensor, 0, []
-        for param in params:
-            pieces.append(whole[start : start + param.numel()].view(param.shape))
-            start += param.numel()
-        return pieces
-
-    return cut
-
-
-def _join_partitions(params: Sequence[Any]) -> Cuts:
-    def cut(tensor: Tensor) -> list[Tensor]:
-        parts, start, pieces = _gather(tensor, None), 0, []
-        for param in params:
-            size = -(-param.ds_numel // len(parts))
-            whole = torch.cat([part[start : start + size] for part in parts])
-            pieces.append(whole[: param.ds_numel].view(param.ds_shape))
-            start += size
-        return pieces
-
-    return cut
-
-
-def _gather(tensor: Tensor, group: Any) -> list[Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
-
-
-def join(parts: Sequence[States], find_cut: Callable[[str], int | None] = lambda _: None, tp: int = 1) -> States:
-    """Join the states of all ranks; replicas have to be equal.
-
-    Args:
-        parts: by rank of the world.
-        find_cut: returns the dimension along which tensor parallelism cuts a parameter, by its name.
-        tp: tensor-parallel ranks.
-    """
-    lanes: dict[tuple[str, str], dict[int, Tensor]] = {}
-    for rank, part in enumerate(parts):
-        for key, tensor in part.items():
-            is_cut = find_cut(key[0]) is not None and tensor.dim() > 0
-            held = lanes.setdefault(key, {}).setdefault(rank % tp if is_cut else 0, tensor)
-            assert torch.equal(held, tensor), (key, rank)
-    return {
-        key: torch.cat([held[lane] for lane in sorted(held)], find_cut(key[0]) or 0) if len(held) > 1 else held[0]
-        for key, held in lanes.items()
-    }
+    rank, parts = part or (dist.get_rank(), dist.get_world_size())
+    batch = torch.randn(*shape, generator=torch.Generator().manual_seed(engine.global_steps))
+    own = batch.chunk(parts)[rank].to(engine.device, next(engine.module.parameters()).dtype)
+    if isinstance(engine.module, PipelineModule):
+        micros = own.split(engine.train_micro_batch_size_per_gpu())
+        return float(engine.train_batch(iter([(each, label(each)) for each in micros])))
+    return take_step(engine, loss_of(engine(own), label(own)))

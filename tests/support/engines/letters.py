@@ -6,11 +6,17 @@ e and h: the same without the shift. B: a block, N: a norm, f: a function.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import deepspeed
 import torch
+from deepspeed import pipe
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
+
+from deepspeed_ucp.engine import find_place
+from tests.support.engines.kinds import allow_fp16_on_cpu
 
 if TYPE_CHECKING:
     from tests.support.engines.parallel import Launch
@@ -18,25 +24,21 @@ if TYPE_CHECKING:
 WIDTH = 6
 
 
-def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> Generator[Any, None, None]:
-    """Yields a PipelineEngine, then the loss of each step. Matrices have weight decay, the rest none."""
-    import deepspeed
-    from deepspeed import pipe
-
-    from tests.support.engines.cases import allow_fp16_on_cpu
-
+def make(launch: Launch, seed: int) -> Any:
+    """Make a PipelineEngine. Matrices have weight decay, the rest none."""
     allow_fp16_on_cpu()
     torch.manual_seed(seed)
     module = (pipe.DualPipeVModule if launch.dual else pipe.PipelineModule)(
-        [make_layer(letter) for letter in model],
+        [make_layer(letter) for letter in launch.model],
         num_stages=launch.pp,
         loss_fn=lambda found, wanted: (found.float() - wanted.float()).square().mean(),
         partition_method=launch.method,
     )
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=group(module), config=ds_config)
-    yield engine
-    while True:
-        yield float(engine.train_batch(data_iter=_batches(engine)))
+    return deepspeed.initialize(model=module, model_parameters=group(module), config=launch.ds_config)[0]
+
+
+def step(engine: Any) -> float:
+    return float(engine.train_batch(data_iter=_batches(engine)))
 
 
 def group(module: nn.Module) -> list[dict[str, Any]]:
@@ -50,8 +52,6 @@ def group(module: nn.Module) -> list[dict[str, Any]]:
 
 def make_layer(letter: str) -> Any:
     """A layer specification by its letter."""
-    from deepspeed.pipe import LayerSpec, TiedLayerSpec
-
     if letter == "f":
         return scale
     if letter in "EH":
@@ -63,8 +63,6 @@ def make_layer(letter: str) -> Any:
 
 def _batches(engine: Any) -> Iterator[tuple[Any, Any]]:
     """Every data-parallel rank takes its share of one global batch."""
-    from deepspeed_ucp.engine import find_place
-
     place, size = find_place(engine), engine.train_batch_size()
     generator = torch.Generator().manual_seed(1000 + engine.global_steps)
     share = torch.randn(size, WIDTH, generator=generator).chunk(place.dp)[place.dp_rank]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import deepspeed
+import torch
 from packaging.version import Version
 
+from deepspeed_ucp.engine import find_place
 from tests.support.engines.letters import group
 
 if TYPE_CHECKING:
@@ -35,33 +37,29 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS |= {f"{model}-wider": {**sizes, "vocab_size": VOCABULARY + 3} for model, sizes in MODELS.items()}
 
 
-def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> Generator[Any, None, None]:
-    """Yields the engine of a tiny Llama with random weights, then this rank's loss of each step."""
-    import deepspeed
-    import torch
+def make(launch: Launch, seed: int) -> Any:
+    """Make the engine of a tiny Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from deepspeed_ucp.engine import find_place
 
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCABULARY, "intermediate_size": 22, "num_hidden_layers": 2, "max_position_embeddings": 16}
-    module = LlamaForCausalLM(LlamaConfig(**{**sizes, **MODELS[model]}))
-    config = {key: value for key, value in ds_config.items() if key != "train_micro_batch_size_per_gpu"}
+    module = LlamaForCausalLM(LlamaConfig(**{**sizes, **MODELS[launch.model]}))
+    config = {**launch.ds_config, "gradient_accumulation_steps": 1}
+    del config["train_micro_batch_size_per_gpu"]
     if launch.tp > 1:
         config["tensor_parallel"] = {"autotp_size": launch.tp}
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=group(module), config={**config, "gradient_accumulation_steps": 1}
-    )
+    return deepspeed.initialize(model=module, model_parameters=group(module), config=config)[0]
+
+
+def step(engine: Any) -> float:
     place = find_place(engine)
-    yield engine
-    while True:
-        generator = torch.Generator().manual_seed(1000 + engine.global_steps)
-        tokens = torch.randint(0, VOCABULARY, (engine.train_batch_size(), 8), generator=generator)
-        share = tokens.chunk(place.dp)[place.dp_rank].to(engine.device)
-        loss = engine(input_ids=share, labels=share, use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        yield loss.item()
+    generator = torch.Generator().manual_seed(1000 + engine.global_steps)
+    tokens = torch.randint(0, VOCABULARY, (engine.train_batch_size(), 8), generator=generator)
+    share = tokens.chunk(place.dp)[place.dp_rank].to(engine.device)
+    loss = engine(input_ids=share, labels=share, use_cache=False).loss
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
 
 
 def find_blocks(name: str, model: str) -> tuple[int, tuple[int, ...]] | None:

@@ -2,76 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.engines import kinds
-from tests.support.engines.cases import enable
-from tests.support.engines.kinds import States, read_optimizer, train_on_noise
-
-BATCH = 8
+from tests.support.engines.kinds import ON_CPU
+from tests.support.engines.reading import States, read_optimizer
 
 
 @dataclass(frozen=True)
 class Kind(kinds.Kind):
-    """An engine: ranks, ZeRO stage, precision, where states are kept, the dtype that gradients are summed in."""
+    """Muon; ``in_memory``: ZeRO 3 keeps the momentum in memory; ``sums``: dtype in which gradients are summed."""
 
-    world: int
-    stage: int
     precision: str = "bf16"
     offload: bool = False
     in_memory: bool = False
     sums: str = ""
-    elastic: bool = False
 
-    def __str__(self) -> str:
-        marks = (
-            [self.sums] * bool(self.sums)
-            + ["offload"] * self.offload
-            + ["in-memory"] * self.in_memory
-            + ["elastic"] * self.elastic
-        )
-        return "-".join([f"zero{self.stage}-{self.precision}-dp{self.world}", *marks])
+    universal: ClassVar[Any] = True
 
     def is_alike(self, source: Any) -> bool:
         """Return True for the same topology, which includes neither replicas nor the place of ZeRO 3's momentum."""
-        alike = replace(source, in_memory=False, world=self.world) == replace(self, in_memory=False)
+        alike = source.but(in_memory=False, world=self.world) == self.but(in_memory=False)
         return alike and (source.world == self.world or (source.stage, source.precision) == (0, "fp32"))
 
     def is_direct(self, source: Any) -> bool:
         return self.in_memory or not self.is_alike(source)
 
-    def find_tolerance(self, source: Any) -> dict[str, float] | None:
-        return {"rel": 0, "abs": 0} if self.is_alike(source) and source.world == self.world else None
+    def find_tolerance(self, source: Any) -> float | None:
+        return 0.0 if self.is_alike(source) and source.world == self.world else None
 
     @property
-    def config(self) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.stage}
-        if self.elastic:
-            zero["elastic_checkpoint"] = True
-        if self.offload:
-            zero["offload_optimizer"] = {"device": "cpu"}
+    def ds_config(self) -> dict[str, Any]:
+        zero: dict[str, Any] = ON_CPU if self.offload else {}
         if self.stage == 3:
-            zero.update(reduce_scatter=False, sub_group_size=40, stage3_param_persistence_threshold=0)
+            zero = {**zero, "reduce_scatter": False, "sub_group_size": 40, "stage3_param_persistence_threshold": 0}
             zero["save_muon_momentum_buffer_in_memory"] = self.in_memory
-        config: dict[str, Any] = {
-            "train_batch_size": BATCH,
-            "optimizer": {"type": "Muon", "params": {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}},
-            "zero_optimization": zero,
-            "zero_force_ds_cpu_optimizer": False,
-            "checkpoint": {"universal": True},
-            **enable(self.precision),
-        }
+        params: dict[str, Any] = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
         if self.stage == 0:  # DeepSpeed's Adam counts the steps of the last parameter alone
-            config["optimizer"]["params"]["torch_adam"] = True
-        if self.sums:
-            config["data_types"] = {"grad_accum_dtype": self.sums}
-        return config
+            params["torch_adam"] = True
+        more = {"data_types": {"grad_accum_dtype": self.sums}} if self.sums else {}
+        return self.make_config(zero, optimizer={"type": "Muon", "params": params}, **more)
 
 
 class Model(nn.Module):
@@ -97,11 +72,11 @@ def make(kind: Kind, seed: int) -> Any:
     torch._dynamo.config.disable = True  # the compiled update needs minutes
     torch.manual_seed(seed)
     module = Model()
-    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=kind.config)[0]
+    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=kind.ds_config)[0]
 
 
-def train(engine: Any, steps: range) -> list[float]:
-    return train_on_noise(engine, steps, (BATCH, 4), (dist.get_rank(), dist.get_world_size()), measure)
+def step(engine: Any) -> float:
+    return kinds.step_on_noise(engine, (Kind.batch, 4), loss_of=measure)
 
 
 def measure(output: Tensor, batch: Tensor) -> Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper, utils
 from torch import Tensor, nn
 
@@ -16,10 +15,8 @@ from deepspeed_ucp.formats.deepspeed import swapped
 from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import aio as aio_standin
 from tests.support.engines import kinds
-from tests.support.engines.cases import enable
-from tests.support.engines.kinds import States, train_on_noise
+from tests.support.engines.reading import States
 
-BATCH = 8
 AS_DEEPSPEED = bool({"UCP_EXHAUSTIVE", "UCP_TEST_AIO"} & os.environ.keys())
 """Use DeepSpeed's smallest swapped size, 1 MiB, instead of a sixteenth of it with smaller models."""
 LEAST = 1 << 20 if AS_DEEPSPEED else 1 << 16
@@ -30,7 +27,7 @@ NARROW = WIDTH // 64
 
 @dataclass(frozen=True)
 class Kind(kinds.Kind):
-    """An engine: ranks, ZeRO stage, precision, devices of optimizer and parameters.
+    """An engine with devices of optimizer and parameters.
 
     Attributes:
         pipelined: ``read`` or ``both`` of swapping.
@@ -39,7 +36,6 @@ class Kind(kinds.Kind):
         early: the model is made under ``zero.Init``, partitioned from the start.
     """
 
-    world: int
     stage: int = 3
     precision: str = "bf16"
     optimizer: str = "none"
@@ -49,15 +45,7 @@ class Kind(kinds.Kind):
     muon: bool = False
     early: bool = False
 
-    def __str__(self) -> str:
-        places = f"-{self.optimizer}-{self.params}" if (self.optimizer, self.params) != ("none", "none") else ""
-        more = (
-            f"-{self.pipelined}-pipelined" * bool(self.pipelined)
-            + "-frozen" * self.frozen
-            + "-muon" * self.muon
-            + "-early" * self.early
-        )
-        return f"zero{self.stage}-{self.precision}-dp{self.world}{places}{more}"
+    universal: ClassVar[Any] = True
 
     def list_options(self, folder: str) -> dict[str, Any]:
         return {"swap": f"{folder}-swap"}
@@ -65,13 +53,13 @@ class Kind(kinds.Kind):
     def is_direct(self, source: Any) -> bool:
         return "nvme" in (self.optimizer, self.params) or source != self
 
-    def find_tolerance(self, source: Any) -> dict[str, float] | None:
+    def find_tolerance(self, source: Any) -> float | None:
         alike = (source.world, source.stage, source.precision) == (self.world, self.stage, self.precision)
-        return {"rel": 0, "abs": 0} if alike else None
+        return 0.0 if alike else None
 
-    def make_config(self, swap: str) -> dict[str, Any]:
-        """The ds_config with a folder for swap files."""
-        zero: dict[str, Any] = {"stage": self.stage}
+    def configure(self, swap: str) -> dict[str, Any]:
+        """Returns the ds_config with a folder for swap files."""
+        zero: dict[str, Any] = {}
         if self.stage == 3:
             zero |= {"sub_group_size": WIDTH * WIDTH // 2 // self.world, "stage3_param_persistence_threshold": 100}
             zero["stage3_prefetch_bucket_size"] = 0  # DeepSpeed would fetch a parameter of a small model twice at once
@@ -83,20 +71,12 @@ class Kind(kinds.Kind):
             ):
                 if device != "none":
                     zero[key] = {"device": device, **({"nvme_path": swap, **more} if device == "nvme" else {})}
-        config: dict[str, Any] = {
-            "train_batch_size": BATCH,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
-            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.002}},
-            "zero_optimization": zero,
-            "zero_force_ds_cpu_optimizer": False,
-            "checkpoint": {"universal": True},
-            "aio": {"block_size": LEAST},
-            **enable(self.precision),
-        }
+        optimizer = {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}}
         if self.muon:
-            config["optimizer"] = {"type": "Muon", "params": {"lr": 0.002, "muon_lr": 0.01, "momentum": 0.9}}
+            optimizer = {"type": "Muon", "params": {"lr": 0.002, "muon_lr": 0.01, "momentum": 0.9}}
             zero["reduce_scatter"] = False
-        return config
+        schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.002}}
+        return self.make_config(zero, optimizer=optimizer, scheduler=schedule, aio={"block_size": LEAST})
 
 
 class Model(nn.Module):
@@ -127,23 +107,21 @@ def make(kind: Kind, seed: int, swap: str) -> Any:
     vars(swapped)["_LEAST"] = LEAST
     torch._dynamo.config.disable = True  # Muon's compiled update needs minutes
     torch.manual_seed(seed)
-    with deepspeed.zero.Init(config_dict_or_path=kind.make_config(swap), enabled=kind.early):
+    config = kind.configure(swap)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=kind.early):
         module = Model()
     module.other.requires_grad_(not kind.frozen)
-    if kind.muon:
-        return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=kind.make_config(swap))[
-            0
-        ]
     first, second = [], []
     for name, param in module.named_parameters():
         if param.requires_grad:
             (second if name == "other.weight" or "bias" in name else first).append(param)
     groups = [{"params": first}, {"params": second, "weight_decay": 0.1}]
-    return deepspeed.initialize(model=module, model_parameters=groups, config=kind.make_config(swap))[0]
+    params = module.parameters() if kind.muon else groups
+    return deepspeed.initialize(model=module, model_parameters=params, config=config)[0]
 
 
-def train(engine: Any, steps: range) -> list[float]:
-    return train_on_noise(engine, steps, (BATCH, NARROW), (dist.get_rank(), dist.get_world_size()), measure)
+def step(engine: Any) -> float:
+    return kinds.step_on_noise(engine, (Kind.batch, NARROW), loss_of=measure)
 
 
 def measure(output: Tensor, batch: Tensor) -> Tensor:

@@ -21,8 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import deepspeed_ucp
 from deepspeed_ucp.engine import Instance, Place, find_place, open_target
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
-from deepspeed_ucp.testing.compare import compare
-from deepspeed_ucp.testing.ranks import CLIENT_STATE, saved_state
+from deepspeed_ucp.testing.ranks import CLIENT_STATE
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.held import without_collector
 
@@ -106,7 +105,9 @@ class Local:
         layers: first and last layer of this pipeline stage.
         instances: index of this stage among the stages that hold a parameter.
         before: state before the load, if requested.
-        error: type and message of a refusal, if the test catches it.
+        error: type and message of a refusal, if the test catches it; ``kinds``: names of the type and its bases.
+        held: blocks of exchange memory that are still mapped after a refusal.
+        changed: parts of the engine that a refusal changed.
         calls: number of DeepSpeed's own loads.
         direct: None without the plugin.
         log: level and text of each message of the plugin.
@@ -118,6 +119,9 @@ class Local:
     instances: dict[str, Instance] = field(default_factory=dict)
     before: Any = None
     error: str = ""
+    kinds: list[str] = field(default_factory=list)
+    held: int = 0
+    changed: list[str] = field(default_factory=list)
     path: str | None = None
     client_state: dict[str, Any] | None = None
     calls: int = 0
@@ -178,6 +182,7 @@ def save(
             for name, state in (client_states or {"": make_client_state(engine)}).items():
                 engine.save_checkpoint(os.path.join(_pick(folder), name), client_state=dict(state))
         local = describe(engine, read)
+        local.client_state = dict(state)
         local.losses = train_steps(trained, after)
         trained.close()
         engine.destroy()
@@ -202,7 +207,7 @@ def load_each(
 
     Args:
         read_before: read the state before each load, too.
-        catch: report errors of loads instead of raising them.
+        catch: report errors of loads instead of raising them. After refusals the engine still trains a step.
     """
     with nullcontext() if plugin else uninstalled():
         trained = training()
@@ -213,22 +218,32 @@ def load_each(
             before = read(engine) if read_before else None
             found.append(_load(trained, engine, load, read, catch))
             found[-1].before = before
+        if any(each.error for each in found):
+            train_steps(trained, 1)
         trained.close()
         engine.destroy()
     return found
 
 
 def _load(trained: Generator[Any, None, None], engine: Any, load: Load, read: Any, catch: bool) -> Local:
-    error, path, client_state = "", None, None
-    with listen() as log, _count_loads() as own:
+    error, path, client_state, refusal = "", None, None, {}
+    before, memory = (_fingerprint(engine), _list_exchange_memory()) if catch else ({}, set())
+    with listen() as log, _count_loads() as own, without_collector():
         try:
             path, client_state = load.run(engine)
         except Exception as raised:
             if not catch:
                 raise
             error = f"{type(raised).__name__}: {raised}"
+            refusal["kinds"] = [kind.__name__ for kind in type(raised).__mro__]
+        held = len(_list_exchange_memory() - memory)
+    if error:
+        after = _fingerprint(engine)
+        changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+        refusal |= {"held": held, "changed": changed}
     local = describe(engine, read)
     local.error, local.path, local.client_state, local.log, local.calls = error, path, client_state, log, own.call_count
+    vars(local).update(refusal)
     if load.again:
         engine.save_checkpoint(load.again, client_state=make_client_state(engine))
     local.losses = [] if error else train_steps(trained, load.steps)
@@ -270,11 +285,6 @@ def uninstalled() -> Iterator[None]:
         deepspeed_ucp.install()
 
 
-def differences(folder: object, state: CapturedEngine, optimizer_states: bool = True) -> list[str]:
-    """Compare a captured state with the state at the save in `folder`."""
-    return compare(saved_state(str(folder)), state, optimizer_states=optimizer_states)[1]
-
-
 def on_nodes(work: Callable[..., Any], memory: str, *args: Any, **options: Any) -> Any:
     """Call `work` as if each rank were a node with a memory folder of its own."""
     memory = os.path.join(memory, f"node{os.environ['RANK']}")
@@ -291,68 +301,24 @@ def with_options(options: dict[str, Any], work: Callable[..., Any], *args: Any, 
 # --- refused loads
 
 
-@dataclass
-class Attempt:
-    """The outcome of a load that should be refused.
-
-    Attributes:
-        kinds: names of the error's class and its bases.
-        held: blocks of exchange memory that are still mapped after the load.
-        changed: parts of the engine that the load changed.
-        loss: of a step after all loads.
-    """
-
-    error: str = ""
-    kinds: list[str] = field(default_factory=list)
-    message: str = ""
-    held: int = 0
-    changed: list[str] = field(default_factory=list)
-    loss: float = float("nan")
-
-
-def attempt_each(training: Training, loads: Sequence[Load]) -> list[Attempt]:
-    """Try the loads in one engine, then train a step."""
-    steps = training()
-    engine = next(steps)
-    found = [_attempt(engine, each) for each in loads]
-    loss = next(steps)  # the engine still works
-    for each in found:
-        each.loss = loss
-    engine.destroy()
-    return found
-
-
-def _attempt(engine: Any, load: Load) -> Attempt:
-    before, result = fingerprint(engine), Attempt()
-    held = _list_exchange_memory()
-    with without_collector():
-        try:
-            load.run(engine)
-        except Exception as error:  # noqa: BLE001 - the test checks the error
-            result.error, result.message = type(error).__name__, str(error)
-            result.kinds = [kind.__name__ for kind in type(error).__mro__]
-        result.held = len(_list_exchange_memory() - held)
-    after = fingerprint(engine)
-    result.changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
-    return result
-
-
 def _list_exchange_memory() -> set[str]:
     """List inodes of mapped exchange memory; blocks of other tests may wait for the garbage collector."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line.split()[4] for line in lines if "memfd:deepspeed_ucp" in line}
 
 
-def fingerprint(engine: Any) -> dict[str, str]:
+def _fingerprint(engine: Any) -> dict[str, str]:
     """Return a digest of each part of the engine that a load may change on this rank."""
     found = {f"parameter {name}": _digest(_local(p).data) for name, p in engine.module.named_parameters()}
     found |= {f"buffer {name}": _digest(buffer) for name, buffer in engine.module.named_buffers()}
     wrapper = engine.optimizer
     inner = getattr(wrapper, "optimizer", wrapper)
-    found |= {f"optimizer.{name}": _digest(value) for name, value in _tensors(vars(wrapper), "", 4)}
-    for index, (key, state) in enumerate(inner.state.items()):
+    found |= {f"optimizer.{name}": _digest(value) for name, value in _tensors(getattr(wrapper, "__dict__", {}), "", 4)}
+    for index, (key, state) in enumerate(getattr(inner, "state", {}).items()):
         found |= {f"state {index}.{name}": _digest(value) for name, value in _tensors({"": key, **state}, "", 2)}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} for group in getattr(inner, "param_groups", ())
+    ]
     found["groups"] = repr(groups)
     found["counters"] = repr([engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps])
     found["scheduler"] = repr(engine.lr_scheduler.state_dict()) if engine.lr_scheduler else ""

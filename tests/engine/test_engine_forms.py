@@ -1,0 +1,177 @@
+"""Experts in other forms: fused, AutoEP's, DeepSpeed's, upstream's universal one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.cli import main
+from deepspeed_ucp.convert import convert_checkpoint
+from tests.support.covering import params
+from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
+from tests.support.engines.ranks import Load
+from tests.support.upstream import to_universal
+
+pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
+
+from tests.support.engines.autoep import Spread
+
+
+def auto(stage: int, world: int, **more: Any) -> Spread:
+    return Spread(stage, world, ep=2, biased=False, **more)
+
+
+def fused(stage: int, world: int, **more: Any) -> Spread:
+    return Spread(stage, world, kind="fused", **more)
+
+
+def native(stage: int, world: int, ep: int = 2) -> Spread:
+    return Spread(stage, world, ep=ep, kind="native")
+
+
+EXPERT = r"(?P<x>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<e>\d+)\.(?P<w>w[123])\.weight"
+NAMES = {
+    EXPERT: "{x}.experts.{w}.{e}",
+    r"(?P<x>.*)\.deepspeed_moe\.gate\.wg\.weight": "{x}.router.gate.weight",
+    r"(?P<x>.*)\.experts\.(?P<w>w[123])\.(?P<e>\d+)": "{x}.deepspeed_moe.experts.deepspeed_experts.{e}.{w}.weight",
+    r"(?P<x>.*)\.router\.gate\.weight": "{x}.deepspeed_moe.gate.wg.weight",
+}
+RENAMED = {"patterns": {"rename": [{"from": saved, "to": live} for saved, live in NAMES.items()]}}
+"""Between DeepSpeed's layers and AutoEP's."""
+
+
+def check_copies(saved: Saved, outcome: Outcome) -> None:
+    for key in (key for key in saved.state if key[1] == "copy"):
+        assert torch.equal(outcome.state[key], saved.state[key].view(outcome.state[key].shape)), key
+
+
+SOURCES = [fused(1, 2), fused(3, 2), auto(2, 2), auto(3, 2)]
+TARGETS = [auto(1, 2), auto(3, 2), fused(3, 2), fused(1, 1), auto(3, 4)]
+WEIGHTS = Source(SOURCES[2], arguments={"load_optimizer_states": False}, check=check_copies)
+ROWS = [
+    Row(target, [form for form in SOURCES if form.kind != target.kind], exhaustive=number not in (1, 2))
+    for number, target in enumerate(TARGETS)
+]
+ROWS += [
+    Row(fused(3, 2), [WEIGHTS], "weights"),
+    Row(TARGETS[1].on(**RENAMED), [native(1, 2)]),
+    Row(native(2, 2).on(**RENAMED), SOURCES[2:]),
+]
+
+
+@pytest.mark.parametrize("row", [row.param for row in ROWS])
+def test_experts_change_their_form(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    engines.resume(row, subtests)
+
+
+def test_the_same_in_another_form_to_the_command_line(
+    engines: Engines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save right after the load, by way of an atomic checkpoint."""
+    saved, again = engines.saved(SOURCES[2]), str(tmp_path / "again")
+    target = fused(3, 2).on(mode="atomic", atomic_dir=str(tmp_path / "atomic"))
+    (outcome,) = engines.load(target, Load(str(saved.folder), again=again, steps=2))
+    outcome.check(saved, direct=True)
+    for paths in ([str(saved.folder), again], [again, str(saved.folder)]):
+        options = ["--only", "", "--states", "fp32,exp_avg,exp_avg_sq"]
+        assert main(["diff", *paths, *options]) == 0, capsys.readouterr().out
+
+
+# --- upstream's universal form
+
+UNIVERSAL = {"checkpoint": {"universal": False, "load_universal": True}}
+AUTOEP = [Spread(1, 4, "bf16", 2), Spread(2, 4, "bf16", 2, data_first=True), Spread(3, 2)]
+if os.environ.get("UCP_EXHAUSTIVE"):
+    AUTOEP += [Spread(2, 4, ep=4), Spread(3, 4, "bf16", 2), Spread(3, 2, zero={"sub_group_size": 100})]
+Converted = list[tuple[Path, Saved]]
+
+
+@pytest.fixture(scope="module")
+def autoep(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """Convert each source with our converter and upstream's. Returns the folders and the saved runs."""
+    found = []
+    for spread in AUTOEP:
+        folder, saved = tmp_path_factory.mktemp("autoep"), engines.saved(spread)
+        (folder / "ours").mkdir()
+        convert_checkpoint(str(find_tag(saved)), str(folder / "ours" / "step_universal"))
+        to_universal(find_tag(saved), folder / "theirs" / "step_universal")
+        (folder / "theirs" / "latest_universal").write_text("step_universal")
+        found.append((folder, saved))
+    return found
+
+
+def find_tag(saved: Saved) -> Path:
+    return saved.folder / (saved.folder / "latest").read_text().strip()
+
+
+def test_our_files_are_upstreams(autoep: Converted, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and values, the moments of every expert among them; the command line knows both."""
+    for folder, saved in autoep:
+        theirs = sorted((folder / "theirs").rglob("zero/*experts*/*.pt"))
+        assert len(theirs) == 2 * 3 * 4 - (saved.kind.stage == 3) * 6  # of ZeRO 3 the step is elsewhere
+        for path in theirs:
+            have = torch.load(folder / "ours" / path.relative_to(folder / "theirs"), weights_only=False)
+            want = torch.load(path, weights_only=False)
+            if isinstance(want, dict):
+                assert torch.equal(have.pop("param"), want.pop("param")), path
+            assert have == want, path
+        for by in ("ours", "theirs"):
+            universal = str(folder / by / "step_universal")
+            assert main(["diff", str(find_tag(saved)), universal, "--states", "fp32,exp_avg,exp_avg_sq"]) == 0, by
+            assert main(["verify", universal]) == 0, (folder, by)
+            capsys.readouterr()
+            assert main(["inspect", universal, "--param", "model.layers.0.mlp.experts.w1.3"]) == 0
+            assert "5, 6" in capsys.readouterr().out.replace("×", ",").replace(" x ", ", ")
+
+
+BY_US = [(Spread(1, 2, ep=2), "ours", True), (Spread(3, 4, "bf16", 4), "theirs", True)]
+UPSTREAM = [(each, "ours", False) for each in (Spread(2, 2, ep=2), Spread(3, 4, "bf16", 2), Spread(1, 4, "bf16", 4))]
+MORE = [(BY_US[0][0], "theirs", True), (BY_US[1][0], "ours", True), *UPSTREAM]
+
+
+@pytest.mark.parametrize(
+    ("target", "by", "direct"), params([*BY_US, *UPSTREAM[:2]], MORE, lambda row: "-".join(map(str, row)))
+)
+def test_each_loads_what_either_wrote(
+    target: Spread, by: str, direct: bool, autoep: Converted, engines: Engines, subtests: pytest.Subtests
+) -> None:
+    """Upstream loads ours without buffers, and not between ZeRO 3 and the others."""
+    rows = [each for each in autoep if direct or (each[1].kind.stage == 3) == (target.stage == 3)]
+    kind = target if direct else target.but(config=UNIVERSAL)
+    for (folder, saved), outcome in zip(rows, engines.load(kind, *(each / by for each, _ in rows)), strict=True):
+        with subtests.test(source=str(saved.kind), folder=str(folder)):
+            outcome.check(saved, direct=direct, buffers=direct)
+
+
+FOLDED = [
+    Spread(1, 4, ep=2, tp=2),
+    Spread(0, 4, ep=4, tp=2),
+    Spread(0, 4, "bf16", 2),
+    Spread(2, 4, "bf16", 4, tp=4),
+    Spread(3, 4, "bf16", 2, tp=2),
+]
+
+
+@pytest.mark.parametrize("source", params(FOLDED[1:2], FOLDED, str))
+def test_experts_beside_tensor_parallelism_and_of_stage_0_are_converted(
+    source: Spread, engines: Engines, tmp_path: Path
+) -> None:
+    """Upstream's converter supports neither."""
+    saved, out = engines.saved(source), str(tmp_path / "step_universal")
+    convert_checkpoint(str(find_tag(saved)), out, groups=None if source.stage else "module")
+    (outcome,) = engines.load(Spread(3, 2, ep=2), tmp_path)
+    outcome.check(saved)
+
+
+def test_upstream_takes_its_own_experts_at_degree_1_alone(engines: Engines, tmp_path: Path) -> None:
+    """At other degrees it would load local expert 0 on every rank; it refuses our files."""
+    saved = engines.saved(native(1, 2))
+    convert_checkpoint(str(saved.folder), str(tmp_path / "step_universal"))
+    (refused,) = engines.load(native(1, 2).but(config=UNIVERSAL), tmp_path)
+    refused.check_refused("AssertionError: Expert param dim 0", changed=True)
+    (outcome,) = engines.load(native(1, 2, ep=1).but(config=UNIVERSAL), tmp_path)
+    outcome.check(saved, direct=False)

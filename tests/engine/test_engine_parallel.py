@@ -1,0 +1,498 @@
+"""Models on four ranks, between tensor, pipeline, sequence and data parallelism and all ZeRO stages.
+
+The example's GPT, as Megatron-DeepSpeed's releases save it, too; small pipelines of letters; Llamas under AutoTP.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine import Instance
+from deepspeed_ucp.formats import check_tag, open_checkpoint, read_latest
+from deepspeed_ucp.tensor_parallel import from_universal_info
+from deepspeed_ucp.tensor_parallel.affine import Mapped
+from deepspeed_ucp.tensor_parallel.facts import Facts
+from deepspeed_ucp.testing.compare import compare
+from tests.releases import DEEPSPEED, find_reason
+from tests.support.covering import turns
+from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
+from tests.support.engines.gpt import LAYERS, MODELS, shift_master
+from tests.support.engines.parallel import Launch, count_copies, expect, join, pipe, plain, resume
+from tests.support.engines.ranks import Load
+from tests.synth.megatron import client_state, megatron_args, old_universal_info, universal_info
+
+MOST = {"least": 81}
+TP2_PP2, TP2_PP2_STAGE0, DP4 = pipe(2, 2), pipe(2, 2, 0), pipe()
+TP2_PP2_BF16 = pipe(2, 2, precision="bf16", fp32_grads=True)  # BF16_Optimizer
+LLAMA, LLAMA_BF16 = plain(2, 2, model="llama"), pipe(1, 2, precision="bf16", model="llama")
+MOE = plain(2, 3, model="moe")
+
+
+def go(source: Launch, target: Launch, patterns: Any = None, **more: Any) -> Row:
+    """Make a row of one source."""
+    source, target = resume(source, target, patterns)
+    return Row(target, [source], **{"name": source.model, "compared": MOST, **more})
+
+
+def check_weights(saved: Saved, outcome: Outcome, *, least: int = 26, by_modules: bool = False) -> None:
+    """Compare a load of the weights alone, for which the first loads of a fresh engine are."""
+    assert not outcome.errors and all(local.direct for local in outcome.ranks)
+    expected = expect(saved.state, outcome.state)
+    if by_modules:
+        expected.counters = dict.fromkeys(expected.counters, 0)
+    count, differences = compare(expected, outcome.state, optimizer_states=False)
+    assert count >= least
+    assert not differences, "\n".join(differences[:20])
+    moments = [state.tensors.get("exp_avg") for state in outcome.state.parameters.values()]
+    assert not any(moment is not None and moment.any() for moment in moments)
+
+
+def list_weights(source: Launch, **more: Any) -> list[Source]:
+    return [
+        Source(source, arguments={"load_module_only": True}, check=partial(check_weights, by_modules=True, **more)),
+        Source(source, arguments={"load_optimizer_states": False}, check=partial(check_weights, **more)),
+    ]
+
+
+# --- the example's GPT
+
+ROUTES = [
+    Row(pipe(1, 2), [*list_weights(TP2_PP2), TP2_PP2], "dense", compared=MOST),
+    Row(pipe(1, 2), [TP2_PP2_STAGE0], "dense", compared=MOST),
+    go(TP2_PP2, pipe(2, 1)),
+    go(TP2_PP2, pipe(1, 4, method="parameters")),
+    go(TP2_PP2, plain(1, 3)),
+    Row(pipe(4), [*list_weights(TP2_PP2_STAGE0), TP2_PP2_BF16], "dense", compared=MOST),
+    go(DP4, TP2_PP2_BF16),
+    go(DP4, pipe(1, 4, 0, method="uniform")),
+    Row(plain(1, 3, sp=2, model="llama"), [*list_weights(LLAMA), LLAMA], "llama", compared=MOST),
+    go(LLAMA_BF16, plain(4, 2)),
+    go(MOE, pipe(2, 2)),
+    # The same topology is DeepSpeed's own load, unless it would not restore all parameters.
+    go(TP2_PP2, TP2_PP2),
+    go(TP2_PP2_BF16, TP2_PP2_BF16),
+    go(TP2_PP2_STAGE0, TP2_PP2_STAGE0),
+    go(plain(2, 0), plain(2, 0)),
+    go(LLAMA, plain(2, 2, sp=2)),
+]
+More = partial(go, exhaustive=True)
+ROUTES += [
+    More(TP2_PP2, plain(1, 1, sp=2)),
+    More(TP2_PP2_BF16, plain(2, 3, precision="bf16")),
+    More(plain(1, 1), pipe(2, 2, method="parameters")),
+    More(LLAMA, pipe(1, 2)),
+    More(pipe(1, 2, 0, "bf16"), pipe(2, precision="bf16")),
+    More(TP2_PP2, pipe(4)),
+    More(TP2_PP2, pipe(1, 2, world=2)),
+    More(TP2_PP2, plain(2, 2)),
+    More(TP2_PP2_BF16, pipe(1, 2, precision="bf16")),
+    More(TP2_PP2_STAGE0, pipe(1, 1, 0)),
+    More(DP4, TP2_PP2_STAGE0),
+    More(LLAMA, plain(4, 1)),
+    More(LLAMA_BF16, pipe(2, 2, precision="bf16")),
+    More(MOE, plain(1, 1)),
+    More(MOE, plain(4, 3)),
+]
+
+# The padding of vocabularies: rows of padding take part in the loss.
+ROWS_OF = {1: 264, 2: 272, 4: 288}
+HEAD, WORDS = "language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight"
+
+
+def check_padding(saved: Saved, outcome: Outcome) -> None:
+    old, new = ROWS_OF[saved.kind.tp], ROWS_OF[outcome.kind.tp]
+    untied = MODELS[saved.kind.model].get("untied", False)
+    before, after = (each.state.parameters[HEAD if untied else WORDS] for each in (saved, outcome))
+    assert (len(before.fp32), len(after.fp32)) == (old, new)
+    kept = slice(MODELS[saved.kind.model]["vocabulary"], min(old, new))  # rows of padding that both sides have
+    assert before.tensors["exp_avg"][kept].abs().sum() > 0  # they are trained
+    assert after.tensors["exp_avg"][kept].equal(before.tensors["exp_avg"][kept])
+    messages = outcome.list_messages("INFO", f"padded to {new} rows")
+    assert len(messages) == ((2 if untied else 1) if new > old else 0)
+
+
+PADDED, PADDED_LLAMA = pipe(2, 2, model="padded"), plain(2, 2, model="padded-llama")
+for number, (source, target) in enumerate(
+    ((PADDED, pipe(4)), (PADDED_LLAMA, plain(4, 3)), (PADDED, DP4), (PADDED, pipe(2)), (PADDED_LLAMA, plain(1, 1)))
+):
+    losses = source.tp == target.tp
+    ROUTES.append(go(source, target, check=check_padding, compared={**MOST, "losses": losses}, exhaustive=number > 1))
+
+# Frozen parameters and buffers.
+SPAN = {"rules": [{"match": r"\d+\.span", "pattern": "shard-v"}]}
+SPAN_PLAIN = {"rules": [{"match": r".*\.span", "pattern": "shard-v"}]}
+EXTRAS = pipe(2, 2, model="extras")
+
+
+def check_extras(saved: Saved, _outcome: Outcome) -> None:
+    assert sorted(name.rpartition(".")[2] for name in saved.state.buffers) == ["passes"] * 3 + ["span"] * 3
+    assert sum(each.fp32 is None for each in saved.state.parameters.values()) == 6
+
+
+ROUTES += [
+    go(EXTRAS, pipe(4), SPAN, check=check_extras),
+    go(EXTRAS, pipe(1, 2), SPAN, check=check_extras, exhaustive=True),
+    go(plain(2, 2, model="extras"), plain(1, 3), SPAN_PLAIN, check=check_extras),
+]
+
+
+def check_empty_stage(saved: Saved, outcome: Outcome) -> None:
+    """DeepSpeed trains stages without parameters at stage 0 in fp32 only."""
+    empty = [local.layers for local in (*saved.ranks, *outcome.ranks) if not local.state.parameters]
+    assert empty == [(2, 2)] * (4 in (saved.kind.pp, outcome.kind.pp))
+
+
+Short = partial(pipe, stage=0, method="uniform", model="short")
+SHORT = [(Short(1, 4), Short(2, 2)), (Short(1, 4), Short(2, stage=1))]
+SHORT += [(Short(1, 2), Short(1, 4)), (Short(2, stage=1), Short(1, 4))]
+ROUTES += [
+    go(*each, check=check_empty_stage, compared={"least": 16}, exhaustive=number > 1)
+    for number, each in enumerate(SHORT)
+]
+
+# --- Megatron-DeepSpeed's metadata, fused layouts, nested modules
+
+RELEASES = ("newest", "2024-01", "2023-10", "none")
+
+
+class Megatron(Launch):
+    """A run that saves the `client_state` of `checkpointing.py` of every release."""
+
+    @property
+    def client_states(self) -> dict[str, dict[str, Any]]:
+        args = make_arguments(self)
+        infos = {
+            "newest": universal_info(args, 256),
+            "2024-01": old_universal_info(args, 256, pipeline_replicated=True),
+            "2023-10": old_universal_info(args, 256),
+            "none": None,
+        }
+        return {release: client_state(args, 3, infos[release]) for release in RELEASES}
+
+
+def make_arguments(launch: Launch) -> Any:
+    """Return Megatron-DeepSpeed's arguments for a model."""
+    sizes = {"kv_heads": 0, "ffn": 0, "swiglu": False, "rmsnorm": False, "rotary": False, "untied": False, "bias": True}
+    sizes.update(MODELS[launch.model])
+    return megatron_args(
+        num_layers=LAYERS,
+        hidden_size=sizes["hidden"],
+        ffn_hidden_size=sizes["ffn"] or 4 * sizes["hidden"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"] or sizes["heads"],
+        kv_channels=sizes["hidden"] // sizes["heads"],
+        max_position_embeddings=sizes["context"],
+        seq_length=sizes["context"],
+        padded_vocab_size=sizes["vocabulary"],
+        make_vocab_size_divisible_by=sizes["vocabulary_divisor"],
+        tensor_model_parallel_size=launch.tp,
+        pipeline_model_parallel_size=launch.pp,
+        no_pipeline_parallel=not launch.pipeline,
+        swiglu=sizes["swiglu"],
+        normalization="rmsnorm" if sizes["rmsnorm"] else "layernorm",
+        add_bias_linear=sizes["bias"],
+        add_position_embedding=not sizes["rotary"],
+        use_rotary_position_embeddings=sizes["rotary"],
+        untie_embeddings_and_output_weights=sizes["untied"],
+    )
+
+
+def megatron(launch: Launch, **more: Any) -> Megatron:
+    return Megatron(**{**vars(launch), **more})
+
+
+def check_client_state(saved: Saved, outcome: Outcome) -> None:
+    """Check that the arguments of Megatron come back."""
+    found, newest = outcome.ranks[0].client_state, saved.kind.client_states[RELEASES[0]]
+    expected = {key: newest[key] for key in newest if key != "universal_checkpoint_info"}
+    assert {key: found.get(key) for key in expected} == expected
+    assert found["args"].num_attention_heads == 8
+
+
+def of_each(source: Megatron, target: Launch, patterns: Any, parts: Sequence[str] = RELEASES, **more: Any) -> Row:
+    """Make a row of the save of each release."""
+    target = target.but(model=source.model, patterns=patterns)
+    sources = [Source(source, part=part) for part in parts]
+    return Row(target, sources, source.model, check=check_client_state, compared=MOST, **more)
+
+
+TP2, PP2, TP2_STAGE0 = plain(2, 2, world=2), pipe(1, 2), plain(2, 0, world=2)
+QKV = {"match": r".*\.self_attention\.query_key_value\.(?:weight|bias)", "pattern": "shard-nc", "parts": [32, 32, 32]}
+PATTERNS = {"family": "megatron-gpt", "rules": {"rules": [QKV]}}
+SPAN_OF_FAMILY = {"family": "megatron-gpt", **SPAN_PLAIN}
+FUSED = {"interleaved": "megatron-gpt-interleaved", "megatron-llama": "megatron-llama"}
+EDGES = ("newest", "none")
+
+
+def list_megatron() -> Iterator[Row]:
+    four = megatron(TP2_PP2, model="megatron")
+    for target, layout in product((pipe(4), PP2), PATTERNS):
+        is_more = (target == pipe(4)) != (layout == "family")
+        yield of_each(four, target, PATTERNS[layout], exhaustive=is_more)
+    for (number, target), (place, model) in product(enumerate((plain(4), plain(1, 3, world=2))), enumerate(FUSED)):
+        yield of_each(megatron(TP2, model=model), target, FUSED[model], EDGES, exhaustive=number != place)
+    # The saving engine has no attributes, the loading one has them.
+    yield of_each(megatron(PP2, model="unmarked"), TP2_PP2, "megatron-gpt", EDGES)
+    yield of_each(megatron(PP2, model="megatron"), TP2_PP2, {"rules": [QKV]}, ("2023-10", "none"))
+    # Frozen parameters and buffers come from the nested dict of the module, and so do the masters of stage 0.
+    yield of_each(megatron(TP2, model="extras", nested=True), plain(1, 3, world=2), SPAN_OF_FAMILY, EDGES)
+    nested = megatron(TP2_STAGE0, model="megatron", nested=True)
+    yield of_each(nested, plain(1, 2, world=2), SPAN_OF_FAMILY, EDGES)
+    yield of_each(megatron(TP2, model="extras", nested=True), plain(4), SPAN_OF_FAMILY, EDGES, exhaustive=True)
+
+
+# --- pipelines of letters: other numbers of stages, layers on other stages, tied modules
+
+GPT = "EBBBBBBH"
+TWICE = "EBHBBBHB"  # at 4 stages the first, the second and the last hold the tied module; at 2 the first uses it twice
+NORM = "eBBBNh"  # without ZeRO a norm alone may form a stage
+EMPTY = "eBff"
+SHIFT = "tied_modules.embed.shift"
+Stages = partial(pipe, 1, method="uniform", model=GPT)
+BF16_PIPELINE, FP16_PIPELINE = Stages(2, 1, "bf16", fp32_grads=True), Stages(2, 0, "fp16")
+LETTERS = {"least": 11}
+
+
+def check_losses(saved: Saved, outcome: Outcome) -> None:
+    """Compare losses unless a stage uses another stage's untied parameters."""
+    if len({count_copies(SHIFT, join(each.ranks, GPT).parameters) for each in (saved, outcome)}) == 1:
+        assert outcome.losses == pytest.approx(saved.losses, rel=outcome.kind.find_tolerance(saved.kind))
+
+
+def letters(source: Launch, target: Launch, model: str = GPT, **more: Any) -> Row:
+    source, target = (each.but(model=model) for each in (source, target))
+    compared = {**LETTERS, "losses": False}
+    return Row(target, [source], **{"name": model, "check": check_losses, "compared": compared, **more})
+
+
+def check_pipeline_weights(saved: Saved, outcome: Outcome) -> None:
+    """Only the saved masters have the last stage's values of untied parameters of a tied module."""
+    assert all(local.direct for local in outcome.ranks)
+    assert f"{SHIFT}#1" in outcome.state.parameters
+    for name, state in outcome.state.parameters.items():
+        assert state.value.equal(saved.state.parameters[name].value), name
+        assert state.fp32 is None or state.fp32.to(state.value.dtype).equal(state.value), name
+
+
+def list_letters() -> Iterator[Row]:
+    alone = partial(Source, arguments={"load_optimizer_states": False}, check=check_pipeline_weights)
+    modules = Source(BF16_PIPELINE, arguments={"load_module_only": True}, check=check_pipeline_weights)
+    # DeepSpeed does not restore untied copies of a tied module: they come from the masters. The head's buffers have no
+    # file.
+    own = {**LETTERS, "ignored": "buffer", "tolerance": 0.0}
+    yield Row(Stages(2), [alone(Stages(2)), Stages(2)], GPT, compared=own)
+    yield Row(BF16_PIPELINE, [modules, alone(BF16_PIPELINE), BF16_PIPELINE], GPT, compared=own)
+    yield Row(FP16_PIPELINE, [alone(FP16_PIPELINE), FP16_PIPELINE], GPT, compared=own)
+    yield letters(Stages(2), Stages(2), NORM, compared=own)
+    ours = Stages(4, 0, "bf16")  # BF16_Optimizer, without ZeRO, on whose save DeepSpeed's own load fails
+    yield Row(ours, [alone(ours), ours], GPT, compared={**LETTERS, "losses": False})
+    more = partial(letters, exhaustive=True)
+    yield letters(Stages(2), Stages(4))
+    yield more(Stages(2), Stages(1))
+    yield letters(Stages(2), Stages(2, method="type:embedding"))
+    yield letters(Stages(2), BF16_PIPELINE)
+    yield more(Stages(1, 1, "bf16", fp32_grads=True), Stages(4, 1, "bf16"))
+    yield letters(Stages(4, 0, "bf16"), Stages(2, 1, "bf16", method="parameters"))
+    yield letters(Stages(4), Stages(2), TWICE)
+    yield more(Stages(4, 0), Stages(2, 1), NORM)
+    yield letters(Stages(2, 1), Stages(4, 0), NORM)
+    yield more(Stages(4, 0), Stages(1, 1), EMPTY)
+    yield more(Stages(1, 1), Stages(2, 0), EMPTY)
+    if find_reason("DualPipeV"):
+        return
+    # Under DualPipeV every rank holds two stages, whose layers are not contiguous.
+    yield letters(Stages(2, dual=True), Stages(2, dual=True), compared=own)
+    yield letters(Stages(2), Stages(2, dual=True))
+    yield letters(Stages(2, dual=True), Stages(4))
+    yield letters(Stages(4, dual=True), Stages(2), TWICE)
+    yield more(Stages(2, dual=True), Stages(1))
+    yield more(Stages(4), Stages(2, dual=True), TWICE)
+    yield more(Stages(2, dual=True), Stages(4, dual=True))
+    yield more(Stages(2, dual=True), Stages(2, 0, "bf16", dual=True))
+
+
+# --- AutoTP: a Hugging Face Llama at another tensor-parallel degree, uneven heads and empty shards included
+
+# Not stage 3 with empty shards: DeepSpeed's forward refuses parameters without elements.
+Auto = partial(plain, model="even")
+Uneven = partial(plain, model="uneven")
+UNEVEN_BF16 = Uneven(2, 3, precision="bf16")
+EVEN = [Auto(2), Auto(4, 2, precision="bf16"), Auto(1, 3)], [Auto(1, 3), Auto(4, 3), Auto(2, precision="bf16"), Auto(2)]
+UNEVEN = (
+    [UNEVEN_BF16, Uneven(4, 0), Uneven(1, precision="bf16", fp32_grads=True)],
+    [Uneven(1, 3, precision="bf16"), Uneven(4, precision="bf16"), Uneven(2, 3), Uneven(2, 2), Uneven(1, 0),
+     Uneven(2, 0, precision="bf16")],
+)  # fmt: skip
+
+
+def list_autotp() -> Iterator[Row]:
+    """The last stages of an uneven model have the layout of an even one, which the join of shards covers."""
+    chosen = turns(*EVEN, 1) + turns(UNEVEN[0], UNEVEN[1][:3], 1)
+    chosen = [each for each in chosen if each[0].model == "uneven" or each[0].tp == 1]
+    for source, target in [*turns(*EVEN, 2), *turns(*UNEVEN, 2), *chosen]:
+        if source != target:
+            is_more = (source, target) not in chosen
+            yield Row(target, [source], f"autotp-{source}", compared={"least": 21}, exhaustive=is_more)
+    yield Row(Auto(2), [Auto(2)], "autotp-same")
+
+
+def list_rows() -> list[Row]:
+    """List all rows, the chosen ones first, each once."""
+    rows = [*ROUTES, *list_megatron(), *list_letters(), *(list_autotp() if Version("0.19") <= DEEPSPEED else ())]
+    found: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: row.exhaustive):
+        found.setdefault(f"{row.sources} {row.target} {row.target.patterns}", row)
+    return list(found.values())
+
+
+@pytest.mark.releases
+@pytest.mark.parametrize("row", [row.param for row in list_rows()])
+def test_resumes(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    engines.resume(row, subtests)
+
+
+# --- layers, tied modules and shards are where the rows above need them
+
+
+def test_layers_move_between_stages(engines: Engines) -> None:
+    """Other partition methods cut the layers elsewhere."""
+    cuts = []
+    for method in ("parameters", "uniform"):
+        saved = engines.saved(pipe(1, 4, 0, method=method))
+        cuts.append(sorted({local.layers for local in saved.ranks}))
+    assert [len(cut) for cut in cuts] == [4, 4]
+    assert cuts[0] != cuts[1]
+
+
+POSITIONS = "language_model.embedding.position_embeddings.weight"
+TIED = "tied_modules.embed.position_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "warned"),
+    [
+        (TP2_PP2, pipe(1, 2), []),  # each stage gets its copy back
+        (TP2_PP2, pipe(2), [1, 0, 0, 0]),  # the first stage's copy counts
+        (TP2_PP2_STAGE0, pipe(1, 2), [1]),  # no file has the last stage's copy
+    ],
+    ids=["both", "first", "unsaved"],
+)
+def test_positions_of_stages(source: Launch, target: Launch, warned: list[int], engines: Engines) -> None:
+    """DeepSpeed ties the word embeddings only: the last stage's positions decay without ever having a gradient."""
+    run = engines.saved(source)
+    saved = join(run.ranks, "dense").parameters
+    assert not saved[POSITIONS].fp32.equal(saved[f"{POSITIONS}#1"].fp32)
+    assert saved[WORDS].fp32.equal(saved[f"{WORDS}#1"].fp32)
+    (outcome,) = engines.load(target, run)
+    loaded = outcome.state.parameters
+    assert loaded[POSITIONS].fp32.equal(saved[POSITIONS].fp32)
+    assert (f"{POSITIONS}#1" in loaded) == (target.pp == 2)
+    if target.pp == 2:
+        assert loaded[f"{POSITIONS}#1"].fp32.equal(saved[POSITIONS if warned else f"{POSITIONS}#1"].fp32)
+    counts = [len(local.list_messages("WARNING", TIED)) for local in outcome.ranks]
+    assert counts[: len(warned)] == warned and (warned or not any(counts))
+    words = [local for local in outcome.ranks if local.list_messages("WARNING", "word_embeddings")]
+    assert not words or source == TP2_PP2_STAGE0
+
+
+def test_shards_and_copies_are_where_they_should_be(engines: Engines, subtests: pytest.Subtests) -> None:
+    """Otherwise the tests above would not notice a copy on the wrong stage or rank."""
+    saved = engines.saved(Stages(2)).state.parameters
+    assert not saved[SHIFT].fp32.equal(saved[f"{SHIFT}#1"].fp32)
+    run = engines.saved(Stages(4, model=TWICE))
+    assert count_copies(SHIFT, run.state.parameters) == 3
+    for name, is_tied in (("tied_modules.embed.weight", True), (SHIFT, False)):
+        expected = [Instance(0, 3, is_tied), Instance(1, 3, is_tied), None, Instance(2, 3, is_tied)]
+        assert [local.instances.get(name) for local in run.ranks] == expected
+    if not find_reason("DualPipeV"):
+        ranks = engines.saved(Stages(2, dual=True)).ranks
+        layers = [{name.split(".")[0] for name in local.state.parameters} - {"tied_modules"} for local in ranks]
+        assert sorted(map(sorted, layers)) == [["1", "6"], ["1", "6"], ["2", "3", "4", "5"], ["2", "3", "4", "5"]]
+
+
+@pytest.mark.skipif(Version("0.19") > DEEPSPEED, reason="AutoTP saves its layout since 0.19")
+def test_the_saved_maps_outrank_the_saved_lists(engines: Engines) -> None:
+    """The maps name every parameter, and scale no piece. Of three key-value heads two ranks hold two and one."""
+    found = [Auto(2), UNEVEN_BF16, Uneven(4, 0)]
+    assert [list_widths(engines.saved(each)) for each in found] == [[16, 16], [16, 8], [8, 8, 8, 0]]
+    folder = str(engines.saved(UNEVEN_BF16).folder)
+    index = open_checkpoint(check_tag(folder, str(read_latest(folder))), Comm())
+    info = dict(index.model.hints["universal_checkpoint_info"])
+    maps = info["affine_map"]["params"]
+    pieces = [piece for each in maps.values() for rank in each["ranks"].values() for piece in rank["pieces"]]
+    assert {piece.get("scale", 1.0) for piece in pieces} == {1.0}
+    info |= {"parameter_with_row_parallelism_patterns": [".*"], "tp_replicated_parameter_patterns": [".*"]}
+    names = index.stored.atoms.list_names({"exp_avg"})
+    assert len(names) > 20
+    assert {name for name in names if not isinstance(from_universal_info(info).find(name, Facts()), Mapped)} == set()
+
+
+def list_widths(saved: Saved) -> list[int]:
+    """List the rows of a query projection by tensor-parallel rank."""
+    name = "model.layers.0.self_attn.q_proj.weight"
+    found = {local.place.tp_rank: len(local.state.parameters[name].value) for local in saved.ranks}
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_the_dict_of_a_module_is_nested(engines: Engines) -> None:
+    saved = engines.saved(megatron(TP2, model="extras", nested=True))
+    (path,) = (saved.folder / "newest").glob("*/mp_rank_01_model_states.pt")
+    module = torch.load(path, weights_only=False)["module"]
+    assert sorted(module) == ["language_model"]
+    assert sorted(module["language_model"]) == ["embedding", "encoder"]
+
+
+# --- refusals
+
+
+def test_one_ranks_error_is_the_same_on_all(engines: Engines) -> None:
+    folder = str(engines.saved(TP2_PP2).folder)
+    refused, loaded = engines.load(pipe(2), Load(folder, unreadable="mp_rank_02"), Load(folder))
+    refused.check_refused("mp_rank_02")
+    assert not loaded.errors
+
+
+def test_replicas_that_differ_are_refused(engines: Engines, tmp_path: Path) -> None:
+    """Rank 1 drifted; a rule can choose the mean."""
+    target, saved = plain(1, model="llama"), engines.saved(LLAMA)
+    shutil.copytree(saved.folder, tmp_path / "drifted")
+    name = "language_model.encoder.final_layernorm.weight"
+    shift_master(tmp_path / "drifted", name, 0.25)
+    (refused,) = engines.load(target, tmp_path / "drifted")
+    refused.check_refused("MismatchError", name, "2.500e-01")
+    mean = {"rules": [{"match": name.replace(".", r"\."), "pattern": "partial"}]}
+    (outcome,) = engines.load(target.but(patterns=mean), tmp_path / "drifted")
+    expected = saved.state.parameters[name].fp32 + 0.125
+    torch.testing.assert_close(outcome.state.parameters[name].fp32, expected, rtol=0, atol=1e-7)
+
+
+BIASES = ["self_attention.dense.weight", "mlp.dense_4h_to_h.weight", "query_key_value.weight", "dense_h_to_4h.bias"]
+LAYOUTS = ["query_key_value.weight: (32, 32)", "per-rank [q; k; v]", "interleaved per head group", "megatron-gpt-"]
+UNSETTLED: dict[str, tuple[Launch, Launch, str, list[str], str]] = {
+    "a-buffer": (EXTRAS, pipe(1, 2), "", [".span: (16,) on 2 ranks in the checkpoint"], "\0"),
+    # Metadata of a TP=1 source names no row-parallel parameters: upstream cuts them along the wrong dimension.
+    "rows": (megatron(PP2, model="unmarked"), TP2_PP2, "newest", BIASES, "layernorm"),
+    **{
+        f"fused-{model}": (megatron(TP2, model=model), plain(4), "newest", LAYOUTS, "self_attention.dense")
+        for model in FUSED
+    },
+}
+"""Source, target, part of the save, words that the message has, and one that it lacks."""
+
+
+@pytest.mark.parametrize("name", UNSETTLED)
+def test_patterns_are_not_guessed(name: str, engines: Engines) -> None:
+    source, target, part, words, absent = UNSETTLED[name]
+    folder = engines.saved(source).folder / part
+    (refused,) = engines.load(target.but(model=source.model), folder)
+    assert absent not in refused.check_refused("MismatchError", *words)

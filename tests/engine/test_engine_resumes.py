@@ -1,0 +1,455 @@
+"""Every ZeRO stage in every precision to every other, at other data-parallel sizes and at the same one; variants.
+
+Every two of the stages and precisions of both sides are combined, and all four under `-m exhaustive`, at every size;
+`load/test_reshard.py` draws more in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.testing.capture import CapturedEngine
+from deepspeed_ucp.testing.compare import compare
+from deepspeed_ucp.testing.resume import LOSS_TOLERANCE
+from tests.releases import find_reason
+from tests.support.covering import cover, turns
+from tests.support.engines.cases import Case, saves_states
+from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
+from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32, Kind
+from tests.support.engines.sequence import FLOATS, WAYS, Spread
+from tests.support.engines.standins import Stood
+
+STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
+MIXED: dict[str, Any] = {"model": "mixed", "optimizer": "adamw", "scheduler": True}
+PLAIN = {"model": "plain"}
+EVERY_TENSOR = {"least": 38}
+"""Masters, values and two moments of eight trained parameters, frozen ones, buffers."""
+RELEASES = pytest.mark.releases
+Mixed = partial(Row, options=MIXED, compared=EVERY_TENSOR, marks=[RELEASES])
+
+
+def rotate(values: Sequence[Any], first: int) -> list[Any]:
+    return [*values[first % len(values) :], *values[: first % len(values)]]
+
+
+# --- the matrix
+
+
+def size_of(stage: int, precision: str, turn: int = 0) -> int:
+    """Return 2, 3 or 4 ranks, each with every stage and with every precision."""
+    return (2, 3, 4)[(stage + PRECISIONS.index(precision) + turn) % 3]
+
+
+def list_matrix() -> list[Row]:
+    pairs, found = cover(STAGES, PRECISIONS, STAGES, PRECISIONS), []
+    every = [Case(stage, world, precision) for stage, precision, world in product(STAGES, PRECISIONS, (2, 3, 4))]
+    for stage, precision in product(STAGES, PRECISIONS):
+        sources = [
+            Case(s, size_of(s, p, 1), p) for s, p, *to in pairs if to == [stage, precision] and saves_states(s, p)
+        ]
+        first = stage + PRECISIONS.index(precision)  # each source is some engine's first
+        found.append(Mixed(Case(stage, size_of(stage, precision), precision), rotate(sources, first), "matrix"))
+        found += [
+            Mixed(Case(stage, world, precision), rotate(every, 7 * stage + world), "all", exhaustive=True)
+            for world in (2, 3, 4)
+        ]
+    for stage in STAGES:
+        sources = rotate([Case(other, 2) for other in STAGES], stage)
+        found.append(Row(Case(stage, 2), sources, "same-size", MIXED, compared=EVERY_TENSOR, exhaustive=stage % 2 == 0))
+    return found
+
+
+# DeepSpeed 0.16 trains persistent parameters on uninitialised padding, so its losses differ from run to run.
+SCATTERED = {"stage3_param_persistence_threshold": 0}
+SMOKE = [
+    (Case(1, 4, "bf16"), Case(3, 2, "bf16", zero=SCATTERED)),
+    (Case(3, 4, "bf16", zero=SCATTERED), Case(2, 3, "bf16")),
+    (Case(3, 2, zero=SCATTERED), Case(0, 3)),
+    (Case(0, 2), Case(1, 3)),
+]
+"""A third loss is of the rate that the scheduler has set since."""
+
+# --- options on one side or on both
+
+ROUND_ROBIN = {"round_robin_gradients": True}
+ALL_ON_CPU = {**ON_CPU, "offload_param": {"device": "cpu"}, **SCATTERED}
+CLIPPING = {"gradient_clipping": 0.1}
+LEGACY = {"checkpoint": {"checkpoint_serialization": False}}  # files that are no zips
+# Without "replica" DeepSpeed's writer factory fails below stage 3. With it all data-parallel ranks write different
+# bytes to one file of model states at once, which is then not always readable.
+REPLICA = {"type": "python", "data_parallel": "replica"}
+WRITER, DECOUPLED = ({"checkpoint": {"writer": {**REPLICA, **more}}} for more in ({}, {"decoupled": True}))
+
+
+def small(size: int) -> dict[str, int]:
+    return {"sub_group_size": size}
+
+
+ODD_SOURCES = [
+    Case(2, 3, zero=ROUND_ROBIN),
+    Case(1, 4, zero=ROUND_ROBIN),
+    Case(3, 3, zero=small(30)),
+    Case(3, 2, "bf16", zero=small(9)),
+    Case(3, 3, zero=SCATTERED),
+    Case(2, 3, "bf16", zero=ON_CPU),
+    Case(3, 2, "bf16", zero=ALL_ON_CPU),
+    Case(1, 3, "fp16", config={"fp16": {"enabled": True, "loss_scale": 64}}),
+    Case(1, 3, "bf16", config=LEGACY),
+    Case(3, 3, config=LEGACY),
+    Case(1, 1, "bf16", config=WRITER),
+    Case(3, 3, config=WRITER),
+]
+"""Each into an engine of every second stage."""
+ZERO_INIT = {"zero_init": True}
+ODD_TARGETS: list[tuple[Case, list[Case], dict[str, Any]]] = [
+    (Case(2, 2, zero=ROUND_ROBIN), [Case(1, 3), Case(2, 2), Case(2, 3, zero=ROUND_ROBIN)], {}),
+    (Case(0, 3, "bf16"), [Case(2, 4, "bf16", zero=ROUND_ROBIN), Case(3, 2, "bf16", zero=small(9))], {}),
+    (Case(3, 2, zero=small(1)), [Case(3, 2), Case(1, 3)], ZERO_INIT),
+    (Case(3, 3, "bf16", zero=small(9)), [Case(2, 2, "bf16")], {}),
+    (
+        Case(3, 3, "bf16", zero={"stage3_param_persistence_threshold": 100000}).on(verify="off"),
+        [Case(1, 2, "bf16")],
+        {},
+    ),
+    (Case(3, 3, "bf16", zero=SCATTERED).on(threads=1, window_mb=16), [Case(1, 2, "bf16")], {}),
+    (Case(1, 2, zero=ON_CPU).on(mode="direct"), [Case(1, 3)], {}),
+    (Case(2, 2, "bf16", zero=ON_CPU), [Case(2, 3, "bf16", zero=ON_CPU)], {}),
+    (Case(3, 2, "bf16", zero=ON_CPU).on(threads=3), [Case(3, 3, "bf16"), Case(1, 3, "bf16")], {}),
+    # Exhaustive ones:
+    (Case(3, 3, zero=small(30)), [Case(3, 2)], {}),
+    (Case(3, 2, zero=small(9)), [Case(3, 2, zero=small(50)), Case(2, 2)], {}),
+    (Case(3, 2, "bf16", zero=ALL_ON_CPU), [Case(0, 3, "bf16")], {}),
+    (Case(3, 3, zero=ALL_ON_CPU), [Case(3, 2, zero=ALL_ON_CPU)], {}),
+    (Case(3, 2, config=CLIPPING), [Case(1, 3, config=CLIPPING)], {}),
+    (Case(3, 2, "bf16"), [Case(3, 3, "bf16")], ZERO_INIT),
+]
+
+
+def list_odd() -> list[Row]:
+    """List saves before the first step, which go into a fresh engine and into one that has trained, and others."""
+    found = []
+    for stage in STAGES:
+        unstepped = [Source(Case((3 * stage + k) % 4, 3), steps=(0, 2)) for k in range(1, 5)]
+        sources = [*unstepped, *ODD_SOURCES[stage % 2 :: 2], unstepped[0]]
+        found.append(Row(Case(stage, 2), sources, "odd", MIXED, marks=[RELEASES], exhaustive=stage not in (0, 3)))
+    for number, (target, saved, live) in enumerate(ODD_TARGETS):
+        found.append(Row(target, saved, "odd", MIXED, live, marks=[RELEASES], exhaustive=number > 8))
+    # DeepSpeed's old elastic format has no param groups: the live hyper-parameters stay.
+    elastic = [Case(1, 3, zero={"elastic_checkpoint": True})]
+    found += [Row(target, elastic, "elastic") for target in (Case(3, 2), Case(1, 2), Case(0, 3))]
+    # The process of a decoupled writer reads the tensors after the save: the model must not change buffers meanwhile.
+    return [*found, Row(Case(2, 3), [Case(3, 2, config=DECOUPLED)], options=PLAIN, exhaustive=True)]
+
+
+def fast(stage: int, world: int, unit: str, precision: str = "fp32", **more: object) -> Stood:
+    """A save below stage 3 under names that DeepSpeed's load does not find.
+
+    Args:
+        unit: one rank of each writes a file; all ranks on this one `machine` write the same file at once.
+    """
+    writer = {"type": "fast", "data_parallel": unit, "io_buffer_size": 1 << 16, **more}
+    return Stood(stage, world, precision, "fast", config={"checkpoint": {"writer": writer}})
+
+
+FAST = [
+    fast(1, 2, "replica"),
+    fast(2, 3, "replica", "bf16"),
+    fast(2, 2, "socket", io_multiplier=3),
+    fast(1, 4, "machine"),
+    fast(0, 2, "replica", "bf16"),
+]
+
+# --- optimizers
+
+TENSORS = {"amsgrad": 3, "sgd": 0, "momentum": 1, "rmsprop": 3, "lion": 1, "adagrad_uniform": 1}
+
+
+def list_optimizers() -> list[Row]:
+    found = []
+    for name, stage in product(TENSORS, STAGES):
+
+        def check(_saved: Saved, outcome: Outcome, name: str = name) -> None:
+            assert outcome.count == 4 * (2 + TENSORS[name])
+
+        sources, is_more = [Case((stage + turn) % 4, 3) for turn in (2, 3)], (name, stage) not in OPTIMIZERS
+        options = {**PLAIN, "optimizer": name}
+        found.append(Row(Case(stage, 2), sources, "optimizer", options, check=check, exhaustive=is_more))
+    return found
+
+
+OPTIMIZERS = turns(list(TENSORS), STAGES, 1)
+OFFLOADED = [Case(1, 3, zero=ON_CPU), Case(0, 3)]
+FUSED = {"model": "mixed", "optimizer": "fused_adam"}
+"""Has a CPU build; stage 0 in 16 bits uses the flat FP16_Optimizer with it."""
+BF16_OPTIMIZER = Case(1, 3, "bf16", config=SUMS_IN_FP32)
+INTO = [
+    *(Case(stage, 2, p) for stage in STAGES for p in ("bf16", "fp32")),
+    BF16_OPTIMIZER.but(world=2),
+    Case(1, 3, "bf16"),
+]
+
+
+def check_group_steps(saved: Saved, outcome: Outcome) -> None:
+    """FusedAdam counts steps for a group: at stage 0 in fp32 only the last parameter's file has them."""
+    found = compare(saved.state, outcome.state)[1]
+    assert len(found) == 6 and all(text.endswith("state step: saved 0.0, loaded 3.0") for text in found)
+    assert outcome.losses == pytest.approx(saved.losses, rel=1e-4)
+
+
+ADAMS = [
+    *(
+        Row(Case(stage, 2, zero=ON_CPU), OFFLOADED, options={"optimizer": "cpu_adam"}, exhaustive=stage == 1)
+        for stage in (1, 2, 3)
+    ),
+    Row(Case(3, 2, zero=ON_CPU), [Case(2, 3, zero=ON_CPU)], "", {**PLAIN, "optimizer": "cpu_lion"}, exhaustive=True),
+    Row(Case(1, 2, "fp16"), [Case(0, 3, "fp16")], "fused", FUSED),
+    Row(Case(0, 3, "fp16"), [Case(2, 2, "bf16")], "fused", FUSED, exhaustive=True),
+    Row(Case(0, 2, "bf16"), [Case(0, 3, "fp16"), Case(3, 3)], "fused", FUSED),
+    Row(Case(3, 3, "bf16"), [Case(0, 2, "bf16")], "fused", FUSED, exhaustive=True),
+    Row(Case(0, 3), [Case(0, 3, "fp16")], "fused", FUSED),
+    *(
+        Row(Case(stage, 2), [Source(Case(0, 3), check=check_group_steps)], "fused", FUSED, exhaustive=stage < 3)
+        for stage in (1, 2, 3)
+    ),
+    # The same Adam, once in DeepSpeed's fused kernel and once in torch's: FP16_Optimizer to FP16_UnfusedOptimizer.
+    *(
+        Row(target, [source], "fused_to_unfused", {**PLAIN, "optimizer": "fused_adam"},
+            {"optimizer": "adam_like_fused"}, compared={"direct": True}, marks=[RELEASES])
+        for source, target in ((Case(0, 2, "fp16"),) * 2, (Case(0, 2, "bf16"), Case(0, 3, "bf16")))
+    ),
+    Row(BF16_OPTIMIZER, [*(Case(stage, 2, p) for stage in STAGES for p in ("bf16", "fp16")),
+        BF16_OPTIMIZER.but(world=4), Case(1, 3, "bf16")], "bf16_optimizer", MIXED, marks=[RELEASES]),
+    *(
+        Row(target, [BF16_OPTIMIZER, BF16_OPTIMIZER.but(world=4)], "bf16_optimizer", MIXED, marks=[RELEASES],
+            exhaustive=0 < number < 7)
+        for number, target in enumerate(INTO)
+    ),
+]  # fmt: skip
+
+# --- models, orders, features
+
+LORA = {"model": "lora", "optimizer": "adamw_uniform"}
+OVERFLOWING = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
+HYBRID = {"hybrid_engine": {"enabled": True}}
+COPIES = {"load_from_fp32_weights": False}
+HPZ = Case(3, 4, "bf16", zero={"zero_hpz_partition_size": 2})
+PARTIAL = Case(3, 2, "bf16", zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 9})
+AUTOCAST = {
+    dtype: {"torch_autocast": {"enabled": True, "dtype": dtype, "lower_precision_safe_modules": ["torch.nn.Linear"]}}
+    for dtype in ("float16", "bfloat16")
+}
+CAST = [Case(stage, 3, config=AUTOCAST[dtype]) for stage, dtype in ((0, "float16"), (1, "bfloat16"), (3, "float16"))]
+CASTING = [
+    Case(3, 2, config=AUTOCAST["bfloat16"]),
+    Case(0, 2, config=AUTOCAST["float16"]),
+    Case(1, 2),
+    Case(2, 2, "fp16"),
+]
+
+
+def check_quantized(saved: Saved, outcome: Outcome) -> None:
+    """ZeRO++'s qwZ gathers weights in 8 bit, for the comparison too; it does not change the states or files."""
+    assert all(", state value:" in text for text in compare(saved.state, outcome.state)[1])
+    assert outcome.losses == pytest.approx(saved.losses, rel=0.05)
+
+
+def list_variants() -> list[Row]:
+    sources: list[Any] = [Case(stage, 3, "bf16") for stage in (1, 3, 0)]
+    lora = partial(Row, sources=sources, name="lora", options=LORA, marks=[RELEASES])
+    found = [lora(Case(stage, 2, "bf16"), exhaustive=stage != 3) for stage in STAGES]
+    for stage, world in product((1, 2, 3), (2, 3, 5)):  # fewer elements than ranks
+        sources = [Case(other, 5 if world < 5 else 2 + other % 2) for other in STAGES if other != stage]
+        is_more = (stage, world) not in ((2, 3), (3, 5))
+        found.append(Row(Case(stage, world), sources, options={"model": "tiny"}, exhaustive=is_more))
+    for model, stage in product(("empty", "compiled"), (0, 1, 2)):  # stage 3 cannot train them
+        plain = [Source(Case(3, 3), PLAIN)] * (model == "compiled")
+        is_more = (model, stage) not in turns(["empty", "compiled"], [0, 1, 2], 1)
+        options = {"model": model}
+        found.append(Row(Case(stage, 2), [Case((stage + 1) % 3, 3), *plain], "", options, exhaustive=is_more))
+    found.append(Row(Case(2, 2), [Source(Case(1, 3), {"model": "compiled"})], options=PLAIN))
+    orders: list[dict[str, Any]] = [{"reverse_groups": True}, {"model": "reordered"}]
+    for order, stage in product(range(2), STAGES):
+        # Matched by name except from stage 0, which saves positions only; DeepSpeed's load would mix up the states.
+        sources, is_more = (
+            [Case(stage % 3 + 1, 3)] + [Case(stage, 2)] * (stage > 0),
+            (order, stage) not in turns(range(2), STAGES, 1),
+        )
+        row = partial(Row, Case(stage, 2), sources, f"order{order}", PLAIN, orders[order], exhaustive=is_more)
+        found.append(row(compared={"direct": True}))
+    for stage in STAGES:  # steps that overflow are skipped and halve the loss scale; both come back
+        sources = [
+            Source(Case(other, 3, "fp16", config=OVERFLOWING), steps=(10, 2)) for other in rotate(STAGES, stage + 1)
+        ]
+        found.append(Row(Case(stage, 2, "fp16", config=OVERFLOWING), sources, options=PLAIN, exhaustive=stage % 3 > 0))
+    hybrid = [Case(1, 2, "bf16", config=HYBRID), Case(3, 3)]  # on a CPU without inference kernels
+    found.append(Row(Case(3, 2, "bf16", config=HYBRID), hybrid, options=PLAIN))
+    # In the same topology DeepSpeed would restore masters from the 16-bit copies.
+    for config in ({}, SUMS_IN_FP32):
+        case = Case(1, 2, "bf16", zero=COPIES, config=config)
+        found.append(Row(case, [case], "copies", PLAIN, compared={"direct": True}))
+    if find_spec("deepspeed.runtime.zenflow"):
+        # ZeRO++'s hpZ keeps secondary copies of the partitions, which are stale in each load.
+        found += [Row(HPZ, [Case(1, 3, "bf16"), HPZ.but(world=2, zero={}), HPZ])]
+        found += [Row(Case(2, 3, "bf16"), [HPZ], exhaustive=True)]
+        options = {**PLAIN, "optimizer": "cpu_adam"}  # a CPU offloads all of it
+        sources = [PARTIAL, PARTIAL.but(world=3), Case(1, 3, "bf16")]
+        found += [Row(PARTIAL, sources, options=options, exhaustive=True)]
+        # The weights are in fp32; the configuration of this run controls casts.
+        gap = {"tolerance": 0.05}
+        found += [
+            Row(target, CAST, "torch_autocast", compared=gap, marks=[RELEASES], exhaustive=number > 0)
+            for number, target in enumerate(CASTING)
+        ]
+        target = Stood(3, 2, "fp16", "quantized", zero={"zero_quantized_weights": True})
+        found.append(Row(target, [Source(Case(1, 3, "fp16"), check=check_quantized)], options={"model": "aligned"}))
+    if find_spec("deepspeed.io"):
+        found.append(
+            Row(Case(1, 2), [Source(each, steps=(3, 3)) for each in FAST], "fast", PLAIN, compared={"direct": True})
+        )
+    return found
+
+
+# --- masters and moments in 16 bit, between each other and fp32; parameters of several dtypes
+
+
+def keep(stage: int, world: int, precision: str, *, states: bool = False, offload: bool = True) -> Source:
+    """Masters in 16 bit, and with `states` the moments, too, without which DeepSpeed requires its CPUAdam."""
+    section = {"enabled": True, f"{precision}_master_weights_and_grads": True}
+    section |= {"bf16_optimizer_states": True} if states else {}
+    section |= {"initial_scale_power": 8} if precision == "fp16" else {}
+    optimizer = ("cpu_adam_16" if states else "cpu_adam") if offload else "adamw"
+    case = Case(stage, world, precision, zero=ON_CPU if offload else {}, config={precision: section})
+    return Source(case, {"optimizer": optimizer})
+
+
+def list_low(stage: int, world: int) -> list[Source]:
+    return [
+        keep(stage, world, "bf16"),
+        keep(stage, world, "bf16", states=True),
+        keep(stage, world, "bf16", states=True, offload=False),
+        keep(stage, world, "fp16"),
+    ]
+
+
+WIDE = [
+    Source(Case(1, 3, "bf16", zero=ON_CPU), {"optimizer": "cpu_adam"}),
+    Source(Case(3, 3, "fp16", zero=ON_CPU), {"optimizer": "cpu_adam"}),
+    Source(Case(0, 3, "bf16")),
+    Source(Case(2, 3)),
+]
+"""With masters in fp32."""
+LOW = [each for stage in (1, 2, 3) for each in list_low(stage, 2)]
+LOWEST = [LOW[5], LOW[10]]
+"""Both kinds of moments in 16 bit, at two stages; the others are exhaustive."""
+HALF, TWO = {"model": "half"}, {"model": "two_dtypes"}
+OWN_HALF = [Source(Case(stage, 3 if stage == 1 else 2), HALF) for stage in STAGES]
+"""A model in bf16 without any configuration of it."""
+BY_DTYPE = {**TWO, "optimizer": "adamw_by_dtype"}
+KEPT = {"data_types": {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["running"]}}
+
+
+def list_dtypes(state: CapturedEngine) -> set[tuple[str, torch.dtype]]:
+    """Of masters and moments."""
+    trained = [each for each in state.parameters.values() if each.fp32 is not None]
+    masters = {("fp32", each.fp32.dtype) for each in trained if each.fp32 is not None}
+    return masters | {(name, tensor.dtype) for each in trained for name, tensor in each.tensors.items()}
+
+
+def check_rounding(saved: Saved, outcome: Outcome) -> None:
+    """Check that states have the dtype of the optimizer's states, and that the log names each rounded one."""
+    precision, moments = (
+        outcome.kind.precision,
+        outcome.kind.config[outcome.kind.precision].get("bf16_optimizer_states"),
+    )
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    dtypes = {"fp32": low, **dict.fromkeys(("exp_avg", "exp_avg_sq"), low if moments else torch.float32)}
+    assert list_dtypes(outcome.state) == set(dtypes.items())
+    told = {text.split()[0] for text in outcome.list_messages("WARNING", "is rounded")}
+    if saved.kind == WIDE[3].kind:
+        assert told == {name for name, dtype in dtypes.items() if dtype != torch.float32}
+    elif saved.kind.precision == precision and saved.kind.config.items() <= outcome.kind.config.items():
+        assert not told
+
+
+def list_lowered() -> list[Row]:
+    """32 bits are rounded once, 16 bits come back exactly; then the losses equal the saved run's."""
+    low, found = partial(Row, options={"model": "mixed"}), []
+    for target in LOW:
+        others, is_more = list_low(1 + target.kind.stage % 3, 3), target not in LOWEST
+        sources = [*WIDE, *others, target] if is_more else [WIDE[3], WIDE[1], others[0], others[2], target]
+        found.append(low(target.kind, sources, "low", live=target.options, check=check_rounding, exhaustive=is_more))
+    found.append(low(WIDE[3].kind, [LOW[3], *LOWEST], "wide", live=WIDE[3].options))
+    found += [low(target.kind, LOW, "wide", live=target.options, exhaustive=True) for target in WIDE[:3]]
+    gap = {"tolerance": LOSS_TOLERANCE["bf16"]}
+    for number, target in enumerate(OWN_HALF):
+        sources = [*OWN_HALF, Source(Case(1, 3, "bf16")), Source(Case(2, 3))]
+        found.append(Row(target.kind, sources, "half", PLAIN, HALF, compared=gap, exhaustive=number in (1, 2)))
+    # In one flat buffer parameters of several dtypes become fp32; ZeRO 3 refuses them.
+    several = [Case(0, 2), Case(1, 3), Source(Case(3, 3, "bf16"), PLAIN)]
+    found += [Row(Case(0, 2), several, options=TWO, compared=gap)]
+    found += [Row(Case(1, 2), [Case(1, 2), Case(2, 3)], options=BY_DTYPE, compared=gap)]
+    # DeepSpeed casts the buffers that it does not keep in fp32 to the dtype that the configuration gives.
+    target = Case(3, 2, "bf16", config=KEPT)
+    return [*found, Row(target, [Case(1, 3, "bf16", config=KEPT), Case(2, 3, "bf16"), target])]
+
+
+# --- sequence parallelism
+
+
+def list_ways(mpu: str, stages: Sequence[int], precision: str = "fp32") -> list[Kind]:
+    return [Spread(stage, precision=precision, mpu=mpu, way=way, sp=2) for stage in stages for way in WAYS]
+
+
+def check_samples(saved: Saved, _outcome: Outcome) -> None:
+    path = next(saved.folder.glob("global_step*/*model_states.pt"))
+    samples = torch.load(path, weights_only=False)["global_samples"]
+    assert samples == 3 * Spread.batch
+    assert isinstance(samples, float) == (saved.kind.mpu == "alst" and saved.kind.way in FLOATS)
+
+
+ALST = [
+    Spread(1, mpu="alst", way="micro", sp=2),
+    Spread(3, mpu="alst", way="micro-accumulation", sp=2),
+    Spread(2, mpu="alst", way="train-micro", sp=4),
+    Spread(3, mpu="alst", sp=4),
+    Spread(1, 3),
+    Spread(3, way="all"),
+]
+ULYSSES = [Spread(1, mpu="megatron", way="micro", sp=2), Spread(2, mpu="megatron", way="all", sp=4), Spread(1, 3)]
+"""Below stage 3, which partitions parameters only over the data-parallel ranks of such an mpu."""
+IN_BF16 = Spread(3, precision="bf16", mpu="alst", way="micro", sp=4)
+Sequence_ = partial(Row, options={"scheduler": True}, check=check_samples, compared=EVERY_TENSOR)
+ULYSSES_ROWS = [
+    Sequence_(each, list_ways("megatron", (1,)), "ulysses", marks=[pytest.mark.engine_smoke]) for each in ULYSSES
+]
+ALST_ROWS = [
+    *(Sequence_(each, list_ways("alst", (1, 3)), "alst", marks=[RELEASES]) for each in ALST),
+    Sequence_(IN_BF16, list_ways("alst", (2,), "bf16"), "alst", marks=[RELEASES]),
+    Sequence_(ALST[0], [Spread(stage, 2, way="micro") for stage in (0, 1, 3)], "to_alst"),
+]
+
+ROWS = [
+    *list_matrix(),
+    *(Row(to, [Source(kind, steps=(3, 3))], "smoke", MIXED, compared=EVERY_TENSOR, marks=[pytest.mark.engine_smoke])
+      for kind, to in SMOKE),
+    *list_odd(),
+    *list_optimizers(),
+    *ADAMS,
+    *list_variants(),
+    *(list_lowered() if find_spec("deepspeed.runtime.keep_in_fp32") else ()),
+    *ULYSSES_ROWS,
+    *(() if find_reason("to_alst") else ALST_ROWS),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(600)  # DeepSpeed compiles an operator at the first time
+@pytest.mark.parametrize("row", [row.param for row in ROWS])
+def test_resumes(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    engines.resume(row, subtests)

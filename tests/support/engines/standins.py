@@ -1,0 +1,126 @@
+"""Engines whose parts need a GPU or libaio, with stand-ins; engines with DeepSpeed's fast writer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partition_parameters
+
+from tests.support.engines import cases
+from tests.support.engines.cases import Case, make_engine
+from tests.support.engines.models import MODELS, param_groups
+
+ON_GPU = get_accelerator().device_name() == "cuda"
+"""Most stand-ins are for the CPU alone."""
+
+
+@dataclass(frozen=True)
+class Stood(Case):
+    """An engine with a stand-in, or with a feature that changes its making."""
+
+    stand_in: str = ""
+
+    def surround(self) -> AbstractContextManager[Any]:
+        is_needed = self.stand_in in STAND_INS and not (ON_GPU and self.stand_in != "fast")
+        return STAND_INS[self.stand_in]() if is_needed else nullcontext()
+
+
+def make(kind: Stood, seed: int, **options: Any) -> Any:
+    """Make the engine; "zenflow" makes its own optimizers, "offloaded" has trained and offloaded its states."""
+    if kind.stand_in == "zenflow":
+        module = MODELS["columns"]()
+        return deepspeed.initialize(model=module, model_parameters=param_groups(module), config=kind.ds_config)[0]
+    engine = make_engine(kind.ds_config, seed=seed, **options)
+    if kind.stand_in == "offloaded":
+        cases.step(engine)
+        engine.offload_states()
+    return engine
+
+
+def step(engine: Any) -> float:
+    if getattr(engine.optimizer, "offloaded_states", None):
+        engine.reload_states()
+    return cases.step(engine)
+
+
+@contextmanager
+def split() -> Iterator[None]:
+    """Rename the accelerator: partial offload then steps some sub-groups with a second optimizer."""
+    with mock.patch.object(get_accelerator(), "_name", "cpu:0"):
+        yield
+
+
+@contextmanager
+def superoffload() -> Iterator[None]:
+    """Replace the stream, which a CPU does not have, and the check of the accelerator."""
+    from deepspeed.runtime.superoffload import superoffload_stage3
+
+    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _other: None)
+    with (
+        mock.patch.object(superoffload_stage3, "_validate_superoffload_accelerator"),
+        mock.patch.object(get_accelerator(), "current_stream", return_value=stream),
+    ):
+        yield
+
+
+class Quantizer:
+    """Symmetric 8-bit quantization in plain torch; DeepSpeed's kernel has no CPU build."""
+
+    Symmetric = 0
+
+    def quantize(self, tensor: torch.Tensor, groups: int, bits: int, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = tensor.detach().float().view(groups, -1)
+        scales = rows.abs().amax(dim=1).clamp(min=1e-8) / (2 ** (bits - 1) - 1)
+        return (rows / scales.view(groups, 1)).round().to(torch.int8).view(tensor.shape), scales
+
+    def dequantize(self, tensor: torch.Tensor, scales: torch.Tensor, groups: int, bits: int, kind: int) -> torch.Tensor:
+        return (tensor.view(groups, -1).float() * scales.view(groups, 1)).view(tensor.shape).half()
+
+
+def quantized() -> AbstractContextManager[Any]:
+    partition_parameters.CUDAQuantizer.quantizer_cuda_module = Quantizer()
+    return nullcontext()
+
+
+class Handle:
+    """The part of `aio_handle` that the fast writer calls; a write is done when it returns."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def get_alignment(self) -> int:
+        return 512
+
+    def async_pwrite(self, buffer: torch.Tensor, fd: int, offset: int) -> int:
+        assert os.pwrite(fd, buffer.numpy().tobytes(), offset) == buffer.numel()
+        return 0
+
+    def wait(self) -> int:
+        return 1
+
+
+@contextmanager
+def fast() -> Iterator[None]:
+    """Make the fast writer work here; all ranks are on one machine."""
+    from deepspeed.io import fast_file_writer
+    from deepspeed.runtime.model_checkpointing import writer_factory
+
+    module = SimpleNamespace(aio_handle=Handle, cast_to_byte_tensor=None)
+    builder = lambda: SimpleNamespace(load=lambda: module)  # noqa: E731
+    writer_factory.AsyncIOBuilder = fast_file_writer.UtilsBuilder = builder
+    writer_factory.get_accelerator = lambda: SimpleNamespace(pin_memory=lambda it, **_: it, is_pinned=lambda _: True)
+    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0")
+    with mock.patch.object(os, "O_DIRECT", 0):  # needs aligned memory, which its real handle has
+        yield
+
+
+STAND_INS = {"split": split, "superoffload": superoffload, "quantized": quantized, "fast": fast}
