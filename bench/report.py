@@ -247,11 +247,10 @@ def make_targets(results: Results, cases: Sequence[Case]) -> list[Target]:
 def explain(results: Results) -> str:
     """Describe the method of the loads, which all sections share."""
     return f"""*Upstream* is DeepSpeed's offline conversion and its load. Each of {results.rounds} rounds runs all cases
-with an empty page cache, and compares every loaded state with the saved one.
+with an empty page cache, and compares loaded states with saved ones. Figures are medians (min-max).
 
-* **Seconds** of `engine.load_checkpoint` on the slowest rank, median (min-max); the first load of a process takes
-  {results.import_seconds:.2f} s more for imports. Ratios are medians of the rounds' ratios.
-* **Floor**: as many processes and threads read the same bytes once, through the page cache or past it.
+* **Seconds**: `engine.load_checkpoint` on the slowest rank, without {results.import_seconds:.2f} s of imports.
+* **Floor**: as many processes and threads read the same bytes once.
 * **Extra MiB**: peak resident size of the worst rank beyond engine and state.
 * **Targets** of all loads: at most 1.02 times the state from storage, and {WINDOW_MIB + ALLOWANCE_MIB} MiB extra."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from report import MIB, Target, table
 
-HEADER = ("ours", "median (range)", "compared with", "median (range)", "ratio (target)")
+HEADER = ("ours, median (range)", "compared with", "ratio (target)")
 COPY, NEW_COPY, OWN = "one copy of the state", "one copy into new memory", "DeepSpeed's own save, durable"
 PEERS = {"torch": "torch's `async_save`, by a process", "flash": "DLRover's flash checkpoint"}
 
@@ -39,7 +39,9 @@ class Row(NamedTuple):
     def cells(self) -> list[str]:
         ratio = f"{self.value:.2f}" if self.others else ""
         target = "" if self.limit is None else f"(≤ {self.limit:g}{'' if self.others else f' {self.unit}'})"
-        return [self.title, self._tell(self.values), self.other, self._tell(self.others), f"{ratio} {target}".strip()]
+        own = f"{self.title}: {self._tell(self.values)}"
+        other = f"{self.other}: {self._tell(self.others)}" if self.others else ""
+        return [own, other, f"{ratio} {target}".strip()]
 
     def _tell(self, values: Sequence[float]) -> str:
         if not values:
@@ -81,7 +83,7 @@ def _list_resumes(found: Mapping[str, Any]) -> Iterator[Row]:
         ):
             yield Row(f"resume from memory, → {name}", _take(told, "seconds"), title, _take(told, key), limit)
     if lost := found.get("lost"):
-        title = "resume without one of two nodes (a third of the model)"
+        title = "resume without one of two nodes (third of the model)"
         yield Row(title, _take(lost, "seconds"), NEW_COPY, _take(lost, "fresh"))
         yield Row(f"{title}, from storage", _take(lost, "storage"), limit=0, unit="bytes")
 
@@ -113,10 +115,8 @@ def make_section(found: Mapping[str, Any]) -> str:
 {found["params_m"]:g} M parameters, ZeRO-1 in bf16, {found["ranks"]} ranks, AdamW, {len(found["saves"])} rounds.
 {" ".join(left_out)}
 
-*Stall*: until `save_checkpoint` returns on all ranks, with reused memory. *One copy*: `Tensor.copy_` of all saved
-tensors into reused memory. torch's `async_save` keeps its shared memory, which is faster than its default; DLRover
-0.6.1 writes nothing to the disk. *Durable*: until the seal is in the folder. *Anonymous memory*: of the worst rank, and
-of the writer.
+*Stall*: until `save_checkpoint` returns on all ranks, with reused memory. torch's `async_save` keeps its shared memory,
+which is faster than its default; DLRover 0.6.1 writes nothing to the disk. *Durable*: until the seal is in the folder.
 
 {table(HEADER, _blank_repeated([row.cells() for row in rows]))}
 
@@ -124,7 +124,5 @@ Targets reached: {sum(bool(target.reached) for target in targets)} of {len(targe
 
 
 def _blank_repeated(rows: Sequence[list[str]]) -> list[list[str]]:
-    """Leave out a title and figure that the row above has too."""
-    return [
-        ["", "", *row[2:]] if number and rows[number - 1][:2] == row[:2] else row for number, row in enumerate(rows)
-    ]
+    """Leave out a first cell that the row above has too."""
+    return [["", *row[1:]] if number and rows[number - 1][0] == row[0] else row for number, row in enumerate(rows)]

@@ -113,15 +113,15 @@ def make_scale_section(found: dict[str, Any]) -> str:
     return f"""## At scale
 
 `{found["command"]}`. The planner is real; files, peers and storage are simulated. Models of 10^12 parameters: a GPT
-(TP8 PP64), and 128 layers of 256 experts. The worst of some ranks' plans: processor time until the list of reads, data
-received in collectives, and processor time after that, without reading and copying.
+(TP8 PP64), and 128 layers of 256 experts. The worst of some ranks: processor time until the list of reads is made, and
+data received in collectives.
 
 {_plans_table(plans)}
 
 {describe_targets(_make_targets(plans))}
 
-All ranks' plans. *Balance*: bytes of the node (of {PER_NODE} ranks) that reads most over the mean; *of wants*: the same
-for the bytes that nodes want. *Exchanged*: within and between nodes. The ZeRO-3 model has 13 B parameters.
+All ranks' plans. *Balance*: bytes of the node (of {PER_NODE} ranks) that reads most over the mean; *of wants*: of the
+wanted bytes. *Exchanged*: within and between nodes. The ZeRO-3 model has 13 B parameters.
 
 {_reads_table(whole)}
 """
@@ -134,7 +134,6 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
         "peak MiB",
         "records",
         "received MiB",
-        "after",
         "reads",
     ]
     rows = []
@@ -148,7 +147,6 @@ def _plans_table(plans: Sequence[dict[str, Any]]) -> str:
                 f"{max(each['peak_bytes'] for each in ranks) / MIB:.0f}",
                 f"{worst['records']:,}",
                 f"{_heard(ranks) / MIB:.1f}",
-                f"{max(each['seconds_behind'] for each in ranks):.2f}",
                 str(max(each["requests"] for each in ranks)),
             ]
         )

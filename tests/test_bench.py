@@ -273,11 +273,11 @@ def test_missing_measurements_are_named(saves: ModuleType) -> None:
     section = saves.make_section(found)
     assert "A lost node was not measured. DLRover was left out (`--dlrover`).\n" in section
     row = next(line for line in section.splitlines() if "cache cold" in line)
-    assert "| resume from memory, → 1 rank | 1.00 s (1.00-1.00) | one copy" in re.sub(" +", " ", section)
-    cells = "from the disk, cache cold | 2.00 s (2.00-2.00) | 0.50 (≤ 0.6) |"
+    assert "| resume from memory, → 1 rank: 1.00 s (1.00-1.00) | one copy" in re.sub(" +", " ", section)
+    cells = "from the disk, cache cold: 2.00 s (2.00-2.00) | 0.50 (≤ 0.6) |"
     assert re.sub(" +", " ", row).endswith(f"| {cells}")
     lost = {**found, "lost": [{"seconds": 1.0, "fresh": 0.5, "storage": 7.0}] * 3}
-    assert "| 7 bytes (7-7) " in saves.make_section(lost) and "A lost node" not in saves.make_section(lost)
+    assert ": 7 bytes (7-7) " in saves.make_section(lost) and "A lost node" not in saves.make_section(lost)
 
 
 def test_short_peaks_of_memory_are_measured(saves: ModuleType) -> None:
