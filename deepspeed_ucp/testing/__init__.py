@@ -2,7 +2,8 @@
 
 ```python
 def train(ds_config):                       # in a module that can be imported
-    engine, *_ = deepspeed.initialize(model=make_model(), config=ds_config)
+    model = make_model()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
     yield engine
     while True:
         x, y = batch(engine.global_steps, rank=dist.get_rank(), ranks=dist.get_world_size())
@@ -13,10 +14,11 @@ def train(ds_config):                       # in a module that can be imported
 
 
 def test_resumes(resume_equivalence):       # with pytest_plugins = ["deepspeed_ucp.testing.pytest_plugin"]
+    both = {"train_batch_size": 12, "optimizer": {"type": "AdamW"}}
     resume_equivalence(
         train,
-        source={"world_size": 4, "ds_config": {"train_batch_size": 12, "zero_optimization": {"stage": 1}}},
-        target={"world_size": 3, "ds_config": {"train_batch_size": 12, "zero_optimization": {"stage": 3}}},
+        source={"world_size": 4, "ds_config": {**both, "zero_optimization": {"stage": 1}}},
+        target={"world_size": 3, "ds_config": {**both, "zero_optimization": {"stage": 3}}},
     )
 ```
 """
