@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ..formats.deepspeed.files import CLIENT, sort_files
+from ..formats.deepspeed.files import CLIENT, sort_names
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..formats.deepspeed.reading import EXTRA_STATE
 from ..formats.deepspeed.seal import SealedFile
@@ -133,7 +133,7 @@ def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any
     if index.run.topology.is_atomic:
         file = read_header(os.path.join(folder, OPTIMIZER_STATE))
         return file, file.tree
-    listed = sort_files(folder, {os.path.basename(file.path): file.size for file in index.stored.files}).optim
+    listed = sort_names(folder, {os.path.basename(file.path) for file in index.stored.files})[0]["optim"]
     if not listed:
         return main, _as_dict(main.tree).get("optimizer")
     first = min(listed, key=lambda key: key[1:])

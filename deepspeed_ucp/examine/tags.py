@@ -13,8 +13,7 @@ from ..errors import CheckpointError, UcpError
 from ..formats.deepspeed.files import scan_if_there
 from ..formats.deepspeed.naming import Naming
 from ..formats.foreign.names import PARTS, TRAINER_STATE, is_foreign
-from ..formats.latest import LOST, find_checkpoint, find_tags, holds_foreign, is_checkpoint
-from ..formats.older import Age, find_age
+from ..formats.latest import LOST, Age, find_age, find_checkpoint, find_tags, holds_foreign, is_checkpoint
 from ..formats.open import survey_checkpoint
 from ..io.paths import Entry
 from ..io.store import list_tree

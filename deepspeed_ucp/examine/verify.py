@@ -27,8 +27,7 @@ from ..formats.findings import NOTE, WARNING, Finding, from_error, from_failure,
 from ..formats.foreign.names import has_directory, is_foreign
 from ..formats.latest import check_latest
 from ..formats.open import FolderReport, survey_files
-from ..formats.places import find_files
-from ..formats.table import FileTable
+from ..formats.places import FileTable, find_files
 from ..io.paths import UPLOAD, Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..model import AtomicIndex

@@ -15,11 +15,9 @@ from ..io.paths import find_tag_folder, normalize
 from ..io.read import sum_range
 from ..io.store import open_stored
 from ..model import AtomicIndex, SavedJob
-from .deepspeed.compare import find_other_step
-from .deepspeed.files import SEAL, find_foreign, holds_atoms, holds_optimizer, sort_files
-from .deepspeed.gather import gather_save, keep_new, look_at_header
+from .deepspeed.files import SEAL, find_foreign, holds_atoms, holds_optimizer
+from .deepspeed.gather import find_other_step, gather_save, identify_save, keep_new, look_at_header
 from .deepspeed.headers import FileHeader
-from .deepspeed.identify import identify_save
 from .deepspeed.index import build_index
 from .deepspeed.module import rename_keys
 from .deepspeed.naming import GroupNames, NamedGroups, Naming
@@ -29,8 +27,7 @@ from .deepspeed.swapped import adopt_sums
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
 from .foreign.formats import survey_foreign
 from .foreign.names import TRAINER_STATE
-from .places import find_files, list_by_host, list_files
-from .table import FileTable
+from .places import FileTable, find_files, list_by_host, list_files
 from .universal import survey_atomic
 
 if TYPE_CHECKING:  # pydantic takes long to import
@@ -189,8 +186,9 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     if holds_atoms(entries):
         first = [where.read(name, lambda folder: read_file(folder, name))]
     else:
-        files = identify_save(sort_files(folder, where.sizes, where), partial(look_at_header, where))
-        first, error = files.first, make_error(files.faults)
+        save = Save.of(where)
+        error = make_error(identify_save(save, partial(look_at_header, where)))
+        first = save.first
         if not first and error is not None:
             raise error
     model = next((header.model for header in first if header.model), None)
@@ -300,7 +298,7 @@ def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | 
 
 def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
     """Build the index, without unnamed optimizer states; they are a fault unless only weights are loaded."""
-    folder, unnamed = save.listing.folder, list[Finding]()
+    folder, unnamed = save.folder, list[Finding]()
     try:
         try:
             return build_index(save, naming), []

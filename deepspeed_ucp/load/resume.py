@@ -41,7 +41,7 @@ from ..engine.rule import watch_edits
 from ..engine_state import find_state, list_save_folders
 from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, clear_frames, pluralize, shorten
 from ..formats import open_checkpoint
-from ..formats.older import is_sealed, list_older, list_unsealed
+from ..formats.latest import is_sealed, list_older, list_unsealed
 from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import set_storage_options

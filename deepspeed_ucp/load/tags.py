@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..comm import Comm, is_shared
 from ..errors import CheckpointError, OutOfReachError, UcpError, join_numbers, shorten
 from ..formats import check_tag, read_latest
-from ..formats.latest import find_folder, find_tags
-from ..formats.older import find_newest
+from ..formats.latest import find_folder, find_newest, find_tags
 from ..io.paths import is_url, normalize
 from ..io.store import is_folder
 

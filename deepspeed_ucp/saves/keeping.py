@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import UcpError
-from ..formats.latest import LATEST, read_tag
-from ..formats.older import find_age
+from ..formats.latest import LATEST, find_age, read_tag
 from ..io.paths import is_url
 from ..io.store import exists
 from .memory import Job, find_root, list_dead, locate, owns_memory

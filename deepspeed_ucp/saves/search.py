@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import UcpError, shorten
-from ..formats.latest import read_latest
-from ..formats.older import find_age
+from ..formats.latest import find_age, read_latest
 from ..io.paths import normalize
 from ..io.store import is_folder
 from .memory import Job, Snapshot, find_root, list_jobs, locate, owns_memory

@@ -16,8 +16,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine_state import KEY, RANDOM_STATES
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.formats.deepspeed.compare import find_late_files
 from deepspeed_ucp.formats.deepspeed.files import SEAL
+from deepspeed_ucp.formats.deepspeed.gather import find_late_files
 from deepspeed_ucp.formats.findings import WARNING, Finding
 from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
 from deepspeed_ucp.io.paths import Entry

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.formats.deepspeed.builder import MOST_FAULTS, Builder
-from deepspeed_ucp.formats.deepspeed.files import Listing
+from deepspeed_ucp.formats.deepspeed.builder import MOST_FAULTS, Builder, SavedRank
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, Piece
-from deepspeed_ucp.formats.deepspeed.ranks import SavedRank
 from deepspeed_ucp.formats.deepspeed.save import Save
+from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.model.flat import Cut
 from deepspeed_ucp.torchsave.records import FileRecord
 
@@ -17,7 +16,7 @@ from deepspeed_ucp.torchsave.records import FileRecord
 def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
     """Atoms of one flat buffer of 8 elements each."""
     header = FileHeader("file.pt", 4096)
-    builder = Builder(Save(Listing("folder", {}), 1, 1, 1, [[header]], [[]]))
+    builder = Builder(Save(FileTable.of("folder", {}), {}, models=[[header]], shards=[[]]))
     piece = Piece(FileRecord("data/0", 0, 4096, None), 0, (1024,), "float32")
     builder.add_cuts(SavedRank(shapes=dict.fromkeys(cuts, shape)), "fp32", list(cuts.values()), header, piece)
     return builder

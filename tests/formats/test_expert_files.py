@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.formats.deepspeed.files import Listing, sort_files
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader
-from deepspeed_ucp.formats.deepspeed.save import count_expert_tp_shards, expect_files, name_unsaved
+from deepspeed_ucp.formats.deepspeed.save import Save, count_expert_tp_shards, expect_files, name_unsaved
+from deepspeed_ucp.formats.places import FileTable
+from deepspeed_ucp.io.paths import Entry
 
 EXPERTS = (2,)
 
@@ -32,8 +33,10 @@ def make_model(name: str, ranks: int, tp: int, dp: int, optim: OptimHeader | Non
     return FileHeader(name, 1, model=model)
 
 
-def list_files(*names: str) -> Listing:
-    return sort_files("folder", dict.fromkeys(names, 1))
+def list_files(first: list[FileHeader], *names: str) -> Save:
+    save = Save.of(FileTable.of("folder", dict.fromkeys(names, Entry(1, 0.0))))
+    save.first = first
+    return save
 
 
 def expert(number: int, mp: int) -> str:
@@ -60,9 +63,9 @@ CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
 )
 def test_lanes_by_the_partitions_of_a_group(files: list[str], degree: int, counts: tuple[int, ...], lanes: int) -> None:
     first = [make_model(MODELS[0], 2, 2, 2), FileHeader("optim", 1, optim=make_optim(degree, counts))]
-    listing = list_files(*MODELS, *files)
-    assert count_expert_tp_shards(listing, first, 2) == lanes
-    assert count_expert_tp_shards(listing, first, 1) == 1
+    save = list_files(first, *MODELS, *files)
+    assert count_expert_tp_shards(save, 2) == lanes
+    assert count_expert_tp_shards(save, 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_lanes_by_the_partitions_of_a_group(files: list[str], degree: int, count
 )
 def test_lanes_by_the_names_of_files(files: list[str], lanes: int) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
-    assert count_expert_tp_shards(list_files(*MODELS, *files), first, 2) == lanes
+    assert count_expert_tp_shards(list_files(first, *MODELS, *files), 2) == lanes
 
 
 @pytest.mark.parametrize("files", [FOLDED, CUT])
@@ -84,8 +87,8 @@ def test_a_missing_file_is_expected(files: list[str]) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
     optims = [states(0, 0), states(1, 1)] if files is FOLDED else [states(r, mp) for r in (0, 1) for mp in (0, 1)]
     everything = [*MODELS, *files, *optims]
-    assert sorted(expect_files(list_files(*everything), first)) == sorted(everything)
-    lacking = expect_files(list_files(*[name for name in everything if name != expert(1, 1)]), first)
+    assert sorted(expect_files(list_files(first, *everything))) == sorted(everything)
+    lacking = expect_files(list_files(first, *[name for name in everything if name != expert(1, 1)]))
     assert {name for name in lacking if name not in everything} == ({expert(1, 0)} if files is FOLDED else set())
     assert len(lacking) == len(everything)
 
@@ -96,8 +99,8 @@ def test_every_stage_counts_its_own_layers() -> None:
     shards = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt" for mp in (0, 1) for dp in (0, 1)]
     files = [*MODELS, *shards, *(expert(number, mp) for mp in (0, 1) for number in (0, 1))]
     second = make_model(MODELS[1], 2, 1, 2)
-    assert sorted(expect_files(list_files(*files), [first, optim], [second])) == sorted(files)
-    assert expert(0, 1) not in expect_files(list_files(*files), [first, optim])
+    assert sorted(expect_files(list_files([first, optim], *files), [second])) == sorted(files)
+    assert expert(0, 1) not in expect_files(list_files([first, optim], *files))
 
 
 @pytest.mark.parametrize(
@@ -119,5 +122,5 @@ def test_model_states_that_deepspeed_never_writes(
         FileHeader(model.name, 1, config=config, model=model.model),
         FileHeader("optim", 1, optim=make_optim(degree, counts)),
     ]
-    assert name_unsaved(list_files(*MODELS, *FOLDED), first) == set(unsaved)
-    assert name_unsaved(list_files(*MODELS, *FOLDED), first[:1]) == set()
+    assert name_unsaved(list_files(first, *MODELS, *FOLDED)) == set(unsaved)
+    assert name_unsaved(list_files(first[:1], *MODELS, *FOLDED)) == set()

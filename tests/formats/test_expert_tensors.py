@@ -7,8 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ucp.formats.deepspeed.headers import FileHeader, OptimHeader, Piece, TensorStates
-from deepspeed_ucp.formats.deepspeed.pieces import Batches, ExpertTensors, HeaderCodec, HeaderDelta, count_filed
+from deepspeed_ucp.formats.deepspeed.headers import (
+    Batches,
+    ExpertTensors,
+    FileHeader,
+    HeaderCodec,
+    HeaderDelta,
+    OptimHeader,
+    Piece,
+    TensorStates,
+    count_filed,
+)
 from deepspeed_ucp.torchsave.records import FileRecord
 
 LAYER = "body.{}.deepspeed_moe.experts.deepspeed_experts."

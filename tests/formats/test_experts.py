@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.formats.deepspeed.pieces import count_filed
+from deepspeed_ucp.formats.deepspeed.headers import count_filed
 from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_parameters
 
 LAYER = "body.deepspeed_moe.experts.deepspeed_experts."

@@ -16,17 +16,25 @@ from deepspeed_ucp.formats import check_tag, find_tags, open_checkpoint, read_la
 from deepspeed_ucp.formats.deepspeed.files import (
     NO_AXIS,
     NO_LAYER,
+    ROLES,
     SEAL,
     SwapName,
     holds_atoms,
     list_entries,
-    name_expert,
     read_swap_name,
-    sort_files,
+    sort_names,
 )
 from deepspeed_ucp.formats.deepspeed.ownfiles import find_state_file
-from deepspeed_ucp.formats.latest import describe_content, find_checkpoint, find_folder
-from deepspeed_ucp.formats.older import find_age, find_newest, is_sealed, list_older, list_unsealed
+from deepspeed_ucp.formats.latest import (
+    describe_content,
+    find_age,
+    find_checkpoint,
+    find_folder,
+    find_newest,
+    is_sealed,
+    list_older,
+    list_unsealed,
+)
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = "mp_rank_00_model_states.pt"
@@ -49,8 +57,8 @@ OLD_OPTIM = "zero_pp_rank_2_mp_rank_00optim_states.pt"
 EXPERTS = ["layer_2_expert_13_mp_rank_01_model_states.pt", "expert_3_mp_rank_00_model_states.pt"]
 COPIES = {rank: f"{OPTIM % rank}-{of}" for rank, of in enumerate(("0.2", "0.1", "1.2", "0.1"))}
 SWAPS = [f"offloaded_tensors/rank03/{name}" for name in ("1_4.tensor.swp", "exp_avg-1_4.tensor.swp")]
-ROLES: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
-    ([MODEL, "mp_rank_103_model_states.pt"], {"model": {0: MODEL, 103: "mp_rank_103_model_states.pt"}}),
+SORTED: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
+    ([MODEL, "mp_rank_103_model_states.pt"], {"model": {(0, 0): MODEL, (103, 0): "mp_rank_103_model_states.pt"}}),
     (
         [MODEL, *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11))],
         {"model_zero3": {(0, rank): f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11)}},
@@ -61,36 +69,36 @@ ROLES: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
     ),
     (
         [MODEL, "layer_01-model_states.pt", "layer_120-model_11-model_states.pt"],
-        {"layers": {(1, NO_AXIS): "layer_01-model_states.pt", (120, 11): "layer_120-model_11-model_states.pt"}},
+        {"layer": {(1, NO_AXIS): "layer_01-model_states.pt", (120, 11): "layer_120-model_11-model_states.pt"}},
     ),
     (
         [MODEL, *EXPERTS, "expp_rank_5_mp_rank_01_optim_states.pt"],
         {
-            "experts": {(2, 13, 1): EXPERTS[0], (NO_LAYER, 3, 0): EXPERTS[1]},
+            "expert": {(2, 13, 1): EXPERTS[0], (NO_LAYER, 3, 0): EXPERTS[1]},
             "expert_optim": {(1, 5): "expp_rank_5_mp_rank_01_optim_states.pt"},
         },
     ),
     (  # of the fast writer on two sockets, with two ranks that write alone
         [*(f"{MODEL}-{of}" for of in ("0.1", "1.2", "0.2")), *COPIES.values()],
         {
-            "model": {0: f"{MODEL}-0.2"},
+            "model": {(0, 0): f"{MODEL}-0.2"},
             "optim": {("", 0, rank): name for rank, name in COPIES.items()},
             "copies": {f"{MODEL}-0.1": f"{MODEL}-0.2", f"{MODEL}-1.2": f"{MODEL}-0.2"},
         },
     ),
-    ([MODEL, *SWAPS], {"swaps": {SwapName(3, "", 1, 4): SWAPS[0], SwapName(3, "exp_avg", 1, 4): SWAPS[1]}}),
+    ([MODEL, *SWAPS], {"swap": {SwapName(3, "", 1, 4): SWAPS[0], SwapName(3, "exp_avg", 1, 4): SWAPS[1]}}),
     *(
-        ([MODEL, f"{MODEL}{ending}"], {"model": {0: MODEL}, "copies": {}})
+        ([MODEL, f"{MODEL}{ending}"], {"model": {(0, 0): MODEL}, "copies": {}})
         for ending in ("-0", "-0.", "-٣.4", "-0.2-0.2", f"-{'9' * 10}.1")
     ),
 ]
 
 
-@pytest.mark.parametrize(("names", "roles"), ROLES, ids=lambda each: " ".join(each) if isinstance(each, dict) else "")
+@pytest.mark.parametrize(("names", "roles"), SORTED, ids=lambda each: " ".join(each) if isinstance(each, dict) else "")
 def test_files_get_their_roles(names: list[str], roles: dict[str, dict[Any, str]]) -> None:
-    listing = sort_files("folder", dict.fromkeys(names, 1))
-    assert {role: getattr(listing, role) for role in roles} == roles
-    assert {name_expert(*key) for key in listing.experts} == set(names) & set(EXPERTS)
+    found, copies = sort_names("folder", names)
+    assert {role: {**found, "copies": copies}[role] for role in roles} == roles
+    assert {ROLES["expert"].make_name(*key) for key in found["expert"]} == set(names) & set(EXPERTS)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,7 @@ def test_files_get_their_roles(names: list[str], roles: dict[str, dict[Any, str]
 )
 def test_invalid_listings_are_refused(names: list[str], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
-        sort_files("folder", dict.fromkeys(names, 1))
+        sort_names("folder", names)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +359,7 @@ def test_tags_without_a_seal_are_listed_if_others_have_one(tmp_path: Path, monke
             raise ConnectionError("out of reach")
         return os.stat(path).st_mtime_ns
 
-    monkeypatch.setattr("deepspeed_ucp.formats.older.find_change", look)
+    monkeypatch.setattr("deepspeed_ucp.formats.latest.find_change", look)
     assert is_sealed(places, "a")
     with pytest.raises(OutOfReachError, match=r"there.c.ucp_seal.json: cannot be looked at .out of reach"):
         list_unsealed(places, tags)

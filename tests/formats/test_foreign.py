@@ -28,7 +28,7 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.foreign import contents
 from deepspeed_ucp.formats.foreign.contents import Contents, StoredTensor, TensorBlock, make_index
-from deepspeed_ucp.formats.table import FileTable
+from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.model import MASTER, MODULE, Atom, AtomicIndex, AtomKey
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors

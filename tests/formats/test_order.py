@@ -12,7 +12,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.formats.deepspeed.order import ModuleOrder, number_names
+from deepspeed_ucp.formats.deepspeed.naming import ModuleOrder, number_names
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.model.experts import is_expert
 from deepspeed_ucp.model.topology import find_differences

@@ -16,8 +16,7 @@ from deepspeed_ucp.examine.tags import look_at_tag
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.formats import check_tag, find_tags, open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import resolve_published
-from deepspeed_ucp.formats.latest import find_checkpoint, holds_foreign
-from deepspeed_ucp.formats.older import find_age, is_sealed
+from deepspeed_ucp.formats.latest import find_age, find_checkpoint, holds_foreign, is_sealed
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.paths import join_path
 from deepspeed_ucp.load import choice

@@ -19,7 +19,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
-from deepspeed_ucp.formats.older import is_sealed
+from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import places, publishing

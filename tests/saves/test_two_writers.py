@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import find_tags, open_checkpoint
-from deepspeed_ucp.formats.older import is_sealed
+from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves import places, publishing

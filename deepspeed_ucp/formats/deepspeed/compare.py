@@ -8,24 +8,14 @@ and the file that differs from most is named.
 from __future__ import annotations
 
 import hashlib
-import math
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from itertools import chain, pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from ...engine_state import KEY
-from ...errors import CheckpointError, shorten
-from ...io.jsonfile import read_json
-from ...io.paths import find_tag_folder, is_url, normalize
-from ...io.store import find_entry
 from ...torchsave.objects import PickledObject, has_more_parts
 from ..findings import FAULT, WARNING, Finding
-from ..foreign.names import ADAPTER, SAFETENSORS, SCALER, STATE_DICT, TRAINER_STATE, find_format
-from ..latest import LATEST, read_tag
-from .files import Entry, scan_if_there
 from .headers import FileHeader
 from .save import Save
 
@@ -48,12 +38,6 @@ _EVERYWHERE = ("kind", "stage", "scaler", "clip_grad", "elastic")
 
 _LIMIT = 20_000
 """Maximum number of values that are hashed; larger trees get no mark."""
-
-_SLACK = 120.0
-"""Minimum tolerance in seconds between the files of one save."""
-
-_SLOWEST, _SLOWEST_SHARED = 10 << 20, 256 << 20
-"""Bytes per second of the slowest storage: for one file, and for the files of many ranks together."""
 
 Comparison = tuple[Iterable[FileHeader], str, Callable[[FileHeader], Any], str]
 """A value that is equal in all files of a save: the files, its name, its reader, and the severity of a difference."""
@@ -222,106 +206,3 @@ def _contrast(mine: Any, other: Any) -> str:
         keys = [key for key in {**mine, **other} if repr(mine.get(key)) != repr(other.get(key))]
         return ", ".join(f"{key} {mine.get(key)} ≠ {other.get(key)}" for key in keys)
     return f"{mine} ≠ {other}"
-
-
-def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[str]) -> list[Finding]:
-    """Warn if the modification times show that a save's files were not written together.
-
-    This is only a warning, since copies and restored files have other times and clocks differ.
-
-    Args:
-        folder: the tag's folder.
-        entries: its files; an unknown time is 0.
-        used: names of the save's files.
-    """
-    times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
-    if not times:
-        return []
-    sizes = [entries[name].size for _, name in times]
-    slack = _SLACK + max(max(sizes) / _SLOWEST, sum(sizes) / _SLOWEST_SHARED)
-    gap = _find_gap(folder, times, slack) if times[1:] else None
-    return [gap] if gap else _find_unfinished(folder, times, slack)
-
-
-def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
-    """Find one gap that is longer than all other time together: two saves, or a file that was added later."""
-    gap, at = max((after[0] - before[0], at) for at, (before, after) in enumerate(pairwise(times), 1))
-    rest = times[-1][0] - times[0][0] - gap
-    if gap <= max(slack, 2 * rest):
-        return None
-    older, newer = [name for _, name in times[:at]], [name for _, name in times[at:]]
-    fewer, others = (older, "before") if len(older) < len(newer) else (newer, "after")
-    text = (
-        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. An interrupted save over "
-        "an older one leaves files of both, which no other check may detect; load another tag in that case."
-    )
-    return Finding("times", fewer[0], text, WARNING, tuple(fewer))
-
-
-def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
-    """Find files on both sides of ``latest``, which is written after all files of a save."""
-    parent, tag = os.path.split(normalize(find_tag_folder(folder)))
-    path = os.path.join(parent, LATEST)
-    try:
-        entry = find_entry(path)
-        late = [name for changed, name in times if entry and changed > entry.changed + slack]
-        are_two = 0 < len(late) < len(times)
-        if entry is None or (is_url(path) and not are_two) or read_tag(path) != tag:
-            return []
-        if not are_two:
-            return _find_newer(folder, max(entry.changed, times[-1][0]), slack)
-    except (OSError, CheckpointError):
-        return []
-    text = (
-        f"{folder}: {shorten(late)} were written after `{LATEST}`, the other files before it. A save into this tag may "
-        "have been cut off; load another tag in that case."
-    )
-    return [Finding("times", late[0], text, WARNING, tuple(late))]
-
-
-def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
-    """Find weights that a trainer saved into the parent folder after the tag, at time ``written``."""
-    entries = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
-    late = sorted(name for name, each in entries.items() if each.changed > written + slack)
-    weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
-    if not weights or TRAINER_STATE not in late:
-        return []
-    text = (
-        f"{folder}: {shorten(weights)} and {TRAINER_STATE} beside it were written "
-        f"{_name_span(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
-        f"(save_only_model), this tag is older; to begin with them, move the tag and `{LATEST}` away."
-    )
-    return [Finding("times", weights[0], text, WARNING)]
-
-
-def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]:
-    """Warn if a file counts other steps than the optimizer.
-
-    The optimizer may have taken fewer steps: a trainer also counts steps that fp16 has skipped and, with DeepSpeed and
-    older versions of Accelerate, the incomplete last step of each epoch.
-
-    Args:
-        file: path of the file.
-        steps: steps of the optimizer; 0 or None if unknown.
-        counted: step of the file; by default it is read from the file, a trainer's state on a file system.
-    """
-    fewer: float = 0
-    if counted is None and not is_url(file):
-        with suppress(OSError, CheckpointError, ValueError, TypeError, OverflowError):
-            state = read_json(file)
-            counted, fewer = state.get("global_step"), math.ceil(state.get("epoch") or 0)
-            fewer = math.inf if find_entry(os.path.join(os.path.dirname(file), SCALER)) else fewer
-    if type(counted) is not int or not steps or counted - fewer <= steps <= counted:
-        return []
-    text = (
-        f"{file}: counts {counted} steps, the optimizer {steps}. They are of two saves, unless steps were skipped or "
-        "one of them was restarted."
-    )
-    return [Finding("foreign", os.path.basename(file), text, WARNING)]
-
-
-def _name_span(seconds: float) -> str:
-    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.0f} seconds"

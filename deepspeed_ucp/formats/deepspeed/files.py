@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ...io.jsonfile import read_json
@@ -16,7 +15,6 @@ from ...io.paths import UPLOAD, Entry
 from ...io.staging import MANIFEST
 from ...io.store import list_folder, list_tree
 from ..foreign.names import PARTS, find_format, is_foreign
-from ..table import FileTable
 
 NO_AXIS = -1
 """Tensor-parallel rank of a layer file without one in its name: the process topology had no model axis."""
@@ -31,16 +29,6 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
-_ROLES: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], Any]], ...] = (
-    ("model", _MODEL, lambda match: int(match[1])),
-    ("model_zero3", _MODEL_ZERO3, lambda match: (int(match[2]), int(match[1]))),
-    ("optim", _OPTIM, lambda match: (match[1] or "", int(match[3]), int(match[2]))),
-    ("layers", _LAYER, lambda match: (int(match[1]), int(match[2] or NO_AXIS))),
-    ("experts", _EXPERT, lambda match: (int(match[1] or NO_LAYER), int(match[2]), int(match[3]))),
-    ("expert_optim", _EXPERT_OPTIM, lambda match: (int(match[2]), int(match[1]))),
-)
-"""Role (field of :class:`Listing`), pattern of the names, and the key of a match."""
 
 _STATES = re.compile(r".*(model|optim)_states\.pt(?:-\d+\.\d+)?", re.ASCII)
 _COPY = re.compile(r"(.*_states\.pt)-(\d{1,9})\.(\d{1,9})", re.ASCII)
@@ -64,57 +52,6 @@ PUBLISHED = "ucp_published.json"
 
 _POINTER_BYTES = 1 << 12
 """Size limit of ``ucp_published.json``."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class SwapName:
-    """Fields of the name of a swap file.
-
-    Attributes:
-        rank: global rank that wrote it.
-        state: optimizer state; empty for a master.
-        begin, end: DeepSpeed's numbers of the first and last parameters of its sub-group.
-    """
-
-    rank: int
-    state: str
-    begin: int
-    end: int
-
-
-@dataclass(slots=True)
-class Listing:
-    """The checkpoint files of a folder by role, with their sizes in bytes.
-
-    Attributes:
-        model: model states by model-parallel rank (``pp_rank * tp + tp_rank``).
-        model_zero3: model states of ZeRO 3 by (model-parallel rank, data-parallel rank).
-        optim: optimizer states by (prefix, model-parallel rank, data-parallel rank).
-        layers: layer files of a pipeline by (layer, tensor-parallel rank or ``NO_AXIS``).
-        experts: files of single experts by (layer, counted from 0, or ``NO_LAYER``; expert; model-parallel rank).
-        expert_optim: optimizer states of stage 0 with experts by (model-parallel rank, expert-parallel rank).
-        copies: file that is not read → file with the same content that is read (:func:`choose_copies`).
-        swaps: swap files by their fields.
-        where: the places of the files, and the ranks that can read each; None if all are in ``folder``.
-        sp: sequence-parallel degree if files are named by sequence-parallel rank (ALST before DeepSpeed 0.19.8).
-    """
-
-    folder: str
-    sizes: dict[str, int]
-    model: dict[int, str] = field(default_factory=dict)
-    model_zero3: dict[tuple[int, int], str] = field(default_factory=dict)
-    optim: dict[tuple[str, int, int], str] = field(default_factory=dict)
-    layers: dict[tuple[int, int], str] = field(default_factory=dict)
-    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
-    expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
-    copies: dict[str, str] = field(default_factory=dict)
-    swaps: dict[SwapName, str] = field(default_factory=dict)
-    where: FileTable | None = None
-    sp: int = 1
-
-    def path(self, name: str) -> str:
-        """Full path of a file."""
-        return os.path.join(self.folder, name) if self.where is None else self.where.path(name)
 
 
 def list_entries(folder: str) -> dict[str, Entry]:
@@ -215,73 +152,6 @@ def _list_swaps(folder: str) -> dict[str, Entry]:
     return {name: entry for name, entry in found.items() if read_swap_name(name)}
 
 
-def read_swap_name(name: str) -> SwapName | None:
-    """Parse the relative path of a swap file; None for other files.
-
-    Names: engine.py ``save_checkpoint``, swap_tensor/optimizer_utils.py ``SwapTensorContext``.
-    """
-    match = _SWAP.fullmatch(name)
-    return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4])) if match else None
-
-
-def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = None) -> Listing:
-    """Sort files by role.
-
-    Args:
-        where: the places of the files; None if they are in the folder.
-
-    Raises:
-        UnsupportedError: the kind of checkpoint is not supported.
-        CheckpointError: the folder holds no checkpoint.
-    """
-    chosen, copies = choose_copies(folder, sizes)
-    listing = Listing(folder, sizes, copies=copies, where=where)
-    for role, name in sorted(chosen.items()):
-        _refuse_unsupported(folder, role)
-        for field_name, pattern, make_key in _ROLES:
-            if match := pattern.fullmatch(role):
-                getattr(listing, field_name)[make_key(match)] = name
-        if swap := read_swap_name(name):
-            listing.swaps.setdefault(swap, name)
-    if not listing.model and not listing.model_zero3:
-        raise _explain_nothing(folder, sizes)
-    _merge_sequence_ranks(listing)
-    return listing
-
-
-def _merge_sequence_ranks(listing: Listing) -> None:
-    """Assign files that are named by sequence-parallel rank to the only model-parallel rank.
-
-    Before 0.19.8 DeepSpeed uses ALST's sequence-parallel rank as the model-parallel rank in file names: rank 3 of
-    sequence groups of 2 writes ``zero_pp_rank_3_mp_rank_01_optim_states.pt``. With tensor or pipeline parallelism each
-    data-parallel rank has a file per model-parallel rank instead.
-    """
-    optim = {(mp, rank): prefix for prefix, mp, rank in listing.optim}
-    sp = max((mp for mp, _ in (*optim, *listing.model_zero3)), default=0) + 1
-    sets = [{*each} for each in (optim, listing.model_zero3) if each]
-    if sp == 1 or len(listing.model) > 1 or len(optim) < len(listing.optim):
-        return
-    if all(len(each) % sp == 0 and each == {(rank % sp, rank) for rank in range(len(each))} for each in sets):
-        listing.sp = sp
-        listing.optim = {(prefix, 0, rank): name for (prefix, _, rank), name in listing.optim.items()}
-        listing.model_zero3 = {(0, rank): name for (_, rank), name in listing.model_zero3.items()}
-
-
-def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
-    """Return the error for a folder without model states."""
-    if any(map(_LEGACY.fullmatch, names)):
-        return UnsupportedError(
-            "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Convert it "
-            "with Megatron-Bridge to Hugging Face's format, and load that.",
-            path=folder,
-        )
-    return CheckpointError(
-        "no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
-        f"{shorten(sorted(names)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted.",
-        path=folder,
-    )
-
-
 def strip_writer(name: str) -> str:
     """Remove the suffix ``-WRITER.WRITERS`` of DeepSpeed's fast writer from a file name."""
     match = _COPY.fullmatch(name)
@@ -318,13 +188,132 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
     return chosen, {name: group[0][2] for group in found.values() for _, _, name in group[1:]}
 
 
-def _refuse_unsupported(folder: str, name: str) -> None:
-    if _PIPELINE.fullmatch(name) and not _LAYER.fullmatch(name):
-        raise UnsupportedError(
-            f"{name} belongs to a pipeline with axes of its own, which this release does not convert. "
-            'DeepSpeed\'s own load takes it in the topology that wrote it, with "checkpoint": {"universal": false}.',
+class SwapName(NamedTuple):
+    """Fields of the name of a swap file.
+
+    Attributes:
+        rank: global rank that wrote it.
+        state: optimizer state; empty for a master.
+        begin, end: DeepSpeed's numbers of the first and last parameters of its sub-group.
+    """
+
+    rank: int
+    state: str
+    begin: int
+    end: int
+
+
+def read_swap_name(name: str) -> SwapName | None:
+    """Parse the relative path of a swap file; None for other files.
+
+    Names: engine.py ``save_checkpoint``, swap_tensor/optimizer_utils.py ``SwapTensorContext``.
+    """
+    match = _SWAP.fullmatch(name)
+    return _parse_swap(match) if match else None
+
+
+def _parse_swap(match: re.Match[str]) -> SwapName:
+    return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4]))
+
+
+def _name_swap(rank: int, state: str, begin: int, end: int) -> str:
+    return f"{OFFLOADED}/rank{rank:02d}/{f'{state}-' if state else ''}{begin}_{end}.tensor.swp"
+
+
+def _name_expert(layer: int, expert: int, mp: int) -> str:
+    return ("" if layer == NO_LAYER else f"layer_{layer}_") + f"expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
+
+
+Key = tuple[Any, ...]
+"""The numbers in a file's name."""
+
+
+class Role(NamedTuple):
+    """A kind of file: the pattern of its names, the key of a match, and the name that DeepSpeed gives to a key."""
+
+    pattern: re.Pattern[str]
+    make_key: Callable[[re.Match[str]], Key]
+    make_name: Callable[..., str]
+
+
+ROLES = {
+    "model": Role(_MODEL, lambda match: (int(match[1]), 0), lambda mp, _: f"mp_rank_{mp:02d}_model_states.pt"),
+    "model_zero3": Role(
+        _MODEL_ZERO3,
+        lambda match: (int(match[2]), int(match[1])),
+        lambda mp, rank: f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt",
+    ),
+    "optim": Role(
+        _OPTIM,
+        lambda match: (match[1] or "", int(match[3]), int(match[2])),
+        lambda prefix, mp, rank: f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt",
+    ),
+    "layer": Role(
+        _LAYER,
+        lambda match: (int(match[1]), int(match[2] or NO_AXIS)),
+        lambda layer, tp: f"layer_{layer:02d}-model_{tp:02d}-model_states.pt",
+    ),
+    "expert": Role(_EXPERT, lambda match: (int(match[1] or NO_LAYER), int(match[2]), int(match[3])), _name_expert),
+    "expert_optim": Role(
+        _EXPERT_OPTIM,
+        lambda match: (int(match[2]), int(match[1])),
+        lambda mp, rank: f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt",
+    ),
+    "swap": Role(_SWAP, _parse_swap, _name_swap),
+}
+"""Roles of files, and their keys:
+
+* model: model states, by model-parallel rank (``pp_rank * tp + tp_rank``) and 0
+* model_zero3: model states of ZeRO 3, by model-parallel and data-parallel rank
+* optim: optimizer states, by prefix, model-parallel and data-parallel rank
+* layer: layers of a pipeline, by layer, and by tensor-parallel rank or ``NO_AXIS``
+* expert: single experts, by layer, counted from 0, or ``NO_LAYER``; by expert; by model-parallel rank
+* expert_optim: optimizer states of stage 0 with experts, by model-parallel and expert-parallel rank
+* swap: swapped optimizer states, by :class:`SwapName`
+"""
+
+
+def sort_names(folder: str, names: Collection[str]) -> tuple[dict[str, dict[Key, str]], dict[str, str]]:
+    """Sort the files of a save by role.
+
+    Returns:
+        role → key → file, and each file that is not read → the file with the same content that is read.
+
+    Raises:
+        UnsupportedError: the kind of checkpoint is not supported.
+        CheckpointError: the folder holds files of two saves, or no model states.
+    """
+    chosen, copies = choose_copies(folder, names)
+    sorted_names: dict[str, dict[Key, str]] = {role: {} for role in ROLES}
+    for bare, name in sorted(chosen.items()):
+        if _PIPELINE.fullmatch(bare) and not _LAYER.fullmatch(bare):
+            raise UnsupportedError(
+                f"{bare} belongs to a pipeline with axes of its own, which this release does not convert. DeepSpeed's "
+                'own load takes it in the topology that wrote it, with "checkpoint": {"universal": false}.',
+                path=folder,
+            )
+        for role, (pattern, make_key, _) in ROLES.items():
+            if (match := pattern.fullmatch(bare)) and not (role == "swap" and make_key(match) in sorted_names[role]):
+                sorted_names[role][make_key(match)] = name
+    if not sorted_names["model"] and not sorted_names["model_zero3"]:
+        raise _explain_nothing(folder, names)
+    return sorted_names, copies
+
+
+def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
+    """Return the error for a folder without model states."""
+    names = sorted(names)
+    if any(map(_LEGACY.fullmatch, names)):
+        return UnsupportedError(
+            "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Convert it "
+            "with Megatron-Bridge to Hugging Face's format, and load that.",
             path=folder,
         )
+    return CheckpointError(
+        "no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
+        f"{shorten(names) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted.",
+        path=folder,
+    )
 
 
 def holds_atoms(entries: Mapping[str, Entry]) -> bool:
@@ -357,11 +346,6 @@ def read_optim_ranks(name: str) -> tuple[int, int] | None:
         return int(match[3]), int(match[2])
     match = _MODEL_ZERO3.fullmatch(strip_writer(name))
     return (int(match[2]), int(match[1])) if match else None
-
-
-def name_expert(layer: int, expert: int, mp: int) -> str:
-    """Return the name of an expert's file."""
-    return ("" if layer == NO_LAYER else f"layer_{layer}_") + f"expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
 
 
 def holds_state_dict(name: str) -> bool:

@@ -1,26 +1,39 @@
-"""Reads the headers of a save's files, each on one rank, and compares them."""
+"""Gather a save: identify its files, read the header of each on one rank, and compare them.
+
+1. :meth:`.Save.of` sorts the names in the folder by role.
+2. :func:`identify_save` reads the first model and optimizer states, and lists the names of all files.
+3. All ranks read the other headers, each file on one rank, and exchange them in a compact form.
+4. :func:`~.save.arrange` sorts the headers by role; the comparisons return findings.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ...io.filesystems import choose_map
-from ...io.paths import join_path
-from ..findings import COPY, WARNING, Finding, from_failure, make_error
-from ..places import describe_hosts, hold_copies, list_variants
-from ..table import FileTable
-from .compare import find_foreign_files, find_late_files
-from .files import SEAL, Listing, read_model_rank, sort_files, strip_writer
-from .headers import FileHeader
-from .identify import Look, SaveFiles, explain_none, identify_save
-from .pieces import HeaderCodec, HeaderDelta
+from ...io.jsonfile import read_json
+from ...io.paths import Entry, find_tag_folder, is_url, join_path, normalize
+from ...io.store import find_entry
+from ...model.topology import find_precision
+from ...model.wrappers import Form
+from ..findings import COPY, WARNING, Finding, from_error, from_failure, make_error
+from ..foreign.names import ADAPTER, SAFETENSORS, SCALER, STATE_DICT, TRAINER_STATE, find_format
+from ..latest import LATEST, read_tag
+from ..places import FileTable, describe_hosts, hold_copies, list_variants
+from .compare import find_foreign_files
+from .files import SEAL, Key, read_model_rank, scan_if_there, strip_writer
+from .headers import FileHeader, HeaderCodec, HeaderDelta
 from .reading import read_file
-from .save import Save, arrange, count_ranks, name_unsaved
+from .save import Save, arrange, complete_experts, count_ranks, expect_files, find_degrees, name_unsaved
 from .swapped import add_swapped
 
 _OVERWRITTEN = (
@@ -34,6 +47,15 @@ _NEVER_SAVED = (
     "ones and without use_data_before_expert_parallelism, or with expert tensor parallelism."
 )
 
+_SLACK = 120.0
+"""Minimum tolerance in seconds between the files of one save."""
+
+_SLOWEST, _SLOWEST_SHARED = 10 << 20, 256 << 20
+"""Bytes per second of the slowest storage: for one file, and for the files of many ranks together."""
+
+Look = FileHeader | Finding
+"""A file's header, or the fault that prevents reading it."""
+
 
 def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding]]:
     """Read the headers of a save's files, each on one rank that sees the file, and compare them; collective.
@@ -46,22 +68,21 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
         The save, or None if it cannot be read at all; and all faults and warnings.
     """
     try:
-        listing = sort_files(where.folder, where.sizes, where)
+        save = Save.of(where)
     except (CheckpointError, UnsupportedError) as error:
-        return None, explain_none(where.folder, error)
+        return None, _explain_none(where.folder, error)
     looks = _Looks(where, comm.rank if comm.size > 1 else None)
-    files = _identify(looks, listing, comm)
-    if not files.first:
-        return None, files.faults
-    findings = list(files.faults)
-    headers, unread = _read_rest(looks, listing, files, comm)
-    save = arrange(listing, headers)
-    missing = _find_missing(listing, files, _describe_holders(where, comm))
-    for more in (unread, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
+    findings = _identify(looks, save, comm)
+    if not save.first:
+        return None, findings
+    headers, unreadable = _read_rest(looks, save, comm)
+    missing = _find_missing(save, _describe_holders(where, comm))
+    arrange(save, headers)
+    for more in (unreadable, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
         findings += keep_new(more, findings)
     if make_error(findings) is None:
         findings += add_swapped(save)
-    findings += _find_leftovers(listing, {SEAL, *files.expected, *(header.name for header in save.headers)})
+    findings += _find_leftovers(save, {SEAL, *save.expected, *(header.name for header in save.headers)})
     return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
 
 
@@ -105,40 +126,189 @@ class _Looks(dict[str, Look]):
         self.where = where
         self._reader = "" if rank is None else f" (looked at by rank {rank})"
 
+    def read(self, name: str) -> Look:
+        """Read a file's header without keeping it."""
+        return look_at_header(self.where, name, self._reader)
+
     def __missing__(self, name: str) -> Look:
-        look = self[name] = look_at_header(self.where, name, self._reader)
+        look = self[name] = self.read(name)
         return look
 
 
-def _identify(looks: _Looks, listing: Listing, comm: Comm) -> SaveFiles:
-    """Identify the save's files on rank 0 if it sees all, else read each on a rank that sees it; collective."""
+# -- the first files ---------------------------------------------------------------------------------------------------
+
+
+def _identify(looks: _Looks, save: Save, comm: Comm) -> list[Finding]:
+    """Set the first headers and the expected names of a save on all ranks, and return the faults; collective.
+
+    Rank 0 identifies the save if it sees all files; else each file is read by a rank that sees it.
+    """
     where = looks.where
     if where.access.is_partial:
-        return identify_save(listing, lambda name: where.once(name, lambda: looks[name], comm))
+        return identify_save(save, lambda name: where.once(name, lambda: looks[name], comm))
     if comm.rank:  # meanwhile each other rank reads a file that it will probably be assigned
-        held = (sorted(files.items()) for files in (listing.model or listing.model_zero3, listing.optim))
-        further = [name for files in held for _, name in files[1:]]
+        roles = (save.names["model"] or save.names["model_zero3"], save.names["optim"])
+        further = [name for files in roles for _, name in sorted(files.items())[1:]]
         with suppress(Exception):  # a real fault is raised again when the rank is assigned the file
             looks[further[comm.rank - 1]]
-    return comm.once(lambda: identify_save(listing, looks.__getitem__))
+
+    def identify() -> tuple[list[FileHeader], list[str], list[Finding]]:
+        faults = identify_save(save, looks.__getitem__)
+        return save.first, save.expected, faults
+
+    save.first, save.expected, faults = comm.once(identify)
+    return faults
 
 
-def _read_rest(looks: _Looks, listing: Listing, files: SaveFiles, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
+def identify_save(save: Save, read: Callable[[str], Look]) -> list[Finding]:
+    """Set the first headers and the expected names of a save, from as few files as possible.
+
+    Args:
+        read: reads a file's header; it is called once per file.
+
+    Returns:
+        The faults of the files that were read; without a save, the reason.
+    """
+    folder = _Folder(save, read)
+    try:
+        save.first = folder.choose()
+        save.first[0] = folder.infer_degrees(folder.complete(save.first))
+        save.expected = expect_files(save, folder.look_at_stages(save.first[0]))
+    except (CheckpointError, UnsupportedError) as error:
+        save.first = []
+        faults = [look for look in folder.looks.values() if isinstance(look, Finding)]
+        return faults or _explain_none(save.folder, error)
+    looks = (folder.looks.get(name) for name in save.expected)
+    return [look for look in looks if isinstance(look, Finding)]
+
+
+def _explain_none(folder: str, error: UcpError) -> list[Finding]:
+    """Return the findings for a folder that holds no save."""
+    return [
+        finding if finding.kind == "unsupported" else replace(finding, kind="missing")
+        for finding in from_error(folder, error)
+    ]
+
+
+class _Folder:
+    """A folder's files, and the headers that were read to identify its save."""
+
+    def __init__(self, save: Save, read: Callable[[str], Look]) -> None:
+        self.save, self.read = save, read
+        self.looks: dict[str, Look] = {}
+
+    def find_first(self, role: str, keys: Iterable[Key] | None = None) -> FileHeader | None:
+        """Return the first readable header of a role's files, in the order of their ranks."""
+        files = self.save.names[role]
+        for key in sorted(files if keys is None else keys):
+            name = files[key]
+            look = self.looks[name] = self.looks.get(name) or self.read(name)
+            if isinstance(look, FileHeader):
+                return look
+        return None
+
+    def choose(self) -> list[FileHeader]:
+        """Return the lowest rank's model header and, if any, the matching optimizer header.
+
+        Raises:
+            CheckpointError: the folder holds two saves, or optimizer states are missing.
+        """
+        names = self.save.names
+        plain, sharded = self.find_first("model"), self.find_first("model_zero3")
+        candidates = []
+        mate = self._find_mate(plain, Form.PARTITIONS)
+        if plain and plain.model and plain.model.optim and not plain.model.optim.traits.is_cut:
+            candidates.append([plain])  # it has overwritten the model file of any ZeRO 1/2 shards: these are leftovers
+        elif plain and mate:
+            candidates.append([plain, mate])
+        mate = self._find_mate(sharded, Form.RESERVED)
+        if sharded and mate:
+            candidates.append([sharded, mate])
+        if len(candidates) > 1:
+            raise CheckpointError(
+                f"holds the files of two saves ({candidates[0][0].name} and {candidates[1][-1].name} "
+                "do not belong together). Remove the older save's files.",
+                path=self.save.folder,
+            )
+        if candidates:
+            return candidates[0]
+        if plain and plain.model and (plain.model.module or names["layer"]) and not names["optim"]:
+            return [plain]  # weights only: enough for load_optimizer_states=False
+        known = next((header.name for header in (plain, sharded) if header), "the model states")
+        raise CheckpointError(
+            f"the optimizer states that go with {known} are missing "
+            f"({shorten(sorted(self.save.where.entries))}). Copy the whole folder, or load with "
+            "load_optimizer_states=False where the model states hold the weights (ZeRO 0-2).",
+            path=self.save.folder,
+        )
+
+    def _find_mate(self, model: FileHeader | None, form: Form) -> FileHeader | None:
+        """Return the lowest rank's optimizer header that matches a model header.
+
+        Files with the prefix of the saved precision (engine.py ``_get_zero_ckpt_prefix``) come first.
+        """
+        if model is None:
+            return None
+        usual = "bf16_" if find_precision(model.config) == "bfloat16" else ""
+        keys = self.save.names["optim"]
+        for prefix in sorted({prefix for prefix, _, _ in keys}, key=lambda prefix: (prefix != usual, prefix)):
+            header = self.find_first("optim", (key for key in keys if key[0] == prefix))
+            if header and header.optim and header.optim.traits.form is form:
+                return header
+        return None
+
+    def complete(self, first: Sequence[FileHeader]) -> FileHeader:
+        """Return the first rank's model header, with the fields that older releases omit from models with experts."""
+        header, keys = first[0], self.save.names["expert_optim"]
+        optim = first[1] if first[1:] else None
+        if optim is None and header.model and header.model.experts:
+            optim = self.find_first("expert_optim", (key for key in keys if key[0] == 0))
+        return complete_experts(header, optim)
+
+    def infer_degrees(self, first: FileHeader) -> FileHeader:
+        """Return the first rank's model header with the parallel degrees that older releases do not store.
+
+        A pipeline with experts has no layer files; ranks of its first stage hold equal names.
+        """
+        model = first.model
+        if model is None or model.module is None or model.degrees or not model.experts:
+            return first
+        (ranks, _), tp = count_ranks(model), 1
+        while tp < ranks and (tp, 0) in self.save.names["model"]:
+            header = self.find_first("model", [(tp, 0)])
+            if header is None or header.model is None or set(header.model.module or ()) != set(model.module):
+                break
+            tp += 1
+        return replace(first, model=replace(model, degrees=(ranks // tp, tp)))
+
+    def look_at_stages(self, first: FileHeader) -> list[FileHeader]:
+        """Return the model headers of a pipeline's further stages with experts; each describes only its layers."""
+        model = first.model
+        if model is None or model.module is None or not model.experts:
+            return []
+        pp, tp = find_degrees(self.save, model)
+        keys = [(mp, 0) for mp in range(tp, pp * tp, tp) if (mp, 0) in self.save.names["model"]]
+        return [header for key in keys if (header := self.find_first("model", [key]))]
+
+
+# -- all other files ---------------------------------------------------------------------------------------------------
+
+
+def _read_rest(looks: _Looks, save: Save, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
     """Read the headers of a save's files, each on one rank; returns those read, the first ones in front, and faults."""
-    first = files.first
+    first, entries = save.first, save.where.entries
     known = {header.name for header in first}
-    names = [name for name in files.expected if name in listing.sizes and name not in known]
-    further = {name for (_, rank), name in listing.model_zero3.items() if rank}
+    names = [name for name in save.expected if name in entries and name not in known]
+    further = {name for (_, rank), name in save.names["model_zero3"].items() if rank}
     codec = HeaderCodec(first[-1])
 
     def read(name: str) -> HeaderDelta | Look:
-        look = looks[name]
-        del looks[name]  # keep only the compact form of thousands
+        look = looks.pop(name, None) or looks.read(name)  # keep only the compact form of thousands
         if isinstance(look, Finding):
             return look
         return codec.encode(_slim(look, first[0], repeats=name in further))
 
-    shared = looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
+    shared = save.where.share(names, read, comm, choose_map(save.folder), first=1)
     headers = [codec.decode(look) for look in shared if not isinstance(look, Finding)]
     return [*first, *headers], [look for look in shared if isinstance(look, Finding)]
 
@@ -161,17 +331,17 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
 # -- faults and warnings ----------------------------------------------------------------------------------------------
 
 
-def _find_missing(listing: Listing, files: SaveFiles, holders: str) -> list[Finding]:
+def _find_missing(save: Save, holders: str) -> list[Finding]:
     """Return the faults of missing files; ``holders`` describes which machine has which files, if they differ."""
-    model, lost = files.first[0].model, name_unsaved(listing, files.first)
+    model, unsaved = save.first[0].model, name_unsaved(save)
     mp, dp = count_ranks(model) if model else (1, 1)
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
     text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"
     text += f" The machines see different files of it: {holders}." if holders else ""
-    absent = [name for name in files.expected if name not in listing.sizes]
     return [
-        Finding("missing", name, f"{listing.path(name)} is missing; {_NEVER_SAVED if name in lost else text}")
-        for name in absent
+        Finding("missing", name, f"{save.path(name)} is missing; {_NEVER_SAVED if name in unsaved else text}")
+        for name in save.expected
+        if name not in save.where.entries
     ]
 
 
@@ -222,12 +392,13 @@ def _read_variant(folder: str, name: str) -> FileHeader:
         return FileHeader(label, 0, None)
 
 
-def _find_leftovers(listing: Listing, expected: Iterable[str]) -> Iterator[Finding]:
+def _find_leftovers(save: Save, expected: Iterable[str]) -> Iterator[Finding]:
     """Yield a warning for every file that no load reads."""
-    for name in sorted(name for name, size in listing.sizes.items() if size >= 0 and name not in expected):
-        of = listing.copies.get(name)
+    files = (name for name, entry in save.where.entries.items() if not entry.is_folder)
+    for name in sorted(name for name in files if name not in expected):
+        of = save.copies.get(name)
         why = f"another rank's copy of {of}" if of else "left by an earlier save into this folder"
-        text = f"{listing.path(name)}: {why}; it is not loaded."
+        text = f"{save.path(name)}: {why}; it is not loaded."
         yield Finding("leftover", name, text, WARNING, (of,) if of else ())
 
 
@@ -239,3 +410,109 @@ def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]
         return found
     each = zip(where.folders, where.visible, strict=True)
     return [finding for folder, entries in each for finding in find_late_files(folder, entries, names)]
+
+
+# -- times and steps ---------------------------------------------------------------------------------------------------
+
+
+def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[str]) -> list[Finding]:
+    """Warn if the modification times show that a save's files were not written together.
+
+    This is only a warning, since copies and restored files have other times and clocks differ.
+
+    Args:
+        folder: the tag's folder.
+        entries: its files; an unknown time is 0.
+        used: names of the save's files.
+    """
+    times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
+    if not times:
+        return []
+    sizes = [entries[name].size for _, name in times]
+    slack = _SLACK + max(max(sizes) / _SLOWEST, sum(sizes) / _SLOWEST_SHARED)
+    gap = _find_gap(folder, times, slack) if times[1:] else None
+    return [gap] if gap else _find_unfinished(folder, times, slack)
+
+
+def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
+    """Find one gap that is longer than all other time together: two saves, or a file that was added later."""
+    gap, at = max((after[0] - before[0], at) for at, (before, after) in enumerate(pairwise(times), 1))
+    rest = times[-1][0] - times[0][0] - gap
+    if gap <= max(slack, 2 * rest):
+        return None
+    older, newer = [name for _, name in times[:at]], [name for _, name in times[at:]]
+    fewer, others = (older, "before") if len(older) < len(newer) else (newer, "after")
+    text = (
+        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. An interrupted save over "
+        "an older one leaves files of both, which no other check may detect; load another tag in that case."
+    )
+    return Finding("times", fewer[0], text, WARNING, tuple(fewer))
+
+
+def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
+    """Find files on both sides of ``latest``, which is written after all files of a save."""
+    parent, tag = os.path.split(normalize(find_tag_folder(folder)))
+    path = os.path.join(parent, LATEST)
+    try:
+        entry = find_entry(path)
+        late = [name for changed, name in times if entry and changed > entry.changed + slack]
+        are_two = 0 < len(late) < len(times)
+        if entry is None or (is_url(path) and not are_two) or read_tag(path) != tag:
+            return []
+        if not are_two:
+            return _find_newer(folder, max(entry.changed, times[-1][0]), slack)
+    except (OSError, CheckpointError):
+        return []
+    text = (
+        f"{folder}: {shorten(late)} were written after `{LATEST}`, the other files before it. A save into this tag may "
+        "have been cut off; load another tag in that case."
+    )
+    return [Finding("times", late[0], text, WARNING, tuple(late))]
+
+
+def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
+    """Find weights that a trainer saved into the parent folder after the tag, at time ``written``."""
+    entries = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
+    late = sorted(name for name, each in entries.items() if each.changed > written + slack)
+    weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
+    if not weights or TRAINER_STATE not in late:
+        return []
+    text = (
+        f"{folder}: {shorten(weights)} and {TRAINER_STATE} beside it were written "
+        f"{_name_span(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
+        f"(save_only_model), this tag is older; to begin with them, move the tag and `{LATEST}` away."
+    )
+    return [Finding("times", weights[0], text, WARNING)]
+
+
+def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]:
+    """Warn if a file counts other steps than the optimizer.
+
+    The optimizer may have taken fewer steps: a trainer also counts steps that fp16 has skipped and, with DeepSpeed and
+    older versions of Accelerate, the incomplete last step of each epoch.
+
+    Args:
+        file: path of the file.
+        steps: steps of the optimizer; 0 or None if unknown.
+        counted: step of the file; by default it is read from the file, a trainer's state on a file system.
+    """
+    fewer: float = 0
+    if counted is None and not is_url(file):
+        with suppress(OSError, CheckpointError, ValueError, TypeError, OverflowError):
+            state = read_json(file)
+            counted, fewer = state.get("global_step"), math.ceil(state.get("epoch") or 0)
+            fewer = math.inf if find_entry(os.path.join(os.path.dirname(file), SCALER)) else fewer
+    if type(counted) is not int or not steps or counted - fewer <= steps <= counted:
+        return []
+    text = (
+        f"{file}: counts {counted} steps, the optimizer {steps}. They are of two saves, unless steps were skipped or "
+        "one of them was restarted."
+    )
+    return [Finding("foreign", os.path.basename(file), text, WARNING)]
+
+
+def _name_span(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} seconds"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from ...model import ITEMSIZE, Use, count, strip_compiled
+from ...model.experts import count_experts, cut_number, find_expert
 from ...model.wrappers import Wrapper, find_wrapper
 from ...torchsave.records import FileRecord
 
@@ -218,3 +226,336 @@ class FileHeader:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as :meth:`Piece.__reduce__` does."""
         return FileHeader, tuple(getattr(self, name) for name in self.__slots__)
+
+
+T = TypeVar("T")
+
+PIECE: Final = np.dtype([(name, "<i8") for name in ("offset", "nbytes", "crc", "start", "numel")])
+"""A piece: offset, bytes and checksum (-1: none) of its record, its first byte in the record, and its elements."""
+
+_PIECE = struct.Struct("<5q")
+
+_Variables = tuple[Any, ...]
+"""Fields that a template leaves open: slices and paddings of an optimizer's file; layer and number of an expert's."""
+
+
+def _list_pieces(header: FileHeader) -> list[Piece]:
+    return header.optim.list_pieces() if header.optim else list((header.layer or {}).values())
+
+
+def _number_pieces(header: FileHeader) -> bytes:
+    """Encode all pieces of a header as consecutive :data:`PIECE` items."""
+    numbers = list[int]()
+    for piece in _list_pieces(header):
+        _, offset, nbytes, crc = piece.record
+        numbers += (offset, nbytes, -1 if crc is None else crc, piece.offset, piece.numel)
+    return _pack(numbers)
+
+
+def _pack(numbers: Collection[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+class HeaderTemplate:
+    """The common content of headers that differ only in :data:`PIECE` numbers and variables; hashable.
+
+    Attributes:
+        header: one of these headers, of an optimizer's or an expert's file.
+        firsts: piece → first piece in the same record.
+        starts: optimizer's file: tensor → number of its first piece.
+        ends: expert's file: endings of its tensors' names.
+    """
+
+    def __init__(self, header: FileHeader) -> None:
+        self.header, self._pieces = header, _list_pieces(header)
+        numbers: dict[FileRecord, int] = {}
+        self.firsts = [numbers.setdefault(piece.record, number) for number, piece in enumerate(self._pieces)]
+        optim = header.optim
+        shapes = [(-1,) if optim and len(piece.shape) == 1 else piece.shape for piece in self._pieces]
+        kinds = [(piece.dtype, piece.fault) for piece in self._pieces]
+        self._kinds = tuple(zip(self.firsts, shapes, kinds, strict=True))
+        self.ends = tuple(cut_number(name)[1] for name in header.layer or ())
+        counts = [len(held.states) + len(held.zero_dim) for held in optim.tensors] if optim else []
+        self.starts = list(accumulate(counts, initial=len(optim.masters))) if optim else []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HeaderTemplate, (self.header,)
+
+    def __hash__(self) -> int:
+        return hash(self._kinds)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeaderTemplate) and self._kinds == other._kinds and self._rest == other._rest
+
+    @cached_property
+    def _rest(self) -> tuple[object, ...]:
+        """The header's content except pieces and variables."""
+        optim, names = self.header.optim, list[tuple[list[str], list[str]]]()
+        if optim is not None:
+            names = [(list(held.states), list(held.zero_dim)) for held in optim.tensors]
+            tensors = tuple(replace(held, states={}, zero_dim={}) for held in optim.tensors)
+            optim = replace(optim, masters=(), tensors=tensors, slices=(), paddings=(0,) * len(optim.paddings))
+        header = self.header
+        common = header.globals, header.config, header.marks, header.model, header.checked
+        return common, optim, names, self.starts, self.ends
+
+    @property
+    def optim(self) -> OptimHeader:
+        """The optimizer's part of its header."""
+        if self.header.optim is None:
+            raise TypeError(f"{self.header.name} is not an optimizer's file")
+        return self.header.optim
+
+    def list_states(self, tensor: int) -> range:
+        """Return the numbers of a tensor's pieces."""
+        return range(self.starts[tensor], self.starts[tensor + 1])
+
+    def make_piece(self, number: int, numbers: bytes) -> Piece:
+        """Build one piece of the file with these encoded pieces."""
+        like = self._pieces[number]
+        offset, nbytes, crc, start, numel = _PIECE.unpack_from(numbers, number * _PIECE.size)
+        shape = (numel,) if len(like.shape) == 1 else like.shape
+        record = FileRecord(like.record.name, offset, nbytes, None if crc < 0 else crc)
+        return Piece(record, start, shape, like.dtype, like.fault)
+
+    def make_states(self, tensor: int, numbers: bytes) -> TensorStates:
+        """Build the states of one tensor of the file with these encoded pieces."""
+        like = self.optim.tensors[tensor]
+        made = iter([self.make_piece(number, numbers) for number in self.list_states(tensor)])
+        states = {name: next(made) for name in like.states}
+        return replace(like, states=states, zero_dim={name: next(made) for name in like.zero_dim})
+
+    def fill(self, delta: HeaderDelta) -> FileHeader:
+        """Decode the header of another file."""
+        optim, numbers = self.header.optim, delta.numbers
+        layer: Mapping[str, Piece] | None = None
+        if optim is None:
+            layer = ExpertTensors(self, numbers, *delta.variables)
+        else:
+            slices, paddings = delta.variables
+            masters = LazyParts(numbers, len(optim.masters), self.make_piece, self)
+            tensors = LazyParts(numbers, len(optim.tensors), self.make_states, self)
+            optim = replace(optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
+        return replace(
+            self.header,
+            name=delta.name,
+            size=delta.size,
+            crc=delta.crc,
+            optim=optim,
+            layer=layer,
+            folding=delta.folding,
+        )
+
+
+class LazyParts(Sequence[T]):
+    """Masters or tensors of an optimizer's file, which ``make`` builds on demand from their number."""
+
+    __slots__ = ("length", "make", "numbers", "template")
+
+    def __init__(self, numbers: bytes, length: int, make: Callable[[int, bytes], T], template: HeaderTemplate) -> None:
+        self.numbers, self.length, self.make, self.template = numbers, length, make, template
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[T, ...]: ...
+    def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
+        found = range(self.length)[at]
+        if isinstance(found, int):
+            return self.make(found, self.numbers)
+        return tuple(self.make(number, self.numbers) for number in found)
+
+
+class ExpertTensors(Mapping[str, Piece]):
+    """The tensors of an expert's file by name, built on demand.
+
+    Args:
+        layer: prefix of the names of all experts of the layer.
+        number: of the expert in the whole layer.
+    """
+
+    __slots__ = ("layer", "number", "numbers", "template")
+
+    def __init__(self, template: HeaderTemplate, numbers: bytes, layer: str, number: int) -> None:
+        self.template, self.numbers, self.layer, self.number = template, numbers, layer, number
+
+    def __len__(self) -> int:
+        return len(self.template.ends)
+
+    def __iter__(self) -> Iterator[str]:
+        begin = f"{self.layer}{self.number}"
+        return iter([begin + end for end in self.template.ends])
+
+    def __getitem__(self, name: str) -> Piece:
+        for number, each in enumerate(self):
+            if each == name:
+                return self.template.make_piece(number, self.numbers)
+        raise KeyError(name)
+
+
+def count_filed(files: Iterable[FileHeader]) -> dict[str, int]:
+    """Count the experts of each layer that have files, keyed as :func:`~..experts.count_experts` does."""
+    held = [header.layer or {} for header in files]
+    counts = count_experts(name for each in held if not isinstance(each, ExpertTensors) for name in each)
+    for each in held:
+        if isinstance(each, ExpertTensors):
+            counts[each.layer] = max(counts.get(each.layer, 0), each.number + 1)
+    return counts
+
+
+class HeaderDelta(NamedTuple):
+    """A header encoded against its template, for sending.
+
+    Attributes:
+        template: None for the template of :attr:`HeaderCodec.first`.
+        name, size, crc, folding: the header's.
+        variables: see :data:`_Variables`.
+        numbers: its encoded pieces.
+    """
+
+    template: HeaderTemplate | None
+    name: str
+    size: int
+    crc: int | None
+    folding: tuple[int, int] | None
+    variables: _Variables
+    numbers: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the numbers as integers: most take a few bytes."""
+        return _restore_delta, (*self[:-1], struct.unpack(f"<{len(self.numbers) // 8}q", self.numbers))
+
+
+def _restore_delta(*fields: Any) -> HeaderDelta:
+    return HeaderDelta._make((*fields[:-1], _pack(fields[-1])))
+
+
+class HeaderCodec:
+    """Encodes the headers that a rank has read, and decodes those that it receives.
+
+    Args:
+        first: a header that every rank has.
+    """
+
+    def __init__(self, first: FileHeader) -> None:
+        self.first = HeaderTemplate(first)
+        self._known = {self.first: self.first}
+
+    def encode(self, header: FileHeader) -> FileHeader | HeaderDelta:
+        """Encode the header of an optimizer's or a single expert's file; return other headers unchanged."""
+        variables = _find_variables(header)
+        if variables is None:
+            return header
+        template = HeaderTemplate(header)
+        known = self._known.setdefault(template, template)
+        sent = None if known is self.first else known
+        return HeaderDelta(
+            sent, header.name, header.size, header.crc, header.folding, variables, _number_pieces(header)
+        )
+
+    def decode(self, encoded: FileHeader | HeaderDelta) -> FileHeader:
+        """Invert :meth:`encode`."""
+        if isinstance(encoded, FileHeader):
+            return encoded
+        return (encoded.template or self.first).fill(encoded)
+
+
+def _find_variables(header: FileHeader) -> _Variables | None:
+    """Return the variables of a header, or None if it has no compact form."""
+    if header.optim is not None:
+        return header.optim.slices, header.optim.paddings
+    tensors = header.layer or {}
+    expert = next(map(find_expert, tensors), None)
+    if expert is None or any(piece.fault or not piece.numel for piece in tensors.values()):
+        return None
+    layer, number = expert
+    return expert if all(name.startswith(f"{layer}{number}.") for name in tensors) else None
+
+
+class FileBatch:
+    """Files with one template, and their pieces as a table.
+
+    Attributes:
+        rows: encoded pieces of each file.
+        numbers: of the files in the index, once these are assigned.
+        records: piece → number of the first file's record; those of the other files follow.
+    """
+
+    def __init__(self, template: HeaderTemplate) -> None:
+        self.template, self.files, self.numbers = template, list[FileHeader](), array("q")
+        self.rows: list[bytes] = []
+        self.records: dict[int, int] = {}
+
+    @cached_property
+    def table(self) -> npt.NDArray[np.void]:
+        """A :data:`PIECE` for each file and piece; valid once all files are added."""
+        return np.frombuffer(b"".join(self.rows), PIECE).reshape(len(self.files), -1)
+
+    def make_piece(self, piece: int, file: int) -> Piece:
+        """Build a piece of one of the files."""
+        return self.template.make_piece(piece, self.rows[file])
+
+
+@dataclass(frozen=True, slots=True)
+class FileRun:
+    """Some files of a batch, by their places in it, and the partitions of a flat buffer that they hold."""
+
+    batch: FileBatch
+    files: list[int]
+    parts: list[int]
+
+    @property
+    def headers(self) -> list[FileHeader]:
+        """The files' headers."""
+        return [self.batch.files[file] for file in self.files]
+
+    def pick(self, piece: int, field: str) -> list[int]:
+        """Return one field of :data:`PIECE` of a piece for each file."""
+        found: list[int] = self.batch.table[field][self.files, piece].tolist()
+        return found
+
+    def pick_padding(self, group: int) -> list[int]:
+        """Return the elements of padding at the end of a group's partition for each file; 0 if not recorded."""
+        optim = self.batch.template.optim
+        recorded = optim.traits.strips_padding and group < len(optim.paddings)
+        return [header.optim.paddings[group] if recorded and header.optim else 0 for header in self.headers]
+
+    def number(self, first: int) -> list[int]:
+        """Return the record number of each file, given that of the batch's first file."""
+        return [first + file for file in self.files]
+
+    def split(self) -> Iterator[FileRun]:
+        """Yield a run for each file."""
+        for file, part in zip(self.files, self.parts, strict=True):
+            yield FileRun(self.batch, [file], [part])
+
+
+class Batches:
+    """Files of optimizers and of single experts, grouped by template."""
+
+    def __init__(self, headers: Iterable[FileHeader]) -> None:
+        self._batches: dict[HeaderTemplate, FileBatch] = {}
+        self._places: dict[str, tuple[FileBatch, int]] = {}
+        for header in headers:
+            parts = header.optim.masters if header.optim else header.layer
+            if isinstance(parts, (LazyParts, ExpertTensors)):
+                template, numbers = parts.template, parts.numbers
+            else:
+                template, numbers = HeaderTemplate(header), _number_pieces(header)
+            batch = self._batches.setdefault(template, FileBatch(template))
+            self._places[header.name] = batch, len(batch.files)
+            batch.files.append(header)
+            batch.rows.append(numbers)
+
+    def list_runs(self, headers: Iterable[FileHeader]) -> list[FileRun]:
+        """Group files by batch; a file's place among ``headers`` is the partition of a flat buffer that it holds."""
+        found: dict[int, FileRun] = {}
+        for part, header in enumerate(headers):
+            batch, file = self._places[header.name]
+            run = found.setdefault(id(batch), FileRun(batch, [], []))
+            run.files.append(file)
+            run.parts.append(part)
+        return list(found.values())

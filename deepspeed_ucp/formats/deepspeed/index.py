@@ -26,11 +26,10 @@ from ...model.flat import FlatBuffer, count_degree
 from ...model.topology import Topology, enabled, find_precision
 from ...model.wrappers import BARE, STATELESS, Form, find_wrapper
 from ...torchsave.objects import is_short
-from .builder import Builder
+from .builder import Builder, check_steps, join_groups
 from .headers import ModelHeader, OptimHeader
 from .hints import join_hints
 from .naming import Naming
-from .ranks import check_steps, join_groups
 from .reading import WRITERS
 from .save import Save, describe_offload, name_shards
 from .stage0 import build_stage0
@@ -88,7 +87,7 @@ def _has_trained(save: Save) -> bool:
 
 def _describe_stateless(save: Save) -> str:
     """Explain why a save has no optimizer states, with a remedy."""
-    folder, remedy = save.listing.folder, "For the weights alone load with load_optimizer_states=False"
+    folder, remedy = save.folder, "For the weights alone load with load_optimizer_states=False"
     if not _has_trained(save):
         return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {remedy}."
     in_bf16 = find_precision(save.main.config) == "bfloat16"
@@ -98,7 +97,7 @@ def _describe_stateless(save: Save) -> str:
             f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 do not write them in bf16 without ZeRO "
             f"or with fp32 gradients, so they are lost. {remedy}, or load a tag that another release saved."
         )
-    names = [(name, None) for name in name_shards(save.listing, "bf16_" * in_bf16, len(save.models), save.dp)]
+    names = [(name, None) for name in name_shards(save, "bf16_" * in_bf16, len(save.models), save.dp)]
     missing = shorten(name for name, _ in fold_names(names, lambda _: None))
     return f"{folder}: {missing} missing: all files of optimizer states. Copy them here or load another tag. {remedy}."
 
@@ -180,8 +179,8 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Itera
         yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
     if topology.traits.form is Form.RESERVED and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
         yield "data-parallel ranks that MiCS has grouped"
-    if builder.save.listing.sp > 1:
-        yield f"files named by sequence-parallel rank, of {builder.save.listing.sp}"
+    if builder.save.sp > 1:
+        yield f"files named by sequence-parallel rank, of {builder.save.sp}"
     if any(map(is_expert, builder.aliases)):
         yield "tied experts, which DeepSpeed's load replaces by those of the first rank"
     if topology.traits.form is Form.PARTITIONS and any(

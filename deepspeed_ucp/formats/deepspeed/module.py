@@ -16,10 +16,8 @@ from ...model import COPY, MODULE, TIED, PartitionedState, are_alike, count, num
 from ...model.experts import cut_number, read_name
 from ...model.flat import Cut, join_parameters
 from .autoep import find_router_aliases
-from .builder import Builder
-from .headers import FileHeader, ModelHeader, Piece
-from .pieces import Batches, ExpertTensors, FileRun
-from .ranks import LayerNames, SavedRank, list_ranks
+from .builder import Builder, LayerNames, SavedRank, list_ranks
+from .headers import Batches, ExpertTensors, FileHeader, FileRun, ModelHeader, Piece
 from .save import Save
 
 Place = tuple[str, int]
@@ -414,11 +412,11 @@ class _LayerFiles:
         trained = set(map(number_layer, self.optimized)) - {-1}
         for tp, layers in enumerate(self.save.layers):
             if lacking := sorted(trained - set(layers)):
-                axis = "" if all(rank < 0 for _, rank in self.save.listing.layers) else f"-model_{tp:02d}"
+                axis = "" if all(rank < 0 for _, rank in self.save.names["layer"]) else f"-model_{tp:02d}"
                 names = [f"layer_{layer:02d}{axis}-model_states.pt" for layer in lacking]
                 raise CheckpointError(
                     f"{shorten(names)} missing; these layers have parameters. Copy the whole folder.",
-                    path=self.save.listing.folder,
+                    path=self.save.folder,
                     kind="missing",
                 )
 

@@ -10,10 +10,9 @@ from itertools import accumulate, chain, combinations
 
 from ...errors import MismatchError, shorten
 from ...model import TIED, count, find_owner, number_layer, strip_compiled
+from .builder import LayerNames
 from .headers import FileHeader, OptimHeader, Piece, Shape
-from .naming import GroupNames, NamedOptimizer, Naming, describe_misfit, fits, group_sizes, pick_names
-from .order import compare_layers
-from .ranks import LayerNames
+from .naming import GroupNames, NamedOptimizer, Naming, compare_layers, describe_misfit, fits, group_sizes, pick_names
 from .save import Save
 
 logger = logging.getLogger("deepspeed_ucp")

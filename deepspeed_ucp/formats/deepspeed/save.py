@@ -11,7 +11,8 @@ from typing import Any
 from ...errors import CheckpointError
 from ...model import Use
 from ...model.experts import DATA_FIRST, place_experts
-from .files import NO_AXIS, NO_LAYER, Listing, name_expert
+from ..places import FileTable
+from .files import NO_AXIS, NO_LAYER, ROLES, Key, read_optim_ranks, sort_names
 from .headers import FileHeader, ModelHeader, OptimHeader
 
 _GROUP = re.compile(r"ep_size_([1-9]\d{0,3})", re.ASCII)
@@ -19,32 +20,87 @@ _GROUP = re.compile(r"ep_size_([1-9]\d{0,3})", re.ASCII)
 
 @dataclass(slots=True)
 class Save:
-    """The headers of one save by role; model-parallel rank ``pp_rank * tp + tp_rank``.
+    """The files of one save by role: first their names in the folder, then the headers that are read.
+
+    Model-parallel rank: ``pp_rank * tp + tp_rank``.
 
     Attributes:
+        where: all files of the folder, their places, and the ranks that can read each.
+        names: role → key → file in the folder (:data:`~.files.ROLES`).
+        copies: file that is not read → file with the same content that is read (:func:`~.files.choose_copies`).
+        sp: sequence-parallel degree if files are named by sequence-parallel rank (ALST before DeepSpeed 0.19.8).
+        first: headers of the first rank's model states and, if any, optimizer states; empty without a save.
+        expected: names of all files that the save must have.
         pp, tp: pipeline and tensor parallel degrees.
         dp: data-parallel ranks, by the model states.
         models: model states by model-parallel rank (under ZeRO 3 of each data-parallel rank).
         shards: optimizer states by model- and data-parallel rank; empty lists at stage 0.
         layers: layer files of a pipeline by tensor-parallel rank and layer.
-        experts: files of single experts, by the keys of :class:`~.files.Listing`.
-        expert_optims: optimizer states of stage 0 by (model-parallel rank, expert-parallel rank).
+        experts, expert_optims: files of these roles by key.
         expert_tp_shards: shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1 (experts are
             then distributed over all ranks of a pipeline stage).
         swaps: swap files by (optimizer file, sub-group) and state.
     """
 
-    listing: Listing
-    pp: int
-    tp: int
-    dp: int
-    models: list[list[FileHeader]]
-    shards: list[list[FileHeader]]
+    where: FileTable
+    names: dict[str, dict[Key, str]]
+    copies: dict[str, str] = field(default_factory=dict)
+    sp: int = 1
+    first: list[FileHeader] = field(default_factory=list)
+    expected: list[str] = field(default_factory=list)
+    pp: int = 1
+    tp: int = 1
+    dp: int = 1
+    models: list[list[FileHeader]] = field(default_factory=list)
+    shards: list[list[FileHeader]] = field(default_factory=list)
     layers: list[dict[int, FileHeader]] = field(default_factory=list)
-    experts: dict[tuple[int, int, int], FileHeader] = field(default_factory=dict)
-    expert_optims: dict[tuple[int, int], FileHeader] = field(default_factory=dict)
+    experts: dict[Key, FileHeader] = field(default_factory=dict)
+    expert_optims: dict[Key, FileHeader] = field(default_factory=dict)
     expert_tp_shards: int = 1
     swaps: dict[tuple[str, int], dict[str, FileHeader]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, where: FileTable) -> Save:
+        """Sort the files of a folder by role.
+
+        Raises:
+            UnsupportedError: the kind of checkpoint is not supported.
+            CheckpointError: the folder holds files of two saves, or no model states.
+        """
+        save = cls(where, *sort_names(where.folder, where.entries))
+        save._merge_sequence_ranks()
+        return save
+
+    def _merge_sequence_ranks(self) -> None:
+        """Assign files that are named by sequence-parallel rank to the only model-parallel rank.
+
+        Before 0.19.8 DeepSpeed uses ALST's sequence-parallel rank as the model-parallel rank in file names: rank 3 of
+        sequence groups of 2 writes ``zero_pp_rank_3_mp_rank_01_optim_states.pt``. With tensor or pipeline parallelism
+        each data-parallel rank has a file per model-parallel rank instead.
+        """
+        optims, models = self.names["optim"], self.names["model_zero3"]
+        by_rank = {(mp, rank): prefix for prefix, mp, rank in optims}
+        sp = max((mp for mp, _ in (*by_rank, *models)), default=0) + 1
+        if sp == 1 or len(self.names["model"]) > 1 or len(by_rank) < len(optims):
+            return
+        ranks = [keys for keys in (by_rank.keys(), models.keys()) if keys]
+        if all(len(keys) % sp == 0 and keys == {(rank % sp, rank) for rank in range(len(keys))} for keys in ranks):
+            self.sp = sp
+            self.names["optim"] = {(prefix, 0, rank): name for (prefix, _, rank), name in optims.items()}
+            self.names["model_zero3"] = {(0, rank): name for (_, rank), name in models.items()}
+
+    @property
+    def folder(self) -> str:
+        """The folder in the first place."""
+        return self.where.folder
+
+    def name(self, role: str, *key: Any) -> str:
+        """Return the name of a file in the folder, or if it is missing, the name that DeepSpeed gives it."""
+        return self.names[role].get(key) or ROLES[role].make_name(*key)
+
+    def path(self, file: FileHeader | str) -> str:
+        """Return the full path of a file."""
+        return self.where.path(file if isinstance(file, str) else file.name)
 
     @property
     def main(self) -> FileHeader:
@@ -77,7 +133,7 @@ class Save:
     @property
     def is_sharded(self) -> bool:
         """Whether each data-parallel rank saves model states (ZeRO 3), without the elements of parameters."""
-        return self.main.name in self.listing.model_zero3.values()
+        return read_optim_ranks(self.main.name) is not None
 
     @property
     def first_models(self) -> list[ModelHeader]:
@@ -131,10 +187,6 @@ class Save:
                 found.setdefault(use, self.path(header))
         return found
 
-    def path(self, header: FileHeader) -> str:
-        """Return the full path of a file."""
-        return self.listing.path(header.name)
-
 
 def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
     """List the ranks of a pipeline stage that hold equal parameters, by expert-parallel rank.
@@ -152,7 +204,7 @@ def count_ranks(model: ModelHeader) -> tuple[int, int]:
     return model.counters.get("mp_world_size") or 1, model.shard_size or model.counters.get("dp_world_size") or 1
 
 
-def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:
+def find_degrees(save: Save, model: ModelHeader) -> tuple[int, int]:
     """Return the (pipeline, tensor) parallel degrees of a save; older releases store only their product.
 
     Raises:
@@ -163,96 +215,84 @@ def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:
         return model.degrees
     if model.module is not None:
         return 1, ranks
-    tp = len({max(tp, 0) for _, tp in listing.layers}) or 1
+    tp = len({max(tp, 0) for _, tp in save.names["layer"]}) or 1
     if ranks % tp:
         raise CheckpointError(
             f"saved by {ranks} model-parallel ranks, its layer files are of {tp} tensor-parallel "
             "ones. The folder lacks files or mixes two saves.",
-            path=listing.folder,
+            path=save.folder,
         )
     return ranks // tp, tp
 
 
-def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence[FileHeader] = ()) -> list[str]:
-    """Return the names of all files that the save of ``first`` must have.
+def expect_files(save: Save, stages: Sequence[FileHeader] = ()) -> list[str]:
+    """Return the names of all files that a save must have, from its first headers.
 
     Args:
-        listing: the folder's files.
-        first: model states and, if the save has them, optimizer states.
         stages: model states of the further pipeline stages with experts; each counts only its own.
 
     Raises:
         CheckpointError: a pipeline has no layer files, or those of two saves.
     """
-    model = first[0].model
+    first, model = save.first, save.first[0].model
     if model is None:
         return []
-    pp, tp = find_degrees(listing, model)
+    pp, tp = find_degrees(save, model)
     _, dp = count_ranks(model)
-    names = name_model_files(listing, first[0])
+    names = name_model_files(save, first[0])
     if len(first) > 1:
-        prefix = next(prefix for (prefix, _, _), name in listing.optim.items() if name == first[1].name)
-        names += name_shards(listing, prefix, pp * tp, dp)
+        prefix = next(prefix for (prefix, _, _), name in save.names["optim"].items() if name == first[1].name)
+        names += name_shards(save, prefix, pp * tp, dp)
     if model.module is None:
-        names += _name_layers(listing, tp)
-    if model.experts and first[0].name in listing.model.values():  # under ZeRO 3 experts are in the model states
-        tp_shards = count_expert_tp_shards(listing, first, tp)
+        names += _name_layers(save, tp)
+    if model.experts and read_optim_ranks(first[0].name) is None:  # ZeRO 3 has them in the model states
+        tp_shards = count_expert_tp_shards(save, tp)
         for stage, header in enumerate([first[0], *stages]):
             places = range(stage * tp, (stage + 1) * tp)
-            names += _name_experts(listing, header.model.experts if header.model else (), places, tp_shards)
+            names += _name_experts(save, header.model.experts if header.model else (), places, tp_shards)
             if header.model and (len(first) == 1 or header.model.optim):
-                names += _name_expert_optims(listing, header.model.optim, places, tp_shards)
+                names += _name_expert_optims(save, header.model.optim, places, tp_shards)
     return names
 
 
-def name_shards(listing: Listing, prefix: str, mp: int, dp: int) -> list[str]:
+def name_shards(save: Save, prefix: str, mp: int, dp: int) -> list[str]:
     """Return the expected names of ZeRO's optimizer states of all ranks."""
-    return [
-        listing.optim.get((prefix, model, rank), f"{prefix}zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt")
-        for model in range(mp)
-        for rank in range(dp)
-    ]
+    return [save.name("optim", prefix, model, rank) for model in range(mp) for rank in range(dp)]
 
 
-def count_expert_tp_shards(listing: Listing, first: Sequence[FileHeader], tp: int) -> int:
+def count_expert_tp_shards(save: Save, tp: int) -> int:
     """Return the number of shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1.
 
     Without it, experts are distributed over more ranks than the data-parallel ones, and each is saved once.
-
-    Args:
-        first: the first rank's model states and, if the save has them, optimizer states.
     """
-    model = first[0].model
+    model = save.first[0].model
     if tp == 1 or model is None or model.placements:
         return 1
-    optim = first[-1].optim
+    optim = save.first[-1].optim
     if optim is not None:
         _, dp = count_ranks(model)
         for degree, count in zip(map(_find_degree, optim.groups), optim.partition_count, strict=False):
             if degree:
                 return 1 if degree * count > dp else tp
-    if listing.expert_optim:
-        return tp if any(mp % tp != rank % tp for mp, rank in listing.expert_optim) else 1
-    whole = {(layer, expert, mp // tp) for layer, expert, mp in listing.experts}
-    return tp if len(listing.experts) > len(whole) else 1
+    if save.names["expert_optim"]:
+        return tp if any(mp % tp != rank % tp for mp, rank in save.names["expert_optim"]) else 1
+    files = save.names["expert"]
+    whole = {(layer, expert, mp // tp) for layer, expert, mp in files}
+    return tp if len(files) > len(whole) else 1
 
 
-def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
-    """Return the names of model states that no rank writes, since an earlier rank holds the same experts.
-
-    Args:
-        first: as for :func:`count_expert_tp_shards`.
-    """
-    header, model = first[0], first[0].model
-    optim = first[-1].optim or (model.optim if model else None)
+def name_unsaved(save: Save) -> set[str]:
+    """Return the names of model states that no rank writes, since an earlier rank holds the same experts."""
+    header, model = save.first[0], save.first[0].model
+    optim = save.first[-1].optim or (model.optim if model else None)
     if model is None or model.placements or optim is None:
         return set()
-    (_, tp), (_, dp) = find_degrees(listing, model), count_ranks(model)
+    (_, tp), (_, dp) = find_degrees(save, model), count_ranks(model)
     degree = max(map(_find_degree, optim.groups), default=0)
-    if not degree or dp * tp % degree or count_expert_tp_shards(listing, first, tp) > 1:
+    if not degree or dp * tp % degree or count_expert_tp_shards(save, tp) > 1:
         return set()
     writers = {ranks[0] for ranks in place_experts(dp, degree, tp, data_first=bool(header.config.get(DATA_FIRST)))}
-    return {name for mp, name in enumerate(name_model_files(listing, header)) if mp % tp not in writers}
+    return {name for mp, name in enumerate(name_model_files(save, header)) if mp % tp not in writers}
 
 
 def _find_degree(group: Mapping[str, Any]) -> int:
@@ -261,106 +301,98 @@ def _find_degree(group: Mapping[str, Any]) -> int:
     return int(match[1]) if match else 0
 
 
-def _name_expert_optims(listing: Listing, optim: OptimHeader | None, places: range, tp_shards: int) -> Iterator[str]:
+def _name_expert_optims(save: Save, optim: OptimHeader | None, places: range, tp_shards: int) -> Iterator[str]:
     """Yield the expected names of stage 0's optimizer states by expert-parallel rank, at least one per rank."""
     degrees = [degree for group in (optim.groups if optim else ()) if (degree := _find_degree(group))]
-    count = max(degrees, default=max((rank for mp, rank in listing.expert_optim if mp in places), default=-1) + 1)
+    files = save.names["expert_optim"]
+    count = max(degrees, default=max((rank for mp, rank in files if mp in places), default=-1) + 1)
     for rank in range(count):
-        holders = [mp for mp in places if tp_shards > 1 or (mp, rank) in listing.expert_optim]
+        holders = [mp for mp in places if tp_shards > 1 or (mp, rank) in files]
         for mp in holders or [places[rank % len(places)]]:
-            yield f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
+            yield ROLES["expert_optim"].make_name(mp, rank)
 
 
-def name_model_files(listing: Listing, first: FileHeader) -> list[str]:
+def name_model_files(save: Save, first: FileHeader) -> list[str]:
     """Return the expected names of the model states of all ranks of the save of ``first``."""
     if first.model is None:
         return []
     ranks, dp = count_ranks(first.model)
-    if first.name in listing.model.values():
-        return [listing.model.get(mp, f"mp_rank_{mp:02d}_model_states.pt") for mp in range(ranks)]
-    return [
-        listing.model_zero3.get((mp, rank), f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_model_states.pt")
-        for mp in range(ranks)
-        for rank in range(dp)
-    ]
+    if read_optim_ranks(first.name) is None:
+        return [save.name("model", mp, 0) for mp in range(ranks)]
+    return [save.name("model_zero3", mp, rank) for mp in range(ranks) for rank in range(dp)]
 
 
-def _name_layers(listing: Listing, tp: int) -> list[str]:
+def _name_layers(save: Save, tp: int) -> list[str]:
     """Return the expected names of layer files.
 
     Layers without parameters and buffers have no file, so a layer that all ranks lack is not detected here.
     """
-    plain = {layer for layer, rank in listing.layers if rank == NO_AXIS}
-    numbered = {layer for layer, rank in listing.layers if 0 <= rank < tp}
+    files = save.names["layer"]
+    plain = {layer for layer, rank in files if rank == NO_AXIS}
+    numbered = {layer for layer, rank in files if 0 <= rank < tp}
     if not plain and not numbered:
         raise CheckpointError(
-            "a pipeline's model states without any layer_*-model_states.pt. Copy the whole folder.", path=listing.folder
+            "a pipeline's model states without any layer_*-model_states.pt. Copy the whole folder.", path=save.folder
         )
     if plain and numbered and tp == 1:
         raise CheckpointError(
-            f"holds the layer files of two saves ({listing.layers[min(plain), NO_AXIS]} and "
-            f"{listing.layers[min(numbered), 0]} do not belong together). Remove the older save's files.",
-            path=listing.folder,
+            f"holds the layer files of two saves ({files[min(plain), NO_AXIS]} and "
+            f"{files[min(numbered), 0]} do not belong together). Remove the older save's files.",
+            path=save.folder,
         )
     if tp == 1 and plain:
-        return [listing.layers[layer, NO_AXIS] for layer in sorted(plain)]
-    return [
-        listing.layers.get((layer, rank), f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
-        for layer in sorted(numbered)
-        for rank in range(tp)
-    ]
+        return [files[layer, NO_AXIS] for layer in sorted(plain)]
+    return [save.name("layer", layer, rank) for layer in sorted(numbered) for rank in range(tp)]
 
 
-def _name_experts(listing: Listing, layers: Sequence[int], places: range, tp_shards: int) -> Iterator[str]:
+def _name_experts(save: Save, layers: Sequence[int], places: range, tp_shards: int) -> Iterator[str]:
     """Yield the expected names of experts' files; older releases write an expert's parts of all layers to one.
 
     Args:
         layers: number of experts by layer of a pipeline stage.
         places: the stage's model-parallel ranks. At least one of them has the file of a whole expert.
     """
+    files = save.names["expert"]
     keys = [(layer, expert) for layer, experts in enumerate(layers) for expert in range(experts)]
-    if listing.experts and all(layer == NO_LAYER for layer, _, _ in listing.experts):
+    if files and all(layer == NO_LAYER for layer, _, _ in files):
         keys = [(NO_LAYER, expert) for expert in range(max(layers, default=0))]
     for key in keys:
-        holders = [mp for mp in places if tp_shards > 1 or (*key, mp) in listing.experts]
+        holders = [mp for mp in places if tp_shards > 1 or (*key, mp) in files]
         for mp in holders or places[:1]:
-            yield name_expert(*key, mp)
+            yield ROLES["expert"].make_name(*key, mp)
 
 
-def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
-    """Arrange headers by role; the first one is the first rank's model states.
+def arrange(save: Save, headers: Sequence[FileHeader]) -> None:
+    """Arrange the headers of a save by role; the first one is the first rank's model states.
 
     Raises:
         CheckpointError: the first file holds no model states.
     """
     model = headers[0].model
     if model is None:
-        raise CheckpointError("holds no model states.", path=listing.path(headers[0].name))
-    pp, tp = find_degrees(listing, model)
-    ranks, layers = range(pp * tp), [dict[int, FileHeader]() for _ in range(tp)]
-    save = Save(listing, pp, tp, count_ranks(model)[1], [[] for _ in ranks], [[] for _ in ranks], layers)
+        raise CheckpointError("holds no model states.", path=save.path(headers[0]))
     by_name = {header.name: header for header in headers}
-    roles = (
-        (save.models, ((mp, name) for mp, name in sorted(listing.model.items()))),
-        (save.models, ((mp, name) for (mp, _), name in sorted(listing.model_zero3.items()))),
-        (save.shards, ((mp, name) for (_, mp, _), name in sorted(listing.optim.items()))),
-    )
-    for headers_by_rank, names in roles:
-        for mp, name in names:
-            if name in by_name:
-                headers_by_rank[mp].append(by_name[name])
-    for (layer, rank), name in sorted(listing.layers.items()):
-        if name in by_name:
-            layers[max(rank, 0)][layer] = by_name[name]
+
+    def list_read(role: str) -> list[tuple[Key, FileHeader]]:
+        return [(key, by_name[name]) for key, name in sorted(save.names[role].items()) if name in by_name]
+
+    save.pp, save.tp = find_degrees(save, model)
+    _, save.dp = count_ranks(model)
+    ranks = range(save.pp * save.tp)
+    save.models, save.shards, save.layers = [[] for _ in ranks], [[] for _ in ranks], [{} for _ in range(save.tp)]
+    for (mp, _), header in [*list_read("model"), *list_read("model_zero3")]:
+        save.models[mp].append(header)
+    for (_, mp, _), header in list_read("optim"):
+        save.shards[mp].append(header)
+    for (layer, rank), header in list_read("layer"):
+        save.layers[max(rank, 0)][layer] = header
     align_save(save)
-    save.experts.update({key: by_name[name] for key, name in sorted(listing.experts.items()) if name in by_name})
-    optims = sorted(listing.expert_optim.items())
-    save.expert_optims.update({key: by_name[name] for key, name in optims if name in by_name})
+    save.experts, save.expert_optims = dict(list_read("expert")), dict(list_read("expert_optim"))
     for mp, models in enumerate(save.models):
-        beside = [*save.shards[mp], *(header for (each, _), header in save.expert_optims.items() if each == mp)]
+        beside = [*save.shards[mp], *(header for (rank, _), header in save.expert_optims.items() if rank == mp)]
         models[:1] = [complete_experts(header, *beside[:1]) for header in models[:1]]
-    save.expert_tp_shards = count_expert_tp_shards(listing, [headers[0], *save.shards[0][:1]], tp)
-    return save
+    save.first = save.first or [headers[0]]
+    save.expert_tp_shards = count_expert_tp_shards(save, save.tp)
 
 
 def complete_experts(header: FileHeader, beside: FileHeader | None = None) -> FileHeader:

@@ -16,13 +16,21 @@ from ...errors import CheckpointError, MismatchError, shorten
 from ...model import MASTER, TIED, GroupInfo, count, strip_compiled
 from ...model.experts import deal_experts, drop_fixed, find_layer, is_expert
 from ...model.flat import FlatBuffer
-from .builder import Builder
+from .builder import Builder, SavedRank, list_ranks
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors, read_module
-from .naming import GroupNames, NamedOptimizer, Naming, check_group_order, check_state_shapes, fit_groups, name_groups
-from .order import ModuleOrder, compare_modules
+from .naming import (
+    GroupNames,
+    ModuleOrder,
+    NamedOptimizer,
+    Naming,
+    check_group_order,
+    check_state_shapes,
+    compare_modules,
+    fit_groups,
+    name_groups,
+)
 from .placement import place_layers
-from .ranks import SavedRank, list_ranks
 from .save import Save, list_holders
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -57,7 +65,7 @@ def _warn_lost(save: Save, lost: Collection[str]) -> None:
     if lost:  # a layer with a forward_fn has no file, and without masters the stages have different values
         logger.warning(
             "%s: %s: no file has the values of some pipeline stages; the values of the stage that saved them are used",
-            *(save.listing.folder, shorten(lost)),
+            *(save.folder, shorten(lost)),
         )
 
 
@@ -113,7 +121,7 @@ def _add_experts(
 
 def _count_expert_ranks(save: Save) -> int:
     """Count the expert-parallel ranks by their files."""
-    degree = 1 + max(rank for _, rank in save.expert_optims)
+    degree: int = 1 + max(rank for _, rank in save.expert_optims)
     ranks = save.dp * save.tp if save.experts_over_tp else save.dp
     if ranks % degree:
         raise CheckpointError(

@@ -56,14 +56,14 @@ def add_swapped(save: Save) -> list[Finding]:
         return []
     if len(save.models) > 1:
         text = (
-            f"{save.listing.path(OFFLOADED)}: under tensor parallelism its folders cannot be assigned to ranks. Use "
+            f"{save.path(OFFLOADED)}: under tensor parallelism its folders cannot be assigned to ranks. Use "
             "a save without optimizer states on NVMe."
         )
         return [Finding("unsupported", OFFLOADED, text)]
     try:
         spans = _find_spans(save, swapped)
     except CheckpointError as error:
-        return from_error(save.listing.folder, error)
+        return from_error(save.folder, error)
     faults: list[Finding] = []
     for rank, shard in enumerate(save.shards[0]):
         for group, span in zip(swapped, spans, strict=True):
@@ -119,17 +119,15 @@ def _list_states(save: Save, optim: OptimHeader | None, index: int) -> list[str]
 
 def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
     """Return a swap file with its expected content, or its fault."""
-    listing = save.listing
-    state = f"{name.state}-" if name.state else ""
-    expected = f"{OFFLOADED}/rank{name.rank:02d}/{state}{name.begin}_{name.end}.tensor.swp"
-    file = listing.swaps.get(name) or expected
-    size, whole = listing.sizes.get(file), _padded_nbytes(save, group)
-    if size is None:
-        text = f"{listing.path(file)} is missing; it holds {_describe(name, group)}. {COPY}"
+    file, whole = save.name("swap", *name), _padded_nbytes(save, group)
+    entry = save.where.entries.get(file)
+    if entry is None:
+        text = f"{save.path(file)} is missing; it holds {_describe(name, group)}. {COPY}"
         return Finding("missing", file, text)
+    size = entry.size
     if size < whole:
         text = (
-            f"{listing.path(file)}: has {size} bytes, {_describe(name, group)} takes {whole}. The file is truncated, "
+            f"{save.path(file)}: has {size} bytes, {_describe(name, group)} takes {whole}. The file is truncated, "
             "or belongs to another run; put the right one back."
         )
         return Finding("inconsistent", file, text)
@@ -144,7 +142,7 @@ def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
     longer = sorted(header.name for header, whole in held if header.size > whole)
     if longer:
         text = (
-            f"{save.listing.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. "
+            f"{save.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. "
             "They "
             "were written over an earlier engine's files, or belong to another world size; only a seal can "
             "distinguish these."
@@ -168,8 +166,7 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
     Raises:
         CheckpointError: no spans fit, or several do.
     """
-    listing = save.listing
-    present = {(name.begin, name.end) for name in listing.swaps if not name.state}
+    present = {(begin, end) for _, state, begin, end in save.names["swap"] if not state}
     known = _list_parameters(save)
     trained = {strip_compiled(name) for group in save.model(0).param_shapes or () for name, _ in group}
     found = {
@@ -183,7 +180,7 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
             fitting = {each for each in found if _sizes_match(save, swapped, each, exact=exact)}
     if len(fitting) == 1:
         return list(fitting.pop())
-    path, listed = listing.path(OFFLOADED), shorten([f"{begin}_{end}" for begin, end in sorted(present)])
+    path, listed = save.path(OFFLOADED), shorten([f"{begin}_{end}" for begin, end in sorted(present)])
     holds = f"{path}: holds swap files of parameters {listed or 'none'}"
     if found:
         several = " or ".join(shorten([f"{begin}_{end}" for begin, end in each], 3) for each in sorted(found)[:2])

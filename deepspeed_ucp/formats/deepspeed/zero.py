@@ -14,11 +14,9 @@ from ...model import MASTER, MODULE, GroupInfo, ParamKey, PartitionedState, coun
 from ...model.experts import count_experts, drop_fixed, find_layer, name_experts
 from ...model.flat import Cut, FlatBuffer, cut_parameter, find_gaps
 from ...model.wrappers import MOMENTUM
-from .builder import Builder
-from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
+from .builder import Builder, SavedRank, fill_param_shapes, list_ranks
+from .headers import Batches, FileHeader, FileRun, OptimHeader, Piece, Shape, TensorStates, count_filed
 from .module import add_tensors
-from .pieces import Batches, FileRun, count_filed
-from .ranks import SavedRank, fill_param_shapes, list_ranks
 from .save import Save, describe_offload, list_holders
 
 Slices = tuple[tuple[str, int, int], ...]

@@ -24,7 +24,7 @@ from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_
 from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import read_parts
 from ...torchsave.unpickle import read_pickle
-from ..table import FileTable
+from ..places import FileTable
 from .contents import StoredTensor, TensorBlock, read_name, read_shape
 from .headers import read_once, read_with
 from .names import DCP, holds

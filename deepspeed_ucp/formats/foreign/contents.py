@@ -37,7 +37,7 @@ from ...torchsave.objects import describe
 from ...torchsave.records import FileRecord
 from ...torchsave.unpickle import MOST_DIMENSIONS
 from ..findings import WARNING, Finding
-from ..table import FileTable
+from ..places import FileTable
 
 _LARGEST_SIZE = 1 << 62
 _LONGEST_NAME = 1 << 12

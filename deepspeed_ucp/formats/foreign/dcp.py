@@ -14,10 +14,10 @@ from typing import Any
 
 from ...comm import Comm
 from ...errors import UnsupportedError, shorten
-from ..deepspeed.compare import find_other_step
+from ..deepspeed.gather import find_other_step
 from ..deepspeed.reading import explain_form
 from ..findings import Finding
-from ..table import FileTable
+from ..places import FileTable
 from .blocks import UNCHECKED, DcpFolder, read_blocks
 from .contents import NEITHER, Contents, StoredTensor, count_steps, is_number, list_ignored
 from .names import DCP, REFUSAL

@@ -13,12 +13,12 @@ from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import read_json
 from ...io.paths import join_path
 from ...model import AtomicIndex
-from ..deepspeed.compare import find_late_files, find_other_step
 from ..deepspeed.files import scan_if_there
+from ..deepspeed.gather import find_late_files, find_other_step
 from ..deepspeed.reading import explain_form
 from ..findings import WARNING, Finding
 from ..latest import find_tags
-from ..table import FileTable
+from ..places import FileTable
 from . import adapter, dcp, names, safetensors, statedict
 from .contents import NEITHER, Contents, list_ignored, make_index
 from .headers import read_once

@@ -9,7 +9,7 @@ from ...comm import Comm
 from ...io.memory import pause_collection
 from ...io.paths import join_path
 from ..deepspeed.reading import explain_form
-from ..table import FileTable
+from ..places import FileTable
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from ...io.opened import measure, read_at
 from ...model import ITEMSIZE, count
 from ...torchsave.records import FileRecord, open_file
 from ..findings import Finding
-from ..table import FileTable
+from ..places import FileTable
 from .contents import Contents, StoredTensor, TensorBlock, read_shape
 from .headers import read_with
 from .names import SAFETENSORS

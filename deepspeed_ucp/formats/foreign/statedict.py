@@ -15,7 +15,7 @@ from ...torchsave.objects import TensorRef, describe, is_short, to_number
 from ...torchsave.records import FileRecord
 from ..deepspeed.reading import read_hyper
 from ..findings import Finding
-from ..table import FileTable
+from ..places import FileTable
 from .contents import Contents, StoredTensor, TensorBlock, count_steps, is_number, read_name
 from .headers import read_once, read_with
 from .names import OPTIMIZER, STATE_DICT

@@ -10,7 +10,7 @@ from typing import TypeVar
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import read_json
-from ..table import FileTable
+from ..places import FileTable
 from .headers import read_once
 
 T = TypeVar("T")

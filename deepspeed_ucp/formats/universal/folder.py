@@ -15,7 +15,7 @@ from ..deepspeed.files import MANIFEST, holds_atoms
 from ..deepspeed.headers import FileHeader
 from ..deepspeed.reading import read_file
 from ..findings import Finding, from_failure
-from ..table import FileTable
+from ..places import FileTable
 from .universal import open_universal
 
 if TYPE_CHECKING:  # pydantic takes long to import

@@ -26,11 +26,12 @@ from ...tensor_parallel.layout import Shape
 from ...torchsave.objects import TensorRef
 from ...torchsave.torchfile import TorchFile, read_header
 from ..deepspeed.compare import find_foreign_files
-from ..deepspeed.files import MANIFEST, ZERO, Listing, scan_folder, sort_files
+from ..deepspeed.files import MANIFEST, ZERO, scan_folder
 from ..deepspeed.headers import FileHeader, OptimHeader, Piece
 from ..deepspeed.reading import HeaderReader, as_stage, explain_form, read_file
 from ..deepspeed.save import Save, arrange, name_model_files
 from ..findings import Finding, make_error
+from ..places import FileTable
 from .upstream import CAT_DIM, EQUAL_PARTS, EXPERTS, IS_EXPERT, VOCABULARY
 
 OPTIMIZER = f"{ZERO}/optimizer_state.pt"
@@ -210,10 +211,10 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
 
 def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
     """Read the copied model states of all ranks."""
-    listing, main = comm.run(lambda: _find_main(folder, sizes, stage))
+    save, main = comm.run(lambda: _find_main(folder, sizes, stage))
     first = comm.once(lambda: read_file(folder, main))
     # The converter does not copy experts' files.
-    names = [name for name in name_model_files(listing, first)[1:] if name not in listing.experts.values()]
+    names = [name for name in name_model_files(save, first)[1:] if name not in save.names["expert"].values()]
     if absent := [name for name in names if name not in sizes]:
         raise CheckpointError(
             f"{shorten(absent)} missing; the conversion was interrupted or the copy is not complete. Convert "
@@ -221,17 +222,17 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
             path=folder,
             kind="missing",
         )
-    save = arrange(listing, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
+    arrange(save, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
     error = make_error(find_foreign_files(save))
     if error is not None:
         raise error
     return save
 
 
-def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Listing, str]:
-    """Return the listing, and the name of the first rank's model states."""
-    listing = sort_files(folder, sizes)
-    main = listing.model_zero3.get((0, 0)) if stage == 3 else listing.model.get(0)
+def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Save, str]:
+    """Return the files by role, and the name of the first rank's model states."""
+    save = Save.of(FileTable.of(folder, {name: Entry(size, 0.0) for name, size in sizes.items()}))
+    main = save.names["model_zero3" if stage == 3 else "model"].get((0, 0))
     if main is None:
         wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
         raise CheckpointError(
@@ -240,7 +241,7 @@ def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Listing,
             path=folder,
             kind="missing",
         )
-    return listing, main
+    return save, main
 
 
 def _list_owned(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[int, Shape]], dict[str, int | None]]:

@@ -18,11 +18,10 @@ from ...tensor_parallel.metadata import INFO
 from ...tensor_parallel.recorded import record_pattern
 from ...tensor_parallel.regex import Matcher
 from ...torchsave.records import FileRecord
-from ..deepspeed.builder import Builder
+from ..deepspeed.builder import Builder, SavedRank
 from ..deepspeed.headers import Piece
 from ..deepspeed.index import find_saved_precision, make_index
 from ..deepspeed.module import add_modules
-from ..deepspeed.ranks import SavedRank
 from ..deepspeed.save import describe_offload
 from ..deepspeed.zero import add_frozen_zero3
 from ..findings import WARNING, Finding
