@@ -75,7 +75,8 @@ def from_error(folder: str, error: UcpError) -> list[Finding]:
     """Return the findings that an error was made of, else a finding per line of its text."""
     if error.findings:
         return list(error.findings)
-    kind = next((kind for kind, each in _ERRORS.items() if isinstance(error, each)), error.kind or "inconsistent")
+    kinds = (kind for kind, error_class in _ERRORS.items() if isinstance(error, error_class))
+    kind = next(kinds, error.kind or "inconsistent")
     file = os.path.relpath(error.path, folder) if error.path.startswith(f"{folder}{os.sep}") else ""
     return [Finding(kind, file, text) for line in error.args for text in line.splitlines()]
 
@@ -93,26 +94,26 @@ def make_error(findings: Iterable[Finding]) -> UcpError | None:
         return None
     texts = list(dict.fromkeys(finding.text for finding in fold_findings(faults)))
     more = [f"… and {len(texts) - _MOST} more faults."] if len(texts) > _MOST else []
-    kind = "read" if any(each.kind == "read" for each in faults) else faults[0].kind
+    kind = "read" if any(fault.kind == "read" for fault in faults) else faults[0].kind
     return _ERRORS.get(kind, CheckpointError)(*texts[:_MOST], *more, findings=faults)
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Merge findings that differ only in the numbers in file names; the merged text lists ranges of numbers."""
     groups: dict[Hashable, list[Finding]] = {}
-    for each in findings:
-        template = _NUMBER.sub("#", each.text) if each.file else each.text
-        groups.setdefault((each.kind, each.severity, each.file != "", template), []).append(each)
+    for finding in findings:
+        template = _NUMBER.sub("#", finding.text) if finding.file else finding.text
+        groups.setdefault((finding.kind, finding.severity, finding.file != "", template), []).append(finding)
     return [_fold(group) for group in groups.values()]
 
 
 def _fold(group: Sequence[Finding]) -> Finding:
     first, *others = group
-    names = tuple(dict.fromkeys(each.file for each in group))
+    names = tuple(dict.fromkeys(finding.file for finding in group))
     if len(names) == 1:
         return first
-    is_same = len({each.text.replace(each.file, "") for each in group}) == 1
-    listed = names if is_same else [each.file for each in others]
+    is_same = len({finding.text.replace(finding.file, "") for finding in group}) == 1
+    listed = names if is_same else [finding.file for finding in others]
     ranges = shorten(name for name, _ in fold_names(((name, name) for name in listed), same=lambda _: None))
     if is_same:
         text = first.text.replace(first.file, f"{ranges} ({len(names)} files)", 1)
@@ -124,5 +125,5 @@ def _fold(group: Sequence[Finding]) -> Finding:
 def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Remove duplicates and sort by severity, then by file."""
     order = (FAULT, WARNING, NOTE)
-    unique = {(each.kind, each.file, each.text): each for each in findings}
+    unique = {(finding.kind, finding.file, finding.text): finding for finding in findings}
     return tuple(sorted(unique.values(), key=lambda f: (order.index(f.severity), f.file, f.kind, f.text)))

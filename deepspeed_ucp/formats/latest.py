@@ -189,10 +189,10 @@ def describe_content(folder: str) -> str:
         return "is a file, or a link to nothing, where the folder of all tags is wanted" if exists(folder) else ""
     entries = {name: entry for name, entry in scan_folder(folder).items() if name != LOST}
     for pattern, text in _ODD:
-        found = sorted(name for name in entries if re.fullmatch(pattern, name))
-        if found:
-            found.sort(key=lambda name: (len(name), name))
-            return f"looks like {text.format(shorten(found))}"
+        matches = sorted(name for name in entries if re.fullmatch(pattern, name))
+        if matches:
+            matches.sort(key=lambda name: (len(name), name))
+            return f"looks like {text.format(shorten(matches))}"
     folders = sorted(name for name, entry in entries.items() if entry.is_folder)
     paths = {name: os.path.join(folder, name) for name in folders}
     further = [name for name, path in paths.items() if exists(os.path.join(path, LATEST)) or holds_foreign(path)]
@@ -213,12 +213,12 @@ def find_siblings(folder: str) -> list[str]:
     parent, base = os.path.split(normalize(folder))
     names = [name for name, entry in scan_if_there(parent).items() if entry.is_folder and name not in (LOST, base)]
     names.sort(key=lambda name: (-SequenceMatcher(None, name, base).ratio(), name))
-    found = []
+    siblings = []
     for name in names[:_SIBLINGS]:
         path = os.path.join(parent, name)
         with suppress(CheckpointError, OSError):
-            found += [name] if exists(os.path.join(path, LATEST)) or has_states(path) else []
-    return found
+            siblings += [name] if exists(os.path.join(path, LATEST)) or has_states(path) else []
+    return siblings
 
 
 def _check_bucket(load_dir: str) -> None:
@@ -360,17 +360,17 @@ def list_older(places: Sequence[str], tag: str) -> list[str]:
     """
     above, folders = os.path.dirname(tag), defaultdict[str, list[str]](list)
     for place in places:
-        for each in find_tags(os.path.join(place, above)):
-            folders[os.path.join(above, each)].append(os.path.join(place, above, each))
-    ages = {each: find_age(copies) for each, copies in folders.items()}
+        for name in find_tags(os.path.join(place, above)):
+            folders[os.path.join(above, name)].append(os.path.join(place, above, name))
+    ages = {candidate: find_age(copies) for candidate, copies in folders.items()}
     newest = ages.pop(tag, None)
-    older = [each for each, age in ages.items() if newest is None or age.is_before(newest)]
+    older = [candidate for candidate, age in ages.items() if newest is None or age.is_before(newest)]
     return [tag, *sorted(older, key=ages.__getitem__, reverse=True)]
 
 
 def find_age(folders: Sequence[str]) -> Age:
     """Return the age of a tag with copies in some folders."""
-    listed = [(found, sorted(entries.items())) for found, entries in map(list_published, folders)]
+    listed = [(folder, sorted(entries.items())) for folder, entries in map(list_published, folders)]
     times = [entry.changed for _, entries in listed for name, entry in entries if is_state_file(name)]
     time = min(filter(None, times), default=0.0)  # 0 if unknown
     step = next((step for folder, entries in listed for step in _read_steps(folder, [name for name, _ in entries])), -1)
@@ -404,8 +404,8 @@ def is_sealed(places: Sequence[str], tag: str) -> bool:
 def _has_seal(folder: str) -> bool:
     if _exists(os.path.join(folder, SEAL)):
         return True
-    found = resolve_published(folder)
-    return found != folder and _exists(os.path.join(found, SEAL))
+    published = resolve_published(folder)
+    return published != folder and _exists(os.path.join(published, SEAL))
 
 
 def _exists(path: str) -> bool:

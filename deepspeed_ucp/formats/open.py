@@ -64,7 +64,7 @@ class FolderReport:
     @property
     def fault(self) -> UcpError | None:
         """The faults of the files that prevent a load, as one error; None without any."""
-        return make_error(each for each in self.findings if each.kind not in ("unnamed", "unsupported"))
+        return make_error(finding for finding in self.findings if finding.kind not in ("unnamed", "unsupported"))
 
     def require(self) -> AtomicIndex:
         """Return the index of a checkpoint without faults.
@@ -82,7 +82,7 @@ class FolderReport:
     def log_warnings(self, *, weights_only: bool = False) -> None:
         """Log the warnings; for a load of weights alone, without those about state that DeepSpeed does not save."""
         passed = ("unsaved",) if weights_only else ()
-        warnings = [each for each in self.findings if each.severity == WARNING and each.kind not in passed]
+        warnings = [finding for finding in self.findings if finding.severity == WARNING and finding.kind not in passed]
         if earlier := _list_earlier(warnings):
             logger.warning("%s: ignoring files of an earlier save: %s", self.folder, shorten(earlier))
         for finding in fold_findings(warnings):
@@ -240,8 +240,8 @@ def seal_folder(
 
     headers = comm.run(check)
     swaps = {header.name: header.size for header in headers if header.swap}
-    found = where.share(list(swaps), lambda name: _sum_file(where.folder, name, swaps[name]), comm)
-    sums = dict(zip(swaps, found, strict=True))
+    crcs = where.share(list(swaps), lambda name: _sum_file(where.folder, name, swaps[name]), comm)
+    sums = dict(zip(swaps, crcs, strict=True))
     sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
     if where.access.is_partial:
         hosts = list_by_host(where)

@@ -95,7 +95,7 @@ class FileTable:
     def choose(self, keep: Callable[[str], bool]) -> FileTable:
         """Return a table of the files whose names pass a filter."""
         entries, *visible = (
-            {name: each[name] for name in each if keep(name)} for each in (self.entries, *self.visible)
+            {name: listing[name] for name in listing if keep(name)} for listing in (self.entries, *self.visible)
         )
         return replace(self, entries=entries, visible=tuple(visible), access=self.see([*entries]))
 
@@ -191,32 +191,32 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
 
     def look() -> tuple[list[str], bytes, bytes, bool, list[str]]:
         looks.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
-        listings = [each.entries for each in looks]
-        errors = [str(each.error or "") for each in looks]
-        below = [each.folder.removeprefix(folder) for each, folder in zip(looks, folders, strict=True)]
+        listings = [listed.entries for listed in looks]
+        errors = [str(listed.error or "") for listed in looks]
+        below = [listed.folder.removeprefix(folder) for listed, folder in zip(looks, folders, strict=True)]
         return below, _digest(listings, lambda entry: entry.size), _digest(listings, _pick), any(listings), errors
 
     reports = comm.each(look)
-    listings = tuple(each.entries for each in looks)
+    listings = tuple(listed.entries for listed in looks)
     if not any(some for *_, some, _ in reports):
-        comm.run(lambda: raise_first(each.error for each in looks))
-    below = [max(each) for each in zip(*(each for each, *_ in reports), strict=True)]
+        comm.run(lambda: raise_first(listed.error for listed in looks))
+    below = [max(paths) for paths in zip(*(paths for paths, *_ in reports), strict=True)]
     # A rank that sees none of a tag's files does not know their subfolder.
     folders = [
-        folder + path if each.folder == folder else each.folder
-        for folder, path, each in zip(folders, below, looks, strict=True)
+        folder + path if listed.folder == folder else listed.folder
+        for folder, path, listed in zip(folders, below, looks, strict=True)
     ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
-    found = FileTable(tuple(folders), _join(listings), listings, tuple(near))
+    table = FileTable(tuple(folders), _join(listings), listings, tuple(near))
     views = [view for _, _, view, *_ in reports]
-    if len({sizes for _, sizes, *_ in reports}) > 1 or not (len(set(views)) == 1 or _is_one_save(found, views, comm)):
-        found = _unite(found, views, comm)
+    if len({sizes for _, sizes, *_ in reports}) > 1 or not (len(set(views)) == 1 or _is_one_save(table, views, comm)):
+        table = _unite(table, views, comm)
     if comm.rank == 0:
         for error, *others in zip(*(errors for *_, errors in reports), strict=True):
             if error and all(others):  # a wrong path, or an unreachable store
                 logger.warning("%s The other places are read.", error)
-        _warn_others(found)
-    return found
+        _warn_others(table)
+    return table
 
 
 def list_files(folder: str, comm: Comm) -> FileTable:
@@ -292,14 +292,14 @@ def _list(folder: str, list_place: Callable[[str], Entries]) -> _Look:
 def _list_published(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries]:
     """Return the folder with a tag's files, and its entries."""
     entries = list_place(folder)
-    found = resolve_published(folder, entries)
-    return found, entries if found == folder else list_place(found)
+    published = resolve_published(folder, entries)
+    return published, entries if published == folder else list_place(published)
 
 
-def _warn_others(found: FileTable) -> None:
+def _warn_others(table: FileTable) -> None:
     """Warn of files that differ from those in an earlier place."""
-    for folder, entries in zip(found.folders[1:], found.visible[1:], strict=True):
-        others = [name for name, entry in entries.items() if entry.size != found.entries[name].size]
+    for folder, entries in zip(table.folders[1:], table.visible[1:], strict=True):
+        others = [name for name, entry in entries.items() if entry.size != table.entries[name].size]
         if others:
             text = "%s: these files differ from the places before it and are read only if those are unreadable: %s"
             logger.warning(text, folder, shorten(others))
@@ -319,7 +319,7 @@ _SMALL = 1 << 26
 """Maximum bytes of a file without a zip directory that is read to compare it."""
 
 
-def _is_one_save(found: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
+def _is_one_save(table: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
     """Return True if files of equal names and sizes are equal, although their times differ; collective.
 
     A shared file system may report different times to each machine; local files may be of one save or of two. The ranks
@@ -332,17 +332,17 @@ def _is_one_save(found: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
     turn, turns = among.index(comm.rank), min(Counter(views).values())
     files = [
         (join_path(folder, name), entry)
-        for folder, entries in zip(found.folders, found.visible, strict=True)
+        for folder, entries in zip(table.folders, table.visible, strict=True)
         for name, entry in sorted(entries.items())
         if not (entry.is_folder or is_url(folder))
     ]
 
     def sum_part() -> bytes:
-        sums = choose_map(found.folder)(lambda file: _sum_content(*file), files[turn::turns])
+        sums = choose_map(table.folder)(lambda file: _sum_content(*file), files[turn::turns])
         return hashlib.sha256(repr(list(sums)).encode()).digest()
 
     parts = comm.each(lambda: (turn, sum_part()) if turn < turns else None)
-    return len({each for each in parts if each is not None}) == turns
+    return len({digest for digest in parts if digest is not None}) == turns
 
 
 def _sum_content(path: str, entry: Entry) -> object:
@@ -372,15 +372,15 @@ def _join(listings: Sequence[Entries]) -> dict[str, Entry]:
 # -- ranks that see different files -----------------------------------------------------------------------------------
 
 
-def _unite(found: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
+def _unite(table: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
     """Unite the listings of all ranks, given the digest of each; collective."""
     numbers: dict[bytes, int] = {}
     ranks = [numbers.setdefault(digest, len(numbers)) for digest in digests]
     mine, among = ranks[comm.rank], [rank for rank, view in enumerate(ranks) if view == ranks[comm.rank]]
     is_first = among[0] == comm.rank
-    places = tuple({name: _pick(entry) for name, entry in entries.items()} for entries in found.visible)
+    places = tuple({name: _pick(entry) for name, entry in entries.items()} for entries in table.visible)
     views = comm.gather(NodeView(socket.gethostname(), places) if is_first else None)
-    union = _Union(found.folders, [view for view in views if view is not None])
+    union = _Union(table.folders, [view for view in views if view is not None])
     part = [at for at, (_, copy) in enumerate(union.doubts) if copy.view == mine][among.index(comm.rank) :: len(among)]
     for sums in comm.each(lambda: {at: _sum(union.path(*union.doubts[at])) for at in part}):
         union.sums.update((union.doubts[at], crc) for at, crc in sums.items())
@@ -388,7 +388,7 @@ def _unite(found: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
     comm.run(lambda: union.refuse_different(same))
     if comm.rank == 0:
         hosts = len({view.host for view in union.views})
-        logger.info("%s: ranks see different files, on %d machines; each is read where it lies", found.folder, hosts)
+        logger.info("%s: ranks see different files, on %d machines; each is read where it lies", table.folder, hosts)
     readers = [dict.fromkeys(copy.view for copy in copies) for copies in same.values()]
     odd = (
         (copy.place, name)
@@ -397,7 +397,7 @@ def _unite(found: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
         if copy.view == mine
     )
     return replace(
-        found,
+        table,
         entries={name: Entry(*union.look(name, union.homes[name])) for name in same},
         access=PartialAccess.of(ranks, readers) if same else READ_ALL,
         odd=frozenset(odd),
@@ -419,8 +419,8 @@ class _Union:
     def __init__(self, folders: Sequence[str], views: Sequence[NodeView]) -> None:
         self.folders, self.views = folders, views
         self.copies: dict[str, list[Copy]] = defaultdict(list)
-        for view, each in enumerate(views):
-            for place, files in enumerate(each.places):
+        for view, node in enumerate(views):
+            for place, files in enumerate(node.places):
                 for name in files:
                     self.copies[name].append(Copy(place, view))
         self.homes = {name: min(files, key=lambda copy: self._rank(name, copy)) for name, files in self.copies.items()}
@@ -434,8 +434,8 @@ class _Union:
 
     def _find_first_rank(self, name: str, copy: Copy) -> int:
         mp = read_model_rank(name)
-        found = [read_optim_ranks(each) for each in self.views[copy.view].places[copy.place]]
-        return min((ranks[1] for ranks in found if ranks and mp in (None, ranks[0])), default=1 << 30)
+        pairs = [read_optim_ranks(other) for other in self.views[copy.view].places[copy.place]]
+        return min((ranks[1] for ranks in pairs if ranks and mp in (None, ranks[0])), default=1 << 30)
 
     def look(self, name: str, copy: Copy) -> tuple[int, float]:
         """Return bytes and time of change of a copy."""

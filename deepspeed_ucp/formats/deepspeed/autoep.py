@@ -24,14 +24,14 @@ def read_placements(layers: Any) -> dict[str, Placement]:
     Raises:
         ValueError: a description has an unknown form, contradicts itself, or has an expert on several ranks.
     """
-    found = {}
+    placements = {}
     for layer in layers or ():
         prefix, placement = layer["expert_key_prefix"], _read_placement(layer)
         for name, affine in ((layer.get("affine_maps") or {}).get("params") or {}).items():
             if _read_map(affine) != placement:
                 raise ValueError(f"the affine map of {name} is not its expert placement")
-        found[f"{prefix}."] = placement
-    return found
+        placements[f"{prefix}."] = placement
+    return placements
 
 
 def read_folding(value: Any) -> tuple[int, int] | None:
@@ -55,10 +55,10 @@ def _read_placement(layer: Mapping[str, Any]) -> Placement:
     elif descriptor["version"] != _VERSION:
         raise ValueError(f"an expert placement of version {descriptor['version']!r}")
     else:
-        ranks = sorted(descriptor["ranks"], key=lambda each: int(each["rank"]))
-        if [each["rank"] for each in ranks] != list(range(len(ranks))):
+        ranks = sorted(descriptor["ranks"], key=lambda entry: int(entry["rank"]))
+        if [entry["rank"] for entry in ranks] != list(range(len(ranks))):
             raise ValueError("the ranks of an expert placement are not numbered from 0")
-        placement = tuple(tuple(map(int, each["experts"])) for each in ranks)
+        placement = tuple(tuple(map(int, entry["experts"])) for entry in ranks)
     if len(placement) != layer["ep_size"] or sorted(chain(*placement)) != list(range(count)):
         raise ValueError(f"of {count} experts of {layer['expert_key_prefix']} not each is on one rank")
     return placement
@@ -72,10 +72,10 @@ def _read_map(affine: Mapping[str, Any]) -> Placement:
     """
     shape = tuple(affine["logical_shape"])
     strides, numel = [prod(shape[dim + 1 :]) for dim in range(len(shape))], prod(shape[1:])
-    ranks = {int(rank): held for rank, held in affine["ranks"].items()}
+    ranks = {int(rank): entry for rank, entry in affine["ranks"].items()}
     placement, free = [], min(shape[0], MOST_EXPERTS)
     for rank in range(len(ranks)):
-        held: dict[int, int] = {}
+        experts: dict[int, int] = {}
         for piece in ranks[rank]["pieces"]:
             (first, steps), (begin, others) = piece["source"], piece["dest"]
             whole = [*piece["shape"]] == [piece["shape"][0], *shape[1:]] and piece.get("scale", 1.0) == 1.0
@@ -84,8 +84,8 @@ def _read_map(affine: Mapping[str, Any]) -> Placement:
             free -= piece["shape"][0]
             if free < 0:
                 raise ValueError("an affine map of more experts than there are")
-            held.update({begin // numel + at: first // numel + at for at in range(piece["shape"][0])})
-        placement.append(tuple(held[at] for at in range(len(held))))
+            experts.update({begin // numel + at: first // numel + at for at in range(piece["shape"][0])})
+        placement.append(tuple(experts[at] for at in range(len(experts))))
     return tuple(placement)
 
 
@@ -97,16 +97,18 @@ def find_router_aliases(model: ModelHeader) -> dict[str, str]:
     if not model.placements:
         return {}
     blocks = {strip_compiled(layer).removesuffix("experts.") for layer in model.placements}
-    held: dict[str, dict[str, dict[str, Piece]]] = {block: defaultdict(dict) for block in blocks}
+    children_by_block: dict[str, dict[str, dict[str, Piece]]] = {block: defaultdict(dict) for block in blocks}
     for name, piece in (model.module or {}).items():
         for block in (name[: end + 1] for end, letter in enumerate(name) if letter == "."):
-            if block in held:
+            if block in children_by_block:
                 child, _, rest = name[len(block) :].partition(".")
-                held[block][child][rest] = piece
+                children_by_block[block][child][rest] = piece
     aliases = {}
-    for block, children in held.items():
-        contents = {child: {rest: each.contents for rest, each in found.items()} for child, found in children.items()}
-        for child, own in contents.items():
-            if child != "router" and own == contents.get("router"):
-                aliases.update({f"{block}{child}.{rest}": f"{block}router.{rest}" for rest in own})
+    for block, children in children_by_block.items():
+        contents = {
+            child: {rest: piece.contents for rest, piece in tensors.items()} for child, tensors in children.items()
+        }
+        for child, child_contents in contents.items():
+            if child != "router" and child_contents == contents.get("router"):
+                aliases.update({f"{block}{child}.{rest}": f"{block}router.{rest}" for rest in child_contents})
     return aliases

@@ -6,6 +6,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -100,10 +101,10 @@ class SavedRank:
 
     def param(self, name: str) -> ParamKey:
         """Return the index's key of a parameter of this rank."""
-        found = self._params.get(name)
-        if found is None:
-            found = self._params[name] = ParamKey(name, self.instances.get(name, 0))
-        return found
+        key = self._params.get(name)
+        if key is None:
+            key = self._params[name] = ParamKey(name, self.instances.get(name, 0))
+        return key
 
 
 def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRank], dict[str, int]]:
@@ -116,15 +117,15 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRa
     Returns:
         The ranks, and the number of stages of each parameter that several pipeline stages hold.
     """
-    stages = [dict.fromkeys(n for held in names[i : i + save.tp] for n in held) for i in range(0, len(names), save.tp)]
+    stages = [dict.fromkeys(chain(*names[first : first + save.tp])) for first in range(0, len(names), save.tp)]
     holders: dict[str, int] = {}
     ranks = []
-    for pp, held in enumerate(stages):
-        instances = {name: holders[name] for name in held if name in holders}
-        for name in held:
+    for pp, stage_names in enumerate(stages):
+        instances = {name: holders[name] for name in stage_names if name in holders}
+        for name in stage_names:
             holders[name] = holders.get(name, 0) + 1
         for tp in range(save.tp):
-            lacking = held.keys() - set(names[pp * save.tp + tp])
+            lacking = stage_names.keys() - set(names[pp * save.tp + tp])
             empty = _find_empty(save, pp * save.tp + tp) if lacking else {}
             empty = {name: shape for name, shape in empty.items() if name in lacking}
             ranks.append(SavedRank(pp, tp, instances=instances, empty=empty))
@@ -134,12 +135,12 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRa
 def _find_empty(save: Save, mp: int) -> dict[str, Shape]:
     """Return the local shapes of a rank's tensors without elements, which uneven shards may have."""
     model = save.model(mp)
-    found = dict(model.frozen_shapes)
+    shapes = dict(model.frozen_shapes)
     for layer, header in save.layers[mp % save.tp].items():
-        found.update({f"{layer}.{key}": piece.shape for key, piece in (header.layer or {}).items()})
+        shapes.update({f"{layer}.{key}": piece.shape for key, piece in (header.layer or {}).items()})
     if model.module and not (model.param_shapes is not None and save.is_sharded):
-        found.update({name: piece.shape for name, piece in model.module.items()})
-    return {name: shape for name, shape in found.items() if not count(shape)}
+        shapes.update({name: piece.shape for name, piece in model.module.items()})
+    return {name: shape for name, shape in shapes.items() if not count(shape)}
 
 
 def fill_param_shapes(save: Save) -> None:
@@ -175,10 +176,10 @@ def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Sha
     name = strip_compiled(raw)
     module = save.model(mp).module
     if module is None:
-        found = _look_into_layers(save.layers[mp % save.tp], name, set(map(strip_compiled, numels)))
+        shapes = _look_into_layers(save.layers[mp % save.tp], name, set(map(strip_compiled, numels)))
     else:
-        found = {module[name].shape} if name in module else set()
-    fitting = {shape for shape in found if count(shape) == numels[raw]} or _look_into_experts(save, mp, name)
+        shapes = {module[name].shape} if name in module else set()
+    fitting = {shape for shape in shapes if count(shape) == numels[raw]} or _look_into_experts(save, mp, name)
     if len(fitting) == 1:
         return fitting.pop()
     raise CheckpointError(
@@ -194,20 +195,20 @@ def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[st
     tensors = {layer: header.layer or {} for layer, header in layers.items()}
     if name.startswith(TIED):
         known = LayerNames.of(names)
-        files = [held for layer, held in tensors.items() if head in known.find_tied(layer, held)]
+        fitting = [layer for layer in tensors if head in known.find_tied(layer, tensors[layer])]
     else:
-        files = [held for layer, held in tensors.items() if str(layer) == head]
-    return {held[key].shape for held in files if key in held}
+        fitting = [layer for layer in tensors if str(layer) == head]
+    return {tensors[layer][key].shape for layer in fitting if key in tensors[layer]}
 
 
 def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
     """Return the shapes that files of single experts give a rank's parameter; AutoEP's parameters hold several."""
-    files = [header for (_, _, held), header in save.experts.items() if held in save.list_expert_ranks(mp)]
+    files = [header for (_, _, rank), header in save.experts.items() if rank in save.list_expert_ranks(mp)]
     pieces = {key: piece for header in files for key, piece in (header.layer or {}).items()}
     placements = {strip_compiled(layer): experts for layer, experts in save.model(mp).placements.items()}
     if layer := find_layer(name, placements):
         fused = [piece for key, piece in pieces.items() if key.rpartition(".")[0] == name]
-        return {(len(held), *piece.shape) for held in placements[layer] for piece in fused}
+        return {(len(numbers), *piece.shape) for numbers in placements[layer] for piece in fused}
     wanted = cut_number(name)
     return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
@@ -215,12 +216,12 @@ def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
 def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:
     """Return the param groups of the whole model; tensor-parallel ranks may lack parameters that are empty there."""
     stages = [ranks[first : first + save.tp] for first in range(0, len(ranks), save.tp)]
-    numbers = number_groups([[group.hyper for group in held[0].groups] for held in stages])
+    numbers = number_groups([[group.hyper for group in stage_ranks[0].groups] for stage_ranks in stages])
     joined: dict[int, tuple[dict[ParamKey, None], dict[str, Any]]] = {}
-    for held, numbered in zip(stages, numbers, strict=True):
+    for stage_ranks, numbered in zip(stages, numbers, strict=True):
         for index, number in enumerate(numbered):
-            members, _ = joined.setdefault(number, ({}, held[0].groups[index].hyper))
-            members.update(dict.fromkeys(member for rank in held for member in rank.groups[index].members))
+            members, _ = joined.setdefault(number, ({}, stage_ranks[0].groups[index].hyper))
+            members.update(dict.fromkeys(member for rank in stage_ranks for member in rank.groups[index].members))
     return tuple(GroupInfo(tuple(members), hyper) for members, hyper in joined.values())
 
 
@@ -238,12 +239,12 @@ def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKe
     first: set[Any] = set()
     for mp, rank in list(enumerate(ranks))[:: save.tp]:
         members = (member for group in rank.groups for member in group.members)
-        held = {scalars[member]["step"] for member in members if "step" in scalars.get(member, {})}
-        first = first or held
-        if held and held.isdisjoint(first):
+        steps = {scalars[member]["step"] for member in members if "step" in scalars.get(member, {})}
+        first = first or steps
+        if steps and steps.isdisjoint(first):
             files = save.shards[mp] or save.models[mp]
             raise CheckpointError(
-                f"has step {min(held)}, other stages of this checkpoint have {min(first)}. The "
+                f"has step {min(steps)}, other stages of this checkpoint have {min(first)}. The "
                 "file belongs to another step or run; put the right one back.",
                 path=save.path(files[0]),
             )
@@ -262,7 +263,7 @@ _Empty = Mapping[tuple[ParamKey, int], Shape]
 def _refer(where: FileTable, header: FileHeader) -> FileRef:
     name, size = header.name, header.size
     path, copies = where.path(name, size), where.list_copies(name, near=True) if where.folders[1:] else {}
-    near = [each for each, nbytes in copies.items() if nbytes == size]
+    near = [copy for copy, nbytes in copies.items() if nbytes == size]
     # Legacy files and swap files have no header with checksums that identifies a copy before it is read, and a nearer
     # copy of the same size may belong to an earlier save: they are read from the first place that has them.
     return FileRef(path, size, header.crc, tuple(near if header.checked else near and [path]))
@@ -306,29 +307,29 @@ class Builder:
     def record(self, header: FileHeader, record: FileRecord) -> int:
         """Return the number of a file's record; new records are numbered."""
         file = self._file(header)
-        found = self._record_ids.get((file, record))
-        if found is None:
-            found = self._record_ids[file, record] = len(self.records)
+        number = self._record_ids.get((file, record))
+        if number is None:
+            number = self._record_ids[file, record] = len(self.records)
             self.records.append(Record(file, record.offset, record.nbytes, record.crc))
-        return found
+        return number
 
     def number_records(self, batch: FileBatch, piece: int) -> int:
         """Return the record number of the batch's first file for a piece; those of the other files follow."""
         first = batch.template.firsts[piece]
-        found = batch.records.get(first)
-        if found is None:
-            found = batch.records[first] = len(self.records)
+        number = batch.records.get(first)
+        if number is None:
+            number = batch.records[first] = len(self.records)
             batch.numbers = batch.numbers or array("q", map(self._file, batch.files))
             column = batch.table[:, first]
             self.records.extend(batch.numbers, *(column[which].tolist() for which in ("offset", "nbytes", "crc")))
-        return found
+        return number
 
     def _file(self, header: FileHeader) -> int:
-        found = self._file_ids.get(header.name)
-        if found is None:
-            found = self._file_ids[header.name] = len(self.files)
+        number = self._file_ids.get(header.name)
+        if number is None:
+            number = self._file_ids[header.name] = len(self.files)
             self.files.append(_refer(self.save.where, header))
-        return found
+        return number
 
     def find_access(self) -> ReadAccess:
         """Return which ranks can read which of the files."""
@@ -399,26 +400,26 @@ class Builder:
         param, (tp_shard, tp_shards) = rank.param(name), rank.find_tp_shard(name, self.tp)
         if COPY in states or MODULE in states:
             self._module[param] = None
-        held = ParamStorage(tp_shard, shape, place, states)
+        storage = ParamStorage(tp_shard, shape, place, states)
         known = self._storages.setdefault(param, [])
         self._tp_shards.setdefault(param, tp_shards)
-        for each in known:
-            if not each.states.keys().isdisjoint(states):
-                self._compare(param, each, held, header)
-        known.append(held)
+        for other in known:
+            if not other.states.keys().isdisjoint(states):
+                self._compare(param, other, storage, header)
+        known.append(storage)
 
-    def _compare(self, param: ParamKey, known: ParamStorage, held: ParamStorage, header: FileHeader) -> None:
-        for state in held.states.keys() & known.states.keys():
-            dtype, known_dtype = held.states[state].dtype, known.states[state].dtype
-            if dtype != known_dtype or (held.tp_shard == known.tp_shard and held.shape != known.shape):
-                self.refuse_mismatch(header, param, state, (dtype, held.shape), (known_dtype, known.shape))
+    def _compare(self, param: ParamKey, known: ParamStorage, storage: ParamStorage, header: FileHeader) -> None:
+        for state in storage.states.keys() & known.states.keys():
+            dtype, known_dtype = storage.states[state].dtype, known.states[state].dtype
+            if dtype != known_dtype or (storage.tp_shard == known.tp_shard and storage.shape != known.shape):
+                self.refuse_mismatch(header, param, state, (dtype, storage.shape), (known_dtype, known.shape))
 
     def refuse_mismatch(
-        self, header: FileHeader, param: ParamKey, state: str, found: tuple[str, Shape], known: tuple[str, Shape]
+        self, header: FileHeader, param: ParamKey, state: str, actual: tuple[str, Shape], known: tuple[str, Shape]
     ) -> None:
         """Raise CheckpointError: files disagree about the (dtype, shape) of an atom."""
         raise CheckpointError(
-            f"{param} ({state}) is {found[0]} of shape {found[1]}; other files hold it "
+            f"{param} ({state}) is {actual[0]} of shape {actual[1]}; other files hold it "
             f"as {known[0]} of shape {known[1]}. The folder mixes files of several saves.",
             path=self.save.path(header),
         )
@@ -436,28 +437,32 @@ class Builder:
     ) -> list[Fragment]:
         """Return the list of a parameter's fragments for one state; create it if it does not exist."""
         tp_shard, _ = rank.find_tp_shard(name, self.tp)
-        for each in self._storages.get(rank.param(name), ()):
-            held = each.states.get(state)
-            if isinstance(held, Fragments) and each.tp_shard == tp_shard and (held.dtype, each.shape) == (dtype, shape):
-                return held.fragments
+        for storage in self._storages.get(rank.param(name), ()):
+            known = storage.states.get(state)
+            if (
+                isinstance(known, Fragments)
+                and storage.tp_shard == tp_shard
+                and (known.dtype, storage.shape) == (dtype, shape)
+            ):
+                return known.fragments
         new = Fragments(dtype, [])
         self.add_storage(rank, name, shape, 0, {state: new}, header)
         return new.fragments
 
     def sort_states(
-        self, params: Iterable[ParamKey], held: TensorStates, numel: int, header: FileHeader
+        self, params: Iterable[ParamKey], states: TensorStates, numel: int, header: FileHeader
     ) -> dict[str, Piece]:
         """Return the element-wise states of one of the optimizer's tensors; record the others for its parameters.
 
         Args:
             params: the parameters in the tensor.
-            held: its states.
+            states: its states.
             numel: elements of an element-wise state.
             header: of the file.
         """
-        scalars = {n: value for n, value in held.single.items() if numel != 1 or n == "step"} | held.scalars
-        odd, found = dict(held.other), {}
-        for state, piece in held.states.items():
+        scalars = {n: value for n, value in states.single.items() if numel != 1 or n == "step"} | states.scalars
+        odd, elementwise = dict(states.other), {}
+        for state, piece in states.states.items():
             if state in scalars:
                 self.scalar_dtypes.setdefault(state, piece.dtype)
             elif state in _COMPRESSION_ERRORS:
@@ -466,15 +471,15 @@ class Builder:
                 expected = f"shape {piece.shape} where the parameter's part has {numel} elements"
                 odd[state] = piece.fault or expected
             else:
-                found[state] = piece
-        for scalar, piece in held.zero_dim.items():
-            if scalar in held.scalars:
+                elementwise[state] = piece
+        for scalar, piece in states.zero_dim.items():
+            if scalar in states.scalars:
                 self.scalar_dtypes.setdefault(scalar, piece.dtype)
         for param in params:
             for state, description in odd.items():
                 self.irregular.setdefault(param.atom(state), description)
             self.add_scalars(param, scalars, header)
-        return found
+        return elementwise
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], header: FileHeader) -> None:
         """Add the optimizer's scalars of a parameter; scalars that differ between ranks are recorded as irregular.
@@ -504,10 +509,10 @@ class Builder:
             name: [at for at in range(most) if ParamKey(name, at) in self._storages]
             for name, most in self.instances.items()
         }
-        moved = {ParamKey(name, at): ParamKey(name, to) for name, held in filed.items() for to, at in enumerate(held)}
+        moved = {ParamKey(name, at): ParamKey(name, to) for name, taken in filed.items() for to, at in enumerate(taken)}
         for table in ("_storages", "_tp_shards", "_module"):
             setattr(self, table, {moved.get(param, param): value for param, value in getattr(self, table).items()})
-        lost = [name for name, held in filed.items() if 0 < len(held) < self.instances[name]]
+        lost = [name for name, taken in filed.items() if 0 < len(taken) < self.instances[name]]
         self.instances |= {name: len(filed[name]) for name in lost}
         return lost
 
@@ -519,8 +524,8 @@ class Builder:
         """
         faults: list[str] = []
         empty = {(rank.param(n), rank.tp): shape for rank in self.ranks for n, shape in rank.empty.items()}
-        for param, held in self._storages.items():
-            if not _is_sound(held, self._tp_shards[param]):
+        for param, storages in self._storages.items():
+            if not _is_sound(storages, self._tp_shards[param]):
                 self._storages[param] = self._join(param, empty, faults)
         if faults:
             more = [f"… and {len(faults) - MOST_FAULTS} more tensors."] if len(faults) > MOST_FAULTS else []
@@ -529,33 +534,34 @@ class Builder:
 
     def _join(self, param: ParamKey, empty: _Empty, faults: list[str]) -> list[ParamStorage]:
         """Join a parameter's storages into one for each state and ``tp_shard``; append coverage faults."""
-        found: list[ParamStorage] = []
-        for state in dict.fromkeys(state for each in self._storages[param] for state in each.states):
+        joined: list[ParamStorage] = []
+        for state in dict.fromkeys(state for storage in self._storages[param] for state in storage.states):
             try:
-                found += self._join_state(param, state, empty)
+                joined += self._join_state(param, state, empty)
             except CheckpointError as error:
                 faults.append(str(error))
-        return found
+        return joined
 
     def _join_state(self, param: ParamKey, state: str, empty: _Empty) -> list[ParamStorage]:
-        held = [each for each in self._storages[param] if state in each.states and _has_any(each, state)]
-        if not held:
+        storages = [part for part in self._storages[param] if state in part.states and _has_any(part, state)]
+        if not storages:
             return []
-        dtype, joined = held[0].states[state].dtype, list[ParamStorage]()
+        dtype, joined = storages[0].states[state].dtype, list[ParamStorage]()
         for tp_shard in range(self._tp_shards[param]):
-            parts = [each for each in held if each.tp_shard == tp_shard]
+            parts = [storage for storage in storages if storage.tp_shard == tp_shard]
             shape = parts[0].shape if parts else empty.get((param, tp_shard))
             if shape is None:
-                path = next((self._path_of(part) for each in held for part in each.shard(state).fragments), None)
+                fragments = [fragment for storage in storages for fragment in storage.shard(state).fragments]
+                path = next(map(self._path_of, fragments), None)
                 raise CheckpointError(
                     f"holds {param} ({state}), the files of tensor-parallel rank "
                     f"{tp_shard} do not. The folder mixes files of several saves, or lacks files.",
                     path=path or self.save.folder,
                 )
-            fragments = [part for each in parts for part in each.shard(state).fragments]
+            fragments = [part for storage in parts for part in storage.shard(state).fragments]
             fragments.sort(key=attrgetter("start"))
             joined.append(ParamStorage(tp_shard, shape, 0, {state: Fragments(dtype, fragments)}))
-        atom = Atom(param.name, state, dtype, tuple(each.shard(state) for each in joined), param.instance)
+        atom = Atom(param.name, state, dtype, tuple(storage.shard(state) for storage in joined), param.instance)
         check_coverage(atom, self._path_of)
         return joined
 
@@ -563,15 +569,15 @@ class Builder:
         return self.files[self.records.files[fragment.record]].path
 
 
-def _has_any(held: ParamStorage, state: str) -> bool:
+def _has_any(storage: ParamStorage, state: str) -> bool:
     """Return True if files have elements of a state; files of a flat buffer may lack it."""
-    return not isinstance(held.states[state], PartitionedState) or bool(held.shard(state).fragments)
+    return not isinstance(storage.states[state], PartitionedState) or bool(storage.shard(state).fragments)
 
 
-def _is_sound(held: Sequence[ParamStorage], tp_shards: int) -> bool:
+def _is_sound(storages: Sequence[ParamStorage], tp_shards: int) -> bool:
     """Return True if each state covers each tensor-parallel shard exactly once, in their order."""
     seen: dict[str, int] = {}
-    for tp_shard, shape, _, states in held:
+    for tp_shard, shape, _, states in storages:
         for state, storage in states.items():
             if seen.get(state, 0) != tp_shard or not storage.covers(shape):
                 return False

@@ -76,28 +76,29 @@ def _digest(value: Any, write: Callable[[Any], str]) -> str:
     """Return a short hash of plain data; empty without data or above the limit."""
     if not value or has_more_parts(value, _LIMIT):
         return ""
-    found, todo = hashlib.sha256(), [value]
+    digest, todo = hashlib.sha256(), [value]
     while todo:
-        each = todo.pop()
-        if isinstance(each, dict):
-            found.update(b"{")
-            todo += [part for pair in each.items() for part in pair]
-        elif isinstance(each, (list, tuple)):
-            found.update(b"[")
-            todo += each
-        elif isinstance(each, PickledObject):
-            found.update(each.kind.encode("utf-8", "replace"))
-        elif each is None or isinstance(each, (bool, int, float, str)):
-            found.update(write(each).encode("utf-8", "replace") + b";")
-    return found.hexdigest()[:16]
+        item = todo.pop()
+        if isinstance(item, dict):
+            digest.update(b"{")
+            todo += [part for pair in item.items() for part in pair]
+        elif isinstance(item, (list, tuple)):
+            digest.update(b"[")
+            todo += item
+        elif isinstance(item, PickledObject):
+            digest.update(item.kind.encode("utf-8", "replace"))
+        elif item is None or isinstance(item, (bool, int, float, str)):
+            digest.update(write(item).encode("utf-8", "replace") + b";")
+    return digest.hexdigest()[:16]
 
 
 def find_foreign_files(save: Save) -> list[Finding]:
     """Return the first finding for each file of another step, run or world size than most files."""
-    found: dict[str, Finding] = {}
-    for finding in chain(_check_world_sizes(save), *(_compare(save, *each) for each in _list_comparisons(save))):
-        found.setdefault(finding.file, finding)
-    return list(found.values())
+    by_file: dict[str, Finding] = {}
+    differences = (_compare(save, *comparison) for comparison in _list_comparisons(save))
+    for finding in chain(_check_world_sizes(save), *differences):
+        by_file.setdefault(finding.file, finding)
+    return list(by_file.values())
 
 
 def _check_world_sizes(save: Save) -> Iterator[Finding]:
@@ -118,15 +119,15 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     yield models, "its step", _read_counters, FAULT
     experts = list(save.expert_optims.values())
     for headers in (models, shards, experts):
-        yield from ((headers, each, _read_optim(each), FAULT) for each in _EVERYWHERE)
+        yield from ((headers, name, _read_optim(name), FAULT) for name in _EVERYWHERE)
     yield experts, "the optimizer's step", _read_step, FAULT
     for stage in range(save.pp):
         ranks = slice(stage * save.tp, (stage + 1) * save.tp)
         of_stage = [header for (mp, _), header in save.expert_optims.items() if mp // save.tp == stage]
         for same_stage in (of_stage, chain(*save.models[ranks]), chain(*save.shards[ranks])):
             yield same_stage, "groups", _read_groups, FAULT
-    for each in ("partition_count", "alignment"):
-        yield from ((headers, each, _read_optim(each), FAULT) for headers in save.shards)
+    for name in ("partition_count", "alignment"):
+        yield from ((headers, name, _read_optim(name), FAULT) for headers in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
     versions, configs = ([header for header in files if mark in header.marks] for mark in (_VERSION, _CONFIG))
     yield versions, _VERSION, _read_mark(_VERSION), FAULT  # older releases write neither with experts
@@ -161,8 +162,8 @@ def _read_groups(header: FileHeader) -> Any:
 def _read_step(header: FileHeader) -> Any:
     """Return the highest step of the optimizer's parameters."""
     optim = header.optim
-    values = [*(each.scalars for each in optim.tensors), *optim.groups] if optim else []
-    return max((each["step"] for each in values if isinstance(each.get("step"), (int, float))), default=None)
+    values = [*(fields.scalars for fields in optim.tensors), *optim.groups] if optim else []
+    return max((fields["step"] for fields in values if isinstance(fields.get("step"), (int, float))), default=None)
 
 
 def _compare(
@@ -180,7 +181,7 @@ def _compare(
             group.append(header)
     if len(alike) < 2:
         return
-    usual, most = max(alike, key=lambda each: len(each[1]))
+    usual, most = max(alike, key=lambda pair: len(pair[1]))
     for value, foreign in alike:
         for header in foreign if foreign is not most else ():
             fault = f"{label} differs from that of {most[0].name} ({_contrast(value, usual)})"

@@ -64,16 +64,16 @@ def list_entries(folder: str) -> dict[str, Entry]:
         CheckpointError: the folder does not exist or cannot be read.
     """
     entries = scan_folder(folder)
-    found = {
+    chosen = {
         name: entry
         for name, entry in entries.items()
         if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, PUBLISHED)
     }
-    if OFFLOADED in found and found[OFFLOADED].is_folder:
-        found |= _list_swaps(folder)
-    if not any(_STATES.fullmatch(name) for name in found) and not holds_atoms(found):
-        found |= _list_foreign(folder, entries)
-    return found
+    if OFFLOADED in chosen and chosen[OFFLOADED].is_folder:
+        chosen |= _list_swaps(folder)
+    if not any(_STATES.fullmatch(name) for name in chosen) and not holds_atoms(chosen):
+        chosen |= _list_foreign(folder, entries)
+    return chosen
 
 
 def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> str:
@@ -105,16 +105,16 @@ def list_published(folder: str) -> tuple[str, dict[str, Entry]]:
         CheckpointError: a folder cannot be listed, or ``ucp_published.json`` is damaged.
     """
     entries = scan_if_there(folder)
-    found = resolve_published(folder, entries)
-    return found, entries if found == folder else scan_if_there(found)
+    published = resolve_published(folder, entries)
+    return published, entries if published == folder else scan_if_there(published)
 
 
 def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """List the files of a foreign checkpoint, including Accelerate's subfolders for model and optimizer."""
     subfolders = [name for name, entry in entries.items() if entry.is_folder and name.startswith(PARTS)]
     parts = {name: scan_if_there(os.path.join(folder, name)) for name in subfolders}
-    found = {f"{name}/{file}": entry for name, files in parts.items() for file, entry in files.items()}
-    return {name: each for name, each in {**entries, **found}.items() if not each.is_folder and is_foreign(name)}
+    below = {f"{name}/{file}": entry for name, files in parts.items() for file, entry in files.items()}
+    return {name: entry for name, entry in {**entries, **below}.items() if not entry.is_folder and is_foreign(name)}
 
 
 def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
@@ -144,12 +144,12 @@ def scan_if_there(folder: str) -> dict[str, Entry]:
 
 
 def _list_swaps(folder: str) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+    swaps: dict[str, Entry] = {}
     for rank, entry in scan_folder(os.path.join(folder, OFFLOADED)).items():
         path = f"{OFFLOADED}/{rank}"
         files = scan_folder(os.path.join(folder, path)) if entry.is_folder else {}
-        found |= {f"{path}/{name}": each for name, each in files.items() if not each.is_folder}
-    return {name: entry for name, entry in found.items() if read_swap_name(name)}
+        swaps |= {f"{path}/{name}": swap for name, swap in files.items() if not swap.is_folder}
+    return {name: entry for name, entry in swaps.items() if read_swap_name(name)}
 
 
 def strip_writer(name: str) -> str:
@@ -170,12 +170,12 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
     Raises:
         CheckpointError: there are two files of one rank's optimizer states, or files with and without suffix.
     """
-    found: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    groups: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name in names:
         match = _COPY.fullmatch(name)
         role, writer, writers = match.groups() if match else (name, 0, 0)
-        found[role].append((-int(writers), int(writer), name))
-    for role, group in found.items():
+        groups[role].append((-int(writers), int(writer), name))
+    for role, group in groups.items():
         group.sort()
         if len(group) > 1 and (_OPTIM.fullmatch(role) or group[-1][2] == role):
             two = f"{group[0][2]} and {group[-1][2]}"
@@ -184,8 +184,8 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
                 "writer leaves them, with other numbers of writers, where a tag is saved into that was there already.",
                 path=folder,
             )
-    chosen = {role: group[0][2] for role, group in found.items()}
-    return chosen, {name: group[0][2] for group in found.values() for _, _, name in group[1:]}
+    chosen = {role: group[0][2] for role, group in groups.items()}
+    return chosen, {name: group[0][2] for group in groups.values() for _, _, name in group[1:]}
 
 
 class SwapName(NamedTuple):

@@ -115,8 +115,8 @@ def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
     except CheckpointError as error:
         # An error of the operating system may occur on one node only; damage is the same for all.
         where_read = reader if isinstance(error.__cause__, OSError) else ""
-        found = from_failure("header", name, error)
-        return replace(found, text=f"{found.text}{where_read}{_OVERWRITTEN if strip_writer(name) != name else ''}")
+        finding = from_failure("header", name, error)
+        return replace(finding, text=f"{finding.text}{where_read}{_OVERWRITTEN if strip_writer(name) != name else ''}")
 
 
 class _Looks(dict[str, Look]):
@@ -371,15 +371,15 @@ def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
     if not where.access.is_partial:
         return []
     read = comm.each(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
-    variants = [each for headers in read for each in headers if each.model]
-    models = [[*held] for held in save.models]
-    for each in variants:
-        mp = read_model_rank(each.name.partition(" ")[0])
+    variants = [header for headers in read for header in headers if header.model]
+    models = [[*headers] for headers in save.models]
+    for header in variants:
+        mp = read_model_rank(header.name.partition(" ")[0])
         if mp is not None and mp < len(models):
-            models[mp].append(_slim(each, save.main, repeats=True))
-    names = {each.name for each in variants}
+            models[mp].append(_slim(header, save.main, repeats=True))
+    names = {header.name for header in variants}
     return [
-        each for each in find_foreign_files(replace(save, models=models)) if each.file in names and not each.warning
+        fault for fault in find_foreign_files(replace(save, models=models)) if fault.file in names and not fault.warning
     ]
 
 
@@ -405,11 +405,11 @@ def _find_leftovers(save: Save, expected: Iterable[str]) -> Iterator[Finding]:
 def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]:
     """Return warnings of files that were written at another time; each place with copies of the save is separate."""
     names = [header.name for header in headers]
-    found = find_late_files(where.folder, where.entries, names)
-    if not found or not hold_copies(where, {header.name: header.crc for header in headers}):
-        return found
-    each = zip(where.folders, where.visible, strict=True)
-    return [finding for folder, entries in each for finding in find_late_files(folder, entries, names)]
+    late = find_late_files(where.folder, where.entries, names)
+    if not late or not hold_copies(where, {header.name: header.crc for header in headers}):
+        return late
+    places = zip(where.folders, where.visible, strict=True)
+    return [finding for folder, entries in places for finding in find_late_files(folder, entries, names)]
 
 
 # -- times and steps ---------------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
 def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
     """Find weights that a trainer saved into the parent folder after the tag, at time ``written``."""
     entries = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
-    late = sorted(name for name, each in entries.items() if each.changed > written + slack)
+    late = sorted(name for name, entry in entries.items() if entry.changed > written + slack)
     weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
     if not weights or TRAINER_STATE not in late:
         return []

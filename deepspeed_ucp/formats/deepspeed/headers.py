@@ -140,7 +140,7 @@ class OptimHeader:
 
     def list_pieces(self) -> list[Piece]:
         """List the masters, then the states of each tensor."""
-        states = (piece for held in self.tensors for piece in (*held.states.values(), *held.zero_dim.values()))
+        states = (piece for tensor in self.tensors for piece in (*tensor.states.values(), *tensor.zero_dim.values()))
         return [*self.masters, *states]
 
 
@@ -275,7 +275,7 @@ class HeaderTemplate:
         kinds = [(piece.dtype, piece.fault) for piece in self._pieces]
         self._kinds = tuple(zip(self.firsts, shapes, kinds, strict=True))
         self.ends = tuple(cut_number(name)[1] for name in header.layer or ())
-        counts = [len(held.states) + len(held.zero_dim) for held in optim.tensors] if optim else []
+        counts = [len(tensor.states) + len(tensor.zero_dim) for tensor in optim.tensors] if optim else []
         self.starts = list(accumulate(counts, initial=len(optim.masters))) if optim else []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -292,8 +292,8 @@ class HeaderTemplate:
         """The header's content except pieces and variables."""
         optim, names = self.header.optim, list[tuple[list[str], list[str]]]()
         if optim is not None:
-            names = [(list(held.states), list(held.zero_dim)) for held in optim.tensors]
-            tensors = tuple(replace(held, states={}, zero_dim={}) for held in optim.tensors)
+            names = [(list(tensor.states), list(tensor.zero_dim)) for tensor in optim.tensors]
+            tensors = tuple(replace(tensor, states={}, zero_dim={}) for tensor in optim.tensors)
             optim = replace(optim, masters=(), tensors=tensors, slices=(), paddings=(0,) * len(optim.paddings))
         header = self.header
         common = header.globals, header.config, header.marks, header.model, header.checked
@@ -363,10 +363,10 @@ class LazyParts(Sequence[T]):
     @overload
     def __getitem__(self, at: slice) -> tuple[T, ...]: ...
     def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
-        found = range(self.length)[at]
-        if isinstance(found, int):
-            return self.make(found, self.numbers)
-        return tuple(self.make(number, self.numbers) for number in found)
+        chosen = range(self.length)[at]
+        if isinstance(chosen, int):
+            return self.make(chosen, self.numbers)
+        return tuple(self.make(number, self.numbers) for number in chosen)
 
 
 class ExpertTensors(Mapping[str, Piece]):
@@ -390,19 +390,19 @@ class ExpertTensors(Mapping[str, Piece]):
         return iter([begin + end for end in self.template.ends])
 
     def __getitem__(self, name: str) -> Piece:
-        for number, each in enumerate(self):
-            if each == name:
+        for number, tensor_name in enumerate(self):
+            if tensor_name == name:
                 return self.template.make_piece(number, self.numbers)
         raise KeyError(name)
 
 
 def count_filed(files: Iterable[FileHeader]) -> dict[str, int]:
     """Count the experts of each layer that have files, keyed as :func:`~..experts.count_experts` does."""
-    held = [header.layer or {} for header in files]
-    counts = count_experts(name for each in held if not isinstance(each, ExpertTensors) for name in each)
-    for each in held:
-        if isinstance(each, ExpertTensors):
-            counts[each.layer] = max(counts.get(each.layer, 0), each.number + 1)
+    layers = [header.layer or {} for header in files]
+    counts = count_experts(name for tensors in layers if not isinstance(tensors, ExpertTensors) for name in tensors)
+    for tensors in layers:
+        if isinstance(tensors, ExpertTensors):
+            counts[tensors.layer] = max(counts.get(tensors.layer, 0), tensors.number + 1)
     return counts
 
 
@@ -514,8 +514,8 @@ class FileRun:
 
     def pick(self, piece: int, field: str) -> list[int]:
         """Return one field of :data:`PIECE` of a piece for each file."""
-        found: list[int] = self.batch.table[field][self.files, piece].tolist()
-        return found
+        values: list[int] = self.batch.table[field][self.files, piece].tolist()
+        return values
 
     def pick_padding(self, group: int) -> list[int]:
         """Return the elements of padding at the end of a group's partition for each file; 0 if not recorded."""
@@ -552,10 +552,10 @@ class Batches:
 
     def list_runs(self, headers: Iterable[FileHeader]) -> list[FileRun]:
         """Group files by batch; a file's place among ``headers`` is the partition of a flat buffer that it holds."""
-        found: dict[int, FileRun] = {}
+        runs: dict[int, FileRun] = {}
         for part, header in enumerate(headers):
             batch, file = self._places[header.name]
-            run = found.setdefault(id(batch), FileRun(batch, [], []))
+            run = runs.setdefault(id(batch), FileRun(batch, [], []))
             run.files.append(file)
             run.parts.append(part)
-        return list(found.values())
+        return list(runs.values())

@@ -37,19 +37,19 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
     for key in (INFO, "args"):
         if has_more_parts(tree.get(key), _MOST_PARTS):
             raise ValueError(f"{key} has more than {_MOST_PARTS} parts")
-    found: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
     info = simplify_object(tree.get(INFO))
     if isinstance(info, dict):
-        found[INFO] = {key: value for key, value in info.items() if key != "__class__"}
+        hints[INFO] = {key: value for key, value in info.items() if key != "__class__"}
     fields = _get_fields(tree.get("args"))
     if fields is not None:
         plain = {str(key): simplify_object(value) for key, value in fields.items()}
-        found["args"] = {key: value for key, value in plain.items() if _is_flat(value) and _is_flat(fields[key])}
+        hints["args"] = {key: value for key, value in plain.items() if _is_flat(value) and _is_flat(fields[key])}
     for key in _NUMBERS:
         value = simplify_object(tree.get(key))
         if isinstance(value, (int, float)):
-            found[key] = value
-    return found
+            hints[key] = value
+    return hints
 
 
 def simplify_object(value: Any) -> Any:
@@ -128,13 +128,13 @@ def join_hints(hints: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """
     joined: dict[str, Any] = {}
     first = ""
-    for path, found in hints:
+    for path, read in hints:
         if not joined:
-            joined, first = dict(found), path
+            joined, first = dict(read), path
             continue
         for key in (INFO, *_NUMBERS):
-            if key in found and found[key] != joined.get(key):
-                joined[key] = _unite(joined.get(key), found[key], (first, path, key))
+            if key in read and read[key] != joined.get(key):
+                joined[key] = _unite(joined.get(key), read[key], (first, path, key))
     return joined
 
 

@@ -131,7 +131,7 @@ def make_index(
     """
     save = builder.save
     model = save.model(0)
-    client = tuple(builder.record(save.main, each) for each in model.others)
+    client = tuple(builder.record(save.main, record) for record in model.others)
     return AtomicIndex(
         stored=StoredAtoms(
             tuple(builder.files),
@@ -156,9 +156,9 @@ def make_index(
         ),
         model=ModelInfo(
             aliases=builder.aliases,
-            buffers=frozenset(name for each in save.first_models for name in each.buffers),
+            buffers=frozenset(name for header in save.first_models for name in header.buffers),
             instances=builder.instances,
-            hints=join_hints((save.path(held[0]), save.model(mp).hints) for mp, held in enumerate(save.models)),
+            hints=join_hints((save.path(headers[0]), save.model(mp).hints) for mp, headers in enumerate(save.models)),
             recorded=dict(recorded or {}),
             fused=_find_fused(save, atoms),
         ),
@@ -185,16 +185,16 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Itera
         yield "tied experts, which DeepSpeed's load replaces by those of the first rank"
     if topology.traits.form is Form.PARTITIONS and any(
         "expert" in param.name
-        and not any(COPY in each.states for each in held)
-        and any(MASTER in each.states for each in held)
-        for param, held in atoms.storages.items()
+        and not any(COPY in storage.states for storage in storages)
+        and any(MASTER in storage.states for storage in storages)
+        for param, storages in atoms.storages.items()
     ):
         yield "weights that the model states lack, since DeepSpeed takes all below a module named 'expert' for experts"
 
 
 def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
     """Return AutoEP's fused parameters → number of experts in each."""
-    counts = {strip_compiled(layer): sum(map(len, held)) for layer, held in save.model(0).placements.items()}
+    counts = {strip_compiled(layer): sum(map(len, numbers)) for layer, numbers in save.model(0).placements.items()}
     if not counts:
         return {}
     names = [key.name.rpartition(".")[0] for key in atoms if is_expert(key.name)]
@@ -203,9 +203,9 @@ def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
 
 def _find_optim(save: Save) -> OptimHeader | None:
     """Return the first optimizer header with parameters, which some pipeline stages lack; or None."""
-    found = [model.optim for model in save.first_models if model.optim]
-    found = found or [shards[0].optim for shards in save.shards if shards and shards[0].optim]
-    return next((optim for optim in found if optim.masters), found[0] if found else None)
+    optims = [model.optim for model in save.first_models if model.optim]
+    optims = optims or [shards[0].optim for shards in save.shards if shards and shards[0].optim]
+    return next((optim for optim in optims if optim.masters), optims[0] if optims else None)
 
 
 def find_saved_precision(
@@ -220,7 +220,7 @@ def find_saved_precision(
         return precision
     dtypes = {name: piece.dtype for name, piece in (model.module or {}).items() if name not in model.buffers}
     if save.is_pipeline or model.nested:
-        buffers = {name for each in save.first_models for name in each.buffers}
+        buffers = {name for header in save.first_models for name in header.buffers}
         copies = {key.name: atom.dtype for key, atom in atoms.items() if key.state == COPY}
         others = {k.name: atom.dtype for k, atom in atoms.items() if k.state == MODULE and k.name not in buffers}
         dtypes = {**copies, **others, **copies}
@@ -274,13 +274,13 @@ def _refuse_engines(save: Save, naming: Naming) -> None:
 def _list_sliced_bases(model: ModelHeader) -> list[str]:
     saved = {name: piece.shape for name, piece in (model.module or {}).items()}
     shapes = {**saved, **model.frozen_shapes, **model.owned}
-    found = []
+    sliced = []
     for name, down in shapes.items():
         base = name.removesuffix(".lora_weight_1.weight")
         up, weight = shapes.get(f"{base}.lora_weight_2.weight"), shapes.get(f"{base}.weight")
         if base != name and up and weight and len(weight) == 1 and weight[0] < up[0] * down[-1]:
-            found.append(f"{base}.weight")
-    return found
+            sliced.append(f"{base}.weight")
+    return sliced
 
 
 def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey, str]:

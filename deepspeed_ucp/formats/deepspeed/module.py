@@ -56,13 +56,13 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
         UnsupportedError: names in a nested dict are ambiguous.
     """
     save, is_sharded = builder.save, builder.save.is_sharded
-    held = [read_module(save, models[0], optimized) for models in save.models]
-    ranks, instances = list_ranks(save, [list(tensors) for tensors in held])
+    modules = [read_module(save, models[0], optimized) for models in save.models]
+    ranks, instances = list_ranks(save, [list(tensors) for tensors in modules])
     builder.instances.update(instances)
     for mp, rank in enumerate(ranks):
         header, model = save.models[mp][0], save.model(mp)
-        ties, buffers = find_ties(save, model) | _find_tied_experts(save, header, held[mp]), set(model.buffers)
-        for name, piece in drop_ties(held[mp], ties):
+        ties, buffers = find_ties(save, model) | _find_tied_experts(save, header, modules[mp]), set(model.buffers)
+        for name, piece in drop_ties(modules[mp], ties):
             # Under ZeRO 3 parameters have no elements here; other tensors come from a custom state dict.
             has_data = piece.numel and name not in model.frozen_shapes if is_sharded else True
             if name in buffers or (has_data and name not in optimized):
@@ -70,7 +70,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
             elif name in optimized and not is_sharded:
                 builder.add(rank, name, COPY, header, piece)
         if is_sharded and mp == 0:
-            ties, ambiguous = _tie_repeated(held[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
+            ties, ambiguous = _tie_repeated(modules[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
             builder.ambiguous = tuple(ambiguous)
         builder.aliases = {**ties, **builder.aliases}
     _add_experts(builder, optimized)
@@ -100,21 +100,21 @@ def _tie_repeated(
         for at in islice((at for at, letter in enumerate(name) if letter == "."), _DEEPEST):
             below[name[:at]][name[at + 1 :]] = name
     siblings: dict[tuple[str, frozenset[str]], list[str]] = defaultdict(list)
-    for module, held in below.items():
-        siblings[_find_parent(module), frozenset(held)].append(module)
+    for module, rests in below.items():
+        siblings[_find_parent(module), frozenset(rests)].append(module)
     without = lost | ties.keys()
-    whole = {module for module, held in below.items() if without >= {*held.values()} and lost & {*held.values()}}
-    found = dict(ties)
+    whole = {module for module, rests in below.items() if without >= {*rests.values()} and lost & {*rests.values()}}
+    all_ties = dict(ties)
     for module in (module for module in whole if _find_parent(module) not in whole):
-        held = below[module]
+        rests = below[module]
         twins = [
             twin
-            for twin in siblings[_find_parent(module), frozenset(held)]
-            if twin not in whole and all(ties.get(name) in (None, below[twin][rest]) for rest, name in held.items())
+            for twin in siblings[_find_parent(module), frozenset(rests)]
+            if twin not in whole and all(ties.get(name) in (None, below[twin][rest]) for rest, name in rests.items())
         ]
         if len(twins) == 1:
-            found |= {name: below[twins[0]][rest] for rest, name in held.items()}
-    return found, sorted(lost - found.keys())
+            all_ties |= {name: below[twins[0]][rest] for rest, name in rests.items()}
+    return all_ties, sorted(lost - all_ties.keys())
 
 
 def _find_parent(module: str) -> str:
@@ -130,10 +130,10 @@ def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
     """
 
     def rename(tensors: Mapping[str, Piece], prefix: str = "") -> dict[str, Piece]:
-        held = {f"{prefix}{key}": piece for key, piece in tensors.items()}
-        named = {key: keys.get(key, key) for key in held}
-        clash = {key for key, name in named.items() if name != key and name in held and name not in keys}
-        return {(key if key in clash else named[key]).removeprefix(prefix): piece for key, piece in held.items()}
+        prefixed = {f"{prefix}{key}": piece for key, piece in tensors.items()}
+        named = {key: keys.get(key, key) for key in prefixed}
+        clash = {key for key, name in named.items() if name != key and name in prefixed and name not in keys}
+        return {(key if key in clash else named[key]).removeprefix(prefix): piece for key, piece in prefixed.items()}
 
     for models in save.models if keys else ():
         for place, header in enumerate(models):
@@ -154,7 +154,7 @@ def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piec
         UnsupportedError: no file of an expert has the same bytes.
     """
     numbered = {name: read.number for name in module if (read := read_name(name))} if save.experts else {}
-    files = [(key[1], each.layer or {}) for key, each in save.experts.items()] if numbered else []
+    files = [(key[1], expert_header.layer or {}) for key, expert_header in save.experts.items()] if numbered else []
     ties = {}
     for name, number in numbered.items():
         twins = [
@@ -229,8 +229,8 @@ def _add_run(builder: Builder, rank: SavedRank, run: FileRun, optimized: set[str
         first = run.batch.make_piece(piece, run.files[0])
         buffer = join_parameters(0, named, [first.shape] * parts, parts=parts, partition=first.numel)
         records = array("q", run.number(builder.number_records(run.batch, piece)))
-        held = PartitionedState(buffer, first.dtype, records, array("q", run.pick(piece, "start")))
-        states.append((first.shape, {COPY: held}, {MODULE: held}))
+        storage = PartitionedState(buffer, first.dtype, records, array("q", run.pick(piece, "start")))
+        states.append((first.shape, {COPY: storage}, {MODULE: storage}))
     for place, (header, *local) in enumerate(zip(headers, *names, strict=True)):
         for name, (shape, copies, others) in zip(local, states, strict=True):
             builder.add_storage(rank, name, shape, place, copies if name in optimized else others, header)
@@ -289,10 +289,10 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
         return module
     owned = set(known)
     named = {*owned, *model.buffers, *model.frozen_shapes}
-    found = match_names(list(module), named)
-    held = {module[key] for key in found}
-    lost = [key for key in module if key not in found and module[key] not in held]
-    unseen = named - set(found.values())
+    matched = match_names(list(module), named)
+    matched_pieces = {module[key] for key in matched}
+    lost = [key for key in module if key not in matched and module[key] not in matched_pieces]
+    unseen = named - set(matched.values())
     # A client's state dict may omit buffers; a key without name may be any name without key.
     if lost and (unseen - owned or len(lost) > len(unseen)):
         raise UnsupportedError(
@@ -301,7 +301,7 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
             "itself can resume it in the topology that wrote it.",
             path=save.path(header),
         )
-    return {found[key]: piece for key, piece in module.items() if key in found}
+    return {matched[key]: piece for key, piece in module.items() if key in matched}
 
 
 def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
@@ -322,12 +322,12 @@ def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
         if len(fits) == 1:
             pairs[name] = fits[0]
     used = Counter(pairs.values())
-    found = {key: name for name, key in pairs.items() if used[key] == 1}
-    changes = {_find_change(key, name) for key, name in found.items()}
-    if len(changes) == 1 and len(found) == len(names):
+    matched = {key: name for name, key in pairs.items() if used[key] == 1}
+    changes = {_find_change(key, name) for key, name in matched.items()}
+    if len(changes) == 1 and len(matched) == len(names):
         cut, prefix = changes.pop()
-        found.update({key: prefix + key[len(cut) :] for key in keys if key not in found and key.startswith(cut)})
-    return found
+        matched.update({key: prefix + key[len(cut) :] for key in keys if key not in matched and key.startswith(cut)})
+    return matched
 
 
 def _fit(name: str, keys: set[str], ends: Mapping[str, list[str]]) -> list[str]:
@@ -367,28 +367,31 @@ class _LayerFiles:
             names.update(*(tied for model in models if model.param_shapes is None))
             self.names.append(LayerNames.of(names))
         self._contiguous = all(
-            max(low) < min(high) for low, high in pairwise(each.untied for each in self.names if each.untied)
+            max(low) < min(high)
+            for low, high in pairwise(stage_names.untied for stage_names in self.names if stage_names.untied)
         )
 
     def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[Place]:
         """List the tied modules that a layer's file may hold: same keys, same shapes, possible stage."""
         if any(layer in names.untied for names in self.names):
             return []
-        found = []
+        places = []
         for stage, names in enumerate(self.names):
             shapes = self.ranks[stage][tp].shapes
             for key in names.find_tied(layer, tensors):
-                same = (each.shape == shapes.get(f"{TIED}{key}.{name}", each.shape) for name, each in tensors.items())
+                same = (
+                    piece.shape == shapes.get(f"{TIED}{key}.{name}", piece.shape) for name, piece in tensors.items()
+                )
                 if all(same) and self._can_hold(stage, layer):
-                    found.append((key, stage))
-        return found
+                    places.append((key, stage))
+        return places
 
     def _can_hold(self, stage: int, layer: int) -> bool:
         """Return False if a layer cannot be on a stage because all stages are runs of layers."""
         if not self._contiguous:
             return True
-        before = (held for names in self.names[:stage] for held in names.untied)
-        after = (held for names in self.names[stage + 1 :] for held in names.untied)
+        before = (number for names in self.names[:stage] for number in names.untied)
+        after = (number for names in self.names[stage + 1 :] for number in names.untied)
         return max(before, default=-1) < layer < min(after, default=layer + 1)
 
     def add(self) -> None:
@@ -462,11 +465,11 @@ class _LayerFiles:
 
     def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
         """Return True if files have the same buffers and frozen parameters, by their checksums."""
-        for held in self.save.layers:
-            others = [self._list_others(key, held[layer]) for layer in layers]
-            if any(others[0].keys() != each.keys() for each in others):
+        for files in self.save.layers:
+            others = [self._list_others(key, files[layer]) for layer in layers]
+            if any(others[0].keys() != pieces.keys() for pieces in others):
                 return False
-            if not all(are_alike(each[name].contents for each in others) for name in others[0]):
+            if not all(are_alike(pieces[name].contents for pieces in others) for name in others[0]):
                 return len(layers) == 1
         return True
 
@@ -482,10 +485,10 @@ class _LayerFiles:
 
     def _add_others(self, key: str, layers: Sequence[int]) -> None:
         """Add the buffers and frozen parameters of one file for each stage."""
-        for tp, held in enumerate(self.save.layers):
+        for tp, files in enumerate(self.save.layers):
             for index, layer in enumerate(layers):
-                for short, piece in self._list_others(key, held[layer]).items():
+                for short, piece in self._list_others(key, files[layer]).items():
                     name = f"{TIED}{key}.{short}"
-                    self.builder.add(SavedRank(tp=tp, instances={name: index}), name, MODULE, held[layer], piece)
+                    self.builder.add(SavedRank(tp=tp, instances={name: index}), name, MODULE, files[layer], piece)
                     if len(layers) > 1:
                         self.builder.instances[name] = len(layers)

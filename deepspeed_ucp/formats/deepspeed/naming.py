@@ -81,7 +81,8 @@ def _list_names(save: Save) -> set[str]:
     """List the names of all tensors in the files, except those of a pipeline's tied modules, which have none."""
     named: list[Mapping[str, object]] = [{} if model.nested else model.module or {} for model in save.first_models]
     named += [header.layer or {} for header in save.experts.values()]
-    layers = (f"{layer}.{key}" for held in save.layers for layer, header in held.items() for key in header.layer or {})
+    pairs = [pair for files in save.layers for pair in files.items()]
+    layers = (f"{layer}.{key}" for layer, header in pairs for key in header.layer or {})
     return {name for tensors in named for name in tensors}.union(layers)
 
 
@@ -164,8 +165,8 @@ def fit_groups(
     for only_owned in (False, True):
         named = pick_names(live or (), only_owned)
         # Wrappers omit parameters without elements on this tensor-parallel rank (fewer rows than ranks).
-        held = [tuple(name for name in group if count(shapes.get(name, (1,)))) for group in named]
-        for names in (named, held):
+        nonempty = [tuple(name for name in group if count(shapes.get(name, (1,)))) for group in named]
+        for names in (named, nonempty):
             if fits(names, optim, shapes):
                 return names
     raise MismatchError(describe_misfit(optim, model, shapes, live or ()), path=path)
@@ -222,11 +223,11 @@ def check_state_shapes(part: NamedOptimizer, path: str) -> None:
     optim, names = part.optim, part.names
     if optim.traits.is_flat or len(names) != len(optim.tensors):
         return
-    for state in sorted({state for held in optim.tensors for state in held.states}):
+    for state in sorted({state for tensor in optim.tensors for state in tensor.states}):
         pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.tensors, strict=True) if state in h.states]
         expected = [part.shapes[name] for name, _ in pairs]
-        found = [shape for _, shape in pairs]
-        if found != expected and sorted(found) == sorted(expected):
+        actual = [shape for _, shape in pairs]
+        if actual != expected and sorted(actual) == sorted(expected):
             name, shape = next(pair for pair in pairs if pair[1] != part.shapes[pair[0]])
             raise MismatchError(
                 f"{name} has shape {part.shapes[name]}, the {state} saved at its place has {shape}. Stage 0 "
@@ -269,10 +270,10 @@ _LAST = (1 << 62, 0)
 
 def _name_form(name: str) -> str:
     """Return the name, or for an expert the name of its layer's first expert."""
-    found = read_name(name)
-    if found is None:
+    expert = read_name(name)
+    if expert is None:
         return name
-    return f"{found.layer}{found.end}.0" if found.fused else f"{found.layer}0{found.end}"
+    return f"{expert.layer}{expert.end}.0" if expert.fused else f"{expert.layer}0{expert.end}"
 
 
 def number_names(names: Iterable[str], unit: Callable[[str], int] = is_expert) -> dict[str, Place]:
@@ -317,9 +318,9 @@ class ModuleOrder:
         Raises:
             MismatchError: the module has another order, and the saved optimizer's order is not certain.
         """
-        held = [self._list_known(group) for group in groups]
-        moved = [names for names in held if self._differ(names, self.now)]
-        swapped = [names for names in self._list_alike(held, hyper) if self._differ(names, self.now)]
+        known = [self._list_known(group) for group in groups]
+        moved = [names for names in known if self._differ(names, self.now)]
+        swapped = [names for names in self._list_alike(known, hyper) if self._differ(names, self.now)]
         recorded = self.record() if self.record and (moved or swapped) else self.now
         if not any(self._differ(names, recorded) for names in (*moved, *swapped)):
             return groups
@@ -333,7 +334,7 @@ class ModuleOrder:
                 "define the modules in the saved order, or load with load_optimizer_states=False.",
                 path=self.path,
             )
-        pairs = zip(held, groups, strict=True)
+        pairs = zip(known, groups, strict=True)
         return [self._move(group, names) if names in moved else group for names, group in pairs]
 
     def is_kept(self, group: Iterable[tuple[str, bool]]) -> bool:
@@ -364,10 +365,10 @@ class ModuleOrder:
         forms = dict.fromkeys(_name_form(strip_compiled(name)) for name, _ in group)
         return [form for form in forms if form in self.now and form in self.before]
 
-    def _list_alike(self, held: Sequence[list[str]], hyper: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    def _list_alike(self, known: Sequence[list[str]], hyper: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         """Return the first parameters of groups with equal hyper-parameters and shapes, together."""
         alike: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for number, names in enumerate(held):
+        for number, names in enumerate(known):
             fields = hyper[number] if number < len(hyper) else {}
             fixed = sorted((key, repr(value)) for key, value in fields.items() if key not in CHANGING)
             sizes = sorted(self.shapes[name] for name in names)
@@ -406,8 +407,8 @@ def compare_modules(save: Save, naming: Naming) -> ModuleOrder:
 
 def _read_record(naming: Naming, *, nested: bool) -> Places:
     names = [*naming.record()] if naming.record else []
-    found = match_names(names, set(naming.order)) if nested else {}
-    return number_names(found.get(name, name) for name in names)
+    matched = match_names(names, set(naming.order)) if nested else {}
+    return number_names(matched.get(name, name) for name in names)
 
 
 def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> ModuleOrder:

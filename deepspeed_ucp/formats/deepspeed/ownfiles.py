@@ -97,7 +97,7 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
 def _find_moved(saved: Sequence[str], live: Sequence[str]) -> list[str]:
     """Describe the first common name at another position: stage 0 saves states by position."""
     names = set(saved).intersection(live)
-    before, now = ([name for name in each if name in names] for each in (saved, live))
+    before, now = ([name for name in ordered if name in names] for ordered in (saved, live))
     return [f"{ORDER} {one} → {other}" for one, other in zip(before, now, strict=True) if one != other][:1]
 
 
@@ -110,11 +110,11 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    found: dict[Use, str] = {}
+    paths: dict[Use, str] = {}
     for path in _list_unpickled(folder)[member::members]:
         for use in list_globals(read_header(path)):
-            found.setdefault(use, path)
-    return found
+            paths.setdefault(use, path)
+    return paths
 
 
 def _list_unpickled(folder: str) -> list[str]:

@@ -46,16 +46,16 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
         compare_layers(save, naming, module[0].shapes).follow(live, naming.hyper)
     for only_owned in (False, True):
         named = pick_names(live, only_owned)
-        found = list(_Search(save, named, module[0].shapes).run())
-        if len(found) > 1:
+        divisions = list(_Search(save, named, module[0].shapes).run())
+        if len(divisions) > 1:
             raise MismatchError(
                 "the layers of the pipeline's stages cannot be derived from the sizes of their states "
-                f"({_describe(found[0])}, or {_describe(found[1])}). Load with load_optimizer_states=False.",
+                f"({_describe(divisions[0])}, or {_describe(divisions[1])}). Load with load_optimizer_states=False.",
                 path=save.path(save.main),
             )
-        if found:
+        if divisions:
             _warn_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=naming.dual)
-            return [_make_part(save, mp, found[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
+            return [_make_part(save, mp, divisions[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
             misfit = describe_misfit(save.optim(mp), save.model(mp), module[mp].shapes, live)
@@ -71,7 +71,7 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
 def _warn_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
     """Warn if the stages may be a DualPipeV's, as there are no masters to tell; raise if the live pipeline is one."""
     optim = save.optim(0)
-    if optim.traits.has_copies or not any(held.states for held in optim.tensors):
+    if optim.traits.has_copies or not any(tensor.states for tensor in optim.tensors):
         return
     if save.count_micro_batches() < 2 * save.pp or not search.fits():  # DualPipeV needs as many micro batches
         return
@@ -139,10 +139,10 @@ class _Search:
             if first == len(self.layers):
                 yield []
             return
-        for found in self._fill(stage, first):
-            for rest in self._place(stage + 1, first + len(found.layers)):
-                placed = [found, *rest]
-                if stage or set(self.tied) <= {key for held in placed for key in held.tied}:
+        for candidate in self._fill(stage, first):
+            for rest in self._place(stage + 1, first + len(candidate.layers)):
+                placed = [candidate, *rest]
+                if stage or set(self.tied) <= {key for other in placed for key in other.tied}:
                     yield placed
 
     def _fill(self, stage: int, first: int) -> Iterator[_Stage]:
@@ -151,14 +151,14 @@ class _Search:
         weights, wanted = self._weigh(optim), sum(group_sizes(optim))
         for size in range(len(self.tied) + 1):
             for tied in combinations(self.tied, size):
-                held = sum(weights[key] for key in tied)
+                total = sum(weights[key] for key in tied)
                 for last in range(first, len(self.layers) + 1):
-                    held += weights[str(self.layers[last - 1])] if last > first else 0
-                    if held > wanted:
+                    total += weights[str(self.layers[last - 1])] if last > first else 0
+                    if total > wanted:
                         break
-                    found = _Stage(tied, tuple(self.layers[first:last]))
-                    if held == wanted and self._has_buffers(stage, found) and self._fits(optim, found):
-                        yield found
+                    candidate = _Stage(tied, tuple(self.layers[first:last]))
+                    if total == wanted and self._has_buffers(stage, candidate) and self._fits(optim, candidate):
+                        yield candidate
 
     def _weigh(self, optim: OptimHeader) -> Counter[str]:
         """Count the parameters of each layer and tied module, or their elements for flat groups."""
@@ -167,16 +167,16 @@ class _Search:
             weights[find_owner(name)] += count(self.shapes[name]) if optim.traits.is_flat else 1
         return weights
 
-    def _has_buffers(self, stage: int, found: _Stage) -> bool:
+    def _has_buffers(self, stage: int, candidate: _Stage) -> bool:
         """Return True if a stage's layers have exactly the buffers that the stage lists."""
         layers = {str(layer) for layer in self.layers}
-        held = {str(layer) for layer in found.layers} | set(found.tied)
+        owners = {str(layer) for layer in candidate.layers} | set(candidate.tied)
         listed = self.buffers[stage] & (layers | set(self.tied))
         others = set().union(*self.buffers) & layers - self.buffers[stage]
-        return listed <= held and not others & held
+        return listed <= owners and not others & owners
 
-    def _fits(self, optim: OptimHeader, found: _Stage) -> bool:
-        groups = fit_stage(self.named, found, optim, self.shapes)
+    def _fits(self, optim: OptimHeader, candidate: _Stage) -> bool:
+        groups = fit_stage(self.named, candidate, optim, self.shapes)
         if groups is None:
             return False
         names = [name for group in groups for name in group]
@@ -211,9 +211,9 @@ class _TwoWays(_Search):
             untied = wanted - sum(weights[key] for key in tied)
             for begin in range(first, last + 1):
                 for end in range(begin, last + (stage > 0)):
-                    held = sums[begin] - sums[first] + sums[last] - sums[end]
-                    found = _Stage(tied, tuple(self.layers[first:begin] + self.layers[end:last]))
-                    if held == untied and self._has_buffers(stage, found) and self._fits(optim, found):
+                    total = sums[begin] - sums[first] + sums[last] - sums[end]
+                    candidate = _Stage(tied, tuple(self.layers[first:begin] + self.layers[end:last]))
+                    if total == untied and self._has_buffers(stage, candidate) and self._fits(optim, candidate):
                         yield begin, end
 
 
@@ -225,8 +225,8 @@ def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...
     def place(name: str) -> int | None:
         return order.get(f"{TIED}{find_owner(name)}" if name.startswith(TIED) else find_owner(name))
 
-    held = [[(at, name) for name in group if (at := place(name)) is not None] for group in named]
-    return [tuple(name for _, name in sorted(group, key=lambda pair: pair[0])) for group in held]
+    placed = [[(at, name) for name in group if (at := place(name)) is not None] for group in named]
+    return [tuple(name for _, name in sorted(group, key=lambda pair: pair[0])) for group in placed]
 
 
 def fit_stage(
@@ -234,9 +234,9 @@ def fit_stage(
 ) -> list[tuple[str, ...]] | None:
     """Return the names of a stage's saved groups, or None if they do not fit; DeepSpeed drops empty groups."""
     groups = select(named, stage)
-    for held in (groups, [group for group in groups if group]):
-        if fits(held, optim, shapes):
-            return held
+    for candidate in (groups, [group for group in groups if group]):
+        if fits(candidate, optim, shapes):
+            return candidate
     return None
 
 
@@ -247,7 +247,7 @@ def _make_part(
     groups = fit_stage(named, stage, optim, module.shapes)
     if groups is None:
         raise MismatchError("its states differ in size from those of its stage's first rank.", path=save.path(header))
-    tensors = {name: found for name, found in module.layers.items() if number_layer(name) in stage.layers}
+    tensors = {name: tensor for name, tensor in module.layers.items() if number_layer(name) in stage.layers}
     for key in stage.tied:
         layers = [layer for layer in module.tied.get(key, {}) if _find_writer(stages, key, layer) == mp // save.tp]
         for layer in layers[:1]:
@@ -262,8 +262,8 @@ def _find_writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:
     Several stages fit if they hold only tied modules; the first use of a module has the file.
     """
     for number, stage in enumerate(stages):
-        before = [held for other in stages[:number] for held in other.layers]
-        after = [held for other in stages[number + 1 :] for held in other.layers]
+        before = [layer_number for other in stages[:number] for layer_number in other.layers]
+        after = [layer_number for other in stages[number + 1 :] for layer_number in other.layers]
         if key in stage.tied and max(before, default=-1) < layer < min(after, default=layer + 1):
             return number
     return None

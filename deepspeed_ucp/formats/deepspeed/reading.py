@@ -142,14 +142,14 @@ def _pick_config(config: Any) -> dict[str, Any]:
     sections = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict)}
     if "zero_optimization" in sections:
         sections["zero_optimization"] = normalize_zero(sections["zero_optimization"])
-    found = {key: section for key, section in sections.items() if _is_plain(section)}
+    picked = {key: section for key, section in sections.items() if _is_plain(section)}
     if config.get(DATA_FIRST) is True:
-        found[DATA_FIRST] = True
-    found[WRITERS] = [key for key in ("nebula", "datastates_ckpt") if config.get(key)]
+        picked[DATA_FIRST] = True
+    picked[WRITERS] = [key for key in ("nebula", "datastates_ckpt") if config.get(key)]
     section = config.get("checkpoint")
     if isinstance(section, dict) and section.get("writer"):
-        found[WRITERS].append("checkpoint.writer")
-    return found
+        picked[WRITERS].append("checkpoint.writer")
+    return picked
 
 
 def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
@@ -158,14 +158,14 @@ def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
     Raises:
         TypeError, ValueError: a value that DeepSpeed does not accept.
     """
-    found = dict(section)
+    normalized = dict(section)
     for key in ("stage", "mics_shard_size"):
-        if found.get(key) is not None:
-            value = read_stage(found[key])
-            found[key] = int(value) if isinstance(value, str) and len(value) < _LONGEST_NUMBER else _as_int(value)
-    if found.get("stage") not in (None, 0, 1, 2, 3):
-        raise ValueError(f"ZeRO stage {found['stage']!r:.40}")
-    return found
+        if normalized.get(key) is not None:
+            value = read_stage(normalized[key])
+            normalized[key] = int(value) if isinstance(value, str) and len(value) < _LONGEST_NUMBER else _as_int(value)
+    if normalized.get("stage") not in (None, 0, 1, 2, 3):
+        raise ValueError(f"ZeRO stage {normalized['stage']!r:.40}")
+    return normalized
 
 
 def _read_shard_size(config: dict[str, Any], counters: dict[str, Any]) -> int:
@@ -251,7 +251,7 @@ class HeaderReader:
         saved, field = tree.get("module"), partial(self.read_field, tree)
         module = field("module", self._read_module)
         shapes = field(
-            "param_shapes", lambda groups: tuple(tuple(_as_shapes(each).items()) for each in as_list(groups))
+            "param_shapes", lambda groups: tuple(tuple(_as_shapes(group).items()) for group in as_list(groups))
         )
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
@@ -275,7 +275,7 @@ class HeaderReader:
             counters=self._read_counters(tree),
             batch=field("ds_config", _read_batch),
             optim=optim,
-            others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
+            others=tuple(record for record in self.file.storages.values() if record not in known and record.nbytes),
             experts=field("num_experts", _read_experts),
             placements=field(layers, lambda value: read_placements(as_list(value))),
             ep_rank=autoep[0].get("ep_rank") if autoep else None,
@@ -290,11 +290,11 @@ class HeaderReader:
         return None if saved is None else self.read_tensors(saved)
 
     def _read_counters(self, tree: dict[Any, Any]) -> dict[str, Any]:
-        found = {key: self.read_field(tree, key, partial(_as_count, key=key)) for key in _COUNTED if key in tree}
-        ranks = (found.get("dp_world_size") or 1) * (found.get("mp_world_size") or 1)
+        counters = {key: self.read_field(tree, key, partial(_as_count, key=key)) for key in _COUNTED if key in tree}
+        ranks = (counters.get("dp_world_size") or 1) * (counters.get("mp_world_size") or 1)
         if ranks > _MOST_RANKS:
             raise ValueError(f"saved by {ranks} ranks")
-        return found
+        return counters
 
     def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
         """Return the tensors of a state_dict, nested or not, by names joined with dots."""
@@ -365,8 +365,8 @@ class HeaderReader:
             kind=wrapper.name,
             stage=wrapper.stages[-1],
             masters=tuple(self.piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
-            tensors=tuple(states.get(position, TensorStates()) for held in params for position in held),
-            owners=tuple(group for group, held in enumerate(params) for _ in held),
+            tensors=tuple(states.get(position, TensorStates()) for members in params for position in members),
+            owners=tuple(group for group, members in enumerate(params) for _ in members),
             groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
             partition_count=self.read_field(state, "partition_count", _as_ints),
             scaler=_read_scaler(state),
@@ -428,15 +428,15 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
 def _read_experts(value: Any) -> tuple[int, ...]:
     """Return the experts of each layer; older releases wrote one number for all layers, or 1 or 0 without experts."""
     if isinstance(value, (list, tuple)):
-        return tuple(each for each in value if isinstance(each, int) and 0 < each <= _MOST_ENTRIES)
+        return tuple(count for count in value if isinstance(count, int) and 0 < count <= _MOST_ENTRIES)
     return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
 
 
 def _read_batch(config: Any) -> dict[str, int]:
     """Read samples and micro batches per step from a ds_config, which may be a path or leave them to DeepSpeed."""
     keys = (*BATCH_SIZES[::2], ASKED, *BEGUN)
-    found = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
-    return {key: value for key, value in found.items() if type(value) is int and is_short(value) and value > 0}
+    sizes = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
+    return {key: value for key, value in sizes.items() if type(value) is int and is_short(value) and value > 0}
 
 
 def _read_degrees(value: Any) -> tuple[int, int] | None:
@@ -446,15 +446,15 @@ def _read_degrees(value: Any) -> tuple[int, int] | None:
 
 
 def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
-    found = []
+    slices = []
     for name, address in group.items():
         fields = address.state if isinstance(address, PickledObject) else None
         if isinstance(fields, dict):
-            found.append((name, _as_int(fields["start"]), _as_int(fields["numel"])))
+            slices.append((name, _as_int(fields["start"]), _as_int(fields["numel"])))
         else:  # older releases: a namedtuple (numel, start)
             numel, start = address.args
-            found.append((name, _as_int(start), _as_int(numel)))
-    return tuple(found)
+            slices.append((name, _as_int(start), _as_int(numel)))
+    return tuple(slices)
 
 
 def _read_clip(value: Any) -> float | None:
@@ -506,10 +506,10 @@ def _simplify(value: Any) -> Any:
 
 def _strip(named: dict[str, T]) -> dict[str, T]:
     """Rename entries to atom names."""
-    found = {strip_compiled(name): value for name, value in named.items()}
-    if len(found) < len(named):
+    stripped = {strip_compiled(name): value for name, value in named.items()}
+    if len(stripped) < len(named):
         raise ValueError("two tensors of one name, but for the prefix of torch.compile")
-    return found
+    return stripped
 
 
 def as_list(value: Any) -> list[Any]:

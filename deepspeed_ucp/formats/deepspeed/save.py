@@ -115,7 +115,7 @@ class Save:
     @property
     def headers(self) -> list[FileHeader]:
         """All headers: model states, optimizer states, layers, experts, swap files."""
-        layers, swaps = (each.values() for each in self.layers), (each.values() for each in self.swaps.values())
+        layers, swaps = (files.values() for files in self.layers), (files.values() for files in self.swaps.values())
         files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
         files += [*self.experts.values(), *self.expert_optims.values(), *chain(*swaps)]
         return files
@@ -181,11 +181,11 @@ class Save:
 
     def list_globals(self) -> dict[Use, str]:
         """Map each class and function that the files' pickles name to the path of the first such file."""
-        found: dict[Use, str] = {}
+        paths: dict[Use, str] = {}
         for header in self.headers:
             for use in header.globals:
-                found.setdefault(use, self.path(header))
-        return found
+                paths.setdefault(use, self.path(header))
+        return paths
 
 
 def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
@@ -429,7 +429,7 @@ def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
     """Return a rank's index of each param group of ``first``; empty if the order is equal or the groups differ."""
     if optim is None or optim.partition_count == first.partition_count:
         return []
-    mine, wanted = (_sort(each.partition_count) for each in (optim, first))
+    mine, wanted = (_sort(header.partition_count) for header in (optim, first))
     return [mine[wanted.index(group)] for group in range(len(mine))] if len(mine) == len(wanted) else []
 
 

@@ -80,7 +80,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
     losses = [part.find_lost() for part in parts]
     _warn_lost(save, dict.fromkeys(chain(*losses)))
     owned = [
-        {n: shape for n, shape in held.items() if n not in lost} for held, lost in zip(trained, losses, strict=True)
+        {n: shape for n, shape in shapes.items() if n not in lost} for shapes, lost in zip(trained, losses, strict=True)
     ]
     if save.expert_optims:
         _add_experts(builder, save, parts, owned)
@@ -102,10 +102,10 @@ def _add_experts(
     sharing = [save.list_expert_ranks(mp) for mp in range(len(save.models))]
     pairs = list(zip(parts, owned, strict=True))
     names = [
-        dict.fromkeys(n for part, held in pairs if part.mp in ranks for n in held if part.mp == mp or is_expert(n))
+        dict.fromkeys(n for part, shapes in pairs if part.mp in ranks for n in shapes if part.mp == mp or is_expert(n))
         for mp, ranks in enumerate(sharing)
     ]
-    builder.ranks, builder.instances = list_ranks(save, [list(each) for each in names])
+    builder.ranks, builder.instances = list_ranks(save, [list(rank_names) for rank_names in names])
     for whole in builder.ranks if save.experts_over_tp else ():
         whole.experts_over_tp.update(filter(is_expert, chain(*names)))
     known: dict[int, set[str]] = defaultdict(set)
@@ -177,7 +177,7 @@ def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[Nam
     dealt = _deal_experts(save, live, naming.ep, order) if live is not None and save.expert_optims else []
     parts = []
     for mp in range(len(save.models)):
-        files = {rank: file for (held, rank), file in save.expert_optims.items() if held == mp}
+        files = {rank: file for (place, rank), file in save.expert_optims.items() if place == mp}
         files = files or {0: save.models[mp][0]}
         parts += [_name_part(save, mp, ep, file, dealt[ep] if dealt else live) for ep, file in files.items()]
     return parts
@@ -267,8 +267,8 @@ def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | No
                 "the experts in the module's order, or load with load_optimizer_states=False.",
                 path=save.path(files[0]),
             ) from error
-        for held, names in zip(dealt, parts, strict=True):
-            held.append([(name, owned[name]) for name in names])
+        for rank_groups, names in zip(dealt, parts, strict=True):
+            rank_groups.append([(name, owned[name]) for name in names])
     return [*dealt]
 
 
@@ -281,7 +281,7 @@ def _find_trained(part: NamedOptimizer, live: GroupNames | None) -> dict[str, Sh
     names = part.names
     if len(names) == len(part.optim.tensors):
         pairs = zip(names, part.optim.tensors, strict=True)
-        frozen.difference_update(*(part.list_parts(name) for name, held in pairs if held.states))
+        frozen.difference_update(*(part.list_parts(name) for name, states in pairs if states.states))
     parts = {part_name: shape for name in names for part_name, shape in part.list_parts(name).items()}
     return {name: shape for name, shape in parts.items() if count(shape) and name not in frozen}
 
@@ -301,14 +301,14 @@ def _add_part(
     """
     rank.shapes.update(owned)
     optim, flats = part.optim, list[FlatBuffer]()
-    held = [[n for name in names for n in part.list_parts(name) if n in owned] for names in part.groups]
-    pairs = zip(held, optim.groups, strict=True)
+    group_names = [[n for name in names for n in part.list_parts(name) if n in owned] for names in part.groups]
+    pairs = zip(group_names, optim.groups, strict=True)
     rank.groups = tuple(GroupInfo(tuple(map(rank.param, names)), hyper) for names, hyper in pairs)
     for index, names in enumerate(part.groups):
         flats += optim.traits.lay_out(index, names, [part.shapes[name] for name in names])
     masters: Sequence[Piece | None] = optim.masters if optim.traits.has_copies else [None] * len(flats)
     states = chain(share_steps(optim), repeat(TensorStates()))
-    flats = [_add_buffer(builder, rank, part, *each) for each in zip(flats, masters, states, strict=False)]
+    flats = [_add_buffer(builder, rank, part, *contents) for contents in zip(flats, masters, states, strict=False)]
     flats = [buffer.keep(name for name in buffer.names if name in ordered) for buffer in flats]
     rank.flats = tuple(buffer for buffer in flats if buffer.names or optim.traits.is_flat)
 
@@ -319,18 +319,18 @@ def share_steps(optim: OptimHeader) -> list[TensorStates]:
     FusedAdam counts the steps of a param group only at its last parameter; the others keep the initial 0
     (``ops/adam/fused_adam.py``). Its groups have a ``step`` of 0 and a ``bias_correction``.
     """
-    found = list(optim.tensors)
+    tensors = list(optim.tensors)
     for number, group in enumerate(() if optim.traits.has_copies else optim.groups):
         if not ("bias_correction" in group and group.get("step") == 0):
             continue
-        members = [place for place, owner in enumerate(optim.owners) if owner == number and found[place].states]
-        steps = [found[place].scalars.get("step") for place in members]
-        dtypes = {piece.dtype for place in members for piece in found[place].states.values()}
+        members = [place for place, owner in enumerate(optim.owners) if owner == number and tensors[place].states]
+        steps = [tensors[place].scalars.get("step") for place in members]
+        dtypes = {piece.dtype for place in members for piece in tensors[place].states.values()}
         if any(step != 0 for step in steps[:-1]) or len(dtypes) > 1:
             continue  # some parameters had no gradients at times, or there are several dtypes: separate counts
         for place in members:
-            found[place] = replace(found[place], scalars={**found[place].scalars, "step": steps[-1]})
-    return found
+            tensors[place] = replace(tensors[place], scalars={**tensors[place].scalars, "step": steps[-1]})
+    return tensors
 
 
 def _add_buffer(

@@ -67,23 +67,23 @@ def add_swapped(save: Save) -> list[Finding]:
     faults: list[Finding] = []
     for rank, shard in enumerate(save.shards[0]):
         for group, span in zip(swapped, spans, strict=True):
-            held = save.swaps[shard.name, group.index] = {}
+            states = save.swaps[shard.name, group.index] = {}
             for state in _list_states(save, shard.optim, group.index):
                 file = _make_header(save, SwapName(rank, state, *span), group)
                 if isinstance(file, Finding):
                     faults.append(file)
                 else:
-                    held[state or MASTER] = file
+                    states[state or MASTER] = file
     return [*faults, *_warn_longer(save, swapped)]
 
 
 def adopt_sums(save: Save, sums: Mapping[str, int]) -> None:
     """Set the CRC32s of swap files, by file name, from a seal."""
-    for held in save.swaps.values():
-        for state, header in held.items():
+    for states in save.swaps.values():
+        for state, header in states.items():
             if header.swap is not None and header.name in sums:
                 record = header.swap.record._replace(crc=sums[header.name])
-                held[state] = replace(header, swap=replace(header.swap, record=record))
+                states[state] = replace(header, swap=replace(header.swap, record=record))
 
 
 def _list_swapped(save: Save) -> list[SubGroup]:
@@ -92,13 +92,13 @@ def _list_swapped(save: Save) -> list[SubGroup]:
     if first is None or first.traits.form is not Form.RESERVED or not describe_offload(save.zero).startswith("nvme/"):
         return []
     least = max(_LEAST, _read_option(save, "block_size", _LEAST))
-    found = []
+    groups = []
     for index, (master, group) in enumerate(zip(first.masters, save.model(0).param_shapes or (), strict=False)):
         names, numel = tuple(name for name, _ in group), sum(reserve(prod(shape), save.dp) for _, shape in group)
         swapped = SubGroup(index, tuple(map(strip_compiled, names)), numel, master.dtype)
         if numel and not master.fault and (swapped.nbytes >= least or not master.numel):
-            found.append(swapped)
-    return found
+            groups.append(swapped)
+    return groups
 
 
 def _read_option(save: Save, key: str, default: int) -> int:
@@ -112,9 +112,9 @@ def _list_states(save: Save, optim: OptimHeader | None, index: int) -> list[str]
 
     The state file may contain other sub-groups' values for them: pipelined swapping reuses the buffers.
     """
-    held = optim.tensors[index].states if optim and index < len(optim.tensors) else {}
+    states = optim.tensors[index].states if optim and index < len(optim.tensors) else {}
     in_memory = {MOMENTUM} if save.zero.get("save_muon_momentum_buffer_in_memory") else set()
-    return ["", *(state for state in held if state not in in_memory)]
+    return ["", *(state for state in states if state not in in_memory)]
 
 
 def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
@@ -138,8 +138,8 @@ def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Fi
 def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
     """Warn of files that are too long: rewritten files of an earlier engine, or files of another world size."""
     wholes = {group.index: _padded_nbytes(save, group) for group in swapped}
-    held = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
-    longer = sorted(header.name for header, whole in held if header.size > whole)
+    files = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
+    longer = sorted(header.name for header, whole in files if header.size > whole)
     if longer:
         text = (
             f"{save.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. "
@@ -169,21 +169,23 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
     present = {(begin, end) for _, state, begin, end in save.names["swap"] if not state}
     known = _list_parameters(save)
     trained = {strip_compiled(name) for group in save.model(0).param_shapes or () for name, _ in group}
-    found = {
-        each
+    candidates = {
+        spans
         for order in (known, _order_as_constructed(known))
-        for each in _iter_candidates(swapped, present, order, trained)
+        for spans in _iter_candidates(swapped, present, order, trained)
     }
-    fitting = found
+    fitting = candidates
     for exact in (False, True):
         if len(fitting) > 1:
-            fitting = {each for each in found if _sizes_match(save, swapped, each, exact=exact)}
+            fitting = {spans for spans in candidates if _sizes_match(save, swapped, spans, exact=exact)}
     if len(fitting) == 1:
         return list(fitting.pop())
     path, listed = save.path(OFFLOADED), shorten([f"{begin}_{end}" for begin, end in sorted(present)])
     holds = f"{path}: holds swap files of parameters {listed or 'none'}"
-    if found:
-        several = " or ".join(shorten([f"{begin}_{end}" for begin, end in each], 3) for each in sorted(found)[:2])
+    if candidates:
+        several = " or ".join(
+            shorten([f"{begin}_{end}" for begin, end in spans], 3) for spans in sorted(candidates)[:2]
+        )
         raise CheckpointError(
             f"{holds}; those of this save's {len(swapped)} swapped sub-groups could be {several}. Several engines "
             "swapped to one place: remove the files of the other engines."
@@ -222,8 +224,8 @@ def _iter_candidates(
     if len(present) == len(swapped):
         ends = _index_ranges(swapped, [name for name in order if name in trained])
         by_first = sorted(range(len(ends)), key=ends.__getitem__)
-        found = dict(zip(by_first, sorted(present), strict=True))
-        spans = tuple(found[number] for number in range(len(ends)))
+        by_group = dict(zip(by_first, sorted(present), strict=True))
+        spans = tuple(by_group[number] for number in range(len(ends)))
         if _is_ordered(ends, spans):
             yield spans
 
@@ -252,9 +254,9 @@ def _order_as_constructed(names: Iterable[str]) -> list[str]:
     places: dict[tuple[int, str], int] = {}
 
     def find_key(name: str) -> list[tuple[bool, int]]:
-        *modules, own = name.split(".")
+        *modules, last = name.split(".")
         key, parent = [], -1
-        for part, is_own in [*((module, False) for module in modules), (own, True)]:
+        for part, is_own in [*((module, False) for module in modules), (last, True)]:
             parent = places.setdefault((parent, part), len(places))
             key.append((is_own, parent))
         return key

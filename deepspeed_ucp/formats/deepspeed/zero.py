@@ -65,7 +65,7 @@ class GroupShare:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Shapes of the whole model's parameters."""
-        return {strip_compiled(name): shape for held in self.parts.values() for name, shape in held.items()}
+        return {strip_compiled(name): shape for shapes in self.parts.values() for name, shape in shapes.items()}
 
 
 def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[GroupShare]]:
@@ -83,32 +83,32 @@ def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[
     placements, counts = save.model(mp).placements, _get_optim(save.shards[mp][0]).partition_count
     dealt: list[list[GroupShare]] = []
     for number, group in enumerate(save.model(mp).param_shapes or ()):
-        held = count_experts(name for name, _ in group) if save.experts else {}
-        spread = bool(held) or any(find_layer(name, placements) for name, _ in group)
+        expert_counts = count_experts(name for name, _ in group) if save.experts else {}
+        spread = bool(expert_counts) or any(find_layer(name, placements) for name, _ in group)
         replicas = counts[number] if spread and number < len(counts) else save.dp
         holders = _find_holders(save, mp, replicas, over_tp=spread and save.experts_over_tp)
         _check_placements(save, mp, group, len(holders))
-        shares = _share_experts(save, held, filed, len(holders))
+        shares = _share_experts(save, expert_counts, filed, len(holders))
         over_tp, several = spread and save.experts_over_tp, len(holders) > 1
         dealt.append([])
         for place, ranks in enumerate(holders):
             numbers: dict[str, Sequence[int]] = {
                 layer: range(place * share, (place + 1) * share) for layer, share in shares.items()
             }
-            numbers |= {layer: each[place] for layer, each in placements.items() if place < len(each)}
+            numbers |= {layer: placement[place] for layer, placement in placements.items() if place < len(placement)}
             parts = {name: name_experts(name, shape, numbers) for name, shape in group}
             dealt[-1].append(GroupShare(ranks, dict(group), parts, over_tp, over_tp or several))
     return dealt
 
 
-def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
+def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
     """Return layer → number of experts on one expert-parallel rank.
 
     Args:
-        held: layer → experts in a rank's param group.
+        expert_counts: layer → experts in a rank's param group.
         totals: layer → experts with files.
     """
-    for layer, count_held in held.items():
+    for layer, count_held in counts.items():
         total = totals.get(strip_compiled(layer), 0)
         if total % degree or total // degree < count_held:
             raise CheckpointError(
@@ -116,7 +116,7 @@ def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int
                 "of the layer have files. The folder lacks files or mixes two saves.",
                 path=save.path(save.main),
             )
-    return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in held}
+    return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in counts}
 
 
 def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
@@ -135,10 +135,10 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
     placements = save.model(mp).placements
     for name, shape in group:
         placement = placements.get(find_layer(name, placements) or "", ())
-        if placement and (len(placement) != degree or any(shape[:1] != (len(held),) for held in placement)):
+        if placement and (len(placement) != degree or any(shape[:1] != (len(experts),) for experts in placement)):
             raise CheckpointError(
                 f"{name} of shape {shape} is spread over {degree} expert-parallel ranks, but the expert placement has "
-                f"{[len(held) for held in placement]} experts on the ranks. The file is of another save.",
+                f"{[len(experts) for experts in placement]} experts on the ranks. The file is of another save.",
                 path=save.path(save.models[mp][0]),
             )
 
@@ -186,7 +186,7 @@ class _Holders:
 
 
 def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
-    shards = [builder.save.shard(rank.pp, each) for each in ranks]
+    shards = [builder.save.shard(rank.pp, holder) for holder in ranks]
     slices = zip_longest(*(_get_optim(shard).slices for shard in shards), fillvalue=())
     return _Holders(shards, builder.batches.list_runs(shards), list(slices))
 
@@ -247,12 +247,12 @@ def _check_holders(save: Save, stage: int, group: int, place: int, share: GroupS
 
     Such a save has no copies of the experts to compare.
     """
-    ranks = tuple(each + stage * save.dp * save.tp for each in share.ranks)
+    ranks = tuple(rank + stage * save.dp * save.tp for rank in share.ranks)
     for rank in share.ranks:
         shard = save.shard(stage, rank)
         header = save.models[stage * save.tp + rank % save.tp][rank // save.tp]
-        held, model = _get_optim(shard).partition_ranks, header.model
-        if held and held[group : group + 1] != (ranks,):
+        recorded, model = _get_optim(shard).partition_ranks, header.model
+        if recorded and recorded[group : group + 1] != (ranks,):
             raise CheckpointError(
                 f"sub-group {group} is partitioned over other ranks than {shorten(ranks)}, which the degrees require. "
                 "The file belongs to another run; put the right one back.",
@@ -274,7 +274,7 @@ class _BufferAdder:
         index: number of the flat buffer in each file.
         local: the buffer under the ranks' local names.
         buffer: the buffer under the whole model's names.
-        found: state → dtype, record of each partition, and byte in the record at which the partition begins.
+        columns: state → dtype, record of each partition, and byte in the record at which the partition begins.
     """
 
     builder: Builder
@@ -283,7 +283,7 @@ class _BufferAdder:
     index: int
     local: _LocalBuffer
     buffer: FlatBuffer
-    found: dict[str, tuple[str, array[int], array[int]]] = field(default_factory=dict)
+    columns: dict[str, tuple[str, array[int], array[int]]] = field(default_factory=dict)
 
     def add(self) -> None:
         builder, shards = self.builder, self.holders.shards
@@ -293,7 +293,7 @@ class _BufferAdder:
         for files in self.holders.runs:
             for run in files.split() if apart else (files,):
                 self._add_run(run)
-        states = {state: PartitionedState(self.buffer, *columns) for state, columns in self.found.items()}
+        states = {state: PartitionedState(self.buffer, *column) for state, column in self.columns.items()}
         for place, (name, shape) in enumerate(zip(self.buffer.names, self.buffer.shapes, strict=True)):
             if states and count(shape):
                 builder.add_storage(self.rank, name, shape, place, states, shards[0])
@@ -320,8 +320,8 @@ class _BufferAdder:
             self._check_masters(run)
             self._put_pieces(MASTER, self.index, run)
         if self.index < len(run.batch.template.starts) - 1:
-            for each in self._split(run):
-                self._add_states(each, swaps)
+            for alike in self._split(run):
+                self._add_states(alike, swaps)
 
     def _split(self, run: FileRun) -> Iterable[FileRun]:
         """Separate the files if their states have different sizes."""
@@ -335,10 +335,10 @@ class _BufferAdder:
         partition, shards = self.buffer.partition, self.holders.shards
         if self.index < len(run.batch.template.optim.masters):
             sizes = zip(run.pick(self.index, "numel"), run.pick_padding(self.index), strict=True)
-            found = [size + padding for size, padding in sizes]
+            totals = [size + padding for size, padding in sizes]
         else:
-            found = [_count_elements(self.builder, shards[run.parts[0]], self.index)]
-        for part, size in zip(run.parts, found, strict=True) if found.count(partition) < len(found) else ():
+            totals = [_count_elements(self.builder, shards[run.parts[0]], self.index)]
+        for part, size in zip(run.parts, totals, strict=True) if totals.count(partition) < len(totals) else ():
             if size != partition:
                 kind = "sub-group" if self.buffer.by_parameter else "partition"
                 raise CheckpointError(
@@ -352,13 +352,13 @@ class _BufferAdder:
     def _check_slices(self, run: FileRun) -> None:
         """Refuse files of another rank or run by their ``param_slice_mappings``, which round robin makes wrong."""
         shards, index, slices = self.holders.shards, self.index, self.holders.slices
-        held: Sequence[Slices] = slices[index] if index < len(slices) else ((),) * len(shards)
+        recorded: Sequence[Slices] = slices[index] if index < len(slices) else ((),) * len(shards)
         expected: Sequence[Slices] = self.local.slices
         if len(run.parts) < len(shards):
-            held, expected = ([row[part] for part in run.parts] for row in (held, expected))
+            recorded, expected = ([row[part] for part in run.parts] for row in (recorded, expected))
         zero = shards[run.parts[0]].config.get("zero_optimization") or {}
-        if held != expected and not zero.get("round_robin_gradients"):
-            for part, *pair in zip(run.parts, held, expected, strict=True):
+        if recorded != expected and not zero.get("round_robin_gradients"):
+            for part, *pair in zip(run.parts, recorded, expected, strict=True):
                 self._compare_slices(shards[part], *pair)
         ends = self.local.ends
         for part, numel in zip(run.parts, run.pick(index, "numel"), strict=True):
@@ -373,12 +373,13 @@ class _BufferAdder:
             path=self._path(self.holders.shards[part]),
         )
 
-    def _compare_slices(self, shard: FileHeader, held: Slices, expected: Slices) -> None:
-        found, wanted = (
-            sorted((strip_compiled(name), start, numel) for name, start, numel in each) for each in (held, expected)
+    def _compare_slices(self, shard: FileHeader, recorded: Slices, expected: Slices) -> None:
+        actual, wanted = (
+            sorted((strip_compiled(name), start, numel) for name, start, numel in slices)
+            for slices in (recorded, expected)
         )
-        if found != wanted:
-            odd = sorted(set(found) ^ set(wanted))[0]
+        if actual != wanted:
+            odd = sorted(set(actual) ^ set(wanted))[0]
             raise CheckpointError(
                 f"holds other parts of group {self.index} than expected for this rank (first difference: {odd[0]}, "
                 f"elements [{odd[1]}, {odd[1] + odd[2]}) of its partition). The file belongs to another rank, run or "
@@ -390,9 +391,12 @@ class _BufferAdder:
         """Add the optimizer's states of files that have them in the same sizes."""
         shard = self.holders.shards[run.parts[0]]
         optim, template = _get_optim(shard), run.batch.template
-        held = optim.tensors[self.index]
-        pieces = dict(zip(held.states, template.list_states(self.index), strict=False))
-        states = replace(held, states={state: piece for state, piece in held.states.items() if state not in swapped})
+        recorded = optim.tensors[self.index]
+        pieces = dict(zip(recorded.states, template.list_states(self.index), strict=False))
+        states = replace(
+            recorded,
+            states={state: piece for state, piece in recorded.states.items() if state not in swapped},
+        )
         if _keeps_whole_momentum(self.builder.save, optim, self.index):
             states = self._add_momentum(shard, run.parts[0], states)
         stored = optim.masters[self.index].numel if optim.elastic else self.buffer.partition
@@ -419,29 +423,29 @@ class _BufferAdder:
         self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]
     ) -> None:
         missing = array("q", [-1]) * self.buffer.parts
-        dtype, held, begins = self.found.setdefault(state, (piece.dtype, missing, missing[:]))
+        dtype, record_numbers, begins = self.columns.setdefault(state, (piece.dtype, missing, missing[:]))
         if dtype != piece.dtype:
             name, shard = self.buffer.cuts(parts[0])[0].name, self.holders.shards[parts[0]]
             shape = self.rank.shapes[name]
             self.builder.refuse_mismatch(shard, self.rank.param(name), state, (piece.dtype, shape), (dtype, shape))
         if len(parts) == self.buffer.parts:  # all, in order
-            held[:], begins[:] = array("q", records), array("q", offsets)
+            record_numbers[:], begins[:] = array("q", records), array("q", offsets)
             return
         for part, record, offset in zip(parts, records, offsets, strict=True):
-            held[part], begins[part] = record, offset
+            record_numbers[part], begins[part] = record, offset
 
-    def _add_momentum(self, shard: FileHeader, part: int, held: TensorStates) -> TensorStates:
+    def _add_momentum(self, shard: FileHeader, part: int, tensor_states: TensorStates) -> TensorStates:
         """Add the momentum of the parameters that a partition touches, and return the other states.
 
         The rank's own elements form the atom; those beyond its partition repeat elements of other ranks.
         """
-        states, touched = dict(held.states), self.buffer.join_touched(part)
+        states, touched = dict(tensor_states.states), self.buffer.join_touched(part)
         piece = states.pop(MOMENTUM, None)
         if piece is None or piece.fault:
-            return held
+            return tensor_states
         if piece.numel != touched.partition:
             fault = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
-            return replace(held, states=states, other={**held.other, MOMENTUM: fault})
+            return replace(tensor_states, states=states, other={**tensor_states.other, MOMENTUM: fault})
         inside, beyond = [], []
         cuts = {cut.name: cut for cut in self.buffer.cuts(part)}
         for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
@@ -452,7 +456,7 @@ class _BufferAdder:
             beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
         self.builder.add_cuts(self.rank, MOMENTUM, inside, shard, piece)
         self.builder.add_repeated(self.rank, MOMENTUM, beyond, shard, piece)
-        return replace(held, states=states)
+        return replace(tensor_states, states=states)
 
     def _path(self, shard: FileHeader) -> str:
         return self.builder.save.path(shard)

@@ -34,13 +34,13 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     """
     file = next(name for name in where.entries if holds(ADAPTER, name, heads=True))
     if file.endswith(".safetensors"):
-        found = where.once(file, lambda: read_header(where, file), comm)
+        tensors = where.once(file, lambda: read_header(where, file), comm)
     else:
-        found = statedict.split_ties(where.once(file, lambda: statedict.read_header(where, file), comm))[0]
+        tensors = statedict.split_ties(where.once(file, lambda: statedict.read_header(where, file), comm))[0]
 
     def rename() -> Contents:
-        weights = {name_live(name, found): tensor for name, tensor in found.items()}
-        if len(weights) < len(found):
+        weights = {name_live(name, tensors): tensor for name, tensor in tensors.items()}
+        if len(weights) < len(tensors):
             raise CheckpointError("two of its tensors are one in a live model; it is damaged.", path=where.path(file))
         return Contents(ADAPTER, file, weights, dropped=_DROPPED)
 
@@ -92,13 +92,13 @@ def read_config(path: str | None, folder: str) -> dict[str, Any]:
     """
     places = [folder, os.path.dirname(normalize(folder))] if path is None else [path]
     files = [os.path.join(place, ADAPTER_CONFIG) if os.path.isdir(place) else place for place in places]
-    found = next((file for file in files if os.path.isfile(file)), None)
-    if found is None:
+    chosen = next((file for file in files if os.path.isfile(file)), None)
+    if chosen is None:
         raise ConfigError(
             f"{shorten(files)}: no adapter_config.json. Ranks and factors are in no checkpoint: name the run's with "
             "--adapter-config."
         )
-    config: dict[str, Any] = read_json(found, advice="Restore it, or name the run's with --adapter-config.")
+    config: dict[str, Any] = read_json(chosen, advice="Restore it, or name the run's with --adapter-config.")
     if config.get("peft_type") != "LORA":
-        raise ConfigError(f"{found}: is of {config.get('peft_type')}; only LoRA is supported.")
+        raise ConfigError(f"{chosen}: is of {config.get('peft_type')}; only LoRA is supported.")
     return config

@@ -167,9 +167,9 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> DcpFold
             by_file[place.file].append(key)
     comm.alike(lambda: _check_files(where, by_file, heads[0]))
     names = sorted(by_file)
-    found = where.share(names, lambda name: _read_entries(where, name, by_file[name], metadata), comm)
-    pairs = (zip(by_file[name], entries, strict=True) for name, entries in zip(names, found, strict=True))
-    return DcpFolder(metadata, {key: entry for each in pairs for key, entry in each}, where, heads[0])
+    lists = where.share(names, lambda name: _read_entries(where, name, by_file[name], metadata), comm)
+    pairs = (zip(by_file[name], entries, strict=True) for name, entries in zip(names, lists, strict=True))
+    return DcpFolder(metadata, {key: entry for file_pairs in pairs for key, entry in file_pairs}, where, heads[0])
 
 
 def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
@@ -213,7 +213,7 @@ def _parse_metadata(root: Any, path: str, folder: str) -> Metadata:
             properties = fields["properties"].state
             dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
             chunks = map(_read_fields, fields["chunks"])
-            blocks = [(read_shape(each["offsets"]), read_shape(each["sizes"])) for each in chunks]
+            blocks = [(read_shape(chunk["offsets"]), read_shape(chunk["sizes"])) for chunk in chunks]
             metadata.tensors[key] = _name_dtype(dtype), read_shape(fields["size"]), blocks
         elif item.kind.endswith(".BytesStorageMetadata"):
             metadata.values.append(key)
@@ -280,10 +280,10 @@ def _join(metadata: Metadata, more: Metadata) -> None:
             )
         known[2][:] = dict.fromkeys([*known[2], *blocks])
     for part in more.places:
-        folders = [posixpath.dirname(each.places[part].file) for each in (metadata, more) if part in each.places]
+        folders = [posixpath.dirname(source.places[part].file) for source in (metadata, more) if part in source.places]
         if len({*folders}) > 1:  # several ranks of one save may write equal data
             raise CheckpointError(
-                f"{' and '.join(each or 'the folder' for each in folders)} both hold {part[0]}: they are several "
+                f"{' and '.join(source or 'the folder' for source in folders)} both hold {part[0]}: they are several "
                 "models or saves. Put a model and its optimizer into a separate folder."
             )
     metadata.values[:] = dict.fromkeys([*metadata.values, *more.values])
@@ -316,5 +316,5 @@ def _read_entry(part: Header) -> BlockEntry:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(not isinstance(each, (list, tuple)) and _is_plain(each) for each in value)
+        return all(not isinstance(part, (list, tuple)) and _is_plain(part) for part in value)
     return value is None or isinstance(value, (str, float)) or is_setting(value)

@@ -89,11 +89,11 @@ def count_steps(steps: Iterable[Any]) -> dict[str, int]:
     Raises:
         ValueError: a value is no number of steps.
     """
-    found = list(steps)
-    for step in found:
+    counts = list(steps)
+    for step in counts:
         if not isinstance(step, (int, float)) or not 0 <= step < _LARGEST_SIZE:
             raise ValueError(f"{describe(step)} for a step")
-    return {"global_steps": int(max(found))} if found else {}
+    return {"global_steps": int(max(counts))} if counts else {}
 
 
 def list_ignored(names: Collection[str], reason: str, where: str, file: str = "") -> list[Finding]:
@@ -213,7 +213,9 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     aliases = {strip_compiled(alias): strip_compiled(name) for alias, name in contents.aliases.items()}
     if twice := aliases.keys() & {atom.name for atom in maker.atoms}:
         raise CheckpointError(f"holds {shorten(sorted(twice))} twice.", path=where.folder)
-    unchecked = _UNCHECKED if any(each.crc is None for each in maker.records if each.nbytes) else contents.unchecked
+    unchecked = (
+        _UNCHECKED if any(record.crc is None for record in maker.records if record.nbytes) else contents.unchecked
+    )
     dtypes = [tensor.dtype for name, tensor in contents.weights.items() if tensor.dtype.startswith(("float", "bf"))]
     precision = max(dtypes, key=dtypes.count, default="float32")
     masters = [states[MASTER].dtype for states in contents.states.values() if MASTER in states] or [precision]

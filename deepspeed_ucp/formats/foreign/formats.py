@@ -114,7 +114,7 @@ def _find_beside(where: FileTable) -> list[Finding]:
     """Warn of a trainer's files, for which the engine has no place, and of DeepSpeed's checkpoints in subfolders."""
     entries = scan_if_there(where.folder)
     tags = sorted(
-        name for name, each in entries.items() if each.is_folder and find_tags(os.path.join(where.folder, name))
+        name for name, entry in entries.items() if entry.is_folder and find_tags(os.path.join(where.folder, name))
     )
     text = f"{where.folder}: this folder is read, not DeepSpeed's checkpoints in {shorten(tags)}. Name one of them"
     runs = [Finding("extra", tags[0], f"{text} to resume.", WARNING)] if tags else []
@@ -127,7 +127,7 @@ def _find_beside(where: FileTable) -> list[Finding]:
 def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:
     """Warn of weights in the folder that are not read."""
     used = {contents.head, *(chunk.file for tensor in contents.weights.values() for chunk in tensor.chunks)}
-    heads = [name for name in where.entries if any(names.holds(each, name, heads=True) for each in READERS)]
+    heads = [name for name in where.entries if any(names.holds(reader, name, heads=True) for reader in READERS)]
     if unread := sorted({*heads} - used):
         text = f"{where.folder}: {contents.head} is read ({kind}), as by Hugging Face's libraries; not read: "
         yield Finding("extra", contents.head, text + shorten(unread), WARNING)

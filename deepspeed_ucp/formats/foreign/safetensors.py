@@ -46,8 +46,8 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         UnsupportedError: an unknown dtype, or several models in one folder.
     """
     shards = find_shards(where, ".safetensors", comm)
-    found = where.share(shards.files, lambda name: read_header(where, name), comm)
-    return Contents(SAFETENSORS, shards.head, comm.alike(lambda: shards.unite(found, where))), []
+    headers = where.share(shards.files, lambda name: read_header(where, name), comm)
+    return Contents(SAFETENSORS, shards.head, comm.alike(lambda: shards.unite(headers, where))), []
 
 
 def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
@@ -75,7 +75,7 @@ def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
 
 
 def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size: int) -> dict[str, StoredTensor]:
-    found, spans = {}, []
+    tensors, spans = {}, []
     for key, entry in header.items():
         if key == "__metadata__":
             continue
@@ -93,9 +93,9 @@ def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size
             )
         spans.append((low, high, key))
         record = FileRecord(key, begin + low, high - low, None)
-        found[key] = StoredTensor(dtype, shape, (TensorBlock((0,) * len(shape), shape, name, record),))
+        tensors[key] = StoredTensor(dtype, shape, (TensorBlock((0,) * len(shape), shape, name, record),))
     _check_cover(sorted(spans), size - begin, path)
-    return found
+    return tensors
 
 
 def _check_cover(spans: list[tuple[int, int, str]], size: int, path: str) -> None:

@@ -38,8 +38,8 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         UnsupportedError: a file holds no state dict, or there are several models.
     """
     shards = find_shards(where, ".bin", comm)
-    found = where.share(shards.files, lambda name: read_header(where, name), comm)
-    weights, ties = split_ties(comm.alike(lambda: shards.unite(found, where)))
+    headers = where.share(shards.files, lambda name: read_header(where, name), comm)
+    weights, ties = split_ties(comm.alike(lambda: shards.unite(headers, where)))
     return Contents(STATE_DICT, shards.head, weights, aliases=ties), []
 
 
@@ -65,14 +65,14 @@ def read_header(where: FileTable, name: str) -> Held:
 
     def parse(path: str) -> Held:
         file = torchfile.read_header(path)
-        found, seen = Held(), dict[tuple[Any, ...], str]()
+        tensors, seen = Held(), dict[tuple[Any, ...], str]()
         for key, ref in _list_tensors(file.tree, path):
-            if key in found:
+            if key in tensors:
                 raise CheckpointError(f"holds two tensors under {key}; it is damaged.", path=path)
             first = seen.setdefault((ref.storage.key, ref.offset, ref.shape, ref.dtype), key)
             tensor = store_tensor(key, ref, file.storages, name, path)
-            found[key] = tensor, first if ref.numel and first != key else ""
-        return found
+            tensors[key] = tensor, first if ref.numel and first != key else ""
+        return tensors
 
     return read_with(parse, where, name)
 
@@ -147,7 +147,7 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
     groups = [
         (
             tuple(map(read_name, group["params"])),
-            {str(key): read_hyper(each, path) for key, each in group.items() if key != "params"},
+            {str(key): read_hyper(value, path) for key, value in group.items() if key != "params"},
         )
         for group in tree["param_groups"]
     ]

@@ -36,17 +36,17 @@ class Shards:
     files: tuple[str, ...]
     weight_map: Mapping[str, str] | None = None
 
-    def unite(self, found: Sequence[Mapping[str, T]], where: FileTable) -> dict[str, T]:
+    def unite(self, headers: Sequence[Mapping[str, T]], where: FileTable) -> dict[str, T]:
         """Merge the tensors of all files.
 
         Args:
-            found: tensors by file, in the order of ``files``.
+            headers: tensors by file, in the order of ``files``.
 
         Raises:
             CheckpointError: a tensor is in two files, or not in the file that the index names.
         """
         merged: dict[str, T] = {}
-        for file, tensors in zip(self.files, found, strict=True):
+        for file, tensors in zip(self.files, headers, strict=True):
             for name, tensor in tensors.items():
                 if self.weight_map is not None and self.weight_map.get(name) != file:
                     continue  # Hugging Face's libraries look up each name in the index too
@@ -84,12 +84,12 @@ def find_shards(where: FileTable, ending: str, comm: Comm) -> Shards:
 
 
 def _read_index(path: str, ending: str) -> dict[str, str]:
-    found = {key: str(file) for key, file in read_json(path, most=LONGEST, strict=True)["weight_map"].items()}
-    if any("/" in file or not file.endswith(ending) for file in found.values()):
+    files = {key: str(file) for key, file in read_json(path, most=LONGEST, strict=True)["weight_map"].items()}
+    if any("/" in file or not file.endswith(ending) for file in files.values()):
         raise CheckpointError("names files outside of its folder, or of another kind.", path=path)
-    if not found:
+    if not files:
         raise CheckpointError("names no files; it is damaged.", path=path)
-    return found
+    return files
 
 
 def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> None:
