@@ -29,6 +29,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine.base import Target
 from deepspeed_ucp.formats import places
 from deepspeed_ucp.formats.deepspeed import gather as gathering
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import open_checkpoint
 from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
@@ -226,7 +227,7 @@ class Planner:
             with self.phase("param groups"):
                 named = gather_groups(target, comm)
             with self.phase("headers, index"):
-                index = open_checkpoint(FOLDER, comm, *named)
+                index = open_checkpoint(FOLDER, comm, Naming(*named))
             with self.phase("inventory, match, wants"):
                 config, report = UniversalConfig(patterns=job.patterns), LoadReport(direct=True, reason="")
                 load = LoadContext(None, comm, config, LoadArguments(), report)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from ..errors import ConfigError, suggest
+from ..formats.deepspeed.naming import Naming
 from .printing import show_progress
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def open_index(
 
     groups = comm.run(lambda: read_groups(options.groups))
     folder, *also = folders
-    return open_checkpoint(folder, comm, groups=groups, weights_only=weights_only, also=also)
+    return open_checkpoint(folder, comm, Naming(groups=groups, weights_only=weights_only), also=also)
 
 
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:

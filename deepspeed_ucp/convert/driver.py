@@ -18,6 +18,7 @@ from typing import Any
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
 from ..formats import open_checkpoint
+from ..formats.deepspeed.naming import Naming
 from ..formats.deepspeed.seal import OF_CONVERSIONS, Seal, SealedFile
 from ..formats.latest import find_checkpoint
 from ..formats.universal.folder import find_faults
@@ -133,7 +134,7 @@ def convert_checkpoint(
     comm = comm or Comm()
     folder = comm.once(lambda: find_checkpoint(source))
     rules = comm.run(lambda: from_config(patterns))
-    index = open_checkpoint(folder, comm, groups=groups)
+    index = open_checkpoint(folder, comm, Naming(groups=groups))
     return convert_index(
         index, folder, destination or default_destination(folder), comm, options or ConvertOptions(), rules=rules
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
@@ -20,7 +20,7 @@ from .deepspeed.gather import find_other_step, gather_save, identify_save, keep_
 from .deepspeed.headers import FileHeader
 from .deepspeed.index import build_index
 from .deepspeed.module import rename_keys
-from .deepspeed.naming import GroupNames, NamedGroups, Naming
+from .deepspeed.naming import Naming
 from .deepspeed.reading import read_file
 from .deepspeed.save import Save
 from .deepspeed.swapped import adopt_sums
@@ -90,29 +90,15 @@ class FolderReport:
                 logger.warning("%s", finding.text)
 
 
-def open_checkpoint(
-    folder: str,
-    comm: Comm,
-    live_groups: GroupNames | None = None,
-    live_hyper: Sequence[Mapping[str, Any]] = (),
-    live_order: Mapping[str, str] | None = None,
-    *,
-    groups: NamedGroups | None = None,
-    weights_only: bool = False,
-    dual: bool = False,
-    record: Callable[[], Iterable[str]] | None = None,
-    ep: int = 0,
-    also: Sequence[str] = (),
-) -> AtomicIndex:
+def open_checkpoint(folder: str, comm: Comm, naming: Naming | None = None, *, also: Sequence[str] = ()) -> AtomicIndex:
     """Read the headers of a checkpoint folder into the atomic view, each file on one rank; collective.
 
-    Atomic checkpoints (with a manifest, or of DeepSpeed's ``ds_to_universal``) are opened too.
+    Atomic checkpoints (with an index, or of DeepSpeed's ``ds_to_universal``) are opened too.
 
     Args:
         folder: the tag's folder.
         comm: the loading ranks. If they see different files, the union is the checkpoint.
-        live_groups, live_hyper, live_order, groups, weights_only, dual, record, ep: names of the tensors, as in
-            :class:`.naming.Naming`.
+        naming: names of the parameters of a stage-0 source, and whether only weights are loaded.
         also: the tag's folder in further places; files in the first place take precedence.
 
     Raises:
@@ -120,13 +106,10 @@ def open_checkpoint(
         UnsupportedError: the kind of checkpoint is not supported.
         MismatchError: at stage 0, the param groups differ from the live ones.
     """
-    naming = Naming(
-        live_groups, live_hyper, groups, weights_only, dual=dual, order=live_order or {}, record=record, ep=ep
-    )
     report = survey_checkpoint(folder, comm, naming, also=also)
     index = comm.run(report.require)
     if comm.rank == 0:
-        report.log_warnings(weights_only=weights_only)
+        report.log_warnings(weights_only=naming is not None and naming.weights_only)
     return index
 
 

@@ -20,6 +20,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert.states import MODEL_STATES_ZERO3, OPTIMIZER_STATE, write_states
 from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.universal.index import STATE_FILE
 from deepspeed_ucp.torchsave.torchfile import read_header
 from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
@@ -90,7 +91,7 @@ def write(folder, topology, model=MODEL, **run):
 
 def open_index(path, model=MODEL):
     groups = [[(param.name, param.trains) for param in group] for group in model.groups]
-    return open_checkpoint(str(path), Comm(), groups)
+    return open_checkpoint(str(path), Comm(), Naming(groups))
 
 
 def convert(tmp_path, topology, model=MODEL, **run):

@@ -13,6 +13,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.testing import WorldPool
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
@@ -36,7 +37,7 @@ def test_what_autoep_trained_is_a_model_of_the_hub(
 ) -> None:
     stage, *begun = NAMES[name]
     trained, *_ = ucp_worlds.get(2).run(engine_hub.save, name, stage, 2, str(tmp_path))
-    index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm(), weights_only=stage == 3)
+    index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm(), Naming(weights_only=stage == 3))
     out = str(tmp_path / "out")
     export_safetensors(index, out, options=ExportOptions(), like=str(tmp_path / "hf"))
     kind, _ = engine_hub.MODELS[name]

@@ -20,6 +20,7 @@ from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, Tally, compare, diff_checkpoints
 from deepspeed_ucp.examine.values import ABSENT
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.tensor_parallel import from_config
@@ -200,7 +201,7 @@ MODEL = Model((Param("a", (30, 50)), Param("b", (7,), group=1), Param("c.0", (4,
 
 def save(folder: Path, topology: Topology, state: State, run: Run = RUN, model: Model = MODEL) -> AtomicIndex:
     path = write_checkpoint(folder, model, state, topology, run=run)
-    return open_checkpoint(str(path), Comm(), name_groups(model))
+    return open_checkpoint(str(path), Comm(), Naming(name_groups(model)))
 
 
 def change(state: State, name: str, key: str, value: torch.Tensor) -> State:

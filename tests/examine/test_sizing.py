@@ -28,6 +28,7 @@ from deepspeed_ucp.examine.sizing import (
     measure_save,
 )
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 HOUR = 3600.0
@@ -40,7 +41,7 @@ NUMEL = 500_000
 def test_estimates_match_files(stage: int, precision: str, tmp_path: Path) -> None:
     state = random_state(MODEL, 1, precision=precision)
     folder = write_checkpoint(tmp_path, MODEL, state, Topology(stage, 4, precision))
-    index = open_checkpoint(str(folder), Comm(), groups="module")
+    index = open_checkpoint(str(folder), Comm(), Naming(groups="module"))
     degrees = parse_degrees(f"dp=4,zero={stage},precision={precision}", index.run.topology)
     found = measure_save(*count_state(index, degrees), degrees, 2)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}

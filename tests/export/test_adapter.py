@@ -17,6 +17,7 @@ from deepspeed_ucp.errors import CheckpointError, ConfigError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.foreign.adapter import read_config
 from tests.export.test_safetensors import check_same, load_all
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
@@ -103,7 +104,7 @@ def export(
     config = {**model.peft_config[name].to_dict(), **changes}
     config = json.loads(json.dumps(config, default=lambda value: getattr(value, "value", None) or sorted(value)))
     options = ExportOptions(adapter=name, adapter_config=config)
-    index = open_checkpoint(path, Comm(), weights_only=True)
+    index = open_checkpoint(path, Comm(), Naming(weights_only=True))
     export_safetensors(index, str(out), options=options)
 
 

@@ -27,6 +27,7 @@ from deepspeed_ucp.export import output
 from deepspeed_ucp.export.safetensors import export_safetensors, lay_out, split_shards
 from deepspeed_ucp.export.tensors import ExportOptions, Tensor
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.foreign.names import WEIGHTS_INDEX
 from deepspeed_ucp.formats.foreign.safetensors import DTYPES
 from deepspeed_ucp.io.cast import FLOATING, cast
@@ -64,7 +65,9 @@ TOPOLOGIES = (
 def open_model(folder: Path, topology: Topology, model: Model = MODEL, seed: int = 0) -> AtomicIndex:
     """A synthesised checkpoint's index."""
     path = write_checkpoint(folder, model, random_state(model, seed, precision=topology.precision), topology)
-    return open_checkpoint(str(path), Comm(), [[(param.name, param.trains) for param in g] for g in model.groups])
+    return open_checkpoint(
+        str(path), Comm(), Naming([[(param.name, param.trains) for param in g] for g in model.groups])
+    )
 
 
 def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -108,7 +111,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path, source: Topology) -> 
     everything = {*expect_weights(MODEL, 0, source, torch.float32)}
     assert set(load_all(tmp_path / "out")) == everything - {param.name for param in MODEL.params if param.frozen}
     if source.stage == 0:  # without names of the optimizer's parameters
-        index = open_checkpoint(next(str(each) for each in tmp_path.glob("global*")), Comm(), weights_only=True)
+        index = open_checkpoint(next(str(each) for each in tmp_path.glob("global*")), Comm(), Naming(weights_only=True))
         with pytest.raises(ConfigError, match="does not record which parameters were trained.*--groups"):
             export_safetensors(index, str(tmp_path / "out"), options=options)
 
@@ -128,7 +131,7 @@ def test_16_bit_weights_equal_the_models(tmp_path: Path) -> None:
 def test_any_run_comes_out(case: Case) -> None:
     with temporary_folder() as folder:
         names = [[(param.name, param.trains) for param in group] for group in case.model.groups]
-        index = open_checkpoint(str(case.write(folder / "in")), Comm(), names)
+        index = open_checkpoint(str(case.write(folder / "in")), Comm(), Naming(names))
         export_safetensors(index, str(folder / "out"), options=ExportOptions(workers=2))
         found = load_all(folder / "out")
     saved = {name: states["fp32"] for name, states in case.state.atoms.items()}
@@ -323,7 +326,7 @@ def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog
     path = write_checkpoint(
         tmp_path, MODEL, random_state(MODEL, 0, precision="fp16"), Topology(0, precision="fp16", wrapper="fused")
     )
-    index = open_checkpoint(str(path), Comm(), weights_only=True)
+    index = open_checkpoint(str(path), Comm(), Naming(weights_only=True))
     export_safetensors(index, str(tmp_path / "out"), rules=from_config({"resize": [{"match": "a"}]}))
     assert "model's own float16 are written" in caplog.text
     assert "resize rules are for loads; the saved shapes are written" in caplog.text

@@ -11,6 +11,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from tests.support.reshard import check_content, load, make_targets
 from tests.support.reshard3d import draw_state, make_pipeline
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -34,7 +35,7 @@ def write(folder: Path, model: Model, topology: Topology) -> str:
 
 
 def open_named(folder: str, groups: Any) -> Any:
-    return open_checkpoint(folder, Comm(), groups=groups)
+    return open_checkpoint(folder, Comm(), Naming(groups=groups))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda t: t.label)
@@ -52,7 +53,7 @@ def test_the_error_says_how_to_give_names(wrapper: Topology, tmp_path: Path) -> 
     folder = write(tmp_path, ONE_GROUP, wrapper)
     with pytest.raises(MismatchError, match="stage 0 saves no parameter names.*--groups module"):
         open_named(folder, None)
-    assert open_checkpoint(folder, Comm(), weights_only=True).stored.atoms
+    assert open_checkpoint(folder, Comm(), Naming(weights_only=True)).stored.atoms
 
 
 def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
 from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, State, Topology, partition_layout, random_state, read_state, write_checkpoint
@@ -75,7 +76,7 @@ def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
 def test_the_index_is_the_state(case: Case) -> None:
     with temporary_folder() as folder:
         path = case.write(folder)
-        index = open_checkpoint(str(path), Comm(), name_groups(case.model))
+        index = open_checkpoint(str(path), Comm(), Naming(name_groups(case.model)))
         check_index(index, case, read_state(path, case.model, case.topology))
 
 
@@ -83,7 +84,7 @@ def test_the_index_is_the_state(case: Case) -> None:
 @given(case=cases())
 def test_the_topology_is_what_wrote_it(case: Case) -> None:
     with temporary_folder() as folder:
-        index = open_checkpoint(str(case.write(folder)), Comm(), name_groups(case.model))
+        index = open_checkpoint(str(case.write(folder)), Comm(), Naming(name_groups(case.model)))
     topology, found = case.topology, index.run.topology
     wrappers = {"raw": "torch", "unfused": "fp16_unfused", "fused": "fp16_fused", "bf16": "bf16"}
     assert found.wrapper == wrappers.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")
@@ -137,7 +138,7 @@ def test_only_headers_are_read(tmp_path: Path, topology: Topology, legacy: bool)
     path = write_checkpoint(tmp_path, model, state, topology, legacy=legacy)
     size = sum(file.stat().st_size for file in path.iterdir())
     before = count_read_bytes()
-    index = open_checkpoint(str(path), Comm(), [[("a", True), ("b", True), ("c", False)]])
+    index = open_checkpoint(str(path), Comm(), Naming([[("a", True), ("b", True), ("c", False)]]))
     assert count_read_bytes() - before < size / 20
     assert sum(atom.nbytes for atom in index.stored.atoms.values()) > size * 0.9
 
@@ -148,7 +149,7 @@ def test_names_lose_the_prefix_of_torch_compile(tmp_path: Path) -> None:
     )
     for topology in (Topology(0), Topology(1, 2), Topology(3, 2)):
         path = write_checkpoint(tmp_path, model, random_state(model, 0), topology, tag=topology.label)
-        index = open_checkpoint(str(path), Comm(), [[("_orig_mod.a", True), ("_orig_mod.b", False)]])
+        index = open_checkpoint(str(path), Comm(), Naming([[("_orig_mod.a", True), ("_orig_mod.b", False)]]))
         assert {key.name for key in index.stored.atoms} == {"a", "b", "c"}
         assert index.model.buffers == {"c"}
         assert index.run.groups[0].names == ("a",)

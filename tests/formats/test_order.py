@@ -12,7 +12,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.formats.deepspeed.naming import ModuleOrder, number_names
+from deepspeed_ucp.formats.deepspeed.naming import ModuleOrder, Naming, number_names
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.model.experts import is_expert
 from deepspeed_ucp.model.topology import find_differences
@@ -52,7 +52,7 @@ def refuse(folder: Path, target: FakeTarget, text: str) -> None:
     """The states are refused; the weights, which have names, load."""
     with pytest.raises(MismatchError, match=f"in another order .*{text}.* load with load_optimizer_states=False"):
         open_for(folder, target)
-    assert open_checkpoint(str(folder), Comm(), weights_only=True).stored.atoms
+    assert open_checkpoint(str(folder), Comm(), Naming(weights_only=True)).stored.atoms
 
 
 def compare(index: AtomicIndex, target: FakeTarget) -> list[str]:

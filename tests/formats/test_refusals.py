@@ -18,6 +18,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed import gather as gathering
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.model import MASTER, AtomicIndex
 from deepspeed_ucp.stream.duplicates import check_samples
@@ -67,7 +68,7 @@ def make_files(model: Model, topology: Topology, seed: int = 0, run: Run | None 
 
 def open_files(folder: Path, files: Files, model: Model = MODEL) -> AtomicIndex:
     write_files(folder, files)
-    return open_checkpoint(str(folder), Comm(), name_groups(model))
+    return open_checkpoint(str(folder), Comm(), Naming(name_groups(model)))
 
 
 def drop(*parts: str) -> Change:
@@ -359,14 +360,14 @@ FROZEN = ("frozen", False)
 def test_stage0_with_other_groups_is_refused(tmp_path: Path, topology: Topology, live: Any, text: str) -> None:
     write_files(tmp_path, make_files(MODEL, topology))
     with pytest.raises(MismatchError, match=text):
-        open_checkpoint(str(tmp_path), Comm(), live)
+        open_checkpoint(str(tmp_path), Comm(), Naming(live))
 
 
 @pytest.mark.parametrize("topology", [Topology(0), Topology(0, 1, "bf16")], ids=lambda t: t.label)
 def test_stage0_in_another_order_is_refused_by_shapes(tmp_path: Path, topology: Topology) -> None:
     write_files(tmp_path, make_files(Model((Param("a", (3, 4)), Param("b", (4, 3)))), topology))
     with pytest.raises(MismatchError, match="order|groups must be made as in the saved run"):
-        open_checkpoint(str(tmp_path), Comm(), [[("b", True), ("a", True)]])
+        open_checkpoint(str(tmp_path), Comm(), Naming([[("b", True), ("a", True)]]))
 
 
 def test_stage0_in_another_order_is_recognised_by_values(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
     groups = files[STATES]["optimizer"]["param_groups"]
     groups[0]["param_names"], groups[1]["param_names"] = ["a", "frozen"], ["b"]
     write_files(tmp_path, files)
-    index = open_checkpoint(str(tmp_path), Comm(), None)
+    index = open_checkpoint(str(tmp_path), Comm(), Naming(None))
     assert [set(group.names) for group in index.run.groups][1] == {"b"}
 
 
@@ -415,8 +416,8 @@ def test_weights_of_a_stage0_pipeline_need_no_names(tmp_path: Path) -> None:
         ("tied", live, "the param groups must be made as in the saved run", names),
     ):
         with pytest.raises(MismatchError, match=text):
-            open_checkpoint(str(tmp_path / folder), Comm(), groups)
-        index = open_checkpoint(str(tmp_path / folder), Comm(), groups, weights_only=True)
+            open_checkpoint(str(tmp_path / folder), Comm(), Naming(groups))
+        index = open_checkpoint(str(tmp_path / folder), Comm(), Naming(groups, weights_only=True))
         assert {key.name for key in index.stored.atoms} == expected
         assert folder == "tied" or {key.state for key in index.stored.atoms} == {"module"}
 

@@ -11,6 +11,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.save import describe_offload
 from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.model import MODULE, AtomicIndex, AtomKey
@@ -43,10 +44,10 @@ def test_zenflow(stage: int, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=f"was saved by ZenFlow.*behind the weights.*{remedy}"):
         open_files(tmp_path, files)
     if stage == 2:
-        assert open_checkpoint(str(tmp_path), Comm(), weights_only=True).find("a", "copy")
+        assert open_checkpoint(str(tmp_path), Comm(), Naming(weights_only=True)).find("a", "copy")
     else:
         with pytest.raises(UnsupportedError, match="was saved by ZenFlow"):
-            open_checkpoint(str(tmp_path), Comm(), weights_only=True)
+            open_checkpoint(str(tmp_path), Comm(), Naming(weights_only=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

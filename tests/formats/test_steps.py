@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model import AtomicIndex
 from tests.synth import Model, Param, Topology, build_files, random_state, write_files
 
@@ -31,7 +32,7 @@ def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, 
         each.update(group)
     write_files(folder, files)
     groups = [["a", "b", "c"], ["d"]]
-    return open_checkpoint(str(folder), Comm(), groups=groups)
+    return open_checkpoint(str(folder), Comm(), Naming(groups=groups))
 
 
 @pytest.mark.parametrize(

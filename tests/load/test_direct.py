@@ -21,6 +21,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, exchange, transfer
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
@@ -837,7 +838,7 @@ def test_a_state_file_whose_pickle_is_damaged_is_read_in_the_next_place(tmp_path
     path, state, rank = start(tmp_path / "first", run=run)
     near = tmp_path / "near"
     shutil.copytree(path, near)
-    index = open_checkpoint(str(path), Comm(), *groups_of(rank, Comm())[:1], also=[str(near)])
+    index = open_checkpoint(str(path), Comm(), Naming(*groups_of(rank, Comm())[:1]), also=[str(near)])
     index = index.change(files=tuple(replace(file, places=file.places[::-1]) for file in index.stored.files))
     flip(near / STATES, (near / STATES).read_bytes().index(b"a long text"))
     _, _, client = run_load(index, rank)

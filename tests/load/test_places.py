@@ -24,6 +24,7 @@ from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats import places as places_module
 from deepspeed_ucp.formats.deepspeed.files import list_entries
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import look_at_job, seal_folder
 from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.opened import StoredFile
@@ -89,7 +90,7 @@ def hold_one_shard(name: str) -> list[int]:
 def open_place(folder: Path, target: FakeTarget, comm: Comm, *also: Path) -> AtomicIndex:
     """Open a checkpoint as a rank of a load does (collective)."""
     places = [str(place) for place in also]
-    return open_checkpoint(str(folder), comm, groups_of(target, comm)[0], also=places)
+    return open_checkpoint(str(folder), comm, Naming(groups_of(target, comm)[0]), also=places)
 
 
 def load_scattered(

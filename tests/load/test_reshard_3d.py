@@ -20,6 +20,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from tests.load.test_direct import check_untouched, run_load
 from tests.load.test_reshard import pair_id
 from tests.support.covering import all_turns
@@ -372,10 +373,10 @@ def test_ambiguous_layers_without_names_are_reported(
     targets = [expect(source, Topology(1, 1)).make_targets()[0] for _ in range(2)]
     targets[1].engine.module.phase_bounds = []
     text = "may be a PipelineModule's or a DualPipeVModule's"
-    assert open_checkpoint(str(folder), one, *groups_of(targets[0], one), dual=targets[0].is_dual)
+    assert open_checkpoint(str(folder), one, Naming(*groups_of(targets[0], one), dual=targets[0].is_dual))
     assert ("If a DualPipeVModule saved them" in caplog.text) == is_ambiguous
     with pytest.raises(MismatchError, match=text) if is_ambiguous else nullcontext():
-        open_checkpoint(str(folder), two, *groups_of(targets[1], two), dual=targets[1].is_dual)
+        open_checkpoint(str(folder), two, Naming(*groups_of(targets[1], two), dual=targets[1].is_dual))
 
 
 # -- replicas ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from deepspeed_ucp.examine.verify import list_findings
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import open_checkpoint, survey_checkpoint
 from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.tensor_parallel import from_config
@@ -161,7 +162,7 @@ def test_weights_alone_need_no_complete_set_of_states(
     with pytest.raises(CheckpointError, match="optim_states.pt is missing"):
         open_checkpoint(str(tmp_path), Comm())
     assert not caplog.records
-    index = open_checkpoint(str(tmp_path), Comm(), weights_only=True)
+    index = open_checkpoint(str(tmp_path), Comm(), Naming(weights_only=True))
     assert index.limits.stateless and not index.find("a", "fp32") and index.find("a", "copy")
     assert [record.getMessage() for record in caplog.records if "only weights are loaded" in record.getMessage()]
 
@@ -170,4 +171,4 @@ def test_weights_of_zero_3_are_in_the_files_of_states(tmp_path: Path) -> None:
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(3, 2)))
     next(tmp_path.glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
     with pytest.raises(CheckpointError, match="optim_states.pt is missing"):
-        open_checkpoint(str(tmp_path), Comm(), weights_only=True)
+        open_checkpoint(str(tmp_path), Comm(), Naming(weights_only=True))

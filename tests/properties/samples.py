@@ -18,6 +18,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.stream.duplicates import check_samples
 from tests.support import foreign
 from tests.support.reshard import check_content, load, make_targets, open_for
@@ -204,7 +205,7 @@ def inspect(folder: Path, source: Source) -> Verdict:
 
 
 def open_folder(folder: Path, source: Source) -> Verdict:
-    return try_to(lambda: open_checkpoint(str(folder), Comm(), name_groups(source)))
+    return try_to(lambda: open_checkpoint(str(folder), Comm(), Naming(name_groups(source))))
 
 
 def name_groups(source: Source) -> list[list[tuple[str, bool]]]:

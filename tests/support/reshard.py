@@ -26,6 +26,7 @@ from deepspeed_ucp.engine import Target
 from deepspeed_ucp.engine.parallel import Instance, LocalExperts, Place
 from deepspeed_ucp.engine.swap import SwapFiles
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.load.averages import average_rows
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import TensorSink
@@ -286,7 +287,7 @@ def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -
     """Open an index, with the live groups to name a stage-0 source's parameters; collective."""
     comm = comm or Comm()
     groups, _, order = groups_of(target, comm)
-    return open_checkpoint(str(folder), comm, groups, (), order, record=target.recorded, ep=target.ep)
+    return open_checkpoint(str(folder), comm, Naming(groups, (), order, record=target.recorded, ep=target.ep))
 
 
 def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> AtomicIndex:

@@ -23,6 +23,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.headers import Unread
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.load.client import check_trusted, read_objects
 from deepspeed_ucp.torchsave.objects import describe, has_more_parts, walk
@@ -261,7 +262,7 @@ def open_changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> An
     optim = next(content for name, content in files.items() if "optim_states" in name)
     change(optim["optimizer_state_dict"]["base_optimizer_state"])
     write_files(folder, files)
-    return open_checkpoint(str(folder), Comm(), GROUPS)
+    return open_checkpoint(str(folder), Comm(), Naming(GROUPS))
 
 
 @pytest.mark.parametrize("dtype", STATES, ids=str)
@@ -290,7 +291,7 @@ def test_functions_and_classes_in_a_param_group_can_be_sent(tmp_path: Path, valu
 def test_all_names_are_checked_before_deepspeed_loads_a_file(tmp_path: Path) -> None:
     run = Run(client_state={"foo": own_function, "bar": [time.sleep]})
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run))
-    index = open_checkpoint(str(tmp_path), Comm(), GROUPS)
+    index = open_checkpoint(str(tmp_path), Comm(), Naming(GROUPS))
     with pytest.raises(UnsupportedError, match=r"consent \(.*own_function, time\.sleep\).*trust_pickle"):
         check_trusted(index.run.globals)
     with torch.serialization.safe_globals([own_function, time.sleep]):
@@ -302,7 +303,7 @@ def test_deepspeed_files_are_trusted(tmp_path: Path) -> None:
     for number, topology in enumerate(topologies):
         state = random_state(MODEL, 0, precision=topology.precision)
         write_files(tmp_path / str(number), build_files(MODEL, state, topology))
-        check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), GROUPS).run.globals)
+        check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), Naming(GROUPS)).run.globals)
 
 
 def mutate(data: bytes, seed: int) -> bytes:

@@ -28,6 +28,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.headers import Unread
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_hyper
 from deepspeed_ucp.load.client import read_objects
 from deepspeed_ucp.torchsave import unpickle
@@ -159,7 +160,7 @@ def test_opening_a_checkpoint_runs_no_code(tmp_path: Path, place: str, topology:
         folder = tmp_path / str(number)
         write_files(folder, dict(zip(names, files.values(), strict=False)), legacy=legacy)
         with suppress(UcpError):
-            open_checkpoint(str(folder), Comm(), GROUPS)
+            open_checkpoint(str(folder), Comm(), Naming(GROUPS))
         assert not mark.exists()
 
 

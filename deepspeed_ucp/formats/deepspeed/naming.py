@@ -37,6 +37,7 @@ class Naming:
     Attributes:
         live: param groups of the live optimizer over all its ranks, in the order of a pipeline's layers.
         hyper: their hyper-parameters, which show whether they have the saved order.
+        order: every name of the live module's parameters, in module order → first name of the same parameter.
         groups: the source's param groups if there is no live engine: ``"module"`` for ``model.parameters()`` in one
             group, or the names of each group's parameters in order.
         weights_only: the load does not take the optimizer's states.
@@ -44,20 +45,19 @@ class Naming:
         dual: the live pipeline has two stages on every rank (DualPipeV).
         keys: key in the live module's state dict → parameter or buffer, if they differ.
         rename: see :data:`Rename`.
-        order: every name of the live module's parameters, in module order → first name of the same parameter.
         record: returns the names in the live module's state dict, in its order.
         ep: expert-parallel ranks of the live run; ``live`` has the first rank's names in front. 0 if unknown.
     """
 
     live: GroupNames | None = None
     hyper: Sequence[Mapping[str, Any]] = ()
+    order: Mapping[str, str] = field(default_factory=dict)
     groups: NamedGroups | None = None
     weights_only: bool = False
     optimizer: bool = True
     dual: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     rename: Rename = lambda saved, live: {}
-    order: Mapping[str, str] = field(default_factory=dict)
     record: Callable[[], Iterable[str]] | None = None
     ep: int = 0
 
