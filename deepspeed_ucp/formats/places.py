@@ -26,9 +26,10 @@ from ..io.filesystems import choose_map, measure_distance
 from ..io.paths import Entry, is_url, join_path
 from ..io.read import sum_range
 from ..io.store import note_listed, open_stored
+from ..model import FileRef
 from ..model.access import READ_ALL, PartialAccess, ReadAccess
 from ..torchsave.records import sum_directory
-from .deepspeed.files import SEAL, list_entries, read_model_rank, read_optim_ranks, read_swap_name, resolve_published
+from .deepspeed.files import SEAL, list_entries, list_published, read_model_rank, read_optim_ranks, read_swap_name
 
 T = TypeVar("T")
 
@@ -110,6 +111,20 @@ class FileTable:
         holders = [place for place in places if name in self.visible[place] and (place, name) not in self.odd]
         return {join_path(self.folders[place], name): self.visible[place][name].size for place in holders}
 
+    def refer(self, name: str, size: int, crc: int | None = None, *, identified: bool = True) -> FileRef:
+        """Return the index's reference to a file of ``size`` bytes, with its copies, the nearest first.
+
+        Args:
+            crc: CRC32 of the file's directory, if it has one.
+            identified: checksums or a head file identify each copy before it is read; else only the copy in the first
+                place is used, as a nearer one of the same size may belong to an earlier save.
+        """
+        path = self.path(name, size)
+        if not self.folders[1:]:
+            return FileRef(path, size, crc)
+        near = [copy for copy, nbytes in self.list_copies(name, near=True).items() if nbytes == size]
+        return FileRef(path, size, crc, tuple(near if identified else near and [path]))
+
     def find(self, name: str) -> list[str]:
         """Return the folders in which this rank finds a file, by place; folders with a different file come last."""
         holders = [place for place, entries in enumerate(self.visible) if name in entries]
@@ -187,24 +202,24 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
     stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
     for folder, entries, _ in stores.values():
         note_listed(folder, entries)
-    looks: list[_Look] = []
+    place_files: list[_PlaceFiles] = []
 
     def look() -> tuple[list[str], bytes, bytes, bool, list[str]]:
-        looks.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
-        listings = [listed.entries for listed in looks]
-        errors = [str(listed.error or "") for listed in looks]
-        below = [listed.folder.removeprefix(folder) for listed, folder in zip(looks, folders, strict=True)]
+        place_files.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
+        listings = [listed.entries for listed in place_files]
+        errors = [str(listed.error or "") for listed in place_files]
+        below = [listed.folder.removeprefix(folder) for listed, folder in zip(place_files, folders, strict=True)]
         return below, _digest(listings, lambda entry: entry.size), _digest(listings, _pick), any(listings), errors
 
     reports = comm.each(look)
-    listings = tuple(listed.entries for listed in looks)
+    listings = tuple(listed.entries for listed in place_files)
     if not any(some for *_, some, _ in reports):
-        comm.run(lambda: raise_first(listed.error for listed in looks))
+        comm.run(lambda: raise_first(listed.error for listed in place_files))
     below = [max(paths) for paths in zip(*(paths for paths, *_ in reports), strict=True)]
     # A rank that sees none of a tag's files does not know their subfolder.
     folders = [
         folder + path if listed.folder == folder else listed.folder
-        for folder, path, listed in zip(folders, below, looks, strict=True)
+        for folder, path, listed in zip(folders, below, place_files, strict=True)
     ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
     table = FileTable(tuple(folders), _join(listings), listings, tuple(near))
@@ -225,7 +240,7 @@ def list_files(folder: str, comm: Comm) -> FileTable:
     Raises:
         CheckpointError: the folder cannot be listed; equal on all ranks.
     """
-    folder, entries = comm.once(lambda: _list_published(folder, list_entries))
+    folder, entries = comm.once(lambda: list_published(folder, list_entries))
     note_listed(folder, entries)
     return FileTable.of(folder, entries)
 
@@ -274,7 +289,7 @@ def list_variants(table: FileTable) -> list[tuple[str, str]]:
     return [(table.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
 
 
-class _Look(NamedTuple):
+class _PlaceFiles(NamedTuple):
     """The folder of a place with the tag's files, its entries, and the error of listing it."""
 
     folder: str
@@ -282,18 +297,11 @@ class _Look(NamedTuple):
     error: CheckpointError | None = None
 
 
-def _list(folder: str, list_place: Callable[[str], Entries]) -> _Look:
+def _list(folder: str, list_place: Callable[[str], Entries]) -> _PlaceFiles:
     try:
-        return _Look(*_list_published(folder, list_place))
+        return _PlaceFiles(*list_published(folder, list_place))
     except CheckpointError as error:
-        return _Look(folder, {}, error)
-
-
-def _list_published(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries]:
-    """Return the folder with a tag's files, and its entries."""
-    entries = list_place(folder)
-    published = resolve_published(folder, entries)
-    return published, entries if published == folder else list_place(published)
+        return _PlaceFiles(folder, {}, error)
 
 
 def _warn_others(table: FileTable) -> None:
@@ -453,8 +461,8 @@ class _Union:
     def _list_doubts(self, name: str) -> list[tuple[str, Copy]]:
         home = self.homes[name]
         size, changed = self.look(name, home)
-        looks = [(copy, self.look(name, copy)) for copy in self.list_wanted(name)]
-        unsure = [copy for copy, (nbytes, at) in looks if nbytes == size and at != changed]
+        place_files = [(copy, self.look(name, copy)) for copy in self.list_wanted(name)]
+        unsure = [copy for copy, (nbytes, at) in place_files if nbytes == size and at != changed]
         return [(name, copy) for copy in ([home, *unsure] if unsure and size >= 0 else [])]
 
     def list_same(self, name: str) -> list[Copy]:

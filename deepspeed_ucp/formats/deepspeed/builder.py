@@ -35,11 +35,10 @@ from ...model import (
 )
 from ...model.access import ReadAccess
 from ...model.experts import cut_number, find_expert, find_layer
-from ...model.flat import Cut, FlatBuffer
+from ...model.flat import Cut, FlatBuffer, Shape
 from ...model.topology import number_groups
 from ...torchsave.records import FileRecord
-from ..places import FileTable
-from .headers import Batches, FileBatch, FileHeader, Piece, Shape, TensorStates
+from .headers import Batches, FileBatch, FileHeader, Piece, TensorStates
 from .save import Save
 
 
@@ -260,15 +259,6 @@ _Empty = Mapping[tuple[ParamKey, int], Shape]
 """(parameter, tensor-parallel rank) without elements → its shape there."""
 
 
-def _refer(where: FileTable, header: FileHeader) -> FileRef:
-    name, size = header.name, header.size
-    path, copies = where.path(name, size), where.list_copies(name, near=True) if where.folders[1:] else {}
-    near = [copy for copy, nbytes in copies.items() if nbytes == size]
-    # Legacy files and swap files have no header with checksums that identifies a copy before it is read, and a nearer
-    # copy of the same size may belong to an earlier save: they are read from the first place that has them.
-    return FileRef(path, size, header.crc, tuple(near if header.checked else near and [path]))
-
-
 class Builder:
     """Collects the parts of an index; :meth:`finish_atoms` validates them.
 
@@ -328,7 +318,7 @@ class Builder:
         number = self._file_ids.get(header.name)
         if number is None:
             number = self._file_ids[header.name] = len(self.files)
-            self.files.append(_refer(self.save.where, header))
+            self.files.append(self.save.where.refer(header.name, header.size, header.crc, identified=header.checked))
         return number
 
     def find_access(self) -> ReadAccess:

@@ -98,17 +98,6 @@ def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> st
     return os.path.join(folder, name)
 
 
-def list_published(folder: str) -> tuple[str, dict[str, Entry]]:
-    """Return the folder with a tag's files and its entries, which are empty if the tag does not exist.
-
-    Raises:
-        CheckpointError: a folder cannot be listed, or ``ucp_published.json`` is damaged.
-    """
-    entries = scan_if_there(folder)
-    published = resolve_published(folder, entries)
-    return published, entries if published == folder else scan_if_there(published)
-
-
 def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """List the files of a foreign checkpoint, including Accelerate's subfolders for model and optimizer."""
     subfolders = [name for name, entry in entries.items() if entry.is_folder and name.startswith(PARTS)]
@@ -141,6 +130,19 @@ def scan_if_there(folder: str) -> dict[str, Entry]:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             return {}
         raise
+
+
+def list_published(
+    folder: str, list_place: Callable[[str], Mapping[str, Entry]] = scan_if_there
+) -> tuple[str, Mapping[str, Entry]]:
+    """Return the folder with a tag's files and its entries, by default empty if the tag does not exist.
+
+    Raises:
+        CheckpointError: a folder cannot be listed, or ``ucp_published.json`` is damaged.
+    """
+    entries = list_place(folder)
+    published = resolve_published(folder, entries)
+    return published, entries if published == folder else list_place(published)
 
 
 def _list_swaps(folder: str) -> dict[str, Entry]:

@@ -53,7 +53,7 @@ _SLACK = 120.0
 _SLOWEST, _SLOWEST_SHARED = 10 << 20, 256 << 20
 """Bytes per second of the slowest storage: for one file, and for the files of many ranks together."""
 
-Look = FileHeader | Finding
+ReadResult = FileHeader | Finding
 """A file's header, or the fault that prevents reading it."""
 
 
@@ -71,11 +71,11 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
         save = Save.of(where)
     except (CheckpointError, UnsupportedError) as error:
         return None, _explain_none(where.folder, error)
-    looks = _Looks(where, comm.rank if comm.size > 1 else None)
-    findings = _identify(looks, save, comm)
+    results = _ReadResults(where, comm.rank if comm.size > 1 else None)
+    findings = _identify(results, save, comm)
     if not save.first:
         return None, findings
-    headers, unreadable = _read_rest(looks, save, comm)
+    headers, unreadable = _read_rest(results, save, comm)
     missing = _find_missing(save, _describe_holders(where, comm))
     arrange(save, headers)
     for more in (unreadable, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
@@ -92,7 +92,7 @@ def keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Findi
     return [finding for finding in more if finding.file not in faulty]
 
 
-def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
+def read_or_report(where: FileTable, name: str, reader: str = "") -> ReadResult:
     """Return a file's header from the first place where it is readable, or the fault.
 
     A file without checksums is only read from its first place, as nothing else identifies a copy.
@@ -119,48 +119,48 @@ def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
         return replace(finding, text=f"{finding.text}{where_read}{_OVERWRITTEN if strip_writer(name) != name else ''}")
 
 
-class _Looks(dict[str, Look]):
+class _ReadResults(dict[str, ReadResult]):
     """The headers or faults of the files that this rank has read, each on first access."""
 
     def __init__(self, where: FileTable, rank: int | None) -> None:
         self.where = where
         self._reader = "" if rank is None else f" (looked at by rank {rank})"
 
-    def read(self, name: str) -> Look:
+    def read(self, name: str) -> ReadResult:
         """Read a file's header without keeping it."""
-        return look_at_header(self.where, name, self._reader)
+        return read_or_report(self.where, name, self._reader)
 
-    def __missing__(self, name: str) -> Look:
-        look = self[name] = self.read(name)
-        return look
+    def __missing__(self, name: str) -> ReadResult:
+        result = self[name] = self.read(name)
+        return result
 
 
 # -- the first files ---------------------------------------------------------------------------------------------------
 
 
-def _identify(looks: _Looks, save: Save, comm: Comm) -> list[Finding]:
+def _identify(results: _ReadResults, save: Save, comm: Comm) -> list[Finding]:
     """Set the first headers and the expected names of a save on all ranks, and return the faults; collective.
 
     Rank 0 identifies the save if it sees all files; else each file is read by a rank that sees it.
     """
-    where = looks.where
+    where = results.where
     if where.access.is_partial:
-        return identify_save(save, lambda name: where.once(name, lambda: looks[name], comm))
+        return identify_save(save, lambda name: where.once(name, lambda: results[name], comm))
     if comm.rank:  # meanwhile each other rank reads a file that it will probably be assigned
         roles = (save.names["model"] or save.names["model_zero3"], save.names["optim"])
         further = [name for files in roles for _, name in sorted(files.items())[1:]]
         with suppress(Exception):  # a real fault is raised again when the rank is assigned the file
-            looks[further[comm.rank - 1]]
+            results[further[comm.rank - 1]]
 
     def identify() -> tuple[list[FileHeader], list[str], list[Finding]]:
-        faults = identify_save(save, looks.__getitem__)
+        faults = identify_save(save, results.__getitem__)
         return save.first, save.expected, faults
 
     save.first, save.expected, faults = comm.once(identify)
     return faults
 
 
-def identify_save(save: Save, read: Callable[[str], Look]) -> list[Finding]:
+def identify_save(save: Save, read: Callable[[str], ReadResult]) -> list[Finding]:
     """Set the first headers and the expected names of a save, from as few files as possible.
 
     Args:
@@ -173,13 +173,13 @@ def identify_save(save: Save, read: Callable[[str], Look]) -> list[Finding]:
     try:
         save.first = folder.choose()
         save.first[0] = folder.infer_degrees(folder.complete(save.first))
-        save.expected = expect_files(save, folder.look_at_stages(save.first[0]))
+        save.expected = expect_files(save, folder.read_stages(save.first[0]))
     except (CheckpointError, UnsupportedError) as error:
         save.first = []
-        faults = [look for look in folder.looks.values() if isinstance(look, Finding)]
+        faults = [result for result in folder.results.values() if isinstance(result, Finding)]
         return faults or _explain_none(save.folder, error)
-    looks = (folder.looks.get(name) for name in save.expected)
-    return [look for look in looks if isinstance(look, Finding)]
+    results = (folder.results.get(name) for name in save.expected)
+    return [result for result in results if isinstance(result, Finding)]
 
 
 def _explain_none(folder: str, error: UcpError) -> list[Finding]:
@@ -193,18 +193,18 @@ def _explain_none(folder: str, error: UcpError) -> list[Finding]:
 class _Folder:
     """A folder's files, and the headers that were read to identify its save."""
 
-    def __init__(self, save: Save, read: Callable[[str], Look]) -> None:
+    def __init__(self, save: Save, read: Callable[[str], ReadResult]) -> None:
         self.save, self.read = save, read
-        self.looks: dict[str, Look] = {}
+        self.results: dict[str, ReadResult] = {}
 
     def find_first(self, role: str, keys: Iterable[Key] | None = None) -> FileHeader | None:
         """Return the first readable header of a role's files, in the order of their ranks."""
         files = self.save.names[role]
         for key in sorted(files if keys is None else keys):
             name = files[key]
-            look = self.looks[name] = self.looks.get(name) or self.read(name)
-            if isinstance(look, FileHeader):
-                return look
+            result = self.results[name] = self.results.get(name) or self.read(name)
+            if isinstance(result, FileHeader):
+                return result
         return None
 
     def choose(self) -> list[FileHeader]:
@@ -281,7 +281,7 @@ class _Folder:
             tp += 1
         return replace(first, model=replace(model, degrees=(ranks // tp, tp)))
 
-    def look_at_stages(self, first: FileHeader) -> list[FileHeader]:
+    def read_stages(self, first: FileHeader) -> list[FileHeader]:
         """Return the model headers of a pipeline's further stages with experts; each describes only its layers."""
         model = first.model
         if model is None or model.module is None or not model.experts:
@@ -294,7 +294,7 @@ class _Folder:
 # -- all other files ---------------------------------------------------------------------------------------------------
 
 
-def _read_rest(looks: _Looks, save: Save, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
+def _read_rest(results: _ReadResults, save: Save, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
     """Read the headers of a save's files, each on one rank; returns those read, the first ones in front, and faults."""
     first, entries = save.first, save.where.entries
     known = {header.name for header in first}
@@ -302,15 +302,15 @@ def _read_rest(looks: _Looks, save: Save, comm: Comm) -> tuple[list[FileHeader],
     further = {name for (_, rank), name in save.names["model_zero3"].items() if rank}
     codec = HeaderCodec(first[-1])
 
-    def read(name: str) -> HeaderDelta | Look:
-        look = looks.pop(name, None) or looks.read(name)  # keep only the compact form of thousands
-        if isinstance(look, Finding):
-            return look
-        return codec.encode(_slim(look, first[0], repeats=name in further))
+    def read(name: str) -> HeaderDelta | ReadResult:
+        result = results.pop(name, None) or results.read(name)  # keep only the compact form of thousands
+        if isinstance(result, Finding):
+            return result
+        return codec.encode(_slim(result, first[0], repeats=name in further))
 
     shared = save.where.share(names, read, comm, choose_map(save.folder), first=1)
-    headers = [codec.decode(look) for look in shared if not isinstance(look, Finding)]
-    return [*first, *headers], [look for look in shared if isinstance(look, Finding)]
+    headers = [codec.decode(result) for result in shared if not isinstance(result, Finding)]
+    return [*first, *headers], [result for result in shared if isinstance(result, Finding)]
 
 
 def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:

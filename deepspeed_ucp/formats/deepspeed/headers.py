@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 from ...model import ITEMSIZE, Use, count, strip_compiled
 from ...model.experts import count_experts, cut_number, find_expert
+from ...model.flat import Shape
 from ...model.wrappers import Wrapper, find_wrapper
 from ...torchsave.records import FileRecord
-
-Shape = tuple[int, ...]
 
 Placement = tuple[tuple[int, ...], ...]
 """The experts of a layer that each expert-parallel rank holds, in the rank's order."""

@@ -20,7 +20,7 @@ from .builder import Builder, LayerNames, SavedRank, list_ranks
 from .headers import Batches, ExpertTensors, FileHeader, FileRun, ModelHeader, Piece
 from .save import Save
 
-Place = tuple[str, int]
+TiedModule = tuple[str, int]
 """A tied module's key, and a stage that holds it."""
 
 _DEEPEST = 64
@@ -371,7 +371,7 @@ class _LayerFiles:
             for low, high in pairwise(stage_names.untied for stage_names in self.names if stage_names.untied)
         )
 
-    def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[Place]:
+    def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[TiedModule]:
         """List the tied modules that a layer's file may hold: same keys, same shapes, possible stage."""
         if any(layer in names.untied for names in self.names):
             return []
@@ -398,7 +398,7 @@ class _LayerFiles:
         """Add all tensors; a tied module on a stage uses one of its files."""
         self._check_missing()
         aliases = self.builder.aliases = dict(self.save.model(0).shared)
-        places: dict[int, list[Place]] = {}
+        places: dict[int, list[TiedModule]] = {}
         for tp, layers in enumerate(self.save.layers):
             for layer, header in layers.items():
                 tensors = header.layer or {}
@@ -423,7 +423,7 @@ class _LayerFiles:
                     kind="missing",
                 )
 
-    def _add_tied(self, places: Mapping[int, Sequence[Place]]) -> None:
+    def _add_tied(self, places: Mapping[int, Sequence[TiedModule]]) -> None:
         by_key: dict[str, dict[int, set[int]]] = {}
         for layer, fitting in sorted(places.items()):
             keys = sorted({key for key, _ in fitting})

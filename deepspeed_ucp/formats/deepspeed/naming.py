@@ -11,7 +11,8 @@ from typing import Any
 from ...errors import ConfigError, MismatchError, shorten
 from ...model import count, find_owner, strip_compiled
 from ...model.experts import is_expert, read_name
-from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape
+from ...model.flat import Shape
+from .headers import FileHeader, ModelHeader, OptimHeader, Piece
 from .module import find_all_ties, match_names, read_module
 from .save import Save
 
@@ -20,7 +21,7 @@ GroupNames = Sequence[Sequence[tuple[str, bool]]]
 
 NamedGroups = str | Sequence[Sequence[str]]
 
-Rename = Callable[[Set[str], Set[str]], Mapping[str, str]]
+FindRenames = Callable[[Set[str], Set[str]], Mapping[str, str]]
 """Called with saved and live names; returns live name → saved name for parameters that rules rename."""
 
 MODULE_GROUP = "module"
@@ -44,7 +45,7 @@ class Naming:
         optimizer: False omits the optimizer's states; names then only identify a pipeline's tied modules.
         dual: the live pipeline has two stages on every rank (DualPipeV).
         keys: key in the live module's state dict → parameter or buffer, if they differ.
-        rename: see :data:`Rename`.
+        rename: see :data:`FindRenames`.
         record: returns the names in the live module's state dict, in its order.
         ep: expert-parallel ranks of the live run; ``live`` has the first rank's names in front. 0 if unknown.
     """
@@ -57,7 +58,7 @@ class Naming:
     optimizer: bool = True
     dual: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
-    rename: Rename = lambda saved, live: {}
+    rename: FindRenames = lambda saved, live: {}
     record: Callable[[], Iterable[str]] | None = None
     ep: int = 0
 
@@ -259,10 +260,10 @@ def fits(named: Sequence[Sequence[str]], optim: OptimHeader, shapes: Mapping[str
     return True
 
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 """(number of a parameter's unit, its place in the unit); the order among units is not compared."""
 
-Places = Mapping[str, Place]
+Positions = Mapping[str, Position]
 """Form of a parameter's name → place."""
 
 _LAST = (1 << 62, 0)
@@ -276,13 +277,13 @@ def _name_form(name: str) -> str:
     return f"{expert.layer}{expert.end}.0" if expert.fused else f"{expert.layer}0{expert.end}"
 
 
-def number_names(names: Iterable[str], unit: Callable[[str], int] = is_expert) -> dict[str, Place]:
+def number_names(names: Iterable[str], unit: Callable[[str], int] = is_expert) -> dict[str, Position]:
     """Number names in their order.
 
     Args:
         unit: returns the number of a name's unit; default: experts are one, as their files order only themselves.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, Position] = {}
     for place, name in enumerate(names):
         places.setdefault(_name_form(name), (unit(name), place))
     return places
@@ -302,11 +303,11 @@ class ModuleOrder:
     """
 
     path: str
-    now: Places
-    before: Places
+    now: Positions
+    before: Positions
     shapes: Mapping[str, Shape]
     pipeline: bool = False
-    record: Callable[[], Places] | None = None
+    record: Callable[[], Positions] | None = None
 
     def follow(self, groups: GroupNames, hyper: Sequence[Mapping[str, Any]]) -> GroupNames:
         """Return the live optimizer's param groups in the saved order.
@@ -345,7 +346,7 @@ class ModuleOrder:
     def _is_sorted(self, names: list[str]) -> bool:
         return names == _sort(names, self.now)
 
-    def _find_doubt(self, moved: Sequence[list[str]], swapped: Sequence[list[str]], recorded: Places) -> str:
+    def _find_doubt(self, moved: Sequence[list[str]], swapped: Sequence[list[str]], recorded: Positions) -> str:
         """Explain why the saved optimizer's order is uncertain; empty if it is certain."""
         affected = [name for names in (*moved, *swapped) for name in names]
         if _sort(affected, recorded) != _sort(affected, self.now):
@@ -375,7 +376,7 @@ class ModuleOrder:
             alike[str(fixed), str(sizes)] += _sort(names, self.now)[:1]
         return list(alike.values())
 
-    def _differ(self, names: list[str], places: Places) -> bool:
+    def _differ(self, names: list[str], places: Positions) -> bool:
         return _sort(names, places) != _sort(names, self.before)
 
     def _move(self, group: Sequence[tuple[str, bool]], names: list[str]) -> list[tuple[str, bool]]:
@@ -385,7 +386,7 @@ class ModuleOrder:
         return [items[moved.get(name, name)] for name in items]
 
 
-def _sort(names: Iterable[str], places: Places) -> list[str]:
+def _sort(names: Iterable[str], places: Positions) -> list[str]:
     return sorted(names, key=lambda name: places.get(name, _LAST))
 
 
@@ -405,7 +406,7 @@ def compare_modules(save: Save, naming: Naming) -> ModuleOrder:
     return ModuleOrder(save.path(save.main), number_names(naming.order.values()), before, shapes, record=record)
 
 
-def _read_record(naming: Naming, *, nested: bool) -> Places:
+def _read_record(naming: Naming, *, nested: bool) -> Positions:
     names = [*naming.record()] if naming.record else []
     matched = match_names(names, set(naming.order)) if nested else {}
     return number_names(matched.get(name, name) for name in names)

@@ -10,8 +10,9 @@ from itertools import accumulate, chain, combinations
 
 from ...errors import MismatchError, shorten
 from ...model import TIED, count, find_owner, number_layer, strip_compiled
+from ...model.flat import Shape
 from .builder import LayerNames
-from .headers import FileHeader, OptimHeader, Piece, Shape
+from .headers import FileHeader, OptimHeader, Piece
 from .naming import GroupNames, NamedOptimizer, Naming, compare_layers, describe_misfit, fits, group_sizes, pick_names
 from .save import Save
 

@@ -15,9 +15,9 @@ from itertools import chain, repeat
 from ...errors import CheckpointError, MismatchError, shorten
 from ...model import MASTER, TIED, GroupInfo, count, strip_compiled
 from ...model.experts import deal_experts, drop_fixed, find_layer, is_expert
-from ...model.flat import FlatBuffer
+from ...model.flat import FlatBuffer, Shape
 from .builder import Builder, SavedRank, list_ranks
-from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape, TensorStates
+from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
 from .module import add_tensors, read_module
 from .naming import (
     GroupNames,

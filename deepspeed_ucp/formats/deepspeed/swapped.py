@@ -30,7 +30,7 @@ _LEAST = 1 << 20
 _ALIGNED = 1024
 """Alignment in bytes for each thread of asynchronous I/O (``AIO_ALIGNED_BYTES``)."""
 
-Span = tuple[int, int]
+ParamRange = tuple[int, int]
 """DeepSpeed's numbers of the first and the last parameter of a sub-group."""
 
 
@@ -160,7 +160,7 @@ def _padded_nbytes(save: Save, group: SubGroup) -> int:
     return reserve(group.nbytes, _ALIGNED * threads) * _ALIGNED * threads
 
 
-def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
+def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[ParamRange]:
     """Return the span in the names of each sub-group's files: the only ones that follow an order of parameters.
 
     Raises:
@@ -196,7 +196,7 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
     )
 
 
-def _sizes_match(save: Save, swapped: Sequence[SubGroup], spans: Sequence[Span], *, exact: bool) -> bool:
+def _sizes_match(save: Save, swapped: Sequence[SubGroup], spans: Sequence[ParamRange], *, exact: bool) -> bool:
     """Return True if the masters' files are long enough, and with ``exact`` not longer."""
     for rank in range(save.dp):
         for group, span in zip(swapped, spans, strict=True):
@@ -207,8 +207,8 @@ def _sizes_match(save: Save, swapped: Sequence[SubGroup], spans: Sequence[Span],
 
 
 def _iter_candidates(
-    swapped: Sequence[SubGroup], present: set[Span], order: Sequence[str], trained: set[str]
-) -> Iterator[tuple[Span, ...]]:
+    swapped: Sequence[SubGroup], present: set[ParamRange], order: Sequence[str], trained: set[str]
+) -> Iterator[tuple[ParamRange, ...]]:
     """Yield spans for all sub-groups that have files and follow an order of the parameters.
 
     The numbers have no gaps. If there are no other files, gaps are accepted, as for tied or unknown parameters, or
@@ -230,13 +230,13 @@ def _iter_candidates(
             yield spans
 
 
-def _index_ranges(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[Span]:
+def _index_ranges(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[ParamRange]:
     """Return the places of each sub-group's first and last parameter in an order."""
     places = {name: number for number, name in enumerate(order)}
     return [(places[group.names[0]], places[group.names[-1]]) for group in swapped]
 
 
-def _is_ordered(ends: Sequence[Span], spans: Sequence[Span]) -> bool:
+def _is_ordered(ends: Sequence[ParamRange], spans: Sequence[ParamRange]) -> bool:
     """Return True if the numbers grow at least as much as the places of the parameters."""
     pairs = sorted({pair for one, other in zip(ends, spans, strict=True) for pair in zip(one, other, strict=True)})
     return all(after[1] - before[1] >= after[0] - before[0] > 0 for before, after in pairwise(pairs))

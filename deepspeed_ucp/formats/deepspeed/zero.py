@@ -12,10 +12,10 @@ from itertools import chain, zip_longest
 from ...errors import CheckpointError, shorten
 from ...model import MASTER, MODULE, GroupInfo, ParamKey, PartitionedState, count, strip_compiled
 from ...model.experts import count_experts, drop_fixed, find_layer, name_experts
-from ...model.flat import Cut, FlatBuffer, cut_parameter, find_gaps
+from ...model.flat import Cut, FlatBuffer, Shape, cut_parameter, find_gaps
 from ...model.wrappers import MOMENTUM
 from .builder import Builder, SavedRank, fill_param_shapes, list_ranks
-from .headers import Batches, FileHeader, FileRun, OptimHeader, Piece, Shape, TensorStates, count_filed
+from .headers import Batches, FileHeader, FileRun, OptimHeader, Piece, TensorStates, count_filed
 from .module import add_tensors
 from .save import Save, describe_offload, list_holders
 

@@ -299,18 +299,12 @@ class _Maker:
             if chunk.file not in self.where.entries:
                 raise CheckpointError("is missing. Copy it here.", path=self.where.path(chunk.file))
             file = self._file_ids[chunk.file] = len(self.files)
-            self.files.append(_refer(self.where, chunk.file))
+            self.files.append(self.where.refer(chunk.file, self.where.entries[chunk.file].size))
         key = (file, chunk.record)
         if key not in self._record_ids:
             self._record_ids[key] = len(self.records)
             self.records.append(Record(file, chunk.record.offset, chunk.record.nbytes, chunk.record.crc))
         return self._record_ids[key]
-
-
-def _refer(where: FileTable, name: str) -> FileRef:
-    size = where.entries[name].size
-    copies = [path for path, nbytes in where.list_copies(name, near=True).items() if nbytes == size]
-    return FileRef(where.path(name, size), size, None, tuple(copies) if where.folders[1:] else ())
 
 
 def _is_grid(shape: Shape, tiles: Sequence[Tile]) -> bool:

@@ -43,11 +43,11 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     return Contents(STATE_DICT, shards.head, weights, aliases=ties), []
 
 
-Held = dict[str, tuple[StoredTensor, str]]
+NamedTensors = dict[str, tuple[StoredTensor, str]]
 """Name → tensor, and an earlier name of the same bytes (empty without one)."""
 
 
-def split_ties(tensors: Held) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def split_ties(tensors: NamedTensors) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Split tensors into those with data, and tied name → name with the data."""
     ties = {
         name: first for name, (tensor, first) in tensors.items() if first in tensors and tensors[first][0] == tensor
@@ -55,7 +55,7 @@ def split_ties(tensors: Held) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     return {name: tensor for name, (tensor, _) in tensors.items() if name not in ties}, ties
 
 
-def read_header(where: FileTable, name: str) -> Held:
+def read_header(where: FileTable, name: str) -> NamedTensors:
     """Read the tensors of a file.
 
     Raises:
@@ -63,9 +63,9 @@ def read_header(where: FileTable, name: str) -> Held:
         UnsupportedError: the file holds no state dict, or tensors that are not contiguous.
     """
 
-    def parse(path: str) -> Held:
+    def parse(path: str) -> NamedTensors:
         file = torchfile.read_header(path)
-        tensors, seen = Held(), dict[tuple[Any, ...], str]()
+        tensors, seen = NamedTensors(), dict[tuple[Any, ...], str]()
         for key, ref in _list_tensors(file.tree, path):
             if key in tensors:
                 raise CheckpointError(f"holds two tensors under {key}; it is damaged.", path=path)
