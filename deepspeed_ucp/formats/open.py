@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ..comm import Comm
@@ -16,7 +15,7 @@ from ..io.read import sum_range
 from ..io.store import open_stored
 from ..model import AtomicIndex, SavedJob
 from .deepspeed.files import SEAL, find_foreign, holds_atoms, holds_optimizer
-from .deepspeed.gather import find_other_step, gather_save, identify_save, keep_new, read_or_report
+from .deepspeed.gather import ReadResults, find_other_step, gather_save, identify_save, keep_new
 from .deepspeed.headers import FileHeader
 from .deepspeed.index import build_index
 from .deepspeed.module import rename_keys
@@ -170,7 +169,7 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
         first = [where.read(name, lambda folder: read_file(folder, name))]
     else:
         save = Save.of(where)
-        error = make_error(identify_save(save, partial(read_or_report, where)))
+        error = make_error(identify_save(save, ReadResults(where, Comm())))
         first = save.first
         if not first and error is not None:
             raise error

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -71,7 +71,7 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
         save = Save.of(where)
     except (CheckpointError, UnsupportedError) as error:
         return None, _explain_none(where.folder, error)
-    results = _ReadResults(where, comm.rank if comm.size > 1 else None)
+    results = ReadResults(where, comm)
     findings = _identify(results, save, comm)
     if not save.first:
         return None, findings
@@ -92,60 +92,57 @@ def keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Findi
     return [finding for finding in more if finding.file not in faulty]
 
 
-def read_or_report(where: FileTable, name: str, reader: str = "") -> ReadResult:
-    """Return a file's header from the first place where it is readable, or the fault.
+class ReadResults(dict[str, ReadResult]):
+    """The headers or faults of files, each read on first access.
 
-    A file without checksums is only read from its first place, as nothing else identifies a copy.
-
-    Args:
-        reader: description of the reading rank, for the message.
+    If ranks see different files, an access is collective, and a rank that sees the file reads it.
     """
-    first = where.find(name)[0]
 
-    def read(folder: str) -> FileHeader:
-        header = read_file(folder, name)
-        if folder != first and not header.checked:
-            raise CheckpointError("has no checksums to identify it.", path=join_path(folder, name))
-        return header
-
-    try:
-        return where.read(name, read)
-    except UnsupportedError as error:
-        return Finding("unsupported", name, str(error))
-    except CheckpointError as error:
-        # An error of the operating system may occur on one node only; damage is the same for all.
-        where_read = reader if isinstance(error.__cause__, OSError) else ""
-        finding = from_failure("header", name, error)
-        return replace(finding, text=f"{finding.text}{where_read}{_OVERWRITTEN if strip_writer(name) != name else ''}")
-
-
-class _ReadResults(dict[str, ReadResult]):
-    """The headers or faults of the files that this rank has read, each on first access."""
-
-    def __init__(self, where: FileTable, rank: int | None) -> None:
-        self.where = where
-        self._reader = "" if rank is None else f" (looked at by rank {rank})"
-
-    def read(self, name: str) -> ReadResult:
-        """Read a file's header without keeping it."""
-        return read_or_report(self.where, name, self._reader)
+    def __init__(self, where: FileTable, comm: Comm) -> None:
+        self.where, self.comm = where, comm
 
     def __missing__(self, name: str) -> ReadResult:
-        result = self[name] = self.read(name)
+        is_partial = self.where.access.is_partial
+        result = self.where.once(name, lambda: self.read(name), self.comm) if is_partial else self.read(name)
+        self[name] = result
         return result
+
+    def read(self, name: str) -> ReadResult:
+        """Return a file's header from the first place where it is readable, or the fault; on this rank alone.
+
+        A file without checksums is only read from its first place, as nothing else identifies a copy.
+        """
+        first = self.where.find(name)[0]
+
+        def read(folder: str) -> FileHeader:
+            header = read_file(folder, name)
+            if folder != first and not header.checked:
+                raise CheckpointError("has no checksums to identify it.", path=join_path(folder, name))
+            return header
+
+        try:
+            return self.where.read(name, read)
+        except UnsupportedError as error:
+            return Finding("unsupported", name, str(error))
+        except CheckpointError as error:
+            # An error of the operating system may occur on one node only; damage is the same for all.
+            is_local = isinstance(error.__cause__, OSError) and self.comm.size > 1
+            reader = f" (looked at by rank {self.comm.rank})" if is_local else ""
+            finding = from_failure("header", name, error)
+            advice = _OVERWRITTEN if strip_writer(name) != name else ""
+            return replace(finding, text=f"{finding.text}{reader}{advice}")
 
 
 # -- the first files ---------------------------------------------------------------------------------------------------
 
 
-def _identify(results: _ReadResults, save: Save, comm: Comm) -> list[Finding]:
+def _identify(results: ReadResults, save: Save, comm: Comm) -> list[Finding]:
     """Set the first headers and the expected names of a save on all ranks, and return the faults; collective.
 
     Rank 0 identifies the save if it sees all files; else each file is read by a rank that sees it.
     """
-    where = results.where
-    if where.access.is_partial:
-        return identify_save(save, lambda name: where.once(name, lambda: results[name], comm))
+    if save.where.access.is_partial:
+        return identify_save(save, results)
     if comm.rank:  # meanwhile each other rank reads a file that it will probably be assigned
         roles = (save.names["model"] or save.names["model_zero3"], save.names["optim"])
         further = [name for files in roles for _, name in sorted(files.items())[1:]]
@@ -153,33 +150,30 @@ def _identify(results: _ReadResults, save: Save, comm: Comm) -> list[Finding]:
             results[further[comm.rank - 1]]
 
     def identify() -> tuple[list[FileHeader], list[str], list[Finding]]:
-        faults = identify_save(save, results.__getitem__)
+        faults = identify_save(save, results)
         return save.first, save.expected, faults
 
     save.first, save.expected, faults = comm.once(identify)
     return faults
 
 
-def identify_save(save: Save, read: Callable[[str], ReadResult]) -> list[Finding]:
+def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     """Set the first headers and the expected names of a save, from as few files as possible.
-
-    Args:
-        read: reads a file's header; it is called once per file.
 
     Returns:
         The faults of the files that were read; without a save, the reason.
     """
-    folder = _Folder(save, read)
+    folder = _Folder(save, results)
     try:
         save.first = folder.choose()
         save.first[0] = folder.infer_degrees(folder.complete(save.first))
         save.expected = expect_files(save, folder.read_stages(save.first[0]))
     except (CheckpointError, UnsupportedError) as error:
         save.first = []
-        faults = [result for result in folder.results.values() if isinstance(result, Finding)]
+        faults = [result for result in results.values() if isinstance(result, Finding)]
         return faults or _explain_none(save.folder, error)
-    results = (folder.results.get(name) for name in save.expected)
-    return [result for result in results if isinstance(result, Finding)]
+    read = (results.get(name) for name in save.expected)
+    return [result for result in read if isinstance(result, Finding)]
 
 
 def _explain_none(folder: str, error: UcpError) -> list[Finding]:
@@ -191,18 +185,16 @@ def _explain_none(folder: str, error: UcpError) -> list[Finding]:
 
 
 class _Folder:
-    """A folder's files, and the headers that were read to identify its save."""
+    """A folder's files, from which a save is identified."""
 
-    def __init__(self, save: Save, read: Callable[[str], ReadResult]) -> None:
-        self.save, self.read = save, read
-        self.results: dict[str, ReadResult] = {}
+    def __init__(self, save: Save, results: ReadResults) -> None:
+        self.save, self.results = save, results
 
     def find_first(self, role: str, keys: Iterable[Key] | None = None) -> FileHeader | None:
         """Return the first readable header of a role's files, in the order of their ranks."""
         files = self.save.names[role]
         for key in sorted(files if keys is None else keys):
-            name = files[key]
-            result = self.results[name] = self.results.get(name) or self.read(name)
+            result = self.results[files[key]]
             if isinstance(result, FileHeader):
                 return result
         return None
@@ -294,7 +286,7 @@ class _Folder:
 # -- all other files ---------------------------------------------------------------------------------------------------
 
 
-def _read_rest(results: _ReadResults, save: Save, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
+def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
     """Read the headers of a save's files, each on one rank; returns those read, the first ones in front, and faults."""
     first, entries = save.first, save.where.entries
     known = {header.name for header in first}
