@@ -1,4 +1,4 @@
-"""Find the checkpoint in a folder: its tags, and ``latest``, which names one of them."""
+"""Find the checkpoint in a folder: its tags, ``latest``, which names one of them, and the older ones for a fallback."""
 
 from __future__ import annotations
 
@@ -324,6 +324,8 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
         return [Finding("latest", name, text, WARNING)]
     return [] if named == tag else [Finding("latest", name, f"`{name}` names {named!r}, not this one", NOTE)]
 
+
+# -- order of tags: by step, then seal, then time ----------------------------------------------------------------------
 
 _TRIED = 4
 """Maximum number of files per place that are read for the step, in case of damaged files."""

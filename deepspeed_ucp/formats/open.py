@@ -250,7 +250,7 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
     if save is not None and SEAL in where.entries:
         from .deepspeed.seal import compare_seal  # pydantic takes long to import
 
-        faults, sums = where.once(SEAL, lambda: compare_seal(where.find(SEAL)[0], save.headers), comm)
+        faults, sums = where.once(SEAL, lambda: compare_seal(where.list_folders(SEAL)[0], save.headers), comm)
         findings += keep_new(faults, findings)
         adopt_sums(save, sums)
     if save is None or make_error(findings) is not None:

@@ -31,6 +31,8 @@ from ..model.access import READ_ALL, PartialAccess, ReadAccess
 from ..torchsave.records import sum_directory
 from .deepspeed.files import SEAL, list_entries, list_published, read_model_rank, read_optim_ranks, read_swap_name
 
+logger = logging.getLogger("deepspeed_ucp")
+
 T = TypeVar("T")
 
 Entries = Mapping[str, Entry]
@@ -98,7 +100,7 @@ class FileTable:
         entries, *visible = (
             {name: listing[name] for name in listing if keep(name)} for listing in (self.entries, *self.visible)
         )
-        return replace(self, entries=entries, visible=tuple(visible), access=self.see([*entries]))
+        return replace(self, entries=entries, visible=tuple(visible), access=self.find_access([*entries]))
 
     def path(self, name: str, size: int | None = None) -> str:
         """Return the first path of a file, of ``size`` bytes if given; by default its path in the first place."""
@@ -125,7 +127,7 @@ class FileTable:
         near = [copy for copy, nbytes in self.list_copies(name, near=True).items() if nbytes == size]
         return FileRef(path, size, crc, tuple(near if identified else near and [path]))
 
-    def find(self, name: str) -> list[str]:
+    def list_folders(self, name: str) -> list[str]:
         """Return the folders in which this rank finds a file, by place; folders with a different file come last."""
         holders = [place for place, entries in enumerate(self.visible) if name in entries]
         holders.sort(key=lambda place: (place, name) in self.odd)
@@ -137,11 +139,11 @@ class FileTable:
         Raises:
             CheckpointError, UnsupportedError: the error in the first folder, if ``work`` fails in all.
         """
-        folders = {join_path(folder, name): folder for folder in self.find(name)}
+        folders = {join_path(folder, name): folder for folder in self.list_folders(name)}
         first, *_ = paths = [*folders]
         return self._failover.read(paths, lambda path: work(folders[path]), first)
 
-    def see(self, names: Sequence[str]) -> ReadAccess:
+    def find_access(self, names: Sequence[str]) -> ReadAccess:
         """Return the ranks that can read each of some files."""
         if not self.access.is_partial:
             return self.access
@@ -165,7 +167,7 @@ class FileTable:
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
         """
-        access = self.see(names)
+        access = self.find_access(names)
         if not access.is_partial:
             return comm.share(names, work, apply, first=first)
         ranks = access.take_turns(range(len(names)), comm.size).tolist()
@@ -175,10 +177,7 @@ class FileTable:
 
     def once(self, name: str, work: Callable[[], T], comm: Comm) -> T:
         """Run ``work`` on a rank that can read a file; all ranks get its result or error; collective."""
-        return comm.once(work, self.see([name]).find_reader(0))
-
-
-logger = logging.getLogger("deepspeed_ucp")
+        return comm.once(work, self.find_access([name]).find_reader(0))
 
 
 class Copy(NamedTuple):

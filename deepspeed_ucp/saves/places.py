@@ -21,8 +21,7 @@ from ..errors import CheckpointError, OutOfReachError, StorageError, TagTakenErr
 from ..formats.deepspeed.files import SEAL, is_state_file, list_published, resolve_published
 from ..formats.deepspeed.reading import read_file
 from ..formats.deepspeed.seal import read_seal
-from ..formats.latest import LATEST, read_tag
-from ..formats.older import find_age
+from ..formats.latest import LATEST, find_age, read_tag
 from ..formats.open import seal_folder
 from ..io.jsonfile import read_json
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small

@@ -323,7 +323,7 @@ class Builder:
 
     def find_access(self) -> ReadAccess:
         """Return which ranks can read which of the files."""
-        return self.save.where.see(list(self._file_ids))
+        return self.save.where.find_access(list(self._file_ids))
 
     def add(self, rank: SavedRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
         """Add a whole local tensor as a tensor-parallel rank's shard of atom (name, state); see :meth:`add_cuts`."""

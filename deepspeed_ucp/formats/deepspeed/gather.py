@@ -112,7 +112,7 @@ class ReadResults(dict[str, ReadResult]):
 
         A file without checksums is only read from its first place, as nothing else identifies a copy.
         """
-        first = self.where.find(name)[0]
+        first = self.where.list_folders(name)[0]
 
         def read(folder: str) -> FileHeader:
             header = read_file(folder, name)

@@ -1,4 +1,7 @@
-"""Headers of a checkpoint's files, reduced to the fields of the index: small, picklable, exchanged by all ranks."""
+"""Headers of a checkpoint's files, reduced to the fields of the index: small, picklable, exchanged by all ranks.
+
+Headers that differ only in offsets and sizes have a compact form: a shared template, and a row of integers per file.
+"""
 
 from __future__ import annotations
 
@@ -226,6 +229,12 @@ class FileHeader:
         """Pickle as :meth:`Piece.__reduce__` does."""
         return FileHeader, tuple(getattr(self, name) for name in self.__slots__)
 
+
+# -- compact form ------------------------------------------------------------------------------------------------------
+#
+# Thousands of optimizer files differ only in the locations and sizes of their pieces, in their parameters and padding;
+# tens of thousands of experts' files also in the layer and the number within the names of their tensors. A header is
+# therefore sent as a HeaderDelta, its template once per rank. Pieces are built on demand.
 
 T = TypeVar("T")
 
@@ -472,6 +481,9 @@ def _find_variables(header: FileHeader) -> _Variables | None:
         return None
     layer, number = expert
     return expert if all(name.startswith(f"{layer}{number}.") for name in tensors) else None
+
+
+# -- files of one template ---------------------------------------------------------------------------------------------
 
 
 class FileBatch:

@@ -260,6 +260,11 @@ def fits(named: Sequence[Sequence[str]], optim: OptimHeader, shapes: Mapping[str
     return True
 
 
+# -- order of the modules ----------------------------------------------------------------------------------------------
+#
+# An optimizer usually has the module's order: model.parameters(), or groups filled in a loop over them. The order of
+# the saved module's state dict therefore shows the order of a stage-0 optimizer's parameters.
+
 Position = tuple[int, int]
 """(number of a parameter's unit, its place in the unit); the order among units is not compared."""
 

@@ -16,10 +16,8 @@ from ...model import AtomicIndex, Use
 from ...model.topology import find_precision
 from ...torchsave.objects import to_member
 from ...torchsave.torchfile import read_header
-from .files import CLIENT, ZERO, scan_folder
+from .files import CLIENT, ROLES, ZERO, read_model_rank, scan_folder
 from .reading import as_list, explain_form, list_globals, normalize_zero
-
-_EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 
 _STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
 """Suffixes of all files that DeepSpeed may unpickle."""
@@ -162,6 +160,7 @@ def _take_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) 
 
 def _count_expert_states(model: str) -> int:
     """Count the expert-parallel ranks of a stage-0 save by their files of optimizer states."""
-    rank = os.path.basename(model).removesuffix("_model_states.pt")
-    names = (_EXPERT_STATES.fullmatch(name) for name in scan_folder(os.path.dirname(model)))
-    return sum(match is not None and match[2] == rank for match in names)
+    pattern, make_key, _ = ROLES["expert_optim"]
+    matches = map(pattern.fullmatch, scan_folder(os.path.dirname(model)))
+    ranks = [make_key(match)[0] for match in matches if match]
+    return ranks.count(read_model_rank(os.path.basename(model)))
