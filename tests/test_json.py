@@ -19,7 +19,7 @@ from deepspeed_ucp.examine import settings
 from deepspeed_ucp.export.like import LikeModel
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed import seal
-from deepspeed_ucp.formats.deepspeed.compare import find_other_step
+from deepspeed_ucp.formats.deepspeed.gather import find_other_step
 from deepspeed_ucp.formats.foreign.adapter import read_config
 from deepspeed_ucp.formats.universal.index import read_manifest
 from deepspeed_ucp.io import jsonfile, lock
