@@ -48,6 +48,15 @@ class Target(ABC):
         experts: layers of experts by the prefix of their parameters' names.
         experts_over_tp: parameters and buffers of experts that are distributed, uncut, over tensor-parallel ranks too.
         ep: the largest expert-parallel degree.
+        wrapped: the engine's optimizer wrapper.
+        names: id of a parameter → its first name in the module.
+        aliases: further names of tied parameters → the first one.
+        params: the module's parameters by name; experts in a fused parameter have a name each.
+        places: index of such an expert in its parameter.
+        flats: this rank's flat buffers.
+        layout: the same over all ranks, under the names in a checkpoint.
+        owned: parameters that the optimizer trains.
+        swaps: swap files that a load writes.
     """
 
     wrapper: str
@@ -363,7 +372,7 @@ class Target(ABC):
         return False
 
     def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
-        """Describe optimizers of another kind than the saved, which torch's ``load_state_dict`` would not notice."""
+        """Describe optimizers of another kind than the saved one, which torch's ``load_state_dict`` does not notice."""
         irregular: dict[ParamKey, set[str]] = defaultdict(set)
         for key in index.limits.irregular:
             irregular[key.param].add(key.state)
@@ -372,14 +381,19 @@ class Target(ABC):
             params = [ParamKey(index.resolve(name)) for name in flat.names]
             saved = set().union(*(irregular.get(param, ()) for param in params))
             saved = saved.union(*(find_states(index, param) for param in params))
+            if not saved:
+                continue
             hyper = next((groups[param] for param in params if param in groups), {})
-            if flat.tensor is not None and saved:
-                scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
-                group = self.param_group(flat)
-                text = find_other_kind(self.optimizer, group, hyper, saved, flat.tensor, scalars)
-                rule = self.optimizer, self.optimizer.param_groups[group], hyper, index.run.configured
-                text = text or find_other_rule(*rule) or find_doubt(*rule, read_configured(self.engine))
-                yield from [text] if text else []
+            scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
+            group = self.param_group(flat)
+            rule = self.optimizer, self.optimizer.param_groups[group], hyper, index.run.configured
+            text = (
+                find_other_kind(self.optimizer, group, hyper, saved, flat.tensor, scalars)
+                or find_other_rule(*rule)
+                or find_doubt(*rule, read_configured(self.engine))
+            )
+            if text:
+                yield text
 
     def relink(self) -> None:
         """Renew views into the optimizer states after new states were attached."""

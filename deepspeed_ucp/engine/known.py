@@ -6,10 +6,10 @@ The plugin's load gives the same bits and verifies them. A row or an option is i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ..model import MODULE, AtomicIndex, AtomKey
 from ..model.experts import is_expert
+from .base import Target
 from .coverage import has_drawn
 
 _PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters", "experts"})
@@ -41,11 +41,10 @@ _HARMLESS = """
 """Fields of ``zero_optimization`` that do not affect a save or its load, or that are part of the topology."""
 
 
-def list_unknown(target: Any, index: AtomicIndex | None = None) -> list[str]:
+def list_unknown(target: Target, index: AtomicIndex | None = None) -> list[str]:
     """Describe features of an engine with which DeepSpeed's load is not known to be correct.
 
     Args:
-        target: the engine's :class:`.base.Target`.
         index: the checkpoint, or None if each rank knows only its own files.
     """
     topology = target.topology
@@ -58,7 +57,7 @@ def list_unknown(target: Any, index: AtomicIndex | None = None) -> list[str]:
     return unknown + list(index.limits.unnoticed if index else ())
 
 
-def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
+def _list_other_frozen(target: Target, index: AtomicIndex) -> Iterator[str]:
     """Describe parameters without optimizer that were saved otherwise; ZeRO 3's load compares only their sizes."""
     for name in sorted(target.params.keys() - target.owned):
         saved = index.find(index.resolve(name), MODULE)
@@ -68,7 +67,7 @@ def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
             yield f"{name}, which was saved in another shape"
 
 
-def _list_options(target: Any) -> Iterator[str]:
+def _list_options(target: Target) -> Iterator[str]:
     engine, topology = target.engine, target.topology
     pipeline = topology.pp > 1 or hasattr(engine, "is_pipe_parallel")
     frozen = target.params.keys() - target.owned
@@ -98,7 +97,7 @@ _READER = "TorchCheckpointEngine"
 """The only reader without torch's ``weights_only``, which refuses objects in ZeRO's files."""
 
 
-def _describe_experts(target: Any) -> str:
+def _describe_experts(target: Target) -> str:
     """Return ``experts`` if each process finds the files of its experts by its rank.
 
     It looks for them under its tensor-parallel rank, which is right if that degree divides the expert-parallel degree.

@@ -187,14 +187,13 @@ def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
         >>> find_folders(["checkpoints", "s3://bucket/run"], "global_step100", Comm())
         ['checkpoints/global_step100', 's3://bucket/run/global_step100']
     """
-    return [_find_folder(place, tag, comm) for place in places]
 
+    def is_tag_folder(place: str) -> bool:
+        if os.path.basename(normalize(place)) != tag:
+            return False
+        return any(ask_ranks(place, lambda: find_folder(place, tag) == place, comm))
 
-def _find_folder(place: str, tag: str, comm: Comm) -> str:
-    below = os.path.join(place, tag)
-    if os.path.basename(normalize(place)) != tag:
-        return below
-    return place if any(ask_ranks(place, lambda: find_folder(place, tag) == place, comm)) else below
+    return [place if is_tag_folder(place) else os.path.join(place, tag) for place in places]
 
 
 def ask_ranks(place: str, look: Callable[[], T], comm: Comm) -> list[T]:
