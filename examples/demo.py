@@ -74,8 +74,8 @@ class Demo:
         if name == LAUNCHED and self.compile():
             return False
         script, *arguments = PROGRAMS[name]
-        # The timers of the launched jobs should not wait for the others.
-        process, rest = self.start([str(HERE / script), *arguments], 0 if name == LAUNCHED else 5), list[str]()
+        # The heartbeats and timers of the launched jobs must not wait for the others.
+        process, rest = self.start([str(HERE / script), *arguments], 0 if name == LAUNCHED else 15), list[str]()
         for line in process.stdout or ():
             if clock := CLOCK.match(line):
                 self.say(name, line[clock.end() :].rstrip())

@@ -25,7 +25,7 @@ ROOT = HERE.parent.parent
 PACE = 0.25  # seconds per step, as if the model were larger
 HANG = 5  # seconds without progress after which an agent kills a rank
 KEEP_ALIVE = 3  # seconds without a heartbeat after which an agent is lost
-LONGEST = 180.0  # seconds to wait for any event
+LONGEST = 600.0  # seconds to wait for any event, on a busy machine too
 CONF = f"store_type=file,keep_alive_interval=1,keep_alive_max_attempt={KEEP_ALIVE},last_call_timeout=3"
 VARIABLE = "NODE_MEMORY"  # a node's memory folder; also identifies the node's processes
 
