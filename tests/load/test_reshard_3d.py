@@ -21,9 +21,9 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from tests.load.test_direct import check_untouched, run_load
 from tests.load.test_reshard import pair_id
 from tests.support.covering import all_turns
+from tests.support.direct import check_untouched, run_load
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import (
     FakeTarget,

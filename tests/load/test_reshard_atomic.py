@@ -21,8 +21,8 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model import COPY, AtomicIndex
 from deepspeed_ucp.tensor_parallel import from_config
-from tests.load.test_direct import run_load
 from tests.load.test_reshard import AWKWARD, pair_id
+from tests.support.direct import run_load
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import (
     FakeTarget,

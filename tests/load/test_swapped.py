@@ -19,8 +19,8 @@ from deepspeed_ucp.errors import CheckpointError, DiskFullError
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.model import AtomKey
 from deepspeed_ucp.model.view import EngineBuffer
-from tests.load.test_direct import FakeEngine, run_load
 from tests.load.test_reshard import flip
+from tests.support.direct import FakeEngine, run_load
 from tests.support.ranks import run_ranks
 from tests.support.reshard import SENTINEL, FakeTarget, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint

@@ -1,0 +1,331 @@
+"""The direct load against a stand-in engine: two passes, all or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.errors import CheckpointError, RemoteError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.load import exchange
+from deepspeed_ucp.load.exchange import CollectiveReader
+from deepspeed_ucp.load.transfer import Transfer
+from tests.load.test_reshard import flip, take_a_step
+from tests.support.direct import (
+    PLAIN,
+    REFUSED,
+    STATES,
+    ZERO1,
+    FakeEngine,
+    Restored,
+    change_file,
+    check_loaded,
+    check_untouched,
+    damage,
+    have_memory,
+    run_load,
+    start,
+    write,
+)
+from tests.support.held import without_collector
+from tests.support.ranks import World, run_ranks
+from tests.support.reshard import FakeTarget, make_targets, open_for
+from tests.synth import Run, Topology
+
+
+@pytest.mark.parametrize(
+    ("name", "state"), [("a", "fp32"), ("b", "exp_avg"), ("b", "exp_avg_sq"), ("frozen", "module")]
+)
+@pytest.mark.parametrize("topology", [Topology(0), Topology(2), Topology(3)], ids=lambda t: t.label)
+@pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
+def test_a_damaged_record_leaves_the_engine_as_it_was(
+    trained: bool, topology: Topology, name: str, state: str, tmp_path: Path
+) -> None:
+    path, _ = write(tmp_path, ZERO1)
+    rank = FakeTarget(PLAIN, topology, 0)
+    if trained:
+        take_a_step(rank.wrapped)
+    before, index = keep_values([rank]), open_for(path, rank)
+    damage(index, name, state)
+    with pytest.raises(CheckpointError, match=r"states.pt: the \d+ bytes at \d+ have CRC32 .* damaged"):
+        run_load(index, rank)
+    assert all(now.equal(old) for now, old in zip(list_tensors(rank), before, strict=True))
+    if not trained:
+        check_untouched(rank)
+
+
+def test_a_damaged_copy_of_the_module_is_not_given_to_custom_load_fn(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 3, "bf16"))
+    rank, given = FakeTarget(PLAIN, Topology(2), 0), dict[str, Any]()
+    index, engine = open_for(path, rank), FakeEngine(rank)
+    damage(index, "a", "copy")
+    with pytest.raises(CheckpointError, match="Nothing was changed"):
+        run_load(index, rank, engine=engine, custom_load_fn=lambda src, dst: given.update(src))
+    assert not given and not find_state(engine).broken
+    check_untouched(rank)
+
+
+SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def replace_shard(path: Path) -> None:
+    """Put the shard of another run in the place of a rank's."""
+    other, _ = write(path / "other", Topology(1, 3, "bf16"), seed=5)
+    shutil.move(other / SHARD, path / SHARD)
+
+
+def change_module(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """Change a tensor of the module states."""
+    return lambda path: change_file(
+        path / STATES, lambda tree: tree["module"].update({name: change(tree["module"][name])})
+    )
+
+
+PERMUTE = change_module("frozen", lambda tensor: tensor.t().contiguous().t())
+EDIT = change_module("a", lambda tensor: tensor * 3)
+
+
+RNG = Run(client_state={"rng": torch.arange(100)})
+CUSTOM, SCHEDULED = Run(client_state={"mine": Restored()}), Run(lr_scheduler=REFUSED)
+
+
+def damage_client_tensor(path: Path) -> None:
+    flip(path / STATES, (path / STATES).read_bytes().index(torch.arange(100).numpy().tobytes()) + 17)
+
+
+REFUSALS: dict[str, tuple[Run, Callable[[Path], None], type[Exception], str, dict[str, Any]]] = {
+    "shard of another run": (Run(), replace_shard, CheckpointError, f"{SHARD}: its fp32 weights differ", {}),
+    "client class": (CUSTOM, lambda _: None, UnsupportedError, "Restored", {"trust_pickle": True}),
+    "client tensor": (RNG, damage_client_tensor, CheckpointError, "Nothing was changed", {"verify": "off"}),
+    "scheduler": (SCHEDULED, lambda _: None, RemoteError, "of another kind", {}),
+    "permuted": (Run(), PERMUTE, UnsupportedError, r"frozen \(module\): its memory is not contiguous", {}),
+    "edited weight": (Run(), EDIT, CheckpointError, '"verify": "off"', {"verify": "off"}),
+}
+"""Saved run, change of its files, the refusal, and options with which the load succeeds."""
+
+
+@pytest.mark.parametrize(("run", "change", "kind", "text", "accepted"), REFUSALS.values(), ids=REFUSALS)
+def test_a_refused_load_leaves_the_engine_as_it_was(
+    run: Run, change: Callable[[Path], None], kind: type[Exception], text: str, accepted: dict[str, Any], tmp_path: Path
+) -> None:
+    path, state, rank = start(tmp_path, Topology(1, 3, "bf16"), run)
+    change(path)
+    index = open_for(path, rank)
+    with pytest.raises(kind, match=text):
+        run_load(index, rank)
+    check_untouched(rank)
+    if accepted:
+        run_load(index, rank, config=UniversalConfig(**accepted))
+        check_loaded([rank], state)
+
+
+def test_a_file_that_disappears_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    path, _, rank = start(tmp_path, Topology(1, 3, "bf16"))
+    index = open_for(path, rank)
+    (path / SHARD).unlink()
+    with pytest.raises(CheckpointError, match=f"{SHARD}: cannot be opened"):
+        run_load(index, rank)
+    check_untouched(rank)
+
+
+def test_a_damaged_client_tensor_is_refused_with_the_path_of_its_copy(tmp_path: Path) -> None:
+    path, _, rank = start(tmp_path / "first", run=RNG)
+    shutil.copytree(path, tmp_path / "other")
+    index = open_checkpoint(str(path), Comm(), also=[str(tmp_path / "other")])
+    damage_client_tensor(Path(index.run.state_file).parent)
+    with pytest.raises(CheckpointError, match=r"one of the copies .* is damaged\. Nothing was changed"):
+        run_load(index, rank)
+    check_untouched(rank)
+
+
+def test_all_objections_are_one_message(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Restored()}))
+    params = (*PLAIN.params[:-1], replace(PLAIN.params[-1], name="other"))
+    rank = FakeTarget(replace(PLAIN, params=params), Topology(2), 0)
+    rank.group_members = lambda: {0: ("a", "b")}  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedError) as raised:
+        run_load(open_for(path, rank), rank)
+    for line, text in zip(str(raised.value).splitlines(), ("Restored", "other", "param groups"), strict=True):
+        assert text in line
+    check_untouched(rank)
+
+
+def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """Call a function once everything has been read and verified."""
+    check = Transfer.verify
+
+    def check_and_go_on(transfer: Transfer) -> int:
+        nbytes = check(transfer)
+        then()
+        return nbytes
+
+    monkeypatch.setattr(Transfer, "verify", check_and_go_on)
+    monkeypatch.setattr(exchange, "_PAUSE", 0.0)
+    monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
+
+
+def keep_values(targets: list[FakeTarget]) -> list[torch.Tensor]:
+    """Copy everything that a load may write to."""
+    return [tensor.clone() for target in targets for tensor in list_tensors(target)]
+
+
+def list_tensors(target: FakeTarget) -> list[torch.Tensor]:
+    states = [value for entry in target.wrapped.state.values() for value in entry.values()]
+    tensors = [flat.data for flat in target.flats] + [extra.data for extra in target.extras()]
+    return [*tensors, *(state for state in states if isinstance(state, torch.Tensor))]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_file_that_changes_after_verification(
+    passes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single pass has read everything; a second pass detects the change."""
+    have_memory(monkeypatch, passes == 1)
+    path, state, rank = start(tmp_path)
+    take_a_step(rank.wrapped)
+    index, engine = open_for(path, rank), FakeEngine(rank, steps=1)
+    after_verification(monkeypatch, lambda: damage(index, name, "fp32"))
+    if passes == 1:
+        run_load(index, rank, engine=engine)
+        check_loaded([rank], state)
+        return
+    with pytest.raises(CheckpointError, match=r"states.pt: was written to .* must not be used") as caught:
+        run_load(index, rank, engine=engine)
+    assert find_state(engine).broken == str(caught.value)
+
+
+class FailingReads:
+    """Storage that fails at the n-th read after `arm`: `once`, or from then on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, once: bool) -> None:
+        self.number, self.once, self.count, self.armed = number, once, 0, False
+        self.preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self.read)
+
+    def read(self, fd: int, views: list[memoryview], offset: int) -> int:
+        if self.armed:
+            self.count += 1
+            if self.count == self.number or (self.count > self.number and not self.once):
+                raise OSError(5, "Input/output error")
+        return self.preadv(fd, views, offset)
+
+    def arm(self) -> None:
+        self.armed = True
+
+
+@pytest.mark.parametrize("verify", ["crc", "off"])
+@pytest.mark.parametrize(
+    ("trained", "much"), [(True, True), (True, False), (False, True)], ids=["apart", "two passes", "in place"]
+)
+def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
+    trained: bool, much: bool, verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fail each read of a load on two ranks once; the last load has more reads than are made.
+
+    By default every sixth read, another sixth in each case; all of them under `-m exhaustive`.
+    """
+    have_memory(monkeypatch, much)
+    path, state = write(tmp_path, Topology(1, 3))
+    config = UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
+    monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
+    marked, index = 0, open_for(path, make_targets(PLAIN, Topology(3, 2))[0])
+    turn = (2 * trained + much) % 3 + 3 * (verify == "off")
+    first, stride = (1, 1) if os.environ.get("UCP_EXHAUSTIVE") else (1 + turn, 6)
+    for number in range(first, 999, stride):
+        targets = make_targets(PLAIN, Topology(3, 2))
+        if trained:
+            for target in targets:
+                take_a_step(target.wrapped)
+        before = keep_values(targets)
+        engines = [FakeEngine(target, steps=int(trained)) for target in targets]
+        failing = FailingReads(monkeypatch, number, once=True)
+        failing.arm()
+        results = World(2).run(lambda rank, comm: run_load(index, targets[rank], comm, config, engine=engines[rank]))  # noqa: B023
+        monkeypatch.undo()
+        have_memory(monkeypatch, much)
+        monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
+        if failing.count < number:
+            break
+        texts = {str(result) for result in results}
+        assert len(texts) == 1 and "states.pt: cannot be read at byte" in texts.pop()
+        same = all(now.equal(then) for now, then in zip(keep_values(targets), before, strict=True))
+        marks = [find_state(engine).broken for engine in engines]
+        assert same if marks == ["", ""] else marks == [str(result) for result in results]
+        marked += not same
+    check_loaded(targets, state)
+    few = 0 if trained else sum(len(target.extras()) for target in targets)  # which cannot be recomputed
+    assert number > 8 and (marked <= few) == much
+
+
+def test_the_second_pass_retries_a_failed_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    have_memory(monkeypatch, False)
+    path, state = write(tmp_path, ZERO1)
+    targets = make_targets(PLAIN, Topology(3, 2))
+    for target in targets:
+        take_a_step(target.wrapped)
+    index, failing = open_for(path, targets[0]), FailingReads(monkeypatch, 2, once=True)
+    after_verification(monkeypatch, failing.arm)
+    monkeypatch.setattr(exchange, "_ATTEMPTS", 2)
+    run_ranks(2, lambda rank, comm: run_load(index, targets[rank], comm, UniversalConfig(threads=1)))
+    check_loaded(targets, state)
+    assert "retrying" in caplog.text
+
+
+def test_a_failed_read_releases_its_memory_before_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = iter(range(3))
+    monkeypatch.setattr(exchange, "_PAUSE", 0.0)
+    with without_collector() as failing:
+
+        def read(*_: Any) -> list[Any]:
+            assert failing.held == 0
+            return [] if next(attempts) % 3 == 2 else failing.fail(CheckpointError("cannot be read."))
+
+        reader = SimpleNamespace(_read_again=read)
+        assert CollectiveReader.read_rest(reader) == []  # type: ignore[arg-type]
+        assert not list(attempts)
+
+
+def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, state, rank = start(tmp_path)
+    take_a_step(rank.wrapped)
+    index, engine = open_for(path, rank), FakeEngine(rank)
+    with monkeypatch.context() as patch:
+        have_memory(patch, False)
+        failing = FailingReads(patch, 1, once=False)
+        after_verification(patch, failing.arm)
+        with pytest.raises(CheckpointError, match="must not be used"):
+            run_load(index, rank, engine=engine)
+    assert find_state(engine).half_states
+    run_load(index, rank, engine=engine)
+    assert not find_state(engine).broken
+    assert not find_state(engine).half_states
+    check_loaded([rank], state)
+
+
+def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, rank = start(tmp_path)
+    index, engine = open_for(path, rank), FakeEngine(rank)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rank, "refresh_copies", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_load(index, rank, engine=engine)
+    assert "must not be used" in find_state(engine).broken

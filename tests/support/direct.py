@@ -1,0 +1,131 @@
+"""A stand-in engine, and whole direct loads into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.load import transfer
+from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from deepspeed_ucp.load.direct import load_direct
+from deepspeed_ucp.load.prepare import Work
+from deepspeed_ucp.model import AtomicIndex, AtomKey
+from tests.load.test_reshard import flip
+from tests.plan import planning
+from tests.support.reshard import SENTINEL, FakeTarget, Loaded, check_content
+from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
+
+ZERO1 = Topology(1, 3)
+PLAIN = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen", (3, 3), frozen=True)))
+STATES = "mp_rank_00_model_states.pt"
+REFUSED = {"refused": True}
+"""A state that no scheduler takes."""
+
+
+class Scheduler:
+    """An lr scheduler that refuses the state ``REFUSED``."""
+
+    def __init__(self) -> None:
+        self.loaded: Any = None
+
+    def load_state_dict(self, state: Any) -> None:
+        if state == REFUSED:
+            raise KeyError("of another kind")
+        self.loaded = state
+
+
+class Restored(Scheduler):
+    """A class whose code runs when a pickle restores it."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class FakeEngine:
+    """The part of an engine that the end of a load uses."""
+
+    lr_scheduler: Any
+    random_ltd_scheduler: Any = None
+    training_dataloader: Any = None
+    module = torch.nn.Module()
+
+    def __init__(self, target: FakeTarget, steps: int = 0) -> None:
+        self.optimizer, self.lr_scheduler = target.wrapped, Scheduler()
+        self.global_steps, self.global_samples, self.skipped_steps = steps, 0, 0
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
+
+    def random_ltd_enabled(self) -> bool:
+        return self.random_ltd_scheduler is not None
+
+    def train_batch_size(self) -> int:
+        return 4
+
+
+def write(
+    folder: Path, topology: Topology, model: Model = PLAIN, run: Run | None = None, seed: int = 0
+) -> tuple[Path, State]:
+    state = random_state(model, seed, precision=topology.precision)
+    return write_checkpoint(folder, model, state, topology, run=run or Run(garbage=float("nan"))), state
+
+
+def start(folder: Path, source: Topology = ZERO1, run: Run | None = None) -> tuple[Path, State, FakeTarget]:
+    """Write a checkpoint, and create the target of a single rank under ZeRO 2."""
+    path, state = write(folder, source, run=run)
+    return path, state, FakeTarget(PLAIN, Topology(2), 0)
+
+
+def run_load(
+    index: AtomicIndex,
+    target: FakeTarget,
+    comm: Comm | None = None,
+    config: UniversalConfig | None = None,
+    module: torch.nn.Module | None = None,
+    engine: FakeEngine | None = None,
+    **arguments: Any,
+) -> tuple[FakeEngine, LoadReport, dict[str, Any]]:
+    engine, report = engine or FakeEngine(target), LoadReport(True, "test")
+    engine.module = module or engine.module
+    job = LoadContext(engine, comm or Comm(), config or UniversalConfig(), LoadArguments(**arguments), report)
+    return engine, report, load_direct(job, index, target)
+
+
+def check_loaded(targets: list[FakeTarget], state: State) -> None:
+    work = Work(planning.make_index([]))
+    check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state)
+
+
+def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
+    """Make buffers that cannot be recomputed be filled in separate memory, or in a second pass."""
+    monkeypatch.setattr(transfer, "measure_available", lambda: 1 << 40 if much else 0)
+
+
+def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
+    """Check that no buffer, state or hyper-parameter has changed."""
+    for flat in target.flats:
+        assert flat.data.eq(SENTINEL).all()
+    for extra in target.extras():
+        if not extra.is_buffer:
+            assert extra.data.eq(SENTINEL).all()
+    assert not target.wrapped.state
+    assert all(group["lr"] == lr for group in target.wrapped.param_groups)
+
+
+def change_file(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the object in a file of a checkpoint."""
+    tree = torch.load(path, weights_only=False)
+    change(tree)
+    torch.save(tree, path)
+
+
+def damage(index: AtomicIndex, name: str, state: str) -> None:
+    """Flip a bit in the middle of an atom's last fragment."""
+    fragment = index.stored.atoms[AtomKey(name, state)].shards[0].fragments[-1]
+    record = index.stored.records[fragment.record]
+    flip(Path(index.stored.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)
