@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError
 from .keys import COPY, ITEMSIZE, MODULE, AtomKey, ParamKey, count
-from .storage import Fragment, Fragments, ParamStorage, Shard
+from .storage import Fragment, ParamStorage, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,18 @@ class Atom:
     def list_storages(self) -> Iterator[ParamStorage]:
         """Yield the storage of each shard."""
         for tp_shard, shard in enumerate(self.shards):
-            held = Fragments(self.dtype, list(shard.storage)) if isinstance(shard.storage, tuple) else shard.storage
-            yield ParamStorage(tp_shard, shard.shape, shard.place, {self.state: held})
+            yield ParamStorage(tp_shard, shard.shape, shard.place, {self.state: shard.storage})
 
 
 class Atoms(Mapping[AtomKey, Atom]):
     """Atoms by key, built on demand: one rank uses few of hundreds of thousands.
 
-    The order is: the optimizer's states, parameter by parameter; then the model's own tensors in module order.
+    The order is: the optimizer's states, parameter by parameter; then the tensors that the model holds,
+    in module order.
 
     Args:
         storages: parameter → its storages, in ascending order of the tensor-parallel shards for each state.
-        module: parameters and buffers with tensors of the model's own, in module order.
+        module: parameters and buffers with tensors that the model holds itself, in module order.
     """
 
     __slots__ = ("module", "storages")
@@ -74,56 +74,56 @@ class Atoms(Mapping[AtomKey, Atom]):
     @classmethod
     def of(cls, atoms: Iterable[Atom]) -> Atoms:
         """Build the mapping from atoms."""
-        held: dict[ParamKey, list[ParamStorage]] = {}
+        storages: dict[ParamKey, list[ParamStorage]] = {}
         module: dict[ParamKey, None] = {}
         for atom in atoms:
-            held.setdefault(atom.param, []).extend(atom.list_storages())
+            storages.setdefault(atom.param, []).extend(atom.list_storages())
             module.update({atom.param: None} if atom.state in (COPY, MODULE) else {})
-        return cls(held, module)
+        return cls(storages, module)
 
     def find_states(self, param: ParamKey) -> dict[str, str]:
         """Return the dtypes of a parameter's states by state name."""
-        return {state: held.dtype for storage in self.storages.get(param, ()) for state, held in storage.states.items()}
+        shards = self.storages.get(param, ())
+        return {state: storage.dtype for shard in shards for state, storage in shard.states.items()}
 
     def count_bytes(self, keys: Iterable[AtomKey]) -> int:
         """Return the total bytes of some atoms."""
-        pairs = ((each, key.state) for key in keys for each in self.storages[key.param] if key.state in each.states)
-        return sum(count(each.shape) * ITEMSIZE[each.states[state].dtype] for each, state in pairs)
+        pairs = ((shard, key.state) for key in keys for shard in self.storages[key.param] if key.state in shard.states)
+        return sum(count(shard.shape) * ITEMSIZE[shard.states[state].dtype] for shard, state in pairs)
 
     def list_states(self) -> list[str]:
         """Return the names of all states, each once."""
-        return list(dict.fromkeys(state for held in self.storages.values() for each in held for state in each.states))
+        return list(dict.fromkeys(state for shards in self.storages.values() for state in _list_states(shards)))
 
     def list_names(self, states: Collection[str]) -> set[str]:
         """Return the names of the parameters that have one of these states."""
         return {
             param.name
-            for param, held in self.storages.items()
-            if any(state in each.states for each in held for state in states)
+            for param, shards in self.storages.items()
+            if any(state in shard.states for shard in shards for state in states)
         }
 
     def __getitem__(self, key: AtomKey) -> Atom:
         name, state, instance = key
-        storages = [each for each in self.storages[ParamKey(name, instance)] if state in each.states]
+        storages = [shard for shard in self.storages[ParamKey(name, instance)] if state in shard.states]
         if not storages:
             raise KeyError(key)
-        shards = tuple(each.shard(state) for each in storages)
+        shards = tuple(storage.shard(state) for storage in storages)
         return Atom(name, state, storages[0].states[state].dtype, shards, instance)
 
     def __iter__(self) -> Iterator[AtomKey]:
-        for param, held in self.storages.items():
-            yield from _list_keys(param, held, of_module=False)
+        for param, shards in self.storages.items():
+            yield from (param.atom(state) for state in _list_states(shards) if state not in (COPY, MODULE))
         for param in self.module:
-            yield from _list_keys(param, self.storages[param], of_module=True)
+            yield from (param.atom(state) for state in _list_states(self.storages[param]) if state in (COPY, MODULE))
 
     def __len__(self) -> int:
-        return sum(len({state for each in held for state in each.states}) for held in self.storages.values())
+        return sum(len(_list_states(shards)) for shards in self.storages.values())
 
 
-def _list_keys(param: ParamKey, held: Iterable[ParamStorage], *, of_module: bool) -> Iterator[AtomKey]:
-    for state in dict.fromkeys(state for each in held for state in each.states):
-        if (state in (COPY, MODULE)) == of_module:
-            yield AtomKey(param.name, state, param.instance)
+def _list_states(shards: Iterable[ParamStorage]) -> dict[str, None]:
+    """Return the names of a parameter's states, each once, in order."""
+    return dict.fromkeys(state for shard in shards for state in shard.states)
 
 
 def are_alike(tensors: Iterable[tuple[tuple[int, ...], str, int, int, int | None]]) -> bool:

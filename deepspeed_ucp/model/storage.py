@@ -62,10 +62,10 @@ class Records(Sequence[Record]):
         """Return records as columns; columns are returned unchanged."""
         if isinstance(records, cls):
             return records
-        made = cls()
+        columns = cls()
         for record in records:
-            made.append(record)
-        return made
+            columns.append(record)
+        return columns
 
     def append(self, record: Record) -> None:
         """Add one record."""
@@ -121,6 +121,11 @@ class Fragments:
         """Return True for a single fragment of all elements of a shape, or no fragment of an empty one."""
         numel, parts = count(shape), self.fragments
         return (len(parts) == 1 and (parts[0].start, parts[0].numel) == (0, numel)) or not (parts or numel)
+
+    def find(self, place: int, low: int, high: int) -> list[Fragment]:
+        """Return the fragments that hold some of the elements [low, high)."""
+        first = max(bisect_right(self.fragments, low, key=_START) - 1, 0)
+        return self.fragments[first : bisect_right(self.fragments, high - 1, key=_START)]
 
     def list_records(self) -> Iterable[tuple[int, int]]:
         """Yield (part, record) of all parts."""
@@ -257,16 +262,16 @@ class Tiles:
         if not row or low % row or high % row:
             return None
         low, high = low // row, high // row
-        lost = 1 if (high - low, shape) == (1, self.shape[1:]) else 0  # one expert of many: drop the first dimension
-        if not lost and shape != (high - low, *self.shape[1:]):
+        dropped = 1 if (high - low, shape) == (1, self.shape[1:]) else 0  # one expert of many has no first dimension
+        if not dropped and shape != (high - low, *self.shape[1:]):
             return None
-        found = []
+        tiles = []
         for (begin, *begins), (rows, *sizes), record, offset in self.tiles:
             first, last = max(begin, low), min(begin + rows, high)
             if first < last:
-                place, block = (first - low, *begins)[lost:], (last - first, *sizes)[lost:]
-                found.append(Tile(place, block, record, offset + (first - begin) * count(tuple(sizes)) * itemsize))
-        return Tiles(self.dtype, shape, tuple(found))
+                place, block = (first - low, *begins)[dropped:], (last - first, *sizes)[dropped:]
+                tiles.append(Tile(place, block, record, offset + (first - begin) * count(tuple(sizes)) * itemsize))
+        return Tiles(self.dtype, shape, tuple(tiles))
 
     def list_records(self) -> Iterable[tuple[int, int]]:
         """Yield (part, record) of all parts."""
@@ -293,13 +298,18 @@ class Shard:
 
     Attributes:
         shape: local.
-        storage: its fragments in element order, or the flat buffer or tiles that compute them on demand.
+        storage: its fragments, or the flat buffer or tiles that compute them on demand.
         place: of the parameter in the flat buffer.
     """
 
     shape: tuple[int, ...]
-    storage: tuple[Fragment, ...] | PartitionedState | Tiles
+    storage: Storage
     place: int = 0
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: str, fragments: Iterable[Fragment]) -> Shard:
+        """Make a shard of fragments."""
+        return cls(shape, Fragments(dtype, list(fragments)))
 
     @property
     def numel(self) -> int:
@@ -308,8 +318,8 @@ class Shard:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """All fragments, in element order."""
-        return self.storage if isinstance(self.storage, tuple) else tuple(self.storage.find(self.place, 0, self.numel))
+        """All fragments, in element order; those of a faulty file may overlap."""
+        return tuple(self.storage.fragments if isinstance(self.storage, Fragments) else self.find(0, self.numel))
 
     @property
     def pieces(self) -> tuple[Fragment, ...]:
@@ -318,11 +328,7 @@ class Shard:
 
     def find(self, low: int, high: int) -> Iterable[Fragment]:
         """Return the fragments that hold elements [low, high)."""
-        if not isinstance(self.storage, tuple):
-            return self.storage.find(self.place, low, high)
-        first = max(bisect_right(self.storage, low, key=_START) - 1, 0)
-        last = bisect_right(self.storage, high - 1, key=_START)
-        return self.storage[first:last]
+        return self.storage.find(self.place, low, high)
 
 
 class ParamStorage(NamedTuple):
@@ -341,5 +347,4 @@ class ParamStorage(NamedTuple):
 
     def shard(self, state: str) -> Shard:
         """Return the shard of one state's atom."""
-        held = self.states[state]
-        return Shard(self.shape, tuple(held.fragments) if isinstance(held, Fragments) else held, self.place)
+        return Shard(self.shape, self.states[state], self.place)

@@ -20,6 +20,7 @@ from ..model import (
     AtomKey,
     Atoms,
     Fragment,
+    Fragments,
     GroupInfo,
     ParamKey,
     ParamStorage,
@@ -180,7 +181,8 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
         tiles = _cut_tiles(held, spans, shape)
         first = zip(held, spans, strict=True) if tiles is None else ()
         moved = (_move(shard.find(*span[:2]), *span, itemsize) for shard, span in first)
-        shards.append(Shard(shape, tiles or tuple(chain.from_iterable(moved))))
+        storage = tiles or Fragments(atoms[0].dtype, list(chain.from_iterable(moved)))
+        shards.append(Shard(shape, storage))
         for source, span in zip(sources, spans, strict=True):
             parts = (part for shard, part in index.stored.repeated.get(source, ()) if shard == at)
             again += [(at, part) for part in _move(parts, *span, itemsize)]

@@ -15,7 +15,7 @@ import numpy as np
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
 from ..io.cast import cast
-from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, ParamKey, Storage
+from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, Fragments, ParamKey, Storage
 from ..model.flat import Span
 from ..plan import Want
 from .element_pairs import Pair, compare_pairs, cut_pair
@@ -67,7 +67,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 
 def _pair_repeated(atom: Atom, tp_shard: int, repeat: Fragment) -> Pair:
     """Return the elements of a repeated fragment, and of its first occurrence."""
-    shards = tuple(replace(shard, storage=(repeat,), place=0) for shard in atom.shards)
+    shards = tuple(replace(shard, storage=Fragments(atom.dtype, [repeat]), place=0) for shard in atom.shards)
     want = Want(atom, repeat.start, repeat.numel, shard=tp_shard)
     return replace(want, atom=replace(atom, shards=shards)), want
 

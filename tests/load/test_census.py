@@ -29,7 +29,11 @@ BOTH_WAYS = {
 
 def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIndex:
     held = {name: (instances or {}).get(name, 1) for name in names}
-    atoms = [Atom(n, MASTER, "float32", (Shard((2,), ()),), k) for n, count in held.items() for k in range(count)]
+    atoms = [
+        Atom(n, MASTER, "float32", (Shard.of((2,), "float32", ()),), k)
+        for n, count in held.items()
+        for k in range(count)
+    ]
     return planning.make_index(atoms, instances=instances or {})
 
 

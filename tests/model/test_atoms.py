@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.model import ITEMSIZE, Atom, Fragment, Shard, check_coverage, count
+from deepspeed_ucp.model import ITEMSIZE, Atom, Fragment, Fragments, Shard, check_coverage, count
 
 
 def make_shard(shape: tuple[int, ...], *spans: tuple[int, int]) -> Shard:
-    return Shard(shape, tuple(Fragment(start, numel, index, 0) for index, (start, numel) in enumerate(spans)))
+    return Shard(
+        shape, Fragments("bfloat16", [Fragment(start, numel, index, 0) for index, (start, numel) in enumerate(spans)])
+    )
 
 
 def make_atom(shape: tuple[int, ...], *spans: tuple[int, int]) -> Atom:

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_ucp.model import STAGE, Atom, AtomicIndex, CopyItem, Fragment, Read, Record, RunState, Shard, StoredAtoms
+from deepspeed_ucp.model import (
+    STAGE,
+    Atom,
+    AtomicIndex,
+    CopyItem,
+    Fragment,
+    Read,
+    Record,
+    RunState,
+    Shard,
+    StoredAtoms,
+)
 from deepspeed_ucp.model.access import READ_ALL, ReadAccess
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.plan import (
@@ -28,7 +39,7 @@ from deepspeed_ucp.tensor_parallel import Run
 
 def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:
     """Build an atom with one shard; fragments as (start, numel, record, byte offset)."""
-    return Atom(name, "fp32", dtype, (Shard((numel,), tuple(Fragment(*fragment) for fragment in fragments)),))
+    return Atom(name, "fp32", dtype, (Shard.of((numel,), dtype, [Fragment(*fragment) for fragment in fragments]),))
 
 
 ITEM = 4

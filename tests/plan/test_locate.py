@@ -23,7 +23,9 @@ from tests.support.reshard import examples
 
 def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Atom:
     """Put every shard whole into a record of its own, behind 8 bytes."""
-    shards = tuple(Shard(shape, (Fragment(0, int(np.prod(shape)), record, 8),)) for record, shape in enumerate(shapes))
+    shards = tuple(
+        Shard.of(shape, dtype, [Fragment(0, int(np.prod(shape)), record, 8)]) for record, shape in enumerate(shapes)
+    )
     return Atom("w", "fp32", dtype, shards)
 
 
@@ -66,7 +68,7 @@ def test_rows_that_follow_each_other_in_the_record_may_be_apart_in_the_destinati
 
 
 def test_columns_across_fragments_are_cut_where_the_fragments_end() -> None:
-    shard = Shard((3, 4), (Fragment(0, 6, 0, 0), Fragment(6, 6, 1, 0)))
+    shard = Shard.of((3, 4), "float32", [Fragment(0, 6, 0, 0), Fragment(6, 6, 1, 0)])
     atom = Atom("w", "fp32", "float32", (shard,))
     view = View(whole((3, 4)), ShardH().cut((3, 4), [(3, 2), (3, 2)]), 0, (0,))
     assert list(list_runs(Want(atom, 0, 6, 0, 0, view))) == [
@@ -137,7 +139,7 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
                 ahead = data.draw(st.integers(0, 2))
                 fragments.append(Fragment(low, high - low, len(records), 4 * ahead))
                 records.append(np.concatenate([np.full(ahead, -1), held[low:high]]))
-        shards.append(Shard(shape, tuple(fragments)))
+        shards.append(Shard.of(shape, "float32", fragments))
     atom = Atom("w", "fp32", "float32", tuple(shards))
     if len(shards) == 1 and source.view == source.shape and source.shape:  # places at an axis' end that are left out
         axis = data.draw(st.integers(0, len(source.shape) - 1))

@@ -31,7 +31,7 @@ def make_index(
     held += [(name, MODULE, shape) for name, shape in (module or {}).items()]
     numbers = dict(instances or {})
     atoms = [
-        Atom(name, state, "float32", (Shard(shape, ()),) * tp, number)
+        Atom(name, state, "float32", (Shard.of(shape, "float32", ()),) * tp, number)
         for name, state, shape in held
         for number in range(numbers.get(name, 1))
     ]

@@ -42,7 +42,7 @@ def make_index(shapes: Shapes, *, cut: int = 5, tp: int = 1, **fields: Any) -> t
                 for start, size in reversed(parts):
                     placed.append(Fragment(start, size, 0, 4 * position))
                     position += size
-                shards.append(Shard(shape, tuple(reversed(placed))))
+                shards.append(Shard.of(shape, "float32", placed[::-1]))
             atoms.append(Atom(name, state, "float32", tuple(shards)))
     index = planning.make_index(atoms, [Record(0, 0, 4 * position, None)], tp=tp, **fields)
     return index, np.arange(position)

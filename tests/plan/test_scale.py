@@ -79,7 +79,7 @@ def save(grid: Grid, layers: int) -> tuple[dict[str, Atom], list[Record]]:
     atoms = {}
     for name, held in fragments.items():
         shape = local_shape(name.partition(".")[2], grid.tp)
-        atoms[name] = Atom(name, "fp32", "float32", tuple(Shard(shape, tuple(parts)) for parts in held))
+        atoms[name] = Atom(name, "fp32", "float32", tuple(Shard.of(shape, "float32", parts) for parts in held))
     return atoms, records
 
 

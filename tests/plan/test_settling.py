@@ -23,7 +23,7 @@ def make_index(
 ) -> AtomicIndex:
     """Build a buffer with four elements on every tensor-parallel rank, each in a record with a checksum."""
     at = offsets or [0] * len(crcs)
-    shards = tuple(Shard((4,), (Fragment(0, 4, number, offset),)) for number, offset in enumerate(at))
+    shards = tuple(Shard.of((4,), "float32", [Fragment(0, 4, number, offset)]) for number, offset in enumerate(at))
     atom = Atom("b", MODULE, "float32", shards)
     records = [Record(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)]
     fields = {"buffers": frozenset({"b"}), "hints": dict(hints or {})}
@@ -79,7 +79,7 @@ def test_invalid_metadata_is_reported_with_its_file() -> None:
 
 
 def test_the_weight_is_the_master_or_else_the_modules_tensor() -> None:
-    shard = (Shard((4,), ()),)
+    shard = (Shard.of((4,), "float32", ()),)
     atoms = [Atom("a", state, "float32", shard) for state in ("exp_avg", MODULE, MASTER)]
     atoms += [Atom("b", state, "float32", shard) for state in ("exp_avg", MODULE)]
     weights = list_weights(planning.make_index(atoms))

@@ -17,7 +17,7 @@ HALVES = [(0, 2, 0, 0), (2, 2, 1, 0)]
 
 
 def make_atoms(one: Parts, other: Parts, dtype: str = "float32", numel: int = 4) -> list[Atom]:
-    copy = Atom("head", MODULE, dtype, (Shard((numel,), tuple(Fragment(*part) for part in other)),))
+    copy = Atom("head", MODULE, dtype, (Shard.of((numel,), dtype, [Fragment(*part) for part in other]),))
     return [planning.make_atom("embed", 4, *one), copy]
 
 

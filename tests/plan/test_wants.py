@@ -30,7 +30,7 @@ def make_index(**lanes: int) -> AtomicIndex:
     for name, count in lanes.items():
         shards = []
         for _ in range(count):
-            shards.append(Shard((12 // count, 2), (Fragment(0, 24 // count, len(records), 0),)))
+            shards.append(Shard.of((12 // count, 2), "float32", [Fragment(0, 24 // count, len(records), 0)]))
             records.append(Record(0, 64, 96 // count, 0))
         atoms.append(Atom(name, MASTER, "float32", tuple(shards)))
     return planning.make_index(atoms, records)
@@ -65,7 +65,7 @@ def test_experts_beside_dense_parameters(folded: bool) -> None:
 
 
 A, B = (planning.make_atom(name, numel) for name, numel in (("a", 6), ("b", 3)))
-A_MOMENT = replace(A, state="exp_avg", dtype="bfloat16")
+A_MOMENT = replace(planning.make_atom("a", 6, dtype="bfloat16"), state="exp_avg")
 TWO = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
 MATCH = Match({"a": ParamKey("a"), "b": ParamKey("b")})
 
@@ -142,7 +142,7 @@ def test_a_state_in_two_dtypes_has_two_sinks() -> None:
 
 def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
     """The whole cut is zeroed before the saved rows are read into it."""
-    atom = Atom("vocabulary", MASTER, "float32", (Shard((4, 2), ()),))
+    atom = Atom("vocabulary", MASTER, "float32", (Shard.of((4, 2), "float32", ()),))
     held = EngineBuffer(join_parameters(0, ("vocabulary",), ((6, 2),)), 0, 0, "float32")
     saved, wanted = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (4, 6))
     layouts = {"vocabulary": (saved, wanted)}

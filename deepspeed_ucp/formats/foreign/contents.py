@@ -278,7 +278,7 @@ class _Maker:
                     path=self.where.folder,
                 )
             cut = sorted((run for tile in tiles for run in tile.list_runs(shape, itemsize)), key=lambda run: run.start)
-            atom = Atom(name, state, tensor.dtype, (Shard(shape, tuple(cut)),))
+            atom = Atom(name, state, tensor.dtype, (Shard.of(shape, tensor.dtype, cut),))
             check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
         self.atoms.append(atom)
 

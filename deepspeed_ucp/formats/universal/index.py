@@ -295,7 +295,9 @@ def make_index(folder: str, found: Manifest, header: FileHeader, places: Sequenc
     for each in found.atoms:
         fragments = (Fragment(0, count(each.shape), len(records), 0),) if count(each.shape) else ()
         records.append(Record(numbers[place_file(each.key)], each.offset, each.nbytes, each.crc))
-        atoms.append(Atom(each.name, each.state, each.dtype, (Shard(each.shape, fragments),), each.instance))
+        atoms.append(
+            Atom(each.name, each.state, each.dtype, (Shard.of(each.shape, each.dtype, fragments),), each.instance)
+        )
     others = header.model.others if header.model else ()
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[STATE_FILE], blob.offset, blob.nbytes, blob.crc) for blob in others]
