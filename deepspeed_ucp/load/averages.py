@@ -43,7 +43,7 @@ class _Block(NamedTuple):
 def average_rows(
     index: AtomicIndex, wanted: Mapping[AtomKey, tuple[Layout, int]], comm: Comm, config: UniversalConfig
 ) -> dict[AtomKey, Sum]:
-    """The mean of each parameter's first rows, [elements of a row]; collective.
+    """Return the mean of each parameter's first rows, [elements of a row]; collective.
 
     Args:
         wanted: how the source cuts each, and how many rows count; the same on every rank.
@@ -64,7 +64,7 @@ def average_rows(
     with AtomReader(index, checksum=config.verify == "crc") as reader:
 
         def add(block: _Block) -> Sum:
-            """The sum of a block's rows."""
+            """Return the sum of a block's rows."""
             tensor = assemble_full_tensor(index.stored.atoms[block.key], wanted[block.key][0])
             width = prod(tensor.shape[1:])
             want = tensor.want(block.low * width, (block.high - block.low) * width)
@@ -78,6 +78,6 @@ def average_rows(
             checks.verify(index, comm, threads=threads)
     pairs = zip(blocks, sums, strict=True)
     return {
-        key: np.add.reduce([each for _, each in parts]) / wanted[key][1]
+        key: np.add.reduce([total for _, total in parts]) / wanted[key][1]
         for key, parts in groupby(pairs, lambda pair: pair[0].key)
     }

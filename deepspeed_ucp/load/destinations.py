@@ -117,8 +117,8 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 def _is_made_from(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
     """Return True if a 1-D tensor equals the concatenation of others to the bit, and shares no memory with them."""
-    memory = {each.untyped_storage().data_ptr() for each in origin}
-    if sum(each.numel() for each in origin) != tensor.numel() or tensor.untyped_storage().data_ptr() in memory:
+    memory = {part.untyped_storage().data_ptr() for part in origin}
+    if sum(part.numel() for part in origin) != tensor.numel() or tensor.untyped_storage().data_ptr() in memory:
         return False
     bits = _BITS.get(tensor.element_size())
     if bits is None:
@@ -134,12 +134,12 @@ def _is_made_from(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
 def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pieces of a 1-D tensor with the pieces that they are made from."""
     begin = 0
-    for each in origin:
-        step = _PIECE if each.device.type == tensor.device.type == "cpu" else 64 * _PIECE
-        for low in range(0, each.numel(), step):
-            piece = each[low : low + step]
+    for part in origin:
+        step = _PIECE if part.device.type == tensor.device.type == "cpu" else 64 * _PIECE
+        for low in range(0, part.numel(), step):
+            piece = part[low : low + step]
             yield tensor[begin + low :][: piece.numel()], piece
-        begin += each.numel()
+        begin += part.numel()
 
 
 def allocate_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -228,10 +228,10 @@ class Destinations:
         for mean in self.wants.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
-        for each in self.wants.rows:
-            row = _pick_columns(self.averages[each.key], each)
-            for low, piece in _cut(self.buffers[each.buffer].memory, each.low, each.high):
-                places = torch.arange(piece.numel()).add_(each.start + low - each.low).remainder_(row.numel())
+        for rows in self.wants.rows:
+            row = _pick_columns(self.averages[rows.key], rows)
+            for low, piece in _cut(self.buffers[rows.buffer].memory, rows.low, rows.high):
+                places = torch.arange(piece.numel()).add_(rows.start + low - rows.low).remainder_(row.numel())
                 piece.copy_(row[places])
         for buffer in self.buffers:
             buffer.commit()
@@ -245,11 +245,11 @@ def _cut(memory: torch.Tensor, low: int, high: int) -> Iterator[tuple[int, torch
 
 def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
     """Return the part of a row that a shard holds, in fp64."""
-    found = torch.from_numpy(row).view(wanted.view)
+    columns = torch.from_numpy(row).view(wanted.view)
     for axis, intervals in enumerate(wanted.columns):
         places = [place for low, high in intervals for place in range(low, high)]
-        found = found.index_select(axis, torch.tensor(places, dtype=torch.int64))
-    return found.reshape(-1)
+        columns = columns.index_select(axis, torch.tensor(places, dtype=torch.int64))
+    return columns.reshape(-1)
 
 
 def bind(

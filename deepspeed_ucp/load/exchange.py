@@ -122,7 +122,7 @@ class CollectiveReader:
 
     def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
         """Execute a plan; bytes for the sinks of the other pass are read for their checksums."""
-        steps = [(number, step) for number, each in enumerate(plan.rounds) for step in range(each.steps)]
+        steps = [(number, step) for number, round_ in enumerate(plan.rounds) for step in range(round_.steps)]
         shares = self._share_out(plan.direct, len(steps) + 1)
         sinks = self.destinations.pick_sinks(uncommitted=uncommitted)
         checks, received = list[Checked](), list[Received]()
@@ -138,14 +138,14 @@ class CollectiveReader:
         options = {"checksum": self.checksum, "pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
         with CopyReader(self.index.stored, **options) as reader:
             for turn, (number, step) in enumerate(steps):
-                each = plan.rounds[number]
-                reads = [*(() if step else each.reads), *shares[turn]]
-                sends, claims = each.select_exchange(self.comm.rank, step, self.same_node)
+                round_ = plan.rounds[number]
+                reads = [*(() if step else round_.reads), *shares[turn]]
+                sends, claims = round_.select_exchange(self.comm.rank, step, self.same_node)
                 work = partial(self._take_step, reader, reads, received, sinks, number, sends, claims)
                 more, packed, memory = self.comm.run(work)
                 checks += more
                 received = list(_list_sent(claims, self._swap(packed, sends, claims, memory)))
-                for peer, place, claim in () if step else each.list_local_copies(self.same_node):
+                for peer, place, claim in () if step else round_.list_local_copies(self.same_node):
                     received.append((claim, self._find_stage(peer, number)[place:], claim.step))
             checks += self.comm.run(partial(self._end, reader, shares[-1], received, sinks))
             for path, (nbytes, seconds) in reader.spent.items():

@@ -66,13 +66,13 @@ class Transfer:
         The first pass reads everything for its checksums, or without checksums what it fills; the second one the rest.
         """
         checked, destinations = self.config.verify == "crc", self.work.destinations
-        sinks = [destinations.pick_sinks(uncommitted=each) for each in (True, False)]
+        sinks = [destinations.pick_sinks(uncommitted=uncommitted) for uncommitted in (True, False)]
         first, rest = ([sink is not None for sink in filled] for filled in sinks)
         if not self.two_passes:
             return [plan if checked else plan.filter_for_sinks(first)]
         needs = self.comm.run(lambda: plan.list_needs(first, rest))
         needed = self.comm.swap_tables(needs) if needs else []  # every rank has as many rounds
-        now, then = ([each[:, number] for each in needed] for number in (0, 1))
+        now, then = ([columns[:, number] for columns in needed] for number in (0, 1))
         return [plan.filter_for_sinks(first, now, whole=checked), plan.filter_for_sinks(rest, then)]
 
     def read(self) -> list[Checked]:

@@ -52,9 +52,9 @@ def adapt_experts(index: AtomicIndex, live: Shapes) -> AtomicIndex:
 def _count_experts(names: Mapping[str, Any]) -> dict[str, int]:
     """Count the experts of each layer that has them as separate parameters."""
     numbers = defaultdict[str, set[int]](set)
-    for found in filter(None, map(_EXPERT.fullmatch, names)):
-        numbers[found["layer"]].add(int(found["number"]))
-    return {layer: len(held) for layer, held in numbers.items() if held == set(range(len(held)))}
+    for parts in filter(None, map(_EXPERT.fullmatch, names)):
+        numbers[parts["layer"]].add(int(parts["number"]))
+    return {layer: len(present) for layer, present in numbers.items() if present == set(range(len(present)))}
 
 
 def _split(layer: str, experts: int, saved: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, DerivedParam]]:
@@ -87,7 +87,7 @@ def _unite_groups(index: AtomicIndex, made: Mapping[str, DerivedParam]) -> Atomi
 
     groups: list[GroupInfo] = []
     for group in sorted(index.run.groups, key=is_made):
-        at = next((at for at, each in enumerate(groups) if list_hyper(each) == list_hyper(group)), len(groups))
+        at = next((at for at, known in enumerate(groups) if list_hyper(known) == list_hyper(group)), len(groups))
         if is_made(group) and at < len(groups):
             groups[at] = GroupInfo((*groups[at].members, *group.members), group.hyper)
         else:

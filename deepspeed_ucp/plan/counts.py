@@ -36,15 +36,15 @@ class Fault(NamedTuple):
 def list_faults(faults: Iterable[Fault]) -> str:
     """List some missing names, some extra ones and some other faults, with their numbers."""
     kinds: dict[str, list[Fault]] = defaultdict(list)
-    for each in faults:
-        kinds[each.kind if each.kind in (EXTRA, MISSING) else ""].append(each)
+    for fault in faults:
+        kinds[fault.kind if fault.kind in (EXTRA, MISSING) else ""].append(fault)
     return ", ".join(map(_list_some, kinds.values()))
 
 
 def _list_some(faults: Sequence[Fault]) -> str:
     if len(faults) <= _EXAMPLES:
         return ", ".join(map(str, faults))
-    folded = [f"{name}{texts[0]}" for name, texts in fold_names([each[:2] for each in faults], str)]
+    folded = [f"{name}{texts[0]}" for name, texts in fold_names([fault[:2] for fault in faults], str)]
     return f"{', '.join(folded[:_EXAMPLES])}, … ({len(faults)} in all)"
 
 
@@ -75,7 +75,7 @@ class ExpertCounts:
             Fault(block or "the model", f": {have} experts in the checkpoint, {want} in the model", COUNT)
             for block, ((have, want), *_) in counts
         ]
-        return [*others, *(each for each in faults if find_block(each.name) not in differing)]
+        return [*others, *(fault for fault in faults if find_block(fault.name) not in differing)]
 
 
 def _list_blocks(names: Iterable[str]) -> dict[str, list[str]]:

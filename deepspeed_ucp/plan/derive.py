@@ -116,15 +116,15 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
         MismatchError: a derived parameter exists already, or it is derived from parameters with different states,
             dtypes, step counts or hyper-parameters.
     """
-    used = {piece.name for each in made.values() for piece in each.slices} | set(dropped)
+    used = {piece.name for derived in made.values() for piece in derived.slices} | set(dropped)
     if twice := sorted({key.name for key in index.stored.atoms} & made.keys() - used):
         feeding = shorten([piece.name for piece in made[twice[0]].slices])
         raise MismatchError(
             f"The checkpoint has {shorten(twice)} itself, which {feeding} would fill too; leave one of them out."
         )
     heads: dict[str, list[str]] = defaultdict(list)
-    for name, each in made.items():
-        heads[each.slices[0].name].append(name)
+    for name, derived in made.items():
+        heads[derived.slices[0].name].append(name)
     _check_alike(index, made, used)
 
     def follow(name: str) -> Sequence[str]:
@@ -134,9 +134,9 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
     def follow_all(params: Iterable[ParamKey]) -> Iterator[ParamKey]:
         return (param._replace(name=new) for param in params for new in follow(param.name))
 
-    held, repeated = _derive_atoms(index, made, used, follow_all)
+    storages, repeated = _derive_atoms(index, made, used, follow_all)
     return index.change(
-        atoms=Atoms(held, follow_all(index.stored.atoms.module)),
+        atoms=Atoms(storages, follow_all(index.stored.atoms.module)),
         repeated=repeated,
         scalars={new: facts for param, facts in index.run.scalars.items() for new in follow_all((param,))},
         groups=tuple(GroupInfo(tuple(follow_all(group.members)), group.hyper) for group in index.run.groups),
@@ -153,33 +153,33 @@ def _derive_atoms(
     follow: Callable[[Iterable[ParamKey]], Iterable[ParamKey]],
 ) -> tuple[dict[ParamKey, list[ParamStorage]], dict[AtomKey, Repeated]]:
     """Return the storage of each parameter, and the parts that are in the files a second time."""
-    held: dict[ParamKey, list[ParamStorage]] = {}
+    storages: dict[ParamKey, list[ParamStorage]] = {}
     repeated = {key: parts for key, parts in index.stored.repeated.items() if key.name not in used}
-    for param, holdings in index.stored.atoms.storages.items():
+    for param, shards in index.stored.atoms.storages.items():
         if param.name not in used:
-            held[param] = list(holdings)
+            storages[param] = list(shards)
             continue
         for new in follow((param,)):
-            held[new] = []
+            storages[new] = []
             for state in index.stored.atoms.find_states(param):
                 key = AtomKey(new.name, state, new.instance)
                 atom, again = _make_atom(index, key, made[new.name])
-                held[new] += atom.list_storages()
+                storages[new] += atom.list_storages()
                 repeated.update({key: again} if again else {})
-    return held, repeated
+    return storages, repeated
 
 
 def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[Atom, Repeated]:
     """Derive one state, and its parts that are in the files a second time."""
     sources = [key._replace(name=piece.name) for piece in made.slices]
-    found = {source: index.stored.atoms[source] for source in dict.fromkeys(sources)}
-    atoms = [found[source] for source in sources]
+    atom_of = {source: index.stored.atoms[source] for source in dict.fromkeys(sources)}
+    atoms = [atom_of[source] for source in sources]
     shards, again, itemsize = list[Shard](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
-    for at, held in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
-        spans = list(_lay_out(made.slices, [shard.numel for shard in held]))
-        shape = made.find_shape(sum(high - low for low, high, _ in spans), held[0].shape)
-        tiles = _cut_tiles(held, spans, shape)
-        first = zip(held, spans, strict=True) if tiles is None else ()
+    for at, saved in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
+        spans = list(_lay_out(made.slices, [shard.numel for shard in saved]))
+        shape = made.find_shape(sum(high - low for low, high, _ in spans), saved[0].shape)
+        tiles = _cut_tiles(saved, spans, shape)
+        first = zip(saved, spans, strict=True) if tiles is None else ()
         moved = (_move(shard.find(*span[:2]), *span, itemsize) for shard, span in first)
         storage = tiles or Fragments(atoms[0].dtype, list(chain.from_iterable(moved)))
         shards.append(Shard(shape, storage))
@@ -189,10 +189,10 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
     return Atom(key.name, key.state, atoms[0].dtype, tuple(shards), key.instance), tuple(again)
 
 
-def _cut_tiles(held: Sequence[Shard], spans: Sequence[tuple[int, int, int]], shape: Shape) -> Tiles | None:
+def _cut_tiles(shards: Sequence[Shard], spans: Sequence[tuple[int, int, int]], shape: Shape) -> Tiles | None:
     """Return the tiles of a single slice of tiles, else None."""
-    if len(held) == 1 and isinstance(held[0].storage, Tiles):
-        return held[0].storage.cut(*spans[0][:2], shape)
+    if len(shards) == 1 and isinstance(shards[0].storage, Tiles):
+        return shards[0].storage.cut(*spans[0][:2], shape)
     return None
 
 
@@ -207,11 +207,11 @@ def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[i
 
 def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, itemsize: int) -> Iterator[Fragment]:
     """Yield the part of fragments inside elements [begin, end), moved such that ``begin`` becomes ``position``."""
-    for each in fragments:
-        low, high = max(each.start, begin), min(each.start + each.numel, end)
+    for fragment in fragments:
+        low, high = max(fragment.start, begin), min(fragment.start + fragment.numel, end)
         if low < high:
-            offset = each.offset + (low - each.start) * itemsize
-            yield Fragment(position + low - begin, high - low, each.record, offset)
+            offset = fragment.offset + (low - fragment.start) * itemsize
+            yield Fragment(position + low - begin, high - low, fragment.record, offset)
 
 
 def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Container[str]) -> None:
@@ -222,8 +222,8 @@ def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Con
             kinds[key.name].add((key.state, key.instance, atom.dtype))
     hypers = {param.name: group.hyper for group in index.run.groups for param in group.members if param.name in used}
     scalars = {param.name: facts for param, facts in index.run.scalars.items() if param.name in used}
-    for name, each in made.items():
-        first, *others = dict.fromkeys(piece.name for piece in each.slices)
+    for name, derived in made.items():
+        first, *others = dict.fromkeys(piece.name for piece in derived.slices)
         for other in others:
             for what, facts in (("states", kinds), ("step counts", scalars), ("hyper-parameters", hypers)):
                 if facts.get(first) != facts.get(other):

@@ -121,7 +121,7 @@ class _Matcher:
 
     def add(self, name: str, shapes: tuple[Shape, ...], is_trained: bool) -> None:
         """Find the saved tensor for a live one."""
-        names = [self.live.renamed.get(each, each) for each in (name, *self.aliases.get(name, ()))]
+        names = [self.live.renamed.get(other, other) for other in (name, *self.aliases.get(name, ()))]
         weight = _find(self.index, names, is_trained, self.with_states)
         if weight is None:
             self._pass_over(name, names, is_trained, shapes[0])
@@ -139,7 +139,7 @@ class _Matcher:
     def _pass_over(self, name: str, names: Sequence[str], is_trained: bool, shape: Shape) -> None:
         """Note a tensor that the checkpoint lacks: a fault, unless the save is known to have left it out."""
         index, match = self.index, self.match
-        is_dropped = index.limits.dropped and not any(index.find(index.resolve(each), MASTER) for each in names)
+        is_dropped = index.limits.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
         if is_dropped and not is_trained:
             match.kept.append(name)
         elif names[0] in index.model.buffers:
@@ -185,7 +185,7 @@ class _Matcher:
 
     def _are_same(self, alias: str, name: str) -> bool | None:
         """Return True if two saved tensors that are one here have equal values; None if that is unknown."""
-        one, other = (pick_weight(self.index, ParamKey(each), True, True) for each in (name, alias))
+        one, other = (pick_weight(self.index, ParamKey(either), True, True) for either in (name, alias))
         return are_same(self.index, one, other)
 
     def _judge(self, experts: ExpertCounts, extra: Sequence[str]) -> None:
@@ -194,14 +194,14 @@ class _Matcher:
             faults += experts.fold(match.skipped)
         else:
             match.untouched = [name for name, is_trained in self.missing.items() if not is_trained]
-            match.skipped = [each for each in match.skipped if each.name not in match.untouched]
+            match.skipped = [fault for fault in match.skipped if fault.name not in match.untouched]
         if not faults:
             return
         padded = advise_vocabulary(match.resized)
         faults += match.resized.values()
         match.resized.clear()  # listed as faults: they need no pattern
         hint = ""
-        if any(each.kind == SHAPE for each in faults):
+        if any(fault.kind == SHAPE for fault in faults):
             hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}{padded}"
         if self.strict and match.skipped:
             hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
@@ -259,7 +259,7 @@ def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
     for name in missing[:1]:
         old = next((old for old in extra if name.endswith(f".{old}") or old.endswith(f".{name}")), "")
         cut, put = old[: max(len(old) - len(name), 0)], name[: max(len(name) - len(old), 0)]
-        if old and all(put + each.removeprefix(cut) in missing for each in extra):
+        if old and all(put + other.removeprefix(cut) in missing for other in extra):
             rule = {"from": rf"{re.escape(cut)}(?P<rest>.*)", "to": f"{put}{{rest}}"}
             return f' They have the same names but for "{cut or put}": "patterns": {{"rename": [{json.dumps(rule)}]}}.'
         near = suggest(name, extra)
@@ -295,9 +295,9 @@ class _FoundWeight(NamedTuple):
 def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> _FoundWeight | None:
     order = _order_states(wants_master, with_states)
     for name in map(index.resolve, names):
-        held = index.stored.atoms.storages.get(ParamKey(name), ())
+        shards = index.stored.atoms.storages.get(ParamKey(name), ())
         for state in order:
-            if shapes := tuple([each.shape for each in held if state in each.states]):
+            if shapes := tuple([shard.shape for shard in shards if state in shard.states]):
                 return _FoundWeight(name, state, shapes)
     return None
 
@@ -345,11 +345,13 @@ def match_groups(
             continue
         if keep_live:
             match.hyper[number] = _join_steps(index, sources)
-            match.groups.update({number: found} if (found := tuple(sorted(sources - {-1}))) else {})
+            match.groups.update({number: groups} if (groups := tuple(sorted(sources - {-1}))) else {})
             continue
         # Groups of experts are cut by size (``max_group_size``): their number changes with the topology.
         experts = all(map(is_expert, names)) and -1 not in sources
-        same = experts and all(index.run.groups[each].hyper == index.run.groups[min(sources)].hyper for each in sources)
+        same = experts and all(
+            index.run.groups[source].hyper == index.run.groups[min(sources)].hyper for source in sources
+        )
         if not same and (len(sources) != 1 or -1 in sources or taken.setdefault(min(sources), number) != number):
             raise MismatchError(
                 "The optimizer's param groups differ from the checkpoint's. Checkpoint: "
@@ -401,23 +403,23 @@ def are_same(index: AtomicIndex, one: Atom | None, other: Atom | None) -> bool |
     """
     if one is None or other is None or one.dtype != other.dtype:
         return None
-    if [each.shape for each in one.shards] != [each.shape for each in other.shards]:
+    if [shard.shape for shard in one.shards] != [shard.shape for shard in other.shards]:
         return None
     sums, others = _list_sums(index, one), _list_sums(index, other)
-    if sums is None or others is None or [each[:-1] for each in sums] != [each[:-1] for each in others]:
+    if sums is None or others is None or [row[:-1] for row in sums] != [row[:-1] for row in others]:
         return None
     return sums == others
 
 
 def _list_sums(index: AtomicIndex, atom: Atom) -> Sums | None:
     """Return the blocks of an atom, or None if a record has no checksum or holds other bytes too."""
-    records, found = index.stored.records, Sums()
-    held = Counter[int]()
-    for shard, each in enumerate(atom.shards):
-        for part in each.pieces:
+    records, sums = index.stored.records, Sums()
+    covered = Counter[int]()
+    for number, shard in enumerate(atom.shards):
+        for part in shard.pieces:
             crc = records[part.record].crc
             if crc is None:
                 return None
-            held[part.record] += part.numel * ITEMSIZE[atom.dtype]
-            found.append((shard, part.start, part.numel, part.offset, crc))
-    return found if all(records[number].nbytes == nbytes for number, nbytes in held.items()) else None
+            covered[part.record] += part.numel * ITEMSIZE[atom.dtype]
+            sums.append((number, part.start, part.numel, part.offset, crc))
+    return sums if all(records[number].nbytes == nbytes for number, nbytes in covered.items()) else None

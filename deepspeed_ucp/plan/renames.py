@@ -33,8 +33,8 @@ def apply_renames(
     saved = list_shapes(index)
     renamed = find_renamed(list_names(index), {*live, *aliases}, renames)
     if renamed:
-        for each in (each for each in rules if each.renames):
-            each.check(Facts.of(index.model.hints, saved))
+        for rule_set in (rule_set for rule_set in rules if rule_set.renames):
+            rule_set.check(Facts.of(index.model.hints, saved))
     odd = []
     for new, old in renamed.items():
         mine, theirs = saved.get(old, ()), live.get(new, ())

@@ -287,7 +287,7 @@ class LoadPlan:
     @property
     def reads(self) -> list[Read]:
         """All reads."""
-        return self.direct + [read for each in self.rounds for read in each.reads]
+        return self.direct + [read for round_ in self.rounds for read in round_.reads]
 
     @property
     def nbytes(self) -> int:
@@ -300,8 +300,8 @@ class LoadPlan:
         Args:
             passes: for each pass and sink, whether the pass fills the sink.
         """
-        claims = [[claim for each in self.rounds for claim in each.receives[owner]] for owner in range(self.size)]
-        needs = ([[_feeds(claim, sinks) for sinks in passes] for claim in one] for one in claims)
+        claims = [[claim for round_ in self.rounds for claim in round_.receives[owner]] for owner in range(self.size)]
+        needs = ([[_feeds(claim, sinks) for sinks in passes] for claim in row] for row in claims)
         return [np.array(rows, np.bool_).reshape(-1, len(passes)) for rows in needs]
 
     def filter_for_sinks(
@@ -318,11 +318,11 @@ class LoadPlan:
                 all.
             whole: keep all reads, for the checksums.
         """
-        is_needed = [iter(each.tolist()) for each in needed] or [repeat(True)] * self.size
+        is_needed = [iter(column.tolist()) for column in needed] or [repeat(True)] * self.size
         rounds = []
-        for each in self.rounds:
-            sends = [[send for send in one if next(is_needed[peer])] for peer, one in enumerate(each.sends)]
-            rounds.append(each.filter_for_sinks(sinks, sends, whole=whole))
+        for round_ in self.rounds:
+            sends = [[send for send in row if next(is_needed[peer])] for peer, row in enumerate(round_.sends)]
+            rounds.append(round_.filter_for_sinks(sinks, sends, whole=whole))
         direct = [read for read in self.direct if whole or _feeds(read, sinks)]
         return replace(self, direct=direct, rounds=rounds)
 
@@ -333,7 +333,7 @@ class LoadPlan:
 
     def count_exchanges(self, share: int) -> list[int]:
         """Count the exchanges of each round for this rank."""
-        return [each.count_exchanges(share, self.same_node) for each in self.rounds]
+        return [round_.count_exchanges(share, self.same_node) for round_ in self.rounds]
 
     def align(self, counts: Sequence[Sequence[int]]) -> LoadPlan:
         """Extend the plan to the rounds and exchanges of the rank with the most.
@@ -344,7 +344,7 @@ class LoadPlan:
         steps = list(zip_longest(*counts, fillvalue=1))
         idle = [Round.empty(len(counts)) for _ in steps[len(self.rounds) :]]
         pairs = zip([*self.rounds, *idle], steps, strict=True)
-        return replace(self, rounds=[replace(each, steps=max(needed)) for each, needed in pairs])
+        return replace(self, rounds=[replace(round_, steps=max(needed)) for round_, needed in pairs])
 
 
 def make_plan(
@@ -367,9 +367,9 @@ def make_plan(
     count = max([len(decision.rounds), *(int(answer[:, 0].max(initial=SELF_READ)) + 1 for answer in answers)])
     idle = [Round.empty(len(addressed)) for _ in range(count - len(decision.rounds))]
     rounds = []
-    for number, each in enumerate([*decision.rounds, *idle]):
+    for number, round_ in enumerate([*decision.rounds, *idle]):
         places = [answer[answer[:, 0] == number, 1].tolist() for answer in answers]
-        rounds.append(replace(each, receives=_select_claims(addressed, answers, number), places=places))
+        rounds.append(replace(round_, receives=_select_claims(addressed, answers, number), places=places))
     return LoadPlan(direct, rounds, decision.same_node)
 
 

@@ -109,8 +109,9 @@ class Wants:
         A resized parameter has no span: some of its elements may keep their values.
         """
         spans: list[list[tuple[int, int]]] = [[] for _ in self.buffers]
-        for want in (each for each in self.wants if each.atom.name not in self.resized):
-            spans[self.sinks[want.destination][0]].append((want.position, want.position + want.numel))
+        for want in self.wants:
+            if want.atom.name not in self.resized:
+                spans[self.sinks[want.destination][0]].append((want.position, want.position + want.numel))
         for buffer, low, high in [*self.blanks, *((mean.buffer, mean.low, mean.high) for mean in self.means)]:
             spans[buffer].append((low, high))
         return spans
@@ -135,22 +136,22 @@ def list_wants(
         resizes: by saved name, the effect of the user's ``resize`` rules.
     """
     lister = _Lister(index, match, layouts, with_states, resizes or {})
-    for number, held in enumerate(view.flats):
-        lister.add_flat(number, held)
-    for number, held in enumerate(view.extras):
-        lister.add_tensor(number, held)
+    for number, buffer in enumerate(view.flats):
+        lister.add_flat(number, buffer)
+    for number, buffer in enumerate(view.extras):
+        lister.add_tensor(number, buffer)
     return lister.wants
 
 
 def list_touched(index: AtomicIndex, view: EngineView, match: Match, *, with_states: bool) -> list[AtomKey]:
     """List the atoms from which the ranks with these buffers want something."""
-    wanted = [(held, name) for held in (*view.flats, *view.extras) for name in held.buffer.names]
-    owned = {name for held in view.flats for name in held.buffer.names}
+    wanted = [(buffer, name) for buffer in (*view.flats, *view.extras) for name in buffer.buffer.names]
+    owned = {name for buffer in view.flats for name in buffer.buffer.names}
     atoms: list[Atom | None] = []
-    for held, name in wanted:
+    for buffer, name in wanted:
         if param := match.params.get(name):
             atoms.append(pick_weight(index, param, name in owned, with_states))
-            atoms += [index.find(param.name, state, param.instance) for state in held.states]
+            atoms += [index.find(param.name, state, param.instance) for state in buffer.states]
     return [atom.key for atom in atoms if atom]
 
 
@@ -204,6 +205,8 @@ def _list_new(rows: Intervals, kept: int, width: int, cut: Cut) -> Iterator[Span
 
 @dataclass(slots=True)
 class _Lister:
+    """Collects the wants of a rank; arguments as of :func:`list_wants`."""
+
     index: AtomicIndex
     match: Match
     layouts: Layouts
@@ -211,35 +214,39 @@ class _Lister:
     resizes: Mapping[str, Resized] = field(default_factory=dict)
     wants: Wants = field(default_factory=Wants)
 
-    def add_flat(self, number: int, held: EngineBuffer) -> None:
-        buffer = self._add_buffer((MASTER, number), held.buffer, held, held.dtype)
-        cuts = self._match_cuts(held.buffer, held.part)
+    def add_flat(self, number: int, buffer: EngineBuffer) -> None:
+        """Want the masters and states of a flat buffer."""
+        target = self._add_buffer((MASTER, number), buffer.buffer, buffer, buffer.dtype)
+        cuts = self._match_cuts(buffer.buffer, buffer.part)
         weights = [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts]
-        self._fill(buffer, held.tp_shard, weights)
-        self.wants.blanks += [(buffer, low, high) for low, high in held.buffer.gaps(held.part)]
-        for state, dtype in held.states.items():
-            layout, part = held.lay_state(state)
-            buffer = self._add_buffer((state, number), layout, held, dtype, live=state in held.live)
+        self._fill(target, buffer.tp_shard, weights)
+        self.wants.blanks += [(target, low, high) for low, high in buffer.buffer.gaps(buffer.part)]
+        for state, dtype in buffer.states.items():
+            layout, part = buffer.lay_state(state)
+            target = self._add_buffer((state, number), layout, buffer, dtype, live=state in buffer.live)
             cuts = self._match_cuts(layout, part)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
-            self._fill(buffer, held.tp_shard, filled)
+            self._fill(target, buffer.tp_shard, filled)
             # Parameters without saved state get zeros, in live memory too.
             spans = ((cut.offset, cut.offset + cut.numel) for cut, atom in filled if atom)
-            self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, layout.partition)]
+            self.wants.blanks += [(target, low, high) for low, high in find_gaps(spans, layout.partition)]
 
     def _match_cuts(self, buffer: FlatBuffer, part: int) -> list[tuple[Cut, ParamKey]]:
         """Return the cuts of a part whose parameters are in the checkpoint."""
         params = self.match.params
         return [(cut, params[cut.name]) for cut in buffer.cuts(part) if cut.name in params]
 
-    def add_tensor(self, number: int, held: EngineBuffer) -> None:
-        if param := self.match.params.get(held.buffer.names[0]):
+    def add_tensor(self, number: int, buffer: EngineBuffer) -> None:
+        """Want a tensor that no optimizer owns."""
+        if param := self.match.params.get(buffer.buffer.names[0]):
             atom = pick_weight(self.index, param, False, self.with_states)
-            buffer = self._add_buffer((MODULE, number), held.buffer, held, held.dtype)
-            self._fill(buffer, held.tp_shard, [(cut, atom) for cut in held.buffer.cuts(held.part)])
+            target = self._add_buffer((MODULE, number), buffer.buffer, buffer, buffer.dtype)
+            self._fill(target, buffer.tp_shard, [(cut, atom) for cut in buffer.buffer.cuts(buffer.part)])
 
-    def _add_buffer(self, slot: Slot, layout: FlatBuffer, held: EngineBuffer, dtype: str, *, live: bool = True) -> int:
-        in_file = held.swap is not None and slot[0] not in held.live
+    def _add_buffer(
+        self, slot: Slot, layout: FlatBuffer, buffer: EngineBuffer, dtype: str, *, live: bool = True
+    ) -> int:
+        in_file = buffer.swap is not None and slot[0] not in buffer.live
         return self.wants.add_buffer(BufferSpec(slot, dtype, layout.partition, live and not in_file, in_file))
 
     def _fill(self, buffer: int, tp_shard: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
@@ -289,5 +296,5 @@ class _Lister:
             replica = self.wants.add_buffer(spec)
             self.wants.wants.append(Want(atom, cut.start, cut.numel, self.wants.add_sink(replica, atom.dtype), 0, view))
             replicas.append(replica)
-        into = self.wants.sinks[sink][0]
-        self.wants.means.append(Mean(into, cut.offset, cut.offset + cut.numel, tuple(replicas)))
+        target = self.wants.sinks[sink][0]
+        self.wants.means.append(Mean(target, cut.offset, cut.offset + cut.numel, tuple(replicas)))

@@ -92,7 +92,7 @@ def stream(
                 return
             sides, checks = [], []
             for (reader, atoms), space in zip(sources, spaces, strict=True):
-                wants = [atoms[each.output].want(each.start, each.numel) for each in batch.ranges]
+                wants = [atoms[span.output].want(span.start, span.numel) for span in batch.ranges]
                 places = _lay_out(batch, atoms)
                 sides.append([space[place:][: want.nbytes] for want, place in zip(wants, places, strict=False)])
                 checks += reader.read_tensors(wants, sides[-1])
@@ -105,7 +105,7 @@ def stream(
 def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
     """Return the offset of each range of a batch in memory, and the end of the last one."""
     places = [0]
-    for each in batch.ranges:
-        nbytes = each.numel * atoms[each.output].itemsize
+    for span in batch.ranges:
+        nbytes = span.numel * atoms[span.output].itemsize
         places.append(places[-1] + -(-nbytes // _ALIGNED) * _ALIGNED)
     return places

@@ -57,10 +57,10 @@ def check_copy(path: str, file: FileRef) -> None:
     """
     if file.header_crc is None:
         return
-    found = sum_directory(path)
-    if found is None and len(file.places) > 1:
+    crc = sum_directory(path)
+    if crc is None and len(file.places) > 1:
         raise CheckpointError("has no directory with checksums, as the save's has; it is another file.", path=path)
-    if found not in (None, file.header_crc):
+    if crc not in (None, file.header_crc):
         raise CheckpointError(
-            f"its directory has CRC32 {found:08x}, the save's {file.header_crc:08x}; it is another file.", path=path
+            f"its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file.", path=path
         )

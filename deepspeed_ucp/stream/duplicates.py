@@ -54,7 +54,7 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare this rank's share of repeated fragments; collective."""
     atoms, repeated = index.stored.atoms, index.stored.repeated
-    parts = [(key, *each) for key in touched for each in repeated.get(key, ())] if repeated else []
+    parts = [(key, *repeat) for key in touched for repeat in repeated.get(key, ())] if repeated else []
     mine = parts[comm.rank :: comm.size]
     pairs = [pair for key, shard, repeat in mine for pair in cut_pair(*_pair_repeated(atoms[key], shard, repeat))]
 
@@ -107,7 +107,7 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     """
     parts: dict[int, list[tuple[_Masters, int]]] = {}
     for masters in _find_masters(index, touched):
-        for part, record in masters.held.list_records():
+        for part, record in masters.storage.list_records():
             parts.setdefault(index.stored.records.files[record], []).append((masters, part))
     return {
         file: [sample for masters, part in parts[file] for sample in masters.list_part(part)]
@@ -119,11 +119,11 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 class _Masters:
     """Masters of one storage: place in it → parameter and shard."""
 
-    held: Storage
+    storage: Storage
     owners: dict[int, tuple[ParamKey, int]] = field(default_factory=dict)
 
     def list_part(self, part: int) -> Iterator[_Sample]:
-        for place, fragment in self.held.list_part(part):
+        for place, fragment in self.storage.list_part(part):
             if place in self.owners:
                 yield *self.owners[place], fragment
 
@@ -131,11 +131,11 @@ class _Masters:
 def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_Masters]:
     """Return the masters with copies that training keeps equal."""
     masters_of: dict[int, _Masters] = {}
-    held = index.stored.atoms.storages if index.run.topology.traits.has_copies else {}
+    storages = index.stored.atoms.storages if index.run.topology.traits.has_copies else {}
     for param in [key.param for key in touched if key.state == MASTER]:
-        holdings = held.get(param, ())
-        if any(COPY in each.states for each in holdings):
-            for tp_shard, _, place, states in holdings:
+        shards = storages.get(param, ())
+        if any(COPY in shard.states for shard in shards):
+            for tp_shard, _, place, states in shards:
                 if master := states.get(MASTER):
                     masters_of.setdefault(id(master), _Masters(master)).owners[place] = param, tp_shard
     return masters_of.values()
@@ -246,8 +246,8 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[
             diverged[name_of_pair[number]] = None
 
     compare_pairs(index, pairs, judge, comm)
-    found: list[str] = comm.broadcast([name for name in names if name in diverged])
-    return found
+    differing: list[str] = comm.broadcast([name for name in names if name in diverged])
+    return differing
 
 
 _Difference = tuple[AtomKey, float, int, int]
@@ -271,10 +271,12 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
     compare_pairs(
         index, pairs, lambda number, *values: gaps.extend(_find_largest_difference(pairs[number][1], *values)), comm
     )
-    largest = list({each[0]: each for each in sorted(gaps)}.values())  # one per atom, to keep the exchange short
-    differences = sorted(each for part in comm.gather(largest) for each in part)
+    # One difference per atom keeps the exchange short.
+    largest = list({difference[0]: difference for difference in sorted(gaps)}.values())
+    differences = sorted(difference for part in comm.gather(largest) for difference in part)
     if differences:  # equal on all ranks
-        comm.run(lambda: _raise_replicas_differ(*max(each for each in differences if each[0] == differences[0][0])))
+        of_first = [difference for difference in differences if difference[0] == differences[0][0]]
+        comm.run(lambda: _raise_replicas_differ(*of_first[-1]))
 
 
 def _find_largest_difference(part: Want, first: bytearray, other: bytearray) -> list[_Difference]:

@@ -105,7 +105,9 @@ def assemble_full_tensors(
         MismatchError: patterns are unknown or contradict the shapes; all in one message.
     """
     settled = settle_index(index, rules, live=live).require()
-    patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
+    patterns = {
+        name: pattern for name, pattern in settled.patterns.items() if not isinstance(pattern, Unique) or pattern.vocab
+    }
     tensors = {
         key: assemble_full_tensor(atom, settled.layouts[key.name][0])
         for key, atom in index.stored.atoms.items()
