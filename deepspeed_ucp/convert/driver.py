@@ -302,7 +302,7 @@ def _write(work: _Conversion, checks: Checks) -> list[Written]:
     outputs = [Output(file.atom.numel, file.atom.itemsize, file.atom.place) for file in work.files]
     plan = plan_conversion(outputs, comm.size, most=most, whole=work.staging.is_remote)
     with report.phase("write"):
-        return comm.run(lambda: write_share(work, plan.nodes[comm.rank], plan.shares[comm.rank], checks))
+        return comm.run(lambda: write_share(work, plan[comm.rank], checks))
 
 
 def _prepare_folder(work: _Conversion) -> None:
@@ -320,12 +320,11 @@ def _check_folder(folder: str) -> None:
         )
 
 
-def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks: Checks) -> list[Written]:
+def write_share(work: _Conversion, batches: Sequence[Batch], checks: Checks) -> list[Written]:
     """Write this node's part of a conversion and return the ranges that were written.
 
     Args:
         batches: batches for the workers; each worker needs about twice the memory of the largest.
-        nbytes: bytes of all batches.
         checks: collects the checksums of the bytes read.
 
     Raises:
@@ -348,13 +347,10 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
     def is_halted() -> bool:
         return work.comm.size > 1 and os.path.exists(halt)
 
-    with (
-        _halt_others(halt),
-        AtomReader(work.index, checksum=work.options.verify) as reader,
-        work.options.bar(nbytes) as progress,
-    ):
+    with _halt_others(halt), AtomReader(work.index, checksum=work.options.verify) as reader:
         source = (reader, [file.atom for file in files])
-        stream([source], batches, consume, threads=work.report.workers, progress=progress, halted=is_halted)
+        threads, bar = work.report.workers, work.options.bar
+        stream([source], batches, consume, threads=threads, bar=bar, halted=is_halted)
     return done
 
 

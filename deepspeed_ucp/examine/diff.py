@@ -213,10 +213,7 @@ def _compare_share(
 
     with AtomReader(left, checksum=False) as first, AtomReader(right, checksum=False) as second:
         sources = [(first, [pair.left for pair in pairs]), (second, [pair.right for pair in pairs])]
-        ranges = [span for batch in batches for span in batch.ranges]
-        total = sum(span.numel * atoms[span.output].itemsize for _, atoms in sources for span in ranges)
-        with options.bar(total) as progress:
-            stream(sources, batches, consume, threads=threads, progress=progress)
+        stream(sources, batches, consume, threads=threads, bar=options.bar)
     return _join(tallies)
 
 

@@ -204,9 +204,9 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
                 _write_range(os.path.join(export.folder, file), data, offset + span.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
-        with AtomReader(export.index) as reader, export.options.bar(plan.shares[comm.rank]) as progress:
+        with AtomReader(export.index) as reader:
             source = (reader, [tensor.full for tensor in tensors])
-            stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
+            stream([source], plan[comm.rank], consume, threads=report.workers, bar=export.options.bar)
 
     comm.run(write_share)
     return checks

@@ -55,20 +55,10 @@ class Batch:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ConversionPlan:
-    """Batches per node, in the order in which its workers take them."""
-
-    nodes: tuple[tuple[Batch, ...], ...]
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """Bytes per node."""
-        return tuple(sum(batch.nbytes for batch in batches) for batches in self.nodes)
-
-
-def plan_conversion(outputs: Sequence[Output], nodes: int, *, most: int = RANGE, whole: bool = False) -> ConversionPlan:
-    """Deal outputs to nodes.
+def plan_conversion(
+    outputs: Sequence[Output], nodes: int, *, most: int = RANGE, whole: bool = False
+) -> list[list[Batch]]:
+    """Deal outputs to nodes: return the batches of each node, in the order in which its workers take them.
 
     Batches stay in the order of the source, and each node gets a run of them. It reads its part of the storage from
     front to back, and at most two nodes share a file that is not larger than a node's share.
@@ -80,13 +70,13 @@ def plan_conversion(outputs: Sequence[Output], nodes: int, *, most: int = RANGE,
         whole: assign each output to one node: nodes share no folder.
     """
     most = min(most, max(sum(output.nbytes for output in outputs) // (nodes * GRAIN), ALIGNMENT))
-    kept = cut_batches(outputs, most)
+    batches = cut_batches(outputs, most)
     dealt: list[list[Batch]] = [[] for _ in range(nodes)]
     homes: dict[int, int] = {}
-    for batch, node in zip(kept, deal_runs([batch.nbytes for batch in kept], nodes), strict=True):
+    for batch, node in zip(batches, deal_runs([batch.nbytes for batch in batches], nodes), strict=True):
         home = homes.setdefault(batch.ranges[0].output, node) if whole else node
         dealt[home].append(batch)
-    return ConversionPlan(tuple(tuple(batches) for batches in dealt))
+    return dealt
 
 
 def deal_runs(sizes: Sequence[int], nodes: int) -> list[int]:

@@ -68,7 +68,7 @@ def stream(
     consume: Consume,
     *,
     threads: int,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    bar: MakeBar = no_bar,
     halted: Callable[[], bool] = lambda: False,
 ) -> None:
     """Read batches from all sources in threads, which take them in order.
@@ -77,13 +77,15 @@ def stream(
         sources: reader of each checkpoint, and its atoms by the batches' output number.
         consume: called with each batch, in the thread that has read it.
         threads: number of threads; each holds memory for the largest batch.
-        progress: called with the bytes of each batch, in any thread.
+        bar: factory of a progress bar for the bytes of all sources.
         halted: called before each batch; True stops the thread.
 
     Raises:
         UcpError: the first thread's error; the others stop after their batch.
     """
     largest = [max((_lay_out(batch, atoms)[-1] for batch in batches), default=0) for _, atoms in sources]
+    spans = [span for batch in batches for span in batch.ranges]
+    total = sum(span.numel * atoms[span.output].itemsize for _, atoms in sources for span in spans)
 
     def work(turn: Iterator[Batch]) -> None:
         spaces, scratch = [Scratch().take(nbytes) for nbytes in largest], Scratch()
@@ -99,7 +101,8 @@ def stream(
             consume(batch, sides, checks, scratch)
             progress(sum(data.nbytes for side in sides for data in side))
 
-    run_threads(batches, work, threads)
+    with bar(total) as progress:
+        run_threads(batches, work, threads)
 
 
 def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
