@@ -188,19 +188,15 @@ def join_items(items: Iterable[CopyItem], block: int = ENDLESS) -> list[Read]:
     Args:
         block: bytes per block; no item crosses its end.
     """
-    reads, joined = list[Read](), list[CopyItem]()
-    for item in sorted(items, key=itemgetter(0, 1)):
-        if not item.is_contiguous:
-            reads.append(Read(*item[:5], (item,)))
-            continue
-        if joined and not (
-            (item.record, item.offset) == (joined[-1].record, joined[-1].end)
-            and item.offset % block
-            and len(joined) < MAX_ITEMS
-        ):
-            reads.append(Read.of(joined[0].record, joined[0].offset, joined[-1].end, *joined))
-            joined = []
-        joined.append(item)
-    if joined:
-        reads.append(Read.of(joined[0].record, joined[0].offset, joined[-1].end, *joined))
+    ordered = sorted(items, key=itemgetter(0, 1))
+    groups: list[list[CopyItem]] = []
+    for item in (item for item in ordered if item.is_contiguous):
+        last = groups[-1][-1] if groups else None
+        follows = last is not None and (item.record, item.offset) == (last.record, last.end)
+        if follows and item.offset % block and len(groups[-1]) < MAX_ITEMS:
+            groups[-1].append(item)
+        else:
+            groups.append([item])
+    reads = [Read(*item[:5], (item,)) for item in ordered if not item.is_contiguous]
+    reads += [Read.of(group[0].record, group[0].offset, group[-1].end, *group) for group in groups]
     return sorted(reads, key=itemgetter(0, 1))
