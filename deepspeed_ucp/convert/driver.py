@@ -266,7 +266,7 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
         return "it was made without verifying the source"
     expected = {file.path: file.atom.shape for file in work.files}
     patterns = {name: read_pattern(record["pattern"]) for name, record in manifest.patterns.items()}
-    if patterns != work.full.patterns or expected != {place_file(each.key): each.shape for each in manifest.atoms}:
+    if patterns != work.full.patterns or expected != {place_file(atom.key): atom.shape for atom in manifest.atoms}:
         return "it was assembled by other patterns"
     return next((fault.text for fault in find_faults(folder, manifest.seal)), "")
 

@@ -28,16 +28,16 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
     for record in index.stored.records:
         records.setdefault(record.file, []).append(record)
     files = []
-    for number, each in enumerate(index.stored.files):
-        name = os.path.relpath(each.path, folder)
+    for number, file in enumerate(index.stored.files):
+        name = os.path.relpath(file.path, folder)
         if name.startswith(os.pardir):  # in another place
-            name = os.path.basename(each.path)
-        entry: SourceFile = {"name": name, "size": each.size, "header_crc": each.header_crc}
+            name = os.path.basename(file.path)
+        entry: SourceFile = {"name": name, "size": file.size, "header_crc": file.header_crc}
         ordered = sorted(records.get(number, ()), key=lambda record: record.offset)
-        if each.header_crc is None:
+        if file.header_crc is None:
             entry["records"] = [[record.offset, record.nbytes, record.crc] for record in ordered]
         if any(record.crc is None for record in ordered):
-            entry["changed"] = find_change(each.path)
+            entry["changed"] = find_change(file.path)
         files.append(entry)
     files.sort(key=lambda entry: entry["name"])
     return {"files": files, "digest": hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()}
@@ -48,12 +48,12 @@ def digest_view(index: AtomicIndex) -> str:
 
     One set of files can have several indexes: the user names the parameters of a stage-0 checkpoint.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for key, atom in sorted(index.stored.atoms.items()):
-        found.update(repr((tuple(key), atom.dtype)).encode())
+        digest.update(repr((tuple(key), atom.dtype)).encode())
         for shard in atom.shards:
             places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.pieces]
-            found.update(repr((shard.shape, places)).encode())
+            digest.update(repr((shard.shape, places)).encode())
     values = (
         index.run.scalars,
         index.model.aliases,
@@ -62,10 +62,10 @@ def digest_view(index: AtomicIndex) -> str:
         index.run.scaler,
         index.run.clip_grad,
     )
-    for each in values[:3]:
-        found.update(repr(sorted(each.items())).encode())
-    found.update(repr((values[3:], [(group.members, keep_plain(group.hyper)) for group in index.run.groups])).encode())
-    return found.hexdigest()
+    for mapping in values[:3]:
+        digest.update(repr(sorted(mapping.items())).encode())
+    digest.update(repr((values[3:], [(group.members, keep_plain(group.hyper)) for group in index.run.groups])).encode())
+    return digest.hexdigest()
 
 
 def _find_place(index: AtomicIndex, number: int) -> tuple[str, int]:

@@ -52,30 +52,30 @@ class ExpertName(NamedTuple):
 
 def read_name(name: str) -> ExpertName | None:
     """Parse an atom's name; None if it is not an expert's."""
-    if found := _EXPERT.match(name):
-        return ExpertName(found[1], int(found[2]), name[found.end() :], fused=False)
+    if match := _EXPERT.match(name):
+        return ExpertName(match[1], int(match[2]), name[match.end() :], fused=False)
     part = _PART.fullmatch(name)
     return ExpertName(part[1], int(part[3]), part[2], fused=True) if part else None
 
 
 def find_expert(name: str) -> tuple[str, int] | None:
     """Return the layer and number of an expert's parameter or buffer in DeepSpeed's layers, or None."""
-    found = _EXPERT.match(name)
-    return (found[1], int(found[2])) if found else None
+    match = _EXPERT.match(name)
+    return (match[1], int(match[2])) if match else None
 
 
 def cut_number(name: str) -> tuple[str, str]:
     """Split an expert's name at its number; (name, "") for other parameters."""
-    found = _EXPERT.match(name)
-    return (found[1], name[found.end() :]) if found else (name, "")
+    match = _EXPERT.match(name)
+    return (match[1], name[match.end() :]) if match else (name, "")
 
 
 def count_experts(names: Iterable[str]) -> dict[str, int]:
     """Count the experts of each layer, which must be numbered from 0 without gaps."""
     counts: dict[str, int] = {}
     for name in names:
-        if found := find_expert(name):
-            counts[found[0]] = max(counts.get(found[0], 0), found[1] + 1)
+        if expert := find_expert(name):
+            counts[expert[0]] = max(counts.get(expert[0], 0), expert[1] + 1)
     return counts
 
 
@@ -84,8 +84,8 @@ def find_block(name: str) -> str | None:
 
     It is the same for a layer of DeepSpeed's and for an AutoEP layer that replaces it.
     """
-    found = read_name(name)
-    return None if found is None else _LAYER.sub("", found.layer)
+    expert = read_name(name)
+    return None if expert is None else _LAYER.sub("", expert.layer)
 
 
 def holds_experts(shape: Shape, experts: int) -> bool:
@@ -102,23 +102,23 @@ def find_layer(name: str, layers: Collection[str]) -> str | None:
     """Return the layer of a rank's own parameter, or None if it is not an expert's."""
     if not layers:
         return None
-    found = _EXPERT.match(name)
-    layer = found[1] if found else name[: name.rfind(".") + 1]
+    match = _EXPERT.match(name)
+    layer = match[1] if match else name[: name.rfind(".") + 1]
     return layer if layer in layers else None
 
 
-def name_experts(name: str, shape: Shape, held: Held) -> dict[str, Shape]:
+def name_experts(name: str, shape: Shape, numbers: Held) -> dict[str, Shape]:
     """Return the names and shapes in the whole model of the parameters in a rank's own parameter.
 
     An expert's name gets its number in the whole layer. A fused parameter has a name for each expert.
     """
-    found = _EXPERT.match(name) if held else None
-    layer = found[1] if found else name[: name.rfind(".") + 1]
-    if layer not in held:
+    match = _EXPERT.match(name) if numbers else None
+    layer = match[1] if match else name[: name.rfind(".") + 1]
+    if layer not in numbers:
         return {name: shape}
-    if found:
-        return {f"{layer}{held[layer][int(found[2])]}{name[found.end() :]}": shape}
-    return {f"{name}.{number}": shape[1:] for number in held[layer]}
+    if match:
+        return {f"{layer}{numbers[layer][int(match[2])]}{name[match.end() :]}": shape}
+    return {f"{name}.{number}": shape[1:] for number in numbers[layer]}
 
 
 def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None, *, data_first: bool) -> list[range]:
@@ -184,10 +184,10 @@ def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[
     ends: dict[str, dict[str, None]] = {layer: {} for layer in counts}
     order: dict[str, str | None] = {}
     for name in names:
-        found = _EXPERT.match(name)
-        order.setdefault(found[1] if found else name, found and found[1])
-        if found:
-            ends[found[1]][name[found.end() :]] = None
+        match = _EXPERT.match(name)
+        order.setdefault(match[1] if match else name, match and match[1])
+        if match:
+            ends[match[1]][name[match.end() :]] = None
 
     def list_experts(rank: int, layer: str) -> Iterable[str]:
         size = counts[layer] // degree
@@ -203,9 +203,9 @@ def _shift(names: Sequence[str], counts: Mapping[str, int], degree: int, rank: i
     """Return a rank's names in the first rank's order, which is the order of every rank."""
     shifted = []
     for name in names:
-        found = _EXPERT.match(name)
-        if found is None:
+        match = _EXPERT.match(name)
+        if match is None:
             shifted.append(name)
-        elif int(found[2]) < (size := counts[found[1]] // degree):
-            shifted.append(f"{found[1]}{int(found[2]) + rank * size}{name[found.end() :]}")
+        elif int(match[2]) < (size := counts[match[1]] // degree):
+            shifted.append(f"{match[1]}{int(match[2]) + rank * size}{name[match.end() :]}")
     return shifted

@@ -107,14 +107,14 @@ class SavedJob:
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
         """Read the job from a save's counters. A missing total batch is derived from samples and steps."""
-        held = {key: to_integer(value) for key, value in counters.items()}
-        model_ranks = held.get("mp_world_size") or 1
-        steps, samples = held.get("global_steps") or 0, held.get("global_samples") or 0
-        total = held.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
-        ranks = (held.get("dp_world_size") or 1) * model_ranks
-        ours, micro = map(held.get, BEGUN)
+        numbers = {key: to_integer(value) for key, value in counters.items()}
+        model_ranks = numbers.get("mp_world_size") or 1
+        steps, samples = numbers.get("global_steps") or 0, numbers.get("global_samples") or 0
+        total = numbers.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
+        ranks = (numbers.get("dp_world_size") or 1) * model_ranks
+        ours, micro = map(numbers.get, BEGUN)
         begun = (ours, micro) if ours and micro else None
-        return cls(ranks, model_ranks, steps, total or None, held.get(BATCH_SIZES[2]), held.get(ASKED), begun)
+        return cls(ranks, model_ranks, steps, total or None, numbers.get(BATCH_SIZES[2]), numbers.get(ASKED), begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class AtomicIndex:
         parts = {}
         for name in ("stored", "run", "model", "limits"):
             part = getattr(self, name)
-            known = {each: fields.pop(each) for each in part.__dataclass_fields__ if each in fields}
+            known = {name: fields.pop(name) for name in part.__dataclass_fields__ if name in fields}
             parts[name] = replace(part, **known)
         return replace(self, **parts, **fields)
 

@@ -129,12 +129,12 @@ def _compare_flats(old: FlatBuffer, new: FlatBuffer, same: bool) -> str:
         shapes = zip(old.names, old.shapes, new.shapes, strict=True)
         return next(f"{name} {before} → {after}" for name, before, after in shapes if before != after)
     counts = (("param group", old.group, new.group), ("partitions", old.parts, new.parts))
-    found = [f"{name} {before} → {after}" for name, before, after in counts if before != after]
+    differences = [f"{name} {before} → {after}" for name, before, after in counts if before != after]
     others = {
         "on other ranks": old.ranks != new.ranks,
         "cut by parameter on one side only": old.by_parameter != new.by_parameter,
         "tensors that are cut as one": old.tensors != new.tensors,
         f"partition {old.partition} → {new.partition} elements": old.partition != new.partition,
     }
-    found += [text for text, differs in others.items() if differs]
-    return found[0] if found else "parameter alignment"
+    differences += [text for text, differs in others.items() if differs]
+    return differences[0] if differences else "parameter alignment"

@@ -281,8 +281,8 @@ class Replicator:
             peer.send(parcel.model_dump_json().encode())
             reply = peer.receive_reply()
             if reply.wanted:
-                for each in files:
-                    peer.send_file(os.path.join(save.folder, each.path), each.size)
+                for file in files:
+                    peer.send_file(os.path.join(save.folder, file.path), file.size)
                 if not save.is_recorded():  # a newer one may be written over it
                     raise _TransferError(f"{save.tag} is no longer in memory")
                 peer.send(_UNCHANGED)
@@ -367,11 +367,11 @@ class Replicator:
                 self._reply(peer, why=why)
                 raise _TransferError(why)
             self._reply(peer, wanted=True)
-            for each in parcel.files:
-                path = os.path.join(aside, each.path)
+            for file in parcel.files:
+                path = os.path.join(aside, file.path)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                peer.receive_file(path, each.size)
-                os.utime(path, ns=(each.changed, each.changed))
+                peer.receive_file(path, file.size)
+                os.utime(path, ns=(file.changed, file.changed))
             if peer.receive(len(_UNCHANGED)) != _UNCHANGED:
                 raise _TransferError("the save changed while it was sent")
             made = replace(save, folder=aside)
@@ -394,9 +394,9 @@ class Replicator:
             raise _TransferError("it is not from the node of this job that sends here")
         if not 0 < save.number < 10**8 or not is_below(save.tag):
             raise _TransferError("its number or its tag leads elsewhere")
-        for each in parcel.files:
-            if not (is_below(each.path) and save.owns(each.path)):
-                raise _TransferError(f"{each.path!r} is no file of {save.tag!r}")
+        for file in parcel.files:
+            if not (is_below(file.path) and save.owns(file.path)):
+                raise _TransferError(f"{file.path!r} is no file of {save.tag!r}")
 
     def _drop_older(self) -> None:
         """Remove copies that newer ones replace."""
@@ -408,9 +408,9 @@ class Replicator:
 
     def _find_obstacle(self, parcel: _Parcel) -> str:
         """Return why memory has no room for a copy, or an empty string: the next save of this node has priority."""
-        own = [count_allocated(save.folder) for save in self.job.list_saves()]
-        next_one = own[-1] if len(own) == 1 and not os.path.isdir(self.job.spare) else 0
-        needed, free = sum(each.size for each in parcel.files) + next_one, count_free(self.job.folder)
+        allocated = [count_allocated(save.folder) for save in self.job.list_saves()]
+        next_one = allocated[-1] if len(allocated) == 1 and not os.path.isdir(self.job.spare) else 0
+        needed, free = sum(file.size for file in parcel.files) + next_one, count_free(self.job.folder)
         if needed <= free:
             return ""
         return f"a copy takes {needed >> 20:,} MiB of {self.job.folder}, where {free >> 20:,} MiB are free"
@@ -483,7 +483,7 @@ class Neighbours:
         if self.listener is None:
             return None
         name, target = self.settings["name"], str(self.settings["to"])
-        save = next((each for each in self.job.list_saves() if each.number == self.current), None)
+        save = next((candidate for candidate in self.job.list_saves() if candidate.number == self.current), None)
         if save is None:
             return name, _GONE
         copied = save.read("copied")
@@ -540,8 +540,8 @@ def _describe_node(options: SaveOptions) -> _Node:
     """Return this machine's addresses; the route to ``MASTER_ADDR`` is looked up without any packet."""
     address = master = "127.0.0.1"
     with suppress(OSError):
-        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", master), 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, target = found[0]
+        addresses = socket.getaddrinfo(os.environ.get("MASTER_ADDR", master), 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, target = addresses[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)
             address, master = str(probe.getsockname()[0]), str(target[0])
@@ -552,7 +552,7 @@ def find_address(nodes: Sequence[_Node], node: int) -> str:
     """Return the address by which other nodes reach a node, even if that node knows itself by a loopback address."""
     if not _is_loopback(nodes[node].address):
         return nodes[node].address
-    return next((each.master for each in nodes if not _is_loopback(each.master)), nodes[node].address)
+    return next((described.master for described in nodes if not _is_loopback(described.master)), nodes[node].address)
 
 
 def _is_loopback(address: str) -> bool:

@@ -42,8 +42,8 @@ class MappedFiles:
 
     def find(self, fd: int) -> NDArray[np.uint8] | None:
         """Return the mapped bytes of a file, or None."""
-        found = os.fstat(fd)
-        return self._mapped.get((found.st_dev, found.st_ino), (0, None))[1]
+        status = os.fstat(fd)
+        return self._mapped.get((status.st_dev, status.st_ino), (0, None))[1]
 
     def note(self, fd: int) -> None:
         """Let :meth:`settle` map a file."""
@@ -54,11 +54,11 @@ class MappedFiles:
         """Map the noted files. Their pages exist, so writing to a mapping cannot fail for lack of memory."""
         while self._new:
             fd = self._new.pop()
-            found = os.fstat(fd)
-            if found.st_nlink and found.st_blocks * 512 >= found.st_size:
+            status = os.fstat(fd)
+            if status.st_nlink and status.st_blocks * 512 >= status.st_size:
                 with suppress(OSError):
-                    memory = mmap.mmap(fd, found.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                    self._mapped[found.st_dev, found.st_ino] = fd, np.frombuffer(memory, np.uint8)
+                    memory = mmap.mmap(fd, status.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                    self._mapped[status.st_dev, status.st_ino] = fd, np.frombuffer(memory, np.uint8)
                     continue
             os.close(fd)
 

@@ -136,7 +136,7 @@ def _is_needed(folder: str, marker: str, *, coming: bool = False) -> bool:
     step = _find_step(folder, marker)
     others = (os.path.join(beside, name) for name in os.listdir(beside))
     return step is not None and not any(
-        (found := _find_step(other, marker)) is not None and found >= step
+        (found_step := _find_step(other, marker)) is not None and found_step >= step
         for other in others
         if locate(other) != folder and other not in written
     )

@@ -97,10 +97,10 @@ class Snapshot:
 
     def list_files(self) -> list[str]:
         """Return the save's files, as paths relative to :attr:`folder`: its tag's, and scripts next to the tag."""
-        found = []
+        paths = []
         for above, _, names in os.walk(self.folder):
-            found += [os.path.relpath(os.path.join(above, name), self.folder) for name in names]
-        return sorted(filter(self.owns, found))
+            paths += [os.path.relpath(os.path.join(above, name), self.folder) for name in names]
+        return sorted(filter(self.owns, paths))
 
     def owns(self, path: str) -> bool:
         """Return True if a path below :attr:`folder` is one of the save's files, not a record."""
@@ -138,8 +138,8 @@ class Snapshot:
 
     def read(self, kind: str) -> dict[str, str]:
         """Return an object of the state."""
-        found: dict[str, str] = _read_state(self._state).get(kind, {})
-        return found
+        by_place: dict[str, str] = _read_state(self._state).get(kind, {})
+        return by_place
 
     def note(self, kind: str, record: Mapping[str, Any]) -> None:
         """Add to an object of the state, in place of the newlines of :meth:`Job.reserve`.
@@ -341,13 +341,13 @@ def find_root(memory: str) -> str:
     os.makedirs(os.path.dirname(root), exist_ok=True)
     with suppress(FileExistsError):
         os.mkdir(root, mode=0o700)
-    found, advice = os.lstat(root), 'Remove it, or name another folder in "save": {"memory": …}.'
-    if not stat.S_ISDIR(found.st_mode):
+    status, advice = os.lstat(root), 'Remove it, or name another folder in "save": {"memory": …}.'
+    if not stat.S_ISDIR(status.st_mode):
         raise StorageError(f"is a link or a file, not a folder; any user can create it there. {advice}", path=root)
-    if found.st_uid != os.getuid():
-        raise StorageError(f"belongs to user {found.st_uid}. {advice}", path=root)
-    if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
+    if status.st_uid != os.getuid():
+        raise StorageError(f"belongs to user {status.st_uid}. {advice}", path=root)
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
         raise StorageError(
             f"has mode {mode:04o}, so that other users could have put saves there, which a resume loads. {advice} If "
             f"all in it is yours: chmod 700 {root}",
@@ -363,8 +363,8 @@ def list_owners(memory: str, comm: Comm) -> list[int]:
     """
 
     def look() -> tuple[str, int, int]:
-        found = os.stat(find_root(memory))
-        return identify_host(), found.st_dev, found.st_ino
+        status = os.stat(find_root(memory))
+        return identify_host(), status.st_dev, status.st_ino
 
     ranks = dict[tuple[str, int, int], int]()
     return [ranks.setdefault(memory, rank) for rank, memory in enumerate(comm.each(look))]
@@ -397,8 +397,8 @@ def list_dead(root: str) -> list[Job]:
 
 def _is_private(folder: str) -> bool:
     with suppress(FileNotFoundError):
-        found = os.lstat(folder)
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        status = os.lstat(folder)
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     return False
 
 
@@ -408,7 +408,7 @@ def list_later(save: Snapshot) -> list[Snapshot]:
     if job.is_owned():
         return []
     living = (other for other in list_jobs(os.path.dirname(job.folder)) if other.is_owned())
-    return [each for other in living for each in other.list_saves() if each.save_dir == save.save_dir]
+    return [candidate for other in living for candidate in other.list_saves() if candidate.save_dir == save.save_dir]
 
 
 def locate(place: str) -> str:

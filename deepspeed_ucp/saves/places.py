@@ -109,19 +109,19 @@ def _put_part(save: Snapshot, folder: str) -> list[str]:
     return names
 
 
-def _seal(save: Snapshot, folder: str, own: Iterable[str]) -> None:
+def _seal(save: Snapshot, folder: str, names_here: Iterable[str]) -> None:
     """Seal the temporary folder of a save.
 
     Args:
-        own: names of this node's files, which the next attempt writes again if they do not belong together.
+        names_here: names of this node's files, which the next attempt writes again if they do not belong together.
     """
     hosts = defaultdict[str, list[str]](list)
-    for host, names in (each for part in read_parts(save, folder) for each in part.items()):
+    for host, names in (by_host for part in read_parts(save, folder) for by_host in part.items()):
         hosts[host] = sorted({*hosts[host], *names})
     try:
         seal_folder(folder, Comm(), hosts=hosts)
     except CheckpointError:
-        for name in own:
+        for name in names_here:
             remove(f"{folder}/{name}")
         raise
 
@@ -167,12 +167,12 @@ def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], 
         StorageError: it returned None for ``wait`` seconds.
     """
     end, pause = time.monotonic() + wait, _LOOKED_AGAIN
-    while (found := look()) is None:
+    while (result := look()) is None:
         if time.monotonic() > end:
             raise StorageError(f"{explain()} within {wait:.0f} s.", path=folder)
         time.sleep(pause)
         pause = min(2 * pause, _SELDOM)
-    return found
+    return result
 
 
 def _read_latest(place: Destination) -> bytes | None:

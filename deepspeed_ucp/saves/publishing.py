@@ -136,9 +136,9 @@ class Tag:
         job, number = f"{self.save.job}-", owner.removeprefix(f"{self.save.job}-").partition("-")[0]
         if owner.startswith(job):
             return number.isdecimal() and int(number) < self.save.number
-        found = find_entry(path)
-        tree = list_tree(path) if found is not None and found.is_folder else {}
-        changed = max((each.changed for each in (found, *tree.values()) if each is not None), default=0.0)
+        entry = find_entry(path)
+        tree = list_tree(path) if entry is not None and entry.is_folder else {}
+        changed = max((seen.changed for seen in (entry, *tree.values()) if seen is not None), default=0.0)
         is_only = SEAL in tree and bool(tag) and not exists(os.path.join(os.path.dirname(path), tag))
         return 0 < changed < last and not is_only
 
@@ -284,8 +284,8 @@ class _StoreTag(Tag):
         published = {"folder": folder, "job": save.job, "step": save.step, "time": round(time.time())}
         expected = (before, "") if before else ("",)  # it may have been removed meanwhile
         is_written = any(
-            exchange_small(f"{self.final}/{PUBLISHED}", json.dumps(published).encode(), each.encode() or None)
-            for each in expected
+            exchange_small(f"{self.final}/{PUBLISHED}", json.dumps(published).encode(), content.encode() or None)
+            for content in expected
         )
         if not (is_written or self.is_published(before)):
             raise StorageError(
@@ -298,9 +298,9 @@ class _StoreTag(Tag):
         A writer whose folder was there before cannot publish it any more, as it expects an older
         ``ucp_published.json``.
         """
-        former, own = _parse(before, self.final).get("folder"), os.path.basename(self.temporary)
+        former, current = _parse(before, self.final).get("folder"), os.path.basename(self.temporary)
         for name in list_folder(self.final):
-            if name != own and (name == former or (is_saved(name) and not name.startswith(WRITTEN))):
+            if name != current and (name == former or (is_saved(name) and not name.startswith(WRITTEN))):
                 remove_tree(self.final, name)
 
 

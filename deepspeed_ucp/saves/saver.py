@@ -163,8 +163,8 @@ class Saver:
 
     def _free_own(self) -> bool:
         """Remove saves of this job that are not needed until the next one fits; return True if it does."""
-        safe, own = self.job.read("copying").get("safe"), self.job.list_saves()
-        older = [save for save in own[:-1] if is_spare(save, own)]
+        safe, saves = self.job.read("copying").get("safe"), self.job.list_saves()
+        older = [save for save in saves[:-1] if is_spare(save, saves)]
         self._remove(sorted(older, key=lambda save: save.number == safe))
         if not self._has_room():
             self.job.drop_spare()
@@ -212,22 +212,22 @@ class Saver:
             StorageError: the destination has another save of this script under the same tag.
         """
         folder = locate(save_dir)
-        own = folder, self.job.name, step
+        claim = folder, self.job.name, step
         for place in dict.fromkeys([folder, *(locate(tier.place) for tier in self.options.to)]):
-            other = _claimed.setdefault((place, tag), own)
-            if other[0] != folder and other[1:] != own[1:]:
+            other = _claimed.setdefault((place, tag), claim)
+            if other[0] != folder and other[1:] != claim[1:]:
                 raise StorageError(
                     f"has {tag!r} of {other[0]}, which the save of {folder} would replace. Give each engine another "
                     'place in "save": {"to": …}, or each save another tag.',
                     path=place,
                 )
-            if other[0] == folder and other[1] != own[1] and other[2] == step and folder not in _shared:
+            if other[0] == folder and other[1] != claim[1] and other[2] == step and folder not in _shared:
                 _shared.add(folder)
                 if self.rank == 0:
                     logger.warning(
                         "%s: two engines save %r there, in each other's place: name a folder for each", folder, tag
                     )
-            _claimed[place, tag] = own
+            _claimed[place, tag] = claim
 
     def begin(self, *, waits: bool = False) -> str:
         """Create the folder of the next save, on the node's first rank.
@@ -268,8 +268,8 @@ class Saver:
     def end(self, save_dir: str, tag: str, step: int, *, latest: bool, by_itself: bool) -> None:
         """Record that all of the node's files of the save are in memory, and notify the writer."""
         self.made[by_itself] += 1
-        turn = [each for each in self.options.to if self.made[by_itself] % each.every == 0]
-        places = [Destination(locate(each.place), 1 if by_itself else each.keep) for each in turn]
+        turn = [place for place in self.options.to if self.made[by_itself] % place.every == 0]
+        places = [Destination(locate(place.place), 1 if by_itself else place.keep) for place in turn]
         if not (self.options.to or by_itself):
             places.append(Destination(locate(save_dir)))
         Snapshot(
@@ -471,24 +471,24 @@ def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> 
     Args:
         with_pending: include pending ones that have the same tag or can never be written.
     """
-    own, saves = locate(save_dir), [*job.list_saves(), *job.list_copies()]
+    folder, saves = locate(save_dir), [*job.list_saves(), *job.list_copies()]
     is_starting = time.monotonic() < started.get(job.folder, -math.inf) + STARTING
     if is_locked(job) or (is_starting and list_late(saves)):
         return []
-    found = list[Snapshot]()
+    replaced = list[Snapshot]()
     for save in saves:
         is_pending = bool(save.list_pending())
         if is_pending and not with_pending:
             continue
-        if save.save_dir != own:
-            is_removable = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(own)
+        if save.save_dir != folder:
+            is_removable = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(folder)
         else:
             is_removable = save.by_itself or save.is_copy() or save.tag == tag or not is_pending
             if not is_removable and save.nodes > 1:  # without the part of a node that is lost it can never be written
                 logger.warning("%s: given up, it could not be written: %s", job.folder, describe_late([save]))
                 is_removable = True
-        found += [save] if is_removable else []
-    return found
+        replaced += [save] if is_removable else []
+    return replaced
 
 
 def _is_only(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
@@ -667,8 +667,8 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
             saver.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(owners)), comm)
         comm.run(lambda: saver.notify_writer() if saver.is_owner else None)  # it starts while the first save is made
         state.saver = saver
-    found: Saver = state.saver
-    return found
+    opened: Saver = state.saver
+    return opened
 
 
 def foresee_saves(engine: Any, config: UniversalConfig) -> None:
@@ -708,8 +708,8 @@ def _count_saved(engine: Any) -> int:
     model += [param.ds_tensor for param in kept if hasattr(param, "ds_tensor")]  # of ZeRO 3, by each rank
     groups = getattr(inner, "param_groups", ())
     later = max((len(group.get("betas", ())) or bool(group.get("momentum")) for group in groups), default=0)
-    unmade = [each for each in masters if not inner.state.get(each)] * later
-    return sum(int(each.numel() * each.element_size()) for each in [*masters, *states, *unmade, *model])
+    unmade = [master for master in masters if not inner.state.get(master)] * later
+    return sum(int(tensor.numel() * tensor.element_size()) for tensor in [*masters, *states, *unmade, *model])
 
 
 def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
@@ -717,11 +717,11 @@ def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
     optimizer, row = engine.optimizer, find_live(engine.optimizer)
     inner = getattr(optimizer, "optimizer", optimizer)
     if row is not None and row.masters:
-        groups = [each if isinstance(each, list) else [each] for each in getattr(optimizer, row.masters)]
-        masters = [each for group in groups for each in group]
+        groups = [group if isinstance(group, list) else [group] for group in getattr(optimizer, row.masters)]
+        masters = [master for group in groups for master in group]
     elif isinstance(optimizer, Optimizer):
-        masters = [each for group in optimizer.param_groups for each in group["params"]]
+        masters = [master for group in optimizer.param_groups for master in group["params"]]
     else:
         return inner, [], []
-    states = [each for state in inner.state.values() for each in dict(state).values()]
+    states = [tensor for state in inner.state.values() for tensor in dict(state).values()]
     return inner, [*filter(is_tensor, masters)], [*filter(is_tensor, states)]

@@ -62,24 +62,24 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         with suppress(UcpError, OSError):
             is_empty = read_latest(load_dir) is None
     comm.run(lambda: finish_dead(root, list_settings(config)) if is_owner else None)
-    found = search_memory(root, load_dir, tag, comm, also=config.with_tiers().also, is_owner=is_owner)
-    if found is not None and is_empty:
-        _warn_removed(root, load_dir, found)
-    return found
+    newest = search_memory(root, load_dir, tag, comm, also=config.with_tiers().also, is_owner=is_owner)
+    if newest is not None and is_empty:
+        _warn_removed(root, load_dir, newest)
+    return newest
 
 
-def _warn_removed(root: str, load_dir: str, found: Found) -> None:
+def _warn_removed(root: str, load_dir: str, newest: Found) -> None:
     """Warn if a job wrote saves to a folder that is empty now, and its newest one is loaded from memory."""
-    place, job = locate(load_dir), Job(os.path.dirname(found.folder))
+    place, job = locate(load_dir), Job(os.path.dirname(newest.folder))
     noted = [save.tag for save in job.list_saves() if save.read("done").get(place)]
     written = list(dict.fromkeys([*job.read("written").get(place, ()), *noted]))
     if not written:
         return
-    folders = [each.folder for each in list_jobs(root) if any(save.save_dir == place for save in each.list_saves())]
+    folders = [other.folder for other in list_jobs(root) if any(save.save_dir == place for save in other.list_saves())]
     logger.warning(
         "%s holds none of the checkpoints that were written there (%s): the run continues from %s in memory, step %d. "
         "To start from scratch, remove it on each node: rm -r %s",
-        load_dir, shorten(written), found.tag, found.step, " ".join(folders),
+        load_dir, shorten(written), newest.tag, newest.step, " ".join(folders),
     )  # fmt: skip
 
 
@@ -93,10 +93,10 @@ def search_memory(
         also: further places that the load reads.
         is_owner: this rank reads its node's memory for all ranks of the node.
     """
-    found = _find(root, load_dir, tag, comm, also, is_owner=is_owner)
-    if found is None and tag is None:
-        found = _find(root, *os.path.split(normalize(load_dir)), comm, also, is_owner=is_owner)
-    return found
+    newest = _find(root, load_dir, tag, comm, also, is_owner=is_owner)
+    if newest is None and tag is None:
+        newest = _find(root, *os.path.split(normalize(load_dir)), comm, also, is_owner=is_owner)
+    return newest
 
 
 _Marked = tuple[Snapshot, Mapping[str, str]]
@@ -116,12 +116,12 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
         saves = [save for save in saves if (save.latest if tag is None else save.tag == tag)]
         return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read("done")) for save in saves]
 
-    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], _Marked]()
+    nodes, marked = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], _Marked]()
     listed = comm.each(list_local)
-    for each in sorted((each for own in listed for each in own), key=lambda each: -each[0].node):
-        nodes[each[0].key].add(each[0].node)
-        found[each[0].key] = each
-    complete = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
+    for entry in sorted((entry for saves in listed for entry in saves), key=lambda entry: -entry[0].node):
+        nodes[entry[0].key].add(entry[0].node)
+        marked[entry[0].key] = entry
+    complete = [save for save, _ in marked.values() if len(nodes[save.key]) == save.nodes]
     complete.sort(key=lambda save: (save.step, save.number), reverse=True)
 
     def select() -> Snapshot | None:
@@ -129,13 +129,13 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
             place, stored = _find_stored((load_dir, *also), tag) if complete else ("", None)
         except (UcpError, OSError):
             return complete[0]  # a place cannot be read, and memory has a complete save
-        return next((save for save in complete if _precedes(save, found, place, stored, tag)), None)
+        return next((save for save in complete if _precedes(save, marked, place, stored, tag)), None)
 
     newest = comm.once(select)
     if newest is None:
         return None
     job, key = Job(os.path.join(root, os.path.dirname(newest.folder))), newest.key
-    max_copies = max(sum(save.is_copy() and save.key == key for save, _ in own) for own in listed)
+    max_copies = max(sum(save.is_copy() and save.key == key for save, _ in saves) for saves in listed)
     copies = [copy.folder for copy in job.list_copies() if copy.key == key]
     copies = [*copies, *[os.path.join(job.folder, "copy-none")] * max_copies][:max_copies]
     return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
@@ -154,23 +154,23 @@ def _find_stored(places: Sequence[str], tag: str | None) -> tuple[str, str | Non
     return places[0], tag
 
 
-def _find_mark(save: Snapshot, found: Mapping[tuple[str, int], _Marked], place: str) -> str | None:
+def _find_mark(save: Snapshot, marked: Mapping[tuple[str, int], _Marked], place: str) -> str | None:
     """Return the mark of a save at a place.
 
     A save that was dropped for later ones counts as pending unless one of them has been written there.
     """
     key = locate(place)
-    mark = found[save.key][1].get(key)
+    mark = marked[save.key][1].get(key)
     if mark != "":
         return mark
-    later = [each for each in found.values() if each[0].job == save.job and each[0].number > save.number]
+    later = [entry for entry in marked.values() if entry[0].job == save.job and entry[0].number > save.number]
     # The mark of another node does not mean that the first node has published the save.
-    is_written = any(done.get(key) and (each.node == 0 or find_mark(place, each.tag)) for each, done in later)
+    is_written = any(done.get(key) and (other.node == 0 or find_mark(place, other.tag)) for other, done in later)
     return None if later and not is_written else mark
 
 
 def _precedes(
-    save: Snapshot, found: Mapping[tuple[str, int], _Marked], place: str, stored: str | None, tag: str | None
+    save: Snapshot, marked: Mapping[tuple[str, int], _Marked], place: str, stored: str | None, tag: str | None
 ) -> bool:
     """Return True if a load takes the save from memory rather than the stored checkpoint.
 
@@ -183,7 +183,7 @@ def _precedes(
         tag: the tag of the load; None for the tag in ``latest``.
     """
     try:
-        mark = _find_mark(save, found, place)
+        mark = _find_mark(save, marked, place)
         if mark == "" and tag is None:
             return False
         if mark and stored is not None:
@@ -241,7 +241,7 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
             parts[place, save.key].append(save)
     for (place, _), saves in parts.items():
         load_dir = place if wanted is None or wanted == os.path.dirname(place) else wanted
-        also = [each.folder for save in saves for each in save.places]
+        also = [destination.folder for save in saves for destination in save.places]
         taken[place] = search_memory(root, load_dir, None, Comm(), also=also)
     running = {job.name for job in jobs if job.is_owned()}
     return [
@@ -249,8 +249,8 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
             tuple(sorted(saves, key=lambda part: part.node)),
             place,
             is_running=name in running,
-            is_taken=(found := taken[place]) is not None
-            and found.folder == Job(os.path.join(root, name)).find_folder(number),
+            is_taken=(newest := taken[place]) is not None
+            and newest.folder == Job(os.path.join(root, name)).find_folder(number),
         )
         for (place, (name, number)), saves in parts.items()
     ]
@@ -264,4 +264,11 @@ def list_places(save: Snapshot) -> list[str]:
 def _find_place(save: Snapshot, folder: str) -> str | None:
     """Return the first place of a save that equals a folder, lies directly in it, or has it as tag folder, or None."""
     places = list_places(save)
-    return next((each for each in places if folder in (each, os.path.dirname(each), f"{each}/{save.tag}")), None)
+    return next(
+        (
+            candidate
+            for candidate in places
+            if folder in (candidate, os.path.dirname(candidate), f"{candidate}/{save.tag}")
+        ),
+        None,
+    )

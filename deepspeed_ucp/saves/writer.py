@@ -360,13 +360,15 @@ class PlaceWriter(threading.Thread):
         The older one is tried again after it.
         """
         newer = [other for other in self.job.list_saves() if other.number > save.number]
-        return not self._logged and any(self.folder == each.folder for save in newer for each in save.list_pending())
+        return not self._logged and any(
+            self.folder == destination.folder for save in newer for destination in save.list_pending()
+        )
 
     def _note_written(self, save: Snapshot, place: Destination, mark: str) -> None:
         end_save(save, place)
         key = f"{self.folder}{_BY_ITSELF if save.by_itself else ''}"
         marks = (self.job.read("written") | self._written).get(key, {})
-        marks = {tag: each for tag, each in marks.items() if tag != save.tag}
+        marks = {tag: mark for tag, mark in marks.items() if tag != save.tag}
         marks[save.tag] = mark
         self._note(key, marks)
         self._note(key, prune_place(place, marks))
@@ -400,11 +402,11 @@ def is_safe(save: Snapshot) -> bool:
 
 def list_late(saves: Sequence[Snapshot]) -> dict[str, list[str]]:
     """Return by destination the tags of a job's saves that it lacks, the oldest first."""
-    found: dict[str, list[str]] = defaultdict(list)
+    tags: dict[str, list[str]] = defaultdict(list)
     for save in saves:
         for place in save.list_pending():
-            found[place.folder].append(save.tag)
-    return dict(found)
+            tags[place.folder].append(save.tag)
+    return dict(tags)
 
 
 def describe_late(saves: Sequence[Snapshot]) -> str:

@@ -56,14 +56,14 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
         findings.append(header)
     if findings or isinstance(header, Finding):
         return None, findings, manifest
-    places = [each for each in where.near if each == place or each in others] if others else []
-    return make_index(folder, manifest, header, [where.folders[each] for each in places]), [], manifest
+    places = [near for near in where.near if near == place or near in others] if others else []
+    return make_index(folder, manifest, header, [where.folders[near] for near in places]), [], manifest
 
 
 def _choose_places(where: FileTable) -> list[int]:
     """Return the places where every rank sees an atomic checkpoint."""
     views = [view.list_entries() for view in where.views] or [where.visible]
-    common = [place for place in range(len(where.folders)) if all(holds_atoms(each[place]) for each in views)]
+    common = [place for place in range(len(where.folders)) if all(holds_atoms(view[place]) for view in views)]
     if not common:
         raise CheckpointError(
             "some ranks see an atomic checkpoint, others do not. Put all of it where every rank sees it.",
@@ -85,8 +85,8 @@ def _find_all_faults(folder: str, seal: Seal, comm: Comm) -> list[Finding]:
     """Check the sizes of all files; collective. In an object store, every rank learns the files' versions."""
     if is_url(folder):
         return comm.run(lambda: find_faults(folder, seal))
-    found = comm.share([*seal.files], lambda name: find_faults(folder, seal, [name]))
-    return [fault for faults in found for fault in faults]
+    by_file = comm.share([*seal.files], lambda name: find_faults(folder, seal, [name]))
+    return [fault for faults in by_file for fault in faults]
 
 
 def find_faults(folder: str, seal: Seal, names: Iterable[str] | None = None) -> list[Finding]:
@@ -100,16 +100,16 @@ def find_faults(folder: str, seal: Seal, names: Iterable[str] | None = None) -> 
     from ..deepspeed.seal import compare_file
 
     tree = list_tree(folder) if is_url(folder) else {}
-    found: list[Finding | None] = []
+    findings: list[Finding | None] = []
     for name in seal.files if names is None else names:
         path = os.path.join(folder, name)
         entry = tree.get(name) if is_url(folder) else find_entry(path)
         if entry is None:
             text = f"{path} is missing; the manifest lists it. Copy it here, or convert again."
-            found.append(Finding("missing", name, text))
+            findings.append(Finding("missing", name, text))
         else:
-            found.append(compare_file(folder, name, entry.size, None, seal))
-    return [fault for fault in found if fault]
+            findings.append(compare_file(folder, name, entry.size, None, seal))
+    return [fault for fault in findings if fault]
 
 
 def _read_state_file(folder: str, name: str, seal: Seal) -> FileHeader | Finding:

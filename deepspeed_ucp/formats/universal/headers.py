@@ -113,9 +113,9 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
             path=folder,
         )
     entries = scan_folder(os.path.join(folder, ZERO), deep=is_url(folder))
-    found = _sort_by_param(entries)
-    if not found or os.path.basename(OPTIMIZER) not in entries:
-        lacking = OPTIMIZER if found else "every parameter's folder"
+    params = _sort_by_param(entries)
+    if not params or os.path.basename(OPTIMIZER) not in entries:
+        lacking = OPTIMIZER if params else "every parameter's folder"
         raise CheckpointError(
             f"{lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
             "complete. Convert or copy again.",
@@ -127,12 +127,12 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
 
 def _sort_by_param(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
     """Return the listed files by parameter."""
-    found = defaultdict[str, list[str]](list)
+    by_param = defaultdict[str, list[str]](list)
     for name, entry in sorted(entries.items()):
         param, _, file = name.partition("/")
         if file or entry.is_folder:
-            found[param] += [file] * bool(file)
-    return dict(found)
+            by_param[param] += [file] * bool(file)
+    return dict(by_param)
 
 
 def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, ParamHeader]:

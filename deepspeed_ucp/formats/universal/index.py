@@ -172,7 +172,9 @@ def dump_index(
     Raises:
         UnsupportedError: a hint is not plain data.
     """
-    topology = {each.name: getattr(index.run.topology, each.name) for each in fields(Topology) if each.name != "flats"}
+    topology = {
+        field.name: getattr(index.run.topology, field.name) for field in fields(Topology) if field.name != "flats"
+    }
     if index.run.degrees is not None:
         topology["tp"], topology["pp"] = index.run.degrees
     parts = (index.run, index.model, index.limits)
@@ -226,35 +228,39 @@ def parse_index(seal: Seal, path: str) -> Manifest:
     """
     bare = seal.model_copy(update={"index": {}})
     try:
-        data = {key: each if key == "atoms" else decode(each) for key, each in seal.index.items()}
-        found = _MANIFEST.validate_python({**data, "seal": bare})
+        data = {key: value if key == "atoms" else decode(value) for key, value in seal.index.items()}
+        manifest = _MANIFEST.validate_python({**data, "seal": bare})
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"]))
         raise CheckpointError(f"{where} is of another form than expected ({fault['msg']}).", path=path) from None
     except (ValueError, TypeError, RecursionError, struct.error) as error:
         raise CheckpointError(f"is no valid manifest ({error}). It is damaged: restore the file.", path=path) from None
-    if text := next(_find_faults(found), ""):
+    if text := next(_find_faults(manifest), ""):
         raise CheckpointError(text, path=path)
-    return found
+    return manifest
 
 
-def _find_faults(found: Manifest) -> Iterator[str]:
-    files = found.seal.files
-    names = [*files, *(param.name for param, _ in found.scalars), *(part for each in found.atoms for part in each[:2])]
+def _find_faults(manifest: Manifest) -> Iterator[str]:
+    files = manifest.seal.files
+    names = [
+        *files,
+        *(param.name for param, _ in manifest.scalars),
+        *(part for atom in manifest.atoms for part in atom[:2]),
+    ]
     if odd := sorted({name for name in names if not is_path(name)}):
         yield f"names files outside of its folder: {shorten(odd)}. Do not trust it."
-    if lacking := sorted({STATE_FILE, *(place_file(each.key) for each in found.atoms)} - files.keys()):
+    if lacking := sorted({STATE_FILE, *(place_file(atom.key) for atom in manifest.atoms)} - files.keys()):
         yield f"lists no file {shorten(lacking)}."
-    counts = [(each, found.fused[each.name]) for each in found.atoms if each.name in found.fused]
-    if unfit := [each.label for each, experts in counts if not holds_experts(each.shape, experts)]:
+    counts = [(atom, manifest.fused[atom.name]) for atom in manifest.atoms if atom.name in manifest.fused]
+    if unfit := [atom.label for atom, experts in counts if not holds_experts(atom.shape, experts)]:
         yield f"holds other numbers of experts than it says: {shorten(unfit)}."
-    if loops := sorted(alias for alias, name in found.aliases.items() if name in found.aliases):
+    if loops := sorted(alias for alias, name in manifest.aliases.items() if name in manifest.aliases):
         yield f"aliases of aliases: {shorten(loops)}."
-    if unfit := [each.label for each in found.atoms if not _fits(each, files)]:
+    if unfit := [atom.label for atom in manifest.atoms if not _fits(atom, files)]:
         yield f"shape, dtype and bytes contradict each other: {shorten(unfit)}."
     kinds = {name: kind for name, kind in get_type_hints(Topology).items() if name != "flats"}
-    if odd := [name for name in {**kinds, **found.source} if type(found.source.get(name)) is not kinds.get(name)]:
+    if odd := [name for name in {**kinds, **manifest.source} if type(manifest.source.get(name)) is not kinds.get(name)]:
         yield f"source: {shorten(odd)} is missing, unknown, or of another form than expected."
 
 
@@ -277,7 +283,7 @@ def place_file(key: AtomKey) -> str:
     return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
 
-def make_index(folder: str, found: Manifest, header: FileHeader, places: Sequence[str] = ()) -> AtomicIndex:
+def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str] = ()) -> AtomicIndex:
     """Build the index of a conversion.
 
     Args:
@@ -286,30 +292,30 @@ def make_index(folder: str, found: Manifest, header: FileHeader, places: Sequenc
         places: folders that may hold copies, nearest first; empty if there is only ``folder``.
     """
     files = [
-        FileRef(f"{folder}/{name}", each.size, each.crc, tuple(f"{place}/{name}" for place in places))
-        for name, each in found.seal.files.items()
+        FileRef(f"{folder}/{name}", file.size, file.crc, tuple(f"{place}/{name}" for place in places))
+        for name, file in manifest.seal.files.items()
     ]
-    numbers = {name: number for number, name in enumerate(found.seal.files)}
+    numbers = {name: number for number, name in enumerate(manifest.seal.files)}
     records: list[Record] = []
     atoms: list[Atom] = []
-    for each in found.atoms:
-        fragments = (Fragment(0, count(each.shape), len(records), 0),) if count(each.shape) else ()
-        records.append(Record(numbers[place_file(each.key)], each.offset, each.nbytes, each.crc))
+    for atom in manifest.atoms:
+        fragments = (Fragment(0, count(atom.shape), len(records), 0),) if count(atom.shape) else ()
+        records.append(Record(numbers[place_file(atom.key)], atom.offset, atom.nbytes, atom.crc))
         atoms.append(
-            Atom(each.name, each.state, each.dtype, (Shard.of(each.shape, each.dtype, fragments),), each.instance)
+            Atom(atom.name, atom.state, atom.dtype, (Shard.of(atom.shape, atom.dtype, fragments),), atom.instance)
         )
     others = header.model.others if header.model else ()
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[STATE_FILE], blob.offset, blob.nbytes, blob.crc) for blob in others]
-    topology = {**found.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
+    topology = {**manifest.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
     index = AtomicIndex(StoredAtoms.of(files, records, atoms), RunState(Topology(**topology), f"{folder}/{STATE_FILE}"))
     index = index.change(
-        **{name: getattr(found, name) for name in _PLAIN if name != "fused"},
-        scalars=dict(found.scalars),
-        groups=found.groups,
+        **{name: getattr(manifest, name) for name in _PLAIN if name != "fused"},
+        scalars=dict(manifest.scalars),
+        groups=manifest.groups,
         client_records=client,
-        degrees=(found.source["tp"], found.source["pp"]),
-        buffers=frozenset(found.buffers),
-        recorded={name: record["pattern"] for name, record in found.patterns.items()},
+        degrees=(manifest.source["tp"], manifest.source["pp"]),
+        buffers=frozenset(manifest.buffers),
+        recorded={name: record["pattern"] for name, record in manifest.patterns.items()},
     )
-    return split_experts(index, found.fused)
+    return split_experts(index, manifest.fused)

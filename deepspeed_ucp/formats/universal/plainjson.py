@@ -64,8 +64,8 @@ def decode(value: Any) -> Any:
         return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {key: decode(item) for key, item in value.items()}
-    (key, *more) = found or ("",)
+    decoded = {key: decode(item) for key, item in value.items()}
+    (key, *more) = decoded or ("",)
     if more or key not in _DECODERS:
-        return found
-    return _DECODERS[key](found[key])
+        return decoded
+    return _DECODERS[key](decoded[key])

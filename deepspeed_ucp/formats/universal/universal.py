@@ -71,7 +71,7 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     index = make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped)
     index = replace(index, run=replace(index.run, degrees=(save.tp, save.pp)))
     files = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
-    return split_experts(index, {name: each.experts for name, each in files.items() if each and each.experts}), notes
+    return split_experts(index, {name: file.experts for name, file in files.items() if file and file.experts}), notes
 
 
 def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
@@ -93,8 +93,8 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
         if state == _STEP:
             continue
         if header.piece is None or header.piece.numel != count(shape):
-            found = header.piece.shape if header.piece else "a number"
-            text = f"holds {found}, {name} has shape {shape}. The file is of another run."
+            shape_there = header.piece.shape if header.piece else "a number"
+            text = f"holds {shape_there}, {name} has shape {shape}. The file is of another run."
             raise CheckpointError(text, path=f"{part.folder}/{header.file.name}")
         builder.add(SavedRank(), name, state, header.file, replace(header.piece, shape=shape))
 
@@ -217,7 +217,7 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
         if name in others or (part.save.is_sharded and name not in buffers):
             continue
         pieces = [rank[name] for rank in ranks if name in rank]
-        if name in buffers and len(pieces) == len(ranks) and are_alike(each.contents for each in pieces):
+        if name in buffers and len(pieces) == len(ranks) and are_alike(piece.contents for piece in pieces):
             builder.add(SavedRank(), name, MODULE, part.save.main, piece)
         elif name not in missing:
             missing.append(name)
@@ -268,5 +268,7 @@ def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, .
 def _record_cuts(part: UniversalHeaders) -> dict[str, dict[str, Any]]:
     """Return the patterns by which the converter joined tensor-parallel shards, as recorded in its files."""
     masters = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes if part.save.tp > 1}
-    found = {name: read_keys(each.keys, each.piece.shape) for name, each in masters.items() if each and each.piece}
-    return {name: record_pattern(pattern) for name, pattern in found.items() if pattern is not None}
+    patterns = {
+        name: read_keys(master.keys, master.piece.shape) for name, master in masters.items() if master and master.piece
+    }
+    return {name: record_pattern(pattern) for name, pattern in patterns.items() if pattern is not None}

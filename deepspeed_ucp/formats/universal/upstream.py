@@ -43,11 +43,11 @@ def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict
     if pattern is None:
         return {}
     cut = pattern.general if isinstance(pattern, Mapped) else pattern
-    found = {CAT_DIM: 0} if isinstance(cut, Unique) and pattern.vocab is not None else _describe_cut(cut, shape, name)
+    keys = {CAT_DIM: 0} if isinstance(cut, Unique) and pattern.vocab is not None else _describe_cut(cut, shape, name)
     # Upstream pads the last dimension but one, to as many rows as all ranks have together: a matrix cut by rows.
-    if pattern.vocab is not None and len(shape) == 2 and found.get(CAT_DIM) == 0:
-        found[VOCABULARY] = True
-    return found
+    if pattern.vocab is not None and len(shape) == 2 and keys.get(CAT_DIM) == 0:
+        keys[VOCABULARY] = True
+    return keys
 
 
 def expert_keys(experts: int) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def _find_axis(pattern: ShardNC | Viewed, layout: Layout) -> int | None:
     if isinstance(pattern, ShardNC):
         return pattern.dim % len(layout.shape) + (pattern.blocks > 1)
     outer = pattern.view[: pattern.axis]
-    found = (axis for axis in range(len(layout.view)) if count(layout.view[:axis]) == count(outer))
-    return None if -1 in outer else next(found, None)
+    axes = (axis for axis in range(len(layout.view)) if count(layout.view[:axis]) == count(outer))
+    return None if -1 in outer else next(axes, None)
 
 
 def _make_parts(view: Shape, axis: int, sizes: tuple[int, ...], name: str) -> PickledObject:
