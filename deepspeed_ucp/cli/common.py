@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from ..errors import ConfigError, suggest
-from ..formats.deepspeed.naming import Naming
 from .printing import show_progress
 
 if TYPE_CHECKING:
@@ -178,6 +177,7 @@ def open_index(
         UcpError: as :func:`~deepspeed_ucp.formats.open_checkpoint`.
     """
     from ..formats import open_checkpoint
+    from ..formats.deepspeed.naming import Naming
 
     groups = comm.run(lambda: read_groups(options.groups))
     folder, *also = folders
