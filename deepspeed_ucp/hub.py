@@ -53,12 +53,12 @@ class Reading:
     Attributes:
         made: name in the model → its parts, unless it is the saved tensor of that name.
         dropped: saved names that the library ignores silently.
-        unfed: the model's tensors that keep their values.
+        declared_new: the model's tensors that keep their values.
     """
 
     made: dict[str, DerivedParam] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
-    unfed: frozenset[str] = frozenset()
+    declared_new: frozenset[str] = frozenset()
 
     def carry_out(self, index: AtomicIndex) -> AtomicIndex:
         """Return the index under the model's names.
@@ -128,7 +128,7 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Col
         }
         if index.is_weights_alone:
             _follow_ties(reading, module, memory)
-        reading.unfed = frozenset(added) if reading.made else frozenset()
+        reading.declared_new = frozenset(added) if reading.made else frozenset()
     return reading
 
 

@@ -238,8 +238,8 @@ def test_a_base_is_loaded_into_a_wrapped_model(tmp_path: Path, saved: Any) -> No
     reading, index = read(tmp_path, live)
     found, held = read_tensors(index), dict(model.state_dict())
     lacking = {name for name in live.state_dict() if saved is LlamaModel and "lm_head" in name}
-    assert reading.unfed | found.keys() | lacking == live.state_dict().keys()
-    assert all("lora_" in name for name in reading.unfed)
+    assert reading.declared_new | found.keys() | lacking == live.state_dict().keys()
+    assert all("lora_" in name for name in reading.declared_new)
     key = "layers.1.self_attn.q_proj"
     inside = key if saved is LlamaModel else f"model.{key}"
     check_same({"it": found[f"base_model.model.model.{key}.base_layer.weight"]}, {"it": held[f"{inside}.weight"]})
@@ -279,7 +279,7 @@ def test_modules_of_the_base_may_be_named_as_in_peft(tmp_path: Path) -> None:
     save_file(base.state_dict(), tmp_path / "model.safetensors")
     live: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["other"]))
     reading, index = read(tmp_path, live)
-    assert {*read_tensors(index)} == live.state_dict().keys() - reading.unfed
+    assert {*read_tensors(index)} == live.state_dict().keys() - reading.declared_new
     assert "base_model.model.0.base_layer.weight" in reading.made
 
 

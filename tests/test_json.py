@@ -87,7 +87,7 @@ def read_given(path: str) -> Any:
 
 def read_sign(folder: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "name_node", lambda *_: "sign")
+        patch.setattr(places, "name_node_file", lambda *_: "sign")
         return places.read_parts(SimpleNamespace(nodes=1), folder)  # type: ignore[arg-type]
 
 

@@ -119,11 +119,11 @@ def _match(
     renamed = apply_renames(index, view.shapes, rules, view.aliases)
     if is_first:
         warn_idle(saved, index, rules)
-    view = replace(view, renamed=renamed, unfed=reading.unfed)
+    view = replace(view, renamed=renamed, declared_new=reading.declared_new)
     strict = job.arguments.load_module_strict or view.unowned is None
     match = match_parameters(index, view, strict=strict, with_states=with_states, rules=rules)
     match.notes += describe_config(saved, read_config(module) if module is not None and saved.run.format else {})
-    match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
+    match.notes += [_ADAPTER.format(shorten(sorted(reading.declared_new), 2))] if reading.declared_new else []
     if is_first and (text := reading.describe()):
         logger.info("%s", text)
     check_alike(view, target)

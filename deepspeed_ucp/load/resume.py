@@ -2,18 +2,18 @@
 
 The order of calls:
 
-1. :func:`.tags.find_tag` finds the tag. Without one :func:`.absent.report_absent` logs it, and DeepSpeed loads.
+1. :func:`.tags.find_tag` finds the tag. If there is none, :func:`.absent.report_absent` logs this, and DeepSpeed loads.
 2. :func:`.choice.choose_loader` opens the engine (:func:`~deepspeed_ucp.engine.open_target`).
 3. :func:`~deepspeed_ucp.formats.open.survey_checkpoint` reads the headers of all files: an index and its findings.
 4. :func:`.choice.choose_loader` compares both topologies and chooses DeepSpeed's load, which ends the resume, or
-   :func:`.direct.load_direct`. In mode "atomic", :func:`convert_first` replaces the index by that of a conversion.
+   :func:`.direct.load_direct`. In mode "atomic", :func:`convert_before_load` converts the checkpoint first.
 5. :func:`.direct.load_direct` reads the state file with the scheduler, the counters and the client state.
 6. :func:`.prepare.prepare` joins the tensors of all ranks (:func:`.inventory.view_engine`), matches them with the
-   index, and settles how both sides cut them.
+   index, and determines how the checkpoint and the engine partition them.
 7. :func:`~deepspeed_ucp.plan.wants.list_wants` lists the bytes for this rank, and :func:`.destinations.bind` their
    memory.
 8. :class:`.transfer.Transfer` plans the reads of all ranks and the rounds of their exchange.
-9. :meth:`.transfer.Transfer.read` reads everything once, into memory that may change before verification.
+9. :meth:`.transfer.Transfer.read` reads every byte once, into memory that may change before step 10.
 10. :meth:`.transfer.Transfer.verify` compares checksums and replicas; all ranks agree on the result.
 11. :meth:`.transfer.Transfer.fill` fills the rest of the engine, from separate memory or in a second pass. From here on
     :func:`~deepspeed_ucp.engine.guard.guard_engine` marks the engine after an error.
@@ -70,12 +70,12 @@ def resume(
     *,
     unknown: Sequence[str] = (),
 ) -> Loaded:
-    """Load a checkpoint into an engine, in the place of ``engine.load_checkpoint`` (collective).
+    """Load a checkpoint into an engine as the replacement of ``engine.load_checkpoint`` (collective).
 
     Args:
-        engine: an engine that has the plugin on.
+        engine: an engine for which the plugin is enabled.
         deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
-        unknown: arguments that only DeepSpeed's load knows.
+        unknown: names of arguments that this plugin does not support; only DeepSpeed's load accepts them.
 
     Raises:
         UcpError: the same on every rank.
@@ -85,8 +85,8 @@ def resume(
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     job = LoadContext(engine, comm, config, arguments, report, load_dir, deepspeed_load, unknown)
-    can_fall_back = tag is None and not config.fallback
-    with suggest_fallback(comm, lambda: can_fall_back and bool(find_all_tags(job.places))):
+    may_suggest_fallback = tag is None and not config.fallback
+    with suggest_fallback(comm, lambda: may_suggest_fallback and bool(find_all_tags(job.places))):
         universal = job.loads_universal
         chosen = find_tag(load_dir, tag, comm, universal=universal, fallback=config.fallback, also=config.also)
     if chosen is None:
@@ -96,18 +96,18 @@ def resume(
         job = replace(job, deepspeed_load=partial(deepspeed_load, tag=chosen))
     is_tag_folder = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is None and config.fallback and not is_tag_folder:
-        return _resume_first_whole(job, chosen)
-    can_fall_back &= not is_tag_folder
-    with suggest_fallback(comm, lambda: can_fall_back and not find_all_tags(job.places) <= {chosen}):
+        return _resume_newest_complete(job, chosen)
+    may_suggest_fallback &= not is_tag_folder
+    with suggest_fallback(comm, lambda: may_suggest_fallback and not find_all_tags(job.places) <= {chosen}):
         return _resume_tag(job, chosen)
 
 
-def _resume_first_whole(job: LoadContext, newest: str) -> Loaded:
+def _resume_newest_complete(job: LoadContext, newest: str) -> Loaded:
     """Resume from the newest complete tag (collective).
 
     Raises:
         CheckpointError: no tag is complete, or one was found damaged after the engine had been changed.
-        UcpError: an error that is no fault of a tag's files, and no reason to take an older one.
+        UcpError: an error that damaged files did not cause; older tags are not tried.
     """
     load_dir = job.load_dir
     marked = find_state(job.engine).broken  # a mark of an earlier load does not keep older tags from being tried
@@ -131,10 +131,10 @@ def _resume_first_whole(job: LoadContext, newest: str) -> Loaded:
 
 
 def _list_candidates(job: LoadContext, newest: str) -> Iterator[tuple[str, bool]]:
-    """Yield the tags from the newest on, and whether each lacks the seal that others have (collective).
+    """Yield each tag, newest first, and whether it has no seal although others have one (collective).
 
-    Older tags are listed only when they are needed: a further place that is out of reach does not prevent the load of a
-    complete tag, but it may hold the next older one.
+    Older tags are listed only after the newest has failed, so an unreachable additional place does not prevent the load
+    of the newest. After that it is an error, since that place may hold the next older tag.
 
     Raises:
         CheckpointError: a place cannot be listed.
@@ -196,7 +196,7 @@ def _run_deepspeed_load(job: LoadContext, target: Target | None) -> Loaded:
 
 
 def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
-    """Run the direct load, in mode "atomic" from a new atomic checkpoint (collective)."""
+    """Run the direct load; in mode "atomic", convert the checkpoint first or reuse a conversion (collective)."""
     if index.is_weights_alone and not job.arguments.load_module_only:
         job.warn(
             "%s: holds weights alone, in %s: the optimizer keeps its states and steps (a new one starts at 0), and "
@@ -205,10 +205,10 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
             index.run.topology.precision,
         )
         job = replace(job, arguments=replace(job.arguments, load_module_only=True))
-    # Without optimizer states an index is not a complete checkpoint: a load of weights alone writes none.
+    # A load of weights alone converts nothing: without optimizer states the conversion would be incomplete.
     if job.config.mode == "atomic" and not index.run.topology.is_atomic and job.arguments.with_states:
         with job.report.phase("convert"):
-            index, job.report.converted = convert_first(index, target, folder, job.comm, job.config)
+            index, job.report.converted = convert_before_load(index, target, folder, job.comm, job.config)
     engine = job.engine
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
@@ -227,15 +227,15 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
 
 
 def _end_event(engine: Any) -> None:
-    """End DeepSpeed's load event (collective); skipped after an error of one rank alone, which would wait for ever."""
+    """End DeepSpeed's load event (collective); do not call it after an error on one rank alone, as it would hang."""
     if engine._optimizer_has_ckpt_event_epilogue():
         engine.optimizer.checkpoint_event_epilogue()
 
 
-def convert_first(
+def convert_before_load(
     index: AtomicIndex, target: Target, folder: str, comm: Comm, config: UniversalConfig
 ) -> tuple[AtomicIndex, OutputReport]:
-    """Write an atomic checkpoint with all ranks, or reuse an existing one (collective)."""
+    """Convert a checkpoint to an atomic one, or reuse a conversion; return its index and a report (collective)."""
     rules = from_config(config.patterns)
     view = view_engine(target, (), comm)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 STAGE = -1
-"""Number of an owner's staging memory: as a destination, and as the record of the bytes that it sends.
+"""Number of the staging buffer of a rank that reads bytes for others, both as a destination and as a record.
 
 It indexes a list of destinations from its end.
 """
 
 
 class CopyItem(NamedTuple):
-    """Copy ``count`` runs of ``run`` bytes, ``step`` bytes apart, from byte ``offset`` of a record to a destination.
+    """Copy ``count`` runs of ``run`` bytes from byte ``offset`` of a record to a destination.
 
     Attributes:
-        record: number in the index.
-        destination: number of the memory.
+        record: number of the record in the index.
+        step: bytes between the starts of two runs in the record.
+        destination: index in the list of destination buffers.
         position: element of the destination that receives the first byte.
         stride: elements between the starts of two runs in the destination; 0 if the runs follow each other there.
     """
@@ -47,10 +48,10 @@ class CopyItem(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Read ``count`` runs of ``run`` bytes, ``step`` bytes apart, and scatter them over ``items`` in order.
+    """Read ``count`` runs of ``run`` bytes, whose starts are ``step`` bytes apart, and copy them to ``items`` in order.
 
-    Only single runs are read from files. Several runs are received from the rank that reads the bytes between them too.
-    Bytes behind those of the items are read for a checksum alone.
+    A read from a file has one run. A read with several runs receives them from another rank, which reads the range.
+    Bytes after the last item are read only to compute a checksum.
     """
 
     record: int

@@ -18,18 +18,18 @@ Shapes = Mapping[str, tuple[Shape, ...]]
 
 @dataclass(frozen=True, slots=True)
 class EngineBuffer:
-    """One rank's partition of a flat buffer of masters, or of a tensor without optimizer.
+    """One rank's partition of a flat buffer of master weights, or of a tensor that no optimizer updates.
 
-    The latter is a frozen or unoptimized parameter, or a buffer of the module.
+    A tensor that no optimizer updates is a frozen or unoptimized parameter, or a buffer of the module.
 
     Attributes:
         buffer: layout of the parameters over all ranks; a tensor without optimizer is alone in it.
         part: the rank's partition.
-        tp_shard: the shard of its atoms from which it is cut, if these have several.
+        tp_shard: index of the tensor-parallel shard that the partition belongs to, if the tensors have several.
         dtype: dtype of the partition, in memory or in its swap file.
         states: optimizer states to load, with their dtypes in this run.
         live: optimizer states that exist already.
-        whole: optimizer states that cover whole parameters if the partition has any element of these.
+        whole: optimizer states that a rank holds for a whole parameter if its partition has any element of it.
         tensor: the live partition, in the shape of its optimizer states; None without an engine.
         swap: the partition's :class:`~deepspeed_ucp.engine.swap.SwapPlace`, or None; with a swap file the tensor's
             contents are invalid, and a load fills a new file.
@@ -49,7 +49,7 @@ class EngineBuffer:
 
     @property
     def data(self) -> Any:
-        """The live partition, 1-D; unchanged if it is not contiguous and thus cannot be a destination."""
+        """The live partition as a 1-D view; in its own shape, and no destination, if it is not contiguous."""
         data = self.tensor.detach()
         return data.view(-1) if data.is_contiguous() else data
 
@@ -73,35 +73,35 @@ class EngineBuffer:
         """Unpartitioned shape of the first parameter."""
         return self.buffer.shapes[0]
 
-    def lay_state(self, state: str) -> tuple[FlatBuffer, int]:
-        """Return the layout of an optimizer state, and the rank's part of it."""
+    def find_state_layout(self, state: str) -> tuple[FlatBuffer, int]:
+        """Return the layout of an optimizer state and the index of this rank's partition in it."""
         return (self.buffer.join_touched(self.part), 0) if state in self.whole else (self.buffer, self.part)
 
     def find_shape(self, state: str) -> Shape:
-        """Return the shape of an optimizer state."""
+        """Return the shape of an optimizer state on this rank; 1-D if it covers whole parameters or has a swap file."""
         if state in self.whole or self.swap is not None:
-            return (self.lay_state(state)[0].partition,)
+            return (self.find_state_layout(state)[0].partition,)
         return tuple(self.tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """One rank's buffers, and the tensors of the whole engine, joined over its ranks.
+    """One rank's buffers, and the names and shapes of the tensors of all ranks.
 
     Attributes:
         owned: shapes of the parameters that the optimizer owns.
-        unowned: shapes of parameters without optimizer, and of buffers; None leaves them out of the comparison.
+        unowned: shapes of parameters without optimizer, and of buffers; None if they are not compared.
         flats: this rank's flat buffers.
         extras: this rank's tensors without optimizer.
         aliases: tied names → the name that holds the data.
-        ordinals: for parameters that several pipeline stages hold, (index of this stage among them, their number).
+        ordinals: parameter on several pipeline stages → (index of this stage among them, number of these stages).
         renamed: live name → saved name, if they differ.
-        counts: number of pipeline stages that hold a parameter, if several do; for any stage.
+        counts: parameter on several pipeline stages → number of these stages; also if this stage is not one of them.
         attributes: Megatron's attributes of the parameters.
-        unfed: tensors that the user has declared to be new.
+        declared_new: names of tensors that the user has declared to be new: the checkpoint need not have them.
         info: the model's ``universal_checkpoint_info``.
         tp: tensor-parallel degree.
-        experts_over_tp: whole experts that are distributed over the tensor-parallel ranks too: they have one shard.
+        experts_over_tp: names of experts' parameters that are distributed whole over the tensor-parallel ranks too.
 
     Example:
         >>> flat = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
@@ -118,7 +118,7 @@ class EngineView:
     renamed: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    unfed: frozenset[str] = frozenset()
+    declared_new: frozenset[str] = frozenset()
     info: Mapping[str, Any] | None = None
     tp: int = 1
     experts_over_tp: Set[str] = frozenset()

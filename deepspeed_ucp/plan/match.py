@@ -83,7 +83,7 @@ def match_parameters(
     """
     matcher = _Matcher(index, live, strict, with_states, rules)
     for is_trained, shapes in ((True, live.owned), (False, live.unowned or {})):
-        for name in (name for name in shapes if name not in live.unfed):
+        for name in (name for name in shapes if name not in live.declared_new):
             matcher.add(name, shapes[name], is_trained)
     matcher.finish()
     return matcher.match

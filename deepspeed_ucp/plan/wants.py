@@ -222,7 +222,7 @@ class _Lister:
         self._fill(target, buffer.tp_shard, weights)
         self.wants.blanks += [(target, low, high) for low, high in buffer.buffer.gaps(buffer.part)]
         for state, dtype in buffer.states.items():
-            layout, part = buffer.lay_state(state)
+            layout, part = buffer.find_state_layout(state)
             target = self._add_buffer((state, number), layout, buffer, dtype, live=state in buffer.live)
             cuts = self._match_cuts(layout, part)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]

@@ -27,7 +27,7 @@ from ..io.jsonfile import read_json
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
 from .memory import Destination, Snapshot, list_later
-from .publishing import begin_writing, name_node, open_tag
+from .publishing import begin_writing, make_tag, name_node_file
 from .removing import remove_tag
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -64,7 +64,7 @@ def write_save(save: Snapshot, place: Destination, wait: float, is_late: Callabl
     """
     if save.node and not has_begun(save, place) and is_sealed(save, place):
         return _DONE  # it was stopped right before it could note that
-    tag, named, begin = open_tag(save, place), _read_latest(place), time.monotonic()
+    tag, named, begin = make_tag(save, place), _read_latest(place), time.monotonic()
     before = begin_writing(tag)
     if not tag.is_published(before):
         parts = _put_part(save, tag.temporary)
@@ -105,7 +105,7 @@ def _put_part(save: Snapshot, folder: str) -> list[str]:
 
     map_threads(put, names, _COPIERS)
     hosts = dict.fromkeys(save.list_hosts(), names)
-    write_small(f"{folder}/{name_node(save, save.node)}", json.dumps(hosts).encode())
+    write_small(f"{folder}/{name_node_file(save, save.node)}", json.dumps(hosts).encode())
     return names
 
 
@@ -128,7 +128,7 @@ def _seal(save: Snapshot, folder: str, names_here: Iterable[str]) -> None:
 
 def read_parts(save: Snapshot, folder: str) -> list[dict[str, list[str]]]:
     """Return by node the files in each machine's memory; empty without copies."""
-    return [read_json(f"{folder}/{name_node(save, node)}") for node in range(save.nodes)]
+    return [read_json(f"{folder}/{name_node_file(save, node)}") for node in range(save.nodes)]
 
 
 def _wait_for_nodes(save: Snapshot, folder: str, most: float, is_late: Callable[[], bool], begin: float) -> None:
@@ -142,7 +142,7 @@ def _wait_for_nodes(save: Snapshot, folder: str, most: float, is_late: Callable[
     Raises:
         StorageError: some parts were not written in time.
     """
-    wanted = {name_node(save, node) for node in range(save.nodes)}
+    wanted = {name_node_file(save, node) for node in range(save.nodes)}
     present, changed = set[str](), time.monotonic()
     quiet = max(_QUIET, _SLOWER * (changed - begin))
 
@@ -215,7 +215,7 @@ def find_mark(place: str, tag: str) -> str:
 
 def has_begun(save: Snapshot, place: Destination) -> bool:
     """Return True if the first node has begun to write a save to a place."""
-    return exists(open_tag(save, place).record)
+    return exists(make_tag(save, place).record)
 
 
 def is_sealed(save: Snapshot, place: Destination) -> bool:
@@ -255,10 +255,10 @@ def end_save(save: Snapshot, place: Destination) -> None:
     """Delete the coordination files of a save, on the first node, after it is recorded as complete."""
     if save.node:
         return
-    tag = open_tag(save, place)
+    tag = make_tag(save, place)
     remove(tag.record)
     for node in range(save.nodes):
-        remove(f"{tag.published}/{name_node(save, node)}")
+        remove(f"{tag.published}/{name_node_file(save, node)}")
 
 
 def prune_place(place: Destination, marks: Mapping[str, str]) -> dict[str, str]:

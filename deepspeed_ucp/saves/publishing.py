@@ -37,7 +37,7 @@ _OLD, _GONE = "-old", "-gone"
 """Suffixes of a temporary folder that now holds the tag's former files, and of one that is being deleted."""
 
 _ABANDONED = 86400.0
-"""Seconds without any change after which another job's temporary folder counts as abandoned."""
+"""Another job's temporary folder is abandoned if its last change is this many seconds older than the published tag."""
 
 _TAKEN = "taken"
 """Key in the record of a save whose tag another job has published; the value is the message."""
@@ -47,13 +47,13 @@ _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 
 
 class Tag:
-    """A save's tag in a folder, which its temporary folder is renamed to.
+    """The tag of one save in a folder: a rename of the save's temporary folder publishes it.
 
     Attributes:
         final: path of the tag.
         temporary: path of the folder that the save's files are written to; no other save uses it.
-        published: path of the folder that has the files when the tag is published.
-        record: path of the record of the save's writing, which the first node writes when it begins.
+        published: path of the save's files after the tag is published.
+        record: path of the file in which the first node records that the writing has begun.
         marker: name of the file in the tag that is written last.
     """
 
@@ -62,27 +62,28 @@ class Tag:
     def __init__(self, save: Snapshot, place: Destination) -> None:
         self.save, self.final = save, os.path.join(place.folder, save.tag)
         above, name = os.path.split(self.final)
-        self._name_files(os.path.join(above, f".{name}"))
+        self._set_paths(os.path.join(above, f".{name}"))
         self.published = self.final
 
-    def _name_files(self, prefix: str) -> None:
+    def _set_paths(self, prefix: str) -> None:
+        """Set the paths of the temporary folder and of the record."""
         self.temporary = f"{prefix}{UPLOAD}{self.save.job}-{self.save.number}"
         self.record = f"{prefix}{WRITTEN}{self.save.job}-{self.save.number}-begun"
 
     def identify(self) -> str:
-        """Return a text that identifies the published tag; empty if there is none."""
+        """Return a text that differs between two saves published under this tag; empty if none is published."""
         return _identify(self.final)
 
     def is_published(self, before: str) -> bool:
-        """Return True if this save is published, as after a writer that was killed.
+        """Return True if this save is already published, for example by a writer that was killed afterwards.
 
         Args:
             before: result of :meth:`identify` when the writing began.
 
         Raises:
-            TagTakenError: another job has published the tag since then.
+            TagTakenError: in a store, another job has published the tag since then; the temporary folder is deleted.
         """
-        return os.path.exists(os.path.join(self.final, name_node(self.save, self.save.node)))
+        return os.path.exists(os.path.join(self.final, name_node_file(self.save, self.save.node)))
 
     def publish(self, before: str) -> None:
         """Publish the temporary folder as the tag.
@@ -95,13 +96,13 @@ class Tag:
             raise self.give_up("another job")
 
     def delete_replaced(self, before: str) -> None:
-        """Delete the files of the save that this one has replaced, and move files of no save to the new folder."""
+        """Move files that no save has written to the new folder, then delete the replaced folder."""
         sync_folder(os.path.dirname(self.final))
         for old in (self.temporary, f"{self.temporary}{_OLD}"):
-            _keep_others(old, self.final)
+            _move_others_and_delete(old, self.final)
 
     def give_up(self, winner: str) -> TagTakenError:
-        """Delete the temporary folder and record that another job has published the tag."""
+        """Delete the temporary folder, record that ``winner`` has published the tag, and return the error to raise."""
         text = (
             f"{self.final}: {winner} has published this tag since the writing of this save began, so this save is not "
             "written there. Load that one, or save again."
@@ -113,7 +114,7 @@ class Tag:
         return TagTakenError(text)
 
     def delete_abandoned(self) -> None:
-        """Delete temporary folders and records of earlier saves of this job, and those that other jobs abandoned."""
+        """Delete temporary folders and records of this job's earlier saves, and abandoned ones of other jobs."""
         above, last = os.path.dirname(self.record), find_change(os.path.join(self.final, self.marker)) / 1e9
         for name in list_folder(above):
             path = os.path.join(above, name)
@@ -126,12 +127,13 @@ class Tag:
                     remove_tree(above, name)
 
     def _is_abandoned(self, path: str, tag: str, owner: str, last: float) -> bool:
-        """Return True if a file or folder may be deleted.
+        """Return True if a file or folder is of an earlier save of this job, or abandoned by another job.
 
         Args:
             tag: its tag; empty in a store.
             owner: its job and the number of its save (``job-number-…``).
-            last: time before which other jobs have changed it. A folder that is the only complete save stays.
+            last: another job's file or folder is abandoned if it was last changed before this time. A folder that is
+                the only complete save is kept.
         """
         job, number = f"{self.save.job}-", owner.removeprefix(f"{self.save.job}-").partition("-")[0]
         if owner.startswith(job):
@@ -143,16 +145,16 @@ class Tag:
         return 0 < changed < last and not is_only
 
 
-def open_tag(save: Snapshot, place: Destination) -> Tag:
-    """Return a save's tag in a place."""
+def make_tag(save: Snapshot, place: Destination) -> Tag:
+    """Make the :class:`Tag` of a save for a folder or an object store."""
     return (_StoreTag if is_url(place.folder) else Tag)(save, place)
 
 
 def begin_writing(tag: Tag) -> str:
-    """Return the identity of a tag when the writing of its save began, before any stop. The first node records it.
+    """Record the tag's identity on the first node, unless an earlier attempt has, and return the recorded identity.
 
     Raises:
-        StorageError: the first node has not begun.
+        StorageError: the first node has not recorded it yet.
         TagTakenError: another job has published the tag meanwhile.
     """
     try:
@@ -169,12 +171,13 @@ def begin_writing(tag: Tag) -> str:
     return record["before"]
 
 
-def name_node(save: Snapshot, node: int) -> str:
-    """Return the name of a node's file that records that it has written its part of a save."""
+def name_node_file(save: Snapshot, node: int) -> str:
+    """Return the name of the file that marks a node's part of a save as written."""
     return f"{WRITTEN}{save.job}-{save.number}-{node}"
 
 
-def _keep_others(old: str, final: str) -> None:
+def _move_others_and_delete(old: str, final: str) -> None:
+    """Move files that no save has written from ``old`` to ``final``, then delete ``old``."""
     if os.path.isdir(old) and not os.path.islink(old):
         for name in os.listdir(old):
             if not is_saved(name) and not os.path.lexists(os.path.join(final, name)):
@@ -184,7 +187,7 @@ def _keep_others(old: str, final: str) -> None:
 
 
 def _identify(folder: str) -> str:
-    """Return a text that no folder which replaces a tag's folder shares with it; empty if there is no folder."""
+    """Return a folder's inode and the hash of its seal, which differ after a replacement; empty without a folder."""
     try:
         inode = os.lstat(folder).st_ino
     except FileNotFoundError:
@@ -196,16 +199,16 @@ def _identify(folder: str) -> str:
 
 
 def _publish_folder(new: str, final: str, before: str) -> bool:
-    """Rename a folder to a tag's path if the tag is as it was; return False if another job has published it meanwhile.
+    """Rename a folder to a tag's path; return False if another job has published the tag since ``before``.
 
-    The folder that was there is afterwards at the new one's path, or at that path with the suffix ``_OLD``.
+    The replaced folder is then at the path ``new``, or at ``new`` with the suffix ``_OLD``.
 
     Args:
         before: result of :func:`_identify` when the writing began.
     """
     with _lock_folder(os.path.dirname(final)):
         now = _identify(final)
-        if now not in ("", before):  # a tag that was removed has no winner
+        if now not in ("", before):  # a removed tag may be published again
             return False
         if not now:
             return _rename(new, final, _NOREPLACE)
@@ -235,10 +238,10 @@ def _lock_folder(folder: str) -> Iterator[None]:
 
 
 def _rename(old: str, new: str, flag: int) -> bool:
-    """Rename without replacing, or exchange two paths; return False if the first finds something there.
+    """Rename ``old`` to ``new`` without replacing, or exchange both; return False if that is not possible.
 
-    Return False as well if the file system has no exchange. Without the other operation a plain rename replaces an
-    empty folder.
+    A rename is not possible if ``new`` exists, an exchange if the file system does not support it. If the file system
+    does not support renames without replacing, a plain rename is used, which replaces an empty folder.
     """
     if not load_libc().renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag):
         return True
@@ -262,7 +265,7 @@ class _StoreTag(Tag):
 
     def __init__(self, save: Snapshot, place: Destination) -> None:
         super().__init__(save, place)
-        self._name_files(f"{self.final}/")
+        self._set_paths(f"{self.final}/")
         self.published = self.temporary
 
     def identify(self) -> str:
@@ -271,32 +274,32 @@ class _StoreTag(Tag):
         return ""
 
     def is_published(self, before: str) -> bool:
+        """Return True if ``ucp_published.json`` names this save's folder; give up if it names another job's new one."""
         pointer = self.identify()
         published = _parse(pointer, self.final)
         if published.get("folder") == os.path.basename(self.temporary):
             return True
-        if pointer not in ("", before) and self.save.node == 0:  # a tag that was removed has no winner
+        if pointer not in ("", before) and self.save.node == 0:  # a removed tag may be published again
             raise self.give_up(f"job {published.get('job', '(unknown)')}")
         return False
 
     def publish(self, before: str) -> None:
         save, folder = self.save, os.path.basename(self.temporary)
         published = {"folder": folder, "job": save.job, "step": save.step, "time": round(time.time())}
-        expected = (before, "") if before else ("",)  # it may have been removed meanwhile
+        expected = (before, "") if before else ("",)  # the tag may have been removed since
         is_written = any(
             exchange_small(f"{self.final}/{PUBLISHED}", json.dumps(published).encode(), content.encode() or None)
             for content in expected
         )
         if not (is_written or self.is_published(before)):
             raise StorageError(
-                "the store refused a conditional write, for no reason that can be seen.", path=self.final
+                "the store refused a conditional write although no other job has published the tag.", path=self.final
             )
 
     def delete_replaced(self, before: str) -> None:
-        """Delete the folder that was published before, and files that earlier releases have put into the tag.
+        """Delete the folder that was published before, and files that earlier releases wrote directly into the tag.
 
-        A writer whose folder was there before cannot publish it any more, as it expects an older
-        ``ucp_published.json``.
+        This is safe while the former writer still runs: its conditional write expects an older pointer and fails.
         """
         former, current = _parse(before, self.final).get("folder"), os.path.basename(self.temporary)
         for name in list_folder(self.final):

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader
-from deepspeed_ucp.formats.deepspeed.save import Save, count_expert_tp_shards, expect_files, name_unsaved
+from deepspeed_ucp.formats.deepspeed.save import (
+    Save,
+    count_expert_tp_shards,
+    name_expected_files,
+    name_unwritten_models,
+)
 from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io.paths import Entry
 
@@ -87,8 +92,8 @@ def test_a_missing_file_is_expected(files: list[str]) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
     optims = [states(0, 0), states(1, 1)] if files is FOLDED else [states(r, mp) for r in (0, 1) for mp in (0, 1)]
     everything = [*MODELS, *files, *optims]
-    assert sorted(expect_files(list_files(first, *everything))) == sorted(everything)
-    lacking = expect_files(list_files(first, *[name for name in everything if name != expert(1, 1)]))
+    assert sorted(name_expected_files(list_files(first, *everything))) == sorted(everything)
+    lacking = name_expected_files(list_files(first, *[name for name in everything if name != expert(1, 1)]))
     assert {name for name in lacking if name not in everything} == ({expert(1, 0)} if files is FOLDED else set())
     assert len(lacking) == len(everything)
 
@@ -99,8 +104,8 @@ def test_every_stage_counts_its_own_layers() -> None:
     shards = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt" for mp in (0, 1) for dp in (0, 1)]
     files = [*MODELS, *shards, *(expert(number, mp) for mp in (0, 1) for number in (0, 1))]
     second = make_model(MODELS[1], 2, 1, 2)
-    assert sorted(expect_files(list_files([first, optim], *files), [second])) == sorted(files)
-    assert expert(0, 1) not in expect_files(list_files([first, optim], *files))
+    assert sorted(name_expected_files(list_files([first, optim], *files), [second])) == sorted(files)
+    assert expert(0, 1) not in name_expected_files(list_files([first, optim], *files))
 
 
 @pytest.mark.parametrize(
@@ -122,5 +127,5 @@ def test_model_states_that_deepspeed_never_writes(
         FileHeader(model.name, 1, config=config, model=model.model),
         FileHeader("optim", 1, optim=make_optim(degree, counts)),
     ]
-    assert name_unsaved(list_files(first, *MODELS, *FOLDED)) == set(unsaved)
-    assert name_unsaved(list_files(first[:1], *MODELS, *FOLDED)) == set()
+    assert name_unwritten_models(list_files(first, *MODELS, *FOLDED)) == set(unsaved)
+    assert name_unwritten_models(list_files(first[:1], *MODELS, *FOLDED)) == set()

@@ -118,7 +118,7 @@ def make_parts(folder: Path) -> list[Run]:
 
 def begin(save: Snapshot) -> None:
     """Record that the first node has begun to write a save; other nodes wait for that."""
-    publishing.begin_writing(publishing.open_tag(replace(save, node=0), save.places[0]))
+    publishing.begin_writing(publishing.make_tag(replace(save, node=0), save.places[0]))
 
 
 def write_both(nodes: Sequence[Run]) -> None:

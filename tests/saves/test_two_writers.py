@@ -182,7 +182,7 @@ def store(saves: dict[str, Snapshot], tmp_path_factory: pytest.TempPathFactory) 
 
 
 FOLDER_STEPS = (
-    "put_file", "_identify", "_rename", "_keep_others", "list_folder", "write_small", "seal_folder", "exists"
+    "put_file", "_identify", "_rename", "_move_others_and_delete", "list_folder", "write_small", "seal_folder", "exists"
 )  # fmt: skip
 """Operations of a writer on a folder."""
 

@@ -3,7 +3,7 @@
 1. :meth:`.Save.of` sorts the names in the folder by role.
 2. :func:`identify_save` reads the first model and optimizer states, and lists the names of all files.
 3. All ranks read the other headers, each file on one rank, and exchange them in a compact form.
-4. :func:`~.save.arrange` sorts the headers by role; the comparisons return findings.
+4. :func:`~.save.arrange_headers` sorts the headers by role; the comparisons return findings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ from .compare import find_foreign_files
 from .files import SEAL, Key, read_model_rank, scan_if_there, strip_writer
 from .headers import FileHeader, HeaderCodec, HeaderDelta
 from .reading import read_file
-from .save import Save, arrange, complete_experts, count_ranks, expect_files, find_degrees, name_unsaved
+from .save import (
+    Save,
+    arrange_headers,
+    complete_header,
+    count_ranks,
+    find_degrees,
+    name_expected_files,
+    name_unwritten_models,
+)
 from .swapped import add_swapped
 
 _OVERWRITTEN = (
@@ -77,7 +85,7 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
         return None, findings
     headers, unreadable = _read_rest(results, save, comm)
     missing = _find_missing(save, _describe_holders(where, comm))
-    arrange(save, headers)
+    arrange_headers(save, headers)
     for more in (unreadable, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
         findings += keep_new(more, findings)
     if make_error(findings) is None:
@@ -167,7 +175,7 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     try:
         save.first = folder.choose()
         save.first[0] = folder.infer_degrees(folder.complete(save.first))
-        save.expected = expect_files(save, folder.read_stages(save.first[0]))
+        save.expected = name_expected_files(save, folder.read_stages(save.first[0]))
     except (CheckpointError, UnsupportedError) as error:
         save.first = []
         faults = [result for result in results.values() if isinstance(result, Finding)]
@@ -255,7 +263,7 @@ class _Folder:
         optim = first[1] if first[1:] else None
         if optim is None and header.model and header.model.experts:
             optim = self.find_first("expert_optim", (key for key in keys if key[0] == 0))
-        return complete_experts(header, optim)
+        return complete_header(header, optim)
 
     def infer_degrees(self, first: FileHeader) -> FileHeader:
         """Return the first rank's model header with the parallel degrees that older releases do not store.
@@ -325,7 +333,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
 
 def _find_missing(save: Save, holders: str) -> list[Finding]:
     """Return the faults of missing files; ``holders`` describes which machine has which files, if they differ."""
-    model, unsaved = save.first[0].model, name_unsaved(save)
+    model, unsaved = save.first[0].model, name_unwritten_models(save)
     mp, dp = count_ranks(model) if model else (1, 1)
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
     text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"

@@ -74,7 +74,7 @@ def _warn_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
     optim = save.optim(0)
     if optim.traits.has_copies or not any(tensor.states for tensor in optim.tensors):
         return
-    if save.count_micro_batches() < 2 * save.pp or not search.fits():  # DualPipeV needs as many micro batches
+    if save.count_accumulation_steps() < 2 * save.pp or not search.fits():  # DualPipeV needs as many micro batches
         return
     path = save.path(save.main)
     if dual:

@@ -20,21 +20,21 @@ _GROUP = re.compile(r"ep_size_([1-9]\d{0,3})", re.ASCII)
 
 @dataclass(slots=True)
 class Save:
-    """The files of one save by role: first their names in the folder, then the headers that are read.
+    """The files of one save by role: :meth:`of` sets their names, :func:`arrange_headers` the headers that were read.
 
     Model-parallel rank: ``pp_rank * tp + tp_rank``.
 
     Attributes:
         where: all files of the folder, their places, and the ranks that can read each.
         names: role → key → file in the folder (:data:`~.files.ROLES`).
-        copies: file that is not read → file with the same content that is read (:func:`~.files.choose_copies`).
+        copies: duplicate file → the file with equal content that is read instead (:func:`~.files.choose_copies`).
         sp: sequence-parallel degree if files are named by sequence-parallel rank (ALST before DeepSpeed 0.19.8).
-        first: headers of the first rank's model states and, if any, optimizer states; empty without a save.
+        first: headers of the first rank's model states and, if any, optimizer states; empty until they are read.
         expected: names of all files that the save must have.
         pp, tp: pipeline and tensor parallel degrees.
-        dp: data-parallel ranks, by the model states.
-        models: model states by model-parallel rank (under ZeRO 3 of each data-parallel rank).
-        shards: optimizer states by model- and data-parallel rank; empty lists at stage 0.
+        dp: number of data-parallel ranks, read from the model states.
+        models: model states by model-parallel rank; under ZeRO 3 one per data-parallel rank.
+        shards: optimizer states by model- and data-parallel rank; empty lists at ZeRO stage 0.
         layers: layer files of a pipeline by tensor-parallel rank and layer.
         experts, expert_optims: files of these roles by key.
         expert_tp_shards: shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1 (experts are
@@ -91,7 +91,7 @@ class Save:
 
     @property
     def folder(self) -> str:
-        """The folder in the first place."""
+        """Path of the save's folder in the first of its places."""
         return self.where.folder
 
     def name(self, role: str, *key: Any) -> str:
@@ -104,7 +104,7 @@ class Save:
 
     @property
     def main(self) -> FileHeader:
-        """The model states of the first rank, with all values that are equal on all ranks."""
+        """Header of the first rank's model states, from which values that are equal on all ranks are read."""
         return self.models[0][0]
 
     @property
@@ -132,16 +132,16 @@ class Save:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each data-parallel rank saves model states (ZeRO 3), without the elements of parameters."""
+        """Whether each data-parallel rank has its own model states (ZeRO 3), which contain no parameter data."""
         return read_optim_ranks(self.main.name) is not None
 
     @property
     def first_models(self) -> list[ModelHeader]:
-        """The model header of the first data-parallel rank, by model-parallel rank."""
+        """Model headers of data-parallel rank 0, by model-parallel rank."""
         return [self.model(mp) for mp in range(len(self.models))]
 
-    def count_micro_batches(self) -> int:
-        """Return the gradient accumulation steps that DeepSpeed derives from the ds_config."""
+    def count_accumulation_steps(self) -> int:
+        """Return the number of gradient accumulation steps as DeepSpeed derives it from the ds_config; 1 if unknown."""
         sizes = self.model(0).batch
         if steps := sizes.get("gradient_accumulation_steps"):
             return int(steps)
@@ -149,7 +149,7 @@ class Save:
         return sizes.get("train_batch_size", 0) // (micro * self.dp) or 1 if micro else 1
 
     def model(self, mp: int) -> ModelHeader:
-        """Return the model header of the first data-parallel rank of a model-parallel rank.
+        """Return the model header of data-parallel rank 0 for a model-parallel rank.
 
         Raises:
             CheckpointError: its file holds no model states.
@@ -169,7 +169,7 @@ class Save:
         return range(first, first + self.tp) if self.experts_over_tp else range(mp, mp + 1)
 
     def optim(self, mp: int) -> OptimHeader:
-        """Return the optimizer in a model-parallel rank's model states (stage 0).
+        """Return the optimizer header in a model-parallel rank's model states (ZeRO stage 0).
 
         Raises:
             CheckpointError: they hold none.
@@ -189,7 +189,7 @@ class Save:
 
 
 def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
-    """List the ranks of a pipeline stage that hold equal parameters, by expert-parallel rank.
+    """List for each expert-parallel rank the ranks of a pipeline stage that hold the same parameters.
 
     Args:
         degree: expert-parallel degree; 1 for other parameters.
@@ -225,11 +225,11 @@ def find_degrees(save: Save, model: ModelHeader) -> tuple[int, int]:
     return ranks // tp, tp
 
 
-def expect_files(save: Save, stages: Sequence[FileHeader] = ()) -> list[str]:
-    """Return the names of all files that a save must have, from its first headers.
+def name_expected_files(save: Save, stages: Sequence[FileHeader] = ()) -> list[str]:
+    """Return the names of all files that a save must have, determined from the headers in ``save.first``.
 
     Args:
-        stages: model states of the further pipeline stages with experts; each counts only its own.
+        stages: model states of the later pipeline stages with experts, since each lists only its own experts.
 
     Raises:
         CheckpointError: a pipeline has no layer files, or those of two saves.
@@ -263,7 +263,8 @@ def name_shards(save: Save, prefix: str, mp: int, dp: int) -> list[str]:
 def count_expert_tp_shards(save: Save, tp: int) -> int:
     """Return the number of shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1.
 
-    Without it, experts are distributed over more ranks than the data-parallel ones, and each is saved once.
+    Without expert tensor parallelism, experts are also distributed over the tensor-parallel ranks, and each is saved
+    once.
     """
     model = save.first[0].model
     if tp == 1 or model is None or model.placements:
@@ -271,7 +272,7 @@ def count_expert_tp_shards(save: Save, tp: int) -> int:
     optim = save.first[-1].optim
     if optim is not None:
         _, dp = count_ranks(model)
-        for degree, count in zip(map(_find_degree, optim.groups), optim.partition_count, strict=False):
+        for degree, count in zip(map(_parse_expert_degree, optim.groups), optim.partition_count, strict=False):
             if degree:
                 return 1 if degree * count > dp else tp
     if save.names["expert_optim"]:
@@ -281,29 +282,29 @@ def count_expert_tp_shards(save: Save, tp: int) -> int:
     return tp if len(files) > len(whole) else 1
 
 
-def name_unsaved(save: Save) -> set[str]:
-    """Return the names of model states that no rank writes, since an earlier rank holds the same experts."""
+def name_unwritten_models(save: Save) -> set[str]:
+    """Return the names of model state files that are not written because an earlier rank holds the same experts."""
     header, model = save.first[0], save.first[0].model
     optim = save.first[-1].optim or (model.optim if model else None)
     if model is None or model.placements or optim is None:
         return set()
     (_, tp), (_, dp) = find_degrees(save, model), count_ranks(model)
-    degree = max(map(_find_degree, optim.groups), default=0)
+    degree = max(map(_parse_expert_degree, optim.groups), default=0)
     if not degree or dp * tp % degree or count_expert_tp_shards(save, tp) > 1:
         return set()
     writers = {ranks[0] for ranks in place_experts(dp, degree, tp, data_first=bool(header.config.get(DATA_FIRST)))}
     return {name for mp, name in enumerate(name_model_files(save, header)) if mp % tp not in writers}
 
 
-def _find_degree(group: Mapping[str, Any]) -> int:
-    """Parse the expert-parallel degree from the name of a param group; 0 without one."""
+def _parse_expert_degree(group: Mapping[str, Any]) -> int:
+    """Parse the expert-parallel degree from the name of a param group; return 0 if it has none."""
     match = _GROUP.fullmatch(str(group.get("name"))) if group.get("moe") else None
     return int(match[1]) if match else 0
 
 
 def _name_expert_optims(save: Save, optim: OptimHeader | None, places: range, tp_shards: int) -> Iterator[str]:
-    """Yield the expected names of stage 0's optimizer states by expert-parallel rank, at least one per rank."""
-    degrees = [degree for group in (optim.groups if optim else ()) if (degree := _find_degree(group))]
+    """Yield the expected names of experts' optimizer files at ZeRO stage 0, at least one per expert-parallel rank."""
+    degrees = [degree for group in (optim.groups if optim else ()) if (degree := _parse_expert_degree(group))]
     files = save.names["expert_optim"]
     count = max(degrees, default=max((rank for mp, rank in files if mp in places), default=-1) + 1)
     for rank in range(count):
@@ -313,7 +314,7 @@ def _name_expert_optims(save: Save, optim: OptimHeader | None, places: range, tp
 
 
 def name_model_files(save: Save, first: FileHeader) -> list[str]:
-    """Return the expected names of the model states of all ranks of the save of ``first``."""
+    """Return the expected names of the model states of all ranks; ``first`` is the header of the first rank's."""
     if first.model is None:
         return []
     ranks, dp = count_ranks(first.model)
@@ -346,11 +347,11 @@ def _name_layers(save: Save, tp: int) -> list[str]:
 
 
 def _name_experts(save: Save, layers: Sequence[int], places: range, tp_shards: int) -> Iterator[str]:
-    """Yield the expected names of experts' files; older releases write an expert's parts of all layers to one.
+    """Yield the expected names of experts' files; older releases write one file per expert for all layers.
 
     Args:
         layers: number of experts by layer of a pipeline stage.
-        places: the stage's model-parallel ranks. At least one of them has the file of a whole expert.
+        places: the stage's model-parallel ranks; an expert that is not sharded has a file of at least one of them.
     """
     files = save.names["expert"]
     keys = [(layer, expert) for layer, experts in enumerate(layers) for expert in range(experts)]
@@ -362,8 +363,10 @@ def _name_experts(save: Save, layers: Sequence[int], places: range, tp_shards: i
             yield ROLES["expert"].make_name(*key, mp)
 
 
-def arrange(save: Save, headers: Sequence[FileHeader]) -> None:
-    """Arrange the headers of a save by role; the first one is the first rank's model states.
+def arrange_headers(save: Save, headers: Sequence[FileHeader]) -> None:
+    """Assign headers to the fields of a save by role; the first header must be the first rank's model states.
+
+    Param groups are reordered (:func:`align_save`) and omitted values added (:func:`complete_header`).
 
     Raises:
         CheckpointError: the first file holds no model states.
@@ -390,20 +393,21 @@ def arrange(save: Save, headers: Sequence[FileHeader]) -> None:
     save.experts, save.expert_optims = dict(list_read("expert")), dict(list_read("expert_optim"))
     for mp, models in enumerate(save.models):
         beside = [*save.shards[mp], *(header for (rank, _), header in save.expert_optims.items() if rank == mp)]
-        models[:1] = [complete_experts(header, *beside[:1]) for header in models[:1]]
+        models[:1] = [complete_header(header, *beside[:1]) for header in models[:1]]
     save.first = save.first or [headers[0]]
     save.expert_tp_shards = count_expert_tp_shards(save, save.tp)
 
 
-def complete_experts(header: FileHeader, beside: FileHeader | None = None) -> FileHeader:
-    """Add the ds_config and the optimizer, which DeepSpeed up to 0.19.2 omits from model states with experts.
+def complete_header(header: FileHeader, beside: FileHeader | None = None) -> FileHeader:
+    """Return a header of model states with the ds_config and the optimizer, if DeepSpeed has omitted them.
 
-    They are copied from the header of optimizer states (engine.py ``_save_moe_checkpoint``).
+    DeepSpeed up to 0.19.2 omits them if the model has experts (engine.py ``_save_moe_checkpoint``). They are taken
+    from ``beside``, a header of optimizer states.
     """
     model = header.model
     if beside is None or header.config or model is None or not model.experts:
         return header
-    optim = model.optim if beside.config else model.optim or beside.optim  # at stage 0 no file has the ds_config
+    optim = model.optim if beside.config else model.optim or beside.optim  # at ZeRO stage 0 no file has the ds_config
     return replace(header, config=beside.config, model=replace(model, optim=optim))
 
 
@@ -426,10 +430,13 @@ def align_save(save: Save) -> None:
 
 
 def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
-    """Return a rank's index of each param group of ``first``; empty if the order is equal or the groups differ."""
+    """Return the rank's indices of the param groups in the order of ``first``, matched by their number of partitions.
+
+    Return an empty list if the order is equal or the number of groups differs.
+    """
     if optim is None or optim.partition_count == first.partition_count:
         return []
-    mine, wanted = (_sort(header.partition_count) for header in (optim, first))
+    mine, wanted = (_sort_indices(header.partition_count) for header in (optim, first))
     return [mine[wanted.index(group)] for group in range(len(mine))] if len(mine) == len(wanted) else []
 
 
@@ -446,7 +453,7 @@ def align_groups(header: FileHeader, first: OptimHeader) -> FileHeader:
     return replace(header, optim=replace(optim, **moved))
 
 
-def _sort(counts: Sequence[int]) -> list[int]:
+def _sort_indices(counts: Sequence[int]) -> list[int]:
     """Return the indices of param groups sorted by their number of partitions."""
     return sorted(range(len(counts)), key=counts.__getitem__)
 
@@ -454,7 +461,7 @@ def _sort(counts: Sequence[int]) -> list[int]:
 def describe_offload(zero: Mapping[str, Any]) -> str:
     """Return the devices of optimizer and parameter offload in a ds_config as ``optimizer/param``.
 
-    Deprecated keys count. SuperOffload and ZenFlow replace the device of the optimizer.
+    Deprecated keys are read too. With SuperOffload or ZenFlow their name replaces the optimizer's device.
     """
     devices = []
     for section, deprecated in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):

@@ -29,7 +29,7 @@ from ..deepspeed.compare import find_foreign_files
 from ..deepspeed.files import MANIFEST, ZERO, scan_folder
 from ..deepspeed.headers import FileHeader, OptimHeader, Piece
 from ..deepspeed.reading import HeaderReader, as_stage, explain_form, read_file
-from ..deepspeed.save import Save, arrange, name_model_files
+from ..deepspeed.save import Save, arrange_headers, name_model_files
 from ..findings import Finding, make_error
 from ..places import FileTable
 from .upstream import CAT_DIM, EQUAL_PARTS, EXPERTS, IS_EXPERT, VOCABULARY
@@ -222,7 +222,7 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
             path=folder,
             kind="missing",
         )
-    arrange(save, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
+    arrange_headers(save, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
     error = make_error(find_foreign_files(save))
     if error is not None:
         raise error
