@@ -1,8 +1,8 @@
-"""Elastic resume for DeepSpeed: ``engine.load_checkpoint`` from any topology into any topology, to the bit.
+"""Elastic resume for DeepSpeed: ``engine.load_checkpoint`` restores a checkpoint of any topology, bit for bit.
 
-Importing the package installs the hook, now or as soon as DeepSpeed is imported;
-``"checkpoint": {"universal": true}`` in a ds_config switches it on. With the environment variable ``DEEPSPEED_UCP=1``
-Python imports it by itself, and it is on for engines whose ds_config says nothing.
+Importing the package wraps DeepSpeed's methods, at once or when DeepSpeed is imported. ``"checkpoint": {"universal":
+true}`` in a ds_config enables the plugin for an engine. With the environment variable ``DEEPSPEED_UCP=1`` each Python
+process imports the package, which enables the plugin for each engine whose ds_config does not mention it.
 """
 
 import logging
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _LAZY = {"LoadReport": ".load.context", "finish_saves": ".saves.saver"}
-"""Public names that are imported when they are asked for, and where they are."""
+"""Public name → module that is imported at the first use of the name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 
 
 def _escape_record(record: logging.LogRecord) -> bool:
-    """Names of a checkpoint stand in log lines: none of them may forge another line, or reach the terminal raw."""
+    """Escape a log record: a name in a checkpoint must not forge a line or send control characters to a terminal."""
     record.msg, record.args = escape(record.getMessage()), ()
     return True
 
