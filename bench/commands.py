@@ -20,8 +20,8 @@ _PERIOD = 0.05  # seconds between two looks at a command's memory
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a command printed, and what it took."""
+class CommandResult:
+    """Output, exit code and resource use of a command."""
 
     code: int
     output: str
@@ -36,7 +36,7 @@ class Told:
         return dict(json.loads("\n".join(lines[starts[-1] :]))) if starts else {}
 
 
-def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Told:
+def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> CommandResult:
     """Run a command to its end; its errors go to the end of `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = {**os.environ, **(environment or {})}
@@ -47,7 +47,7 @@ def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str
             code = process.wait()
         seconds, io = time.perf_counter() - began, Io.now() - io
         output.seek(0)
-        return Told(code, output.read().decode(errors="replace"), seconds, io, watch.peak_bytes)
+        return CommandResult(code, output.read().decode(errors="replace"), seconds, io, watch.peak_bytes)
 
 
 def sync_folder(folder: Path) -> float:
@@ -72,7 +72,7 @@ class PeakWatch:
 
     @property
     def peak_bytes(self) -> int:
-        """Of one process its VmHWM; of several the highest sum of what each has of its own and of what they share."""
+        """Peak memory: VmHWM of a single process, or the highest sum of private and shared pages of several."""
         return self._sums if len(self._seen) > 1 else self._highest
 
     def __enter__(self) -> PeakWatch:

@@ -203,10 +203,10 @@ def load_body(topology: Topology, params_m: float, folder: Path | str, tag: str,
 
 
 def measure_load(engine: Any, folder: Path | str, tag: str, *, with_plugin: bool) -> dict[str, Any]:
-    """Time, bytes and memory of one load call.
+    """Measure time, bytes read and memory of one load.
 
-    `kept` is what the process holds afterwards beyond what it held before and the optimizer state that it now has;
-    `extra` is the highest resident size beyond what it ends with; both in bytes.
+    `kept` is the growth of resident memory without the optimizer state that the load creates;
+    `extra` is the peak of resident memory above its final size; both in bytes.
     """
     state_before = _optimizer_bytes(engine)
     held_before = resident_bytes()

@@ -1,4 +1,4 @@
-"""Targets of thousands of ranks as the planner sees them: who is where, and what each holds, without memory."""
+"""Engines of thousands of ranks as the planner sees them: places and buffers of each rank, without memory."""
 
 from __future__ import annotations
 

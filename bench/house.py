@@ -168,7 +168,7 @@ def count_words(root: Path) -> int:
 
 @contextmanager
 def note_passed(root: Path, files: set[str], types: set[str]) -> Iterator[None]:
-    """What is passed meanwhile, on this thread and all that begin: the package's code, and what is generated for it."""
+    """Record the package's files and types that run meanwhile, on this thread and on threads that start."""
     package = f"{root / PACKAGE}{os.sep}"
 
     def note(frame: object, event: str, _: object) -> None:
@@ -190,7 +190,7 @@ def note_passed(root: Path, files: set[str], types: set[str]) -> Iterator[None]:
 
 
 def run_rank(root: Path, folder: Path) -> None:
-    """One rank: a step and a save where nothing is saved, else a load that is counted."""
+    """Run one rank: train a step and save if there is no save yet, else load and count files and types."""
     import deepspeed
     import torch
 

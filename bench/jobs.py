@@ -201,11 +201,11 @@ class MoeTarget(Target):
 
 @dataclass(frozen=True)
 class Job:
-    """A load: what was saved, and by what it is resumed.
+    """A load: the saved checkpoint and the engine that resumes it.
 
     Attributes:
-        make_target: of a rank.
-        tellers: ranks that tell of what their replicas, or those of their experts, hold as well.
+        make_target: makes the engine of a rank.
+        reporters: ranks that report tensors of which other ranks hold replicas.
         patterns: the user's rules.
     """
 
@@ -214,7 +214,7 @@ class Job:
     source: Any
     ranks: int
     make_target: Callable[[int], Target]
-    tellers: Sequence[int]
+    reporters: Sequence[int]
     patterns: Mapping[str, Any]
 
     @property
@@ -224,8 +224,8 @@ class Job:
 
 def make_dense(name: str, source: Source, grid: Grid) -> Job:
     title = f"dense, {source.ranks:,} → {grid.ranks:,} ranks {'ZeRO-3' if grid.stage == 3 else 'ZeRO-1'}"
-    tellers = [rank for rank in range(grid.ranks) if not grid.place(rank).dp_rank]
-    return Job(name, title, source, grid.ranks, list_targets(grid), tellers, grid.patterns)
+    reporters = [rank for rank in range(grid.ranks) if not grid.place(rank).dp_rank]
+    return Job(name, title, source, grid.ranks, list_targets(grid), reporters, grid.patterns)
 
 
 def make_moe(name: str, source: MoeSource, dp: int) -> Job:

@@ -82,7 +82,7 @@ class Bench:
         self._say(f"{self.parameters / 1e6:.1f} M parameters, {size / (1 << 30):.2f} GiB of state")
 
     def run(self, rounds: int, only: Sequence[str] | None, command: str) -> Results | None:
-        """The suite's loads, of `only` where it is given; None where none of its cases is chosen."""
+        """Measure the suite's cases, or those in `only`; return None if the suite has none of these."""
         chosen = [case.name for case in self.suite.cases if not only or case.name in only]
         if not chosen:
             return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from cold import make_cold
-from commands import Told, run_command, sync_folder
+from commands import CommandResult, run_command, sync_folder
 from fingerprint import STATES, Sums, sum_whole
 from floor import DIRECT, allows_direct, file_pieces, floor_body
 from ranks import Peer, Ranks
@@ -305,7 +305,7 @@ class Bench:
                 raise CommandFailed(f"{job.name}: exit code {told.code}; see {self.source.logs}")
             self._prepared.add(job.name)
 
-    def _call(self, job: Job) -> tuple[Told, float]:
+    def _call(self, job: Job) -> tuple[CommandResult, float]:
         self._prepare(job)
         shutil.rmtree(self.source.out, ignore_errors=True)
         self.source.out.mkdir(parents=True)
@@ -317,7 +317,7 @@ class Bench:
         told = run_command(command, self.source.logs / f"{job.name}.log")
         return told, sync_folder(self.source.out) if not told.code else 0.0
 
-    def _tell(self, job: Job, round_: int, told: Told, synced: float) -> Run:
+    def _tell(self, job: Job, round_: int, told: CommandResult, synced: float) -> Run:
         if job.check and job.name not in self._checked:
             self._check(job)
         data = told.data() if job.is_ours else {}
@@ -347,7 +347,7 @@ class Bench:
             ranks.run()
         self._checked.add(job.name)
 
-    def _ask_inside(self, job: Job, told: Told, data: Mapping[str, Any]) -> float | None:
+    def _ask_inside(self, job: Job, told: CommandResult, data: Mapping[str, Any]) -> float | None:
         if "seconds" in data:
             return float(data["seconds"])
         if not job.start:

@@ -50,7 +50,7 @@ class JobTarget:
     def __init__(self, index: AtomicIndex, job: Job) -> None:
         rules = from_config(job.patterns)
         self.ranks = job.ranks
-        targets = [job.make_target(rank) for rank in job.tellers]
+        targets = [job.make_target(rank) for rank in job.reporters]
         self.tp, self.pp, self.dp = targets[0].place.tp, targets[0].place.pp, targets[0].place.dp
         held: list[dict[FlatBuffer, None]] = [{} for _ in range(self.tp * self.pp)]
         shapes: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)

@@ -133,7 +133,7 @@ def gather_groups(target: Any, comm: Any) -> Any:
 def _ask_tellers(job: Job) -> dict[str, list[bytes]]:
     """Return the messages of the ranks that report for their replicas; the other ranks send none."""
     inventory, groups = silence(job.ranks), silence(job.ranks)
-    for rank in job.tellers:
+    for rank in job.reporters:
         target = job.make_target(rank)
         inventory[rank] = overhear(rank, job.ranks, lambda comm, t=target: view_engine(t, [], comm))
         groups[rank] = overhear(rank, job.ranks, lambda comm, t=target: gather_groups(t, comm))

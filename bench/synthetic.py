@@ -96,7 +96,7 @@ class Sizes:
         return held
 
     def client_state(self, tp: int, pp: int) -> dict[str, Any]:
-        """What Megatron-DeepSpeed stores beside DeepSpeed's own state, as the index keeps it."""
+        """Return the client state that Megatron-DeepSpeed saves, as the index keeps it."""
         whole = [
             r"\d+\.input_layernorm\..*",
             r"\d+\.post_attention_layernorm\..*",

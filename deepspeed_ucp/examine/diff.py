@@ -327,7 +327,8 @@ def _measure(first: Array, second: Array) -> tuple[float, float]:
         size = np.maximum(np.abs(first), np.abs(second))
         relative = np.where(size > 0, apart / size, 0.0)
     alike = ~_differ_in_value(first, second)
-    largest = (
-        np.where(alike, 0.0, np.nan_to_num(distances, nan=math.inf, posinf=math.inf)) for distances in (apart, relative)
-    )
-    return tuple(float(distances.max()) for distances in largest)  # type: ignore[return-value]
+
+    def find_largest(distances: Array) -> float:
+        return float(np.where(alike, 0.0, np.nan_to_num(distances, nan=math.inf, posinf=math.inf)).max())
+
+    return find_largest(apart), find_largest(relative)

@@ -183,11 +183,14 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
     Raises:
         DiskFullError: there is no room for the file.
     """
+    memory: torch.Tensor
     if buffer.swap is None:
-        return buffer.data  # type: ignore[no-any-return]
-    is_filled = all(name in filled for name in buffer.names)
-    make = buffer.swap.make if is_filled else buffer.swap.copy
-    return make(buffer.buffer.partition)  # type: ignore[no-any-return]
+        memory = buffer.data
+    elif all(name in filled for name in buffer.names):
+        memory = buffer.swap.make(buffer.buffer.partition)
+    else:
+        memory = buffer.swap.copy(buffer.buffer.partition)
+    return memory
 
 
 _ADAPTER = "the checkpoint has no adapter; the new model's starts from its initial values: {}"

@@ -71,7 +71,8 @@ def _allocate_state(flat: EngineBuffer, state: str, dtype: torch.dtype) -> torch
     """
     if flat.swap is None:
         return torch.empty(flat.find_shape(state), dtype=dtype, device=flat.tensor.device)
-    return flat.swap.make(flat.buffer.partition, state)  # type: ignore[no-any-return]
+    allocated: torch.Tensor = flat.swap.make(flat.buffer.partition, state)
+    return allocated
 
 
 class OptimizerMatch:
