@@ -1,7 +1,7 @@
-"""DeepSpeed under Ray Train, on as many workers as there are: `python train.py --storage /shared/runs`.
+"""Train with DeepSpeed under Ray Train on the available workers: `python train.py --storage /shared/runs`.
 
-Each worker runs `train`, a script for DeepSpeed and Ray without deepspeed_ucp: the environment enables the plugin. Each
-start loads the last checkpoint, saved by any number of workers.
+Each worker runs `train`, which does not import deepspeed_ucp: an environment variable enables the plugin. Each start
+loads the last checkpoint, which any number of workers may have saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 CONFIG = {
-    "train_batch_size": 16,  # of all workers together; each number of workers makes it by its own micro batch
+    "train_batch_size": 16,  # of all workers; the micro batch follows from their number
     "steps_per_print": 1 << 30,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
@@ -41,7 +41,7 @@ def train(settings: dict[str, Any]) -> None:
         began = time.monotonic()
         loss = train_step(engine)
         record(settings["record"], step=engine.global_steps, loss=loss)
-        notice = ray.train.get_preemption_info()  # the same on all workers
+        notice = ray.train.get_preemption_info()  # a barrier; all workers get the same result
         news = set(notice.preempted_node_ids) - leaving if notice else set()
         leaving |= news
         if news or engine.global_steps % settings["save_every"] == 0:
@@ -55,7 +55,7 @@ def make_model() -> torch.nn.Module:
 
 
 def draw_samples(step: int) -> torch.Tensor:
-    """The total batch of a step, the same in every world."""
+    """Return the total batch of a step, the same for any number of workers."""
     return torch.randn(CONFIG["train_batch_size"], 32, generator=torch.Generator().manual_seed(step))
 
 
@@ -103,18 +103,18 @@ def record(path: str, **fields: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--storage", required=True, help="a folder that all nodes see, or a URL that Ray can write to")
-    parser.add_argument("--name", default="elastic", help="of the run; one with the same name goes on")
-    parser.add_argument("--workers", type=int, nargs=2, default=(1, 2), metavar=("LEAST", "MOST"))
-    parser.add_argument("--gpus", action="store_true", help="one for each worker")
+    parser.add_argument("--storage", required=True, help="shared folder, or URL that Ray can write to")
+    parser.add_argument("--name", default="elastic", help="name of the run; an existing run continues")
+    parser.add_argument("--workers", type=int, nargs=2, default=(1, 2), metavar=("MIN", "MAX"))
+    parser.add_argument("--gpus", action="store_true", help="one GPU per worker")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save_every", type=int, default=20, help="steps")
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
-    parser.add_argument("--record", default="", help="a file for the losses, as JSON lines")
-    parser.add_argument("--look_every", type=float, default=60.0, help="seconds between looks for more nodes")
+    parser.add_argument("--save_every", type=int, default=20, help="steps between saves")
+    parser.add_argument("--pace", type=float, default=0.0, help="minimum seconds per step")
+    parser.add_argument("--record", default="", help="file for the losses, as JSON lines")
+    parser.add_argument("--look_every", type=float, default=60.0, help="seconds between checks for new nodes")
     args = parser.parse_args()
     variables = {"DEEPSPEED_UCP": "1"} | ({} if args.gpus else {"DS_ACCELERATOR": "cpu"})
-    # For so long Ray waits for a node that has died, before it starts with those that are left (60 s by default).
+    # Seconds that Ray waits for a lost node before it starts on the others (default 60).
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
     ray.init(runtime_env={"env_vars": variables})
     trainer = TorchTrainer(
@@ -129,7 +129,7 @@ def main() -> None:
         run_config=RunConfig(
             name=args.name,
             storage_path=args.storage,
-            failure_config=FailureConfig(max_failures=100),  # a worker that ends in any way but by returning is one
+            failure_config=FailureConfig(max_failures=100),  # counts each end of a worker except a return
         ),
     )
     result = trainer.fit()
