@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from deepspeed import comm as ds_comm
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ..engine_state import find_state
 from ..errors import UnsupportedError, shorten
+from ..extensions.registry import Extension, find_for_engine
 from ..model import AtomicIndex, ParamKey, count, strip_compiled
 from ..model.experts import drop_fixed, find_layer, is_expert, name_experts
 from ..model.flat import FlatBuffer, join_parameters, join_reserved
@@ -30,7 +31,6 @@ from .optimizer import find_other_kind, to_plain
 from .parallel import Instance, LocalExperts, find_experts, find_instances, find_place, find_unfiled
 from .rule import find_doubt, find_other_rule, read_configured
 from .statedict import StateDict, ask_state_dict, find_changed
-from .swap import SwapFiles, SwapPlace
 
 
 def _find_shape(param: Any) -> tuple[int, ...]:
@@ -56,17 +56,18 @@ class Target(ABC):
         flats: this rank's flat buffers.
         layout: the same over all ranks, under the names in a checkpoint.
         owned: parameters that the optimizer trains.
-        swaps: swap files that a load writes.
+        extensions: special cases of the engine.
     """
 
     wrapper: str
     experts: Mapping[str, LocalExperts] = MappingProxyType({})
     experts_over_tp: Set[str] = frozenset()
     ep = 1
+    extensions: Sequence[Extension] = ()
 
     def __init__(self, engine: Any, wrapper: str) -> None:
         self.engine, self.wrapper = engine, wrapper
-        self.swaps = SwapFiles()
+        self.extensions = find_for_engine(engine)
         self.place = find_place(engine)
         self.wrapped = engine.optimizer
         self.names: dict[int, str] = {}
@@ -85,6 +86,8 @@ class Target(ABC):
         self.flats: list[EngineBuffer] = []
         self.layout: list[FlatBuffer] = []
         self.collect()
+        for extension in self.extensions:
+            extension.complete_target(self)
         self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
 
     @property
@@ -139,12 +142,7 @@ class Target(ABC):
         return tuple(self.names[id(param)] for param in params), tuple(map(_find_shape, params))
 
     def add_flat(
-        self,
-        buffer: FlatBuffer,
-        part: int,
-        tensor: torch.Tensor,
-        whole: frozenset[str] = frozenset(),
-        swap: SwapPlace | None = None,
+        self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, whole: frozenset[str] = frozenset()
     ) -> None:
         """Register a live buffer; its names are those in the module, as in a checkpoint of this engine."""
         if layer := next(filter(None, (find_layer(name, self.experts) for name in buffer.names)), None):
@@ -154,14 +152,11 @@ class Target(ABC):
         buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
         self.layout.append(buffer)
         buffer = replace(buffer, names=tuple(map(strip_compiled, buffer.names)))
-        self.flats.append(self.make_buffer(buffer, part, tensor, whole=whole, swap=swap))
+        self.flats.append(self.make_buffer(buffer, part, tensor, whole=whole))
 
-    def make_buffer(
-        self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, swap: SwapPlace | None = None, **fields: Any
-    ) -> EngineBuffer:
+    def make_buffer(self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, **fields: Any) -> EngineBuffer:
         """Make the buffer of a live partition; ``fields`` are further ones of the buffer."""
-        dtype = dtype_name(tensor.dtype if swap is None else swap.dtype)
-        return EngineBuffer(buffer, part, self.place.tp_rank, dtype, tensor=tensor, swap=swap, **fields)
+        return EngineBuffer(buffer, part, self.place.tp_rank, dtype_name(tensor.dtype), tensor=tensor, **fields)
 
     def make_whole(self, name: str, tensor: torch.Tensor, *, is_buffer: bool = False) -> EngineBuffer:
         """Make the buffer of a tensor that is whole on every rank."""
@@ -303,6 +298,8 @@ class Target(ABC):
                 extras.append(self.make_whole(strip_compiled(part), buffer, is_buffer=True))
         for key, tensor in self.state_dict.others.items():
             extras.append(self.make_whole(strip_compiled(key), tensor, is_buffer=True))
+        for extension in self.extensions:
+            extras = extension.complete_extras(self, extras)
         return extras
 
     def _make_extra(self, name: str) -> EngineBuffer:
@@ -323,11 +320,6 @@ class Target(ABC):
         group = param.ds_process_group
         buffer = join_reserved(0, (name,), (_find_shape(param),), ds_comm.get_world_size(group=group))
         part = ds_comm.get_rank(group=group)
-        if partition.status != PartitionedParamStatus.AVAILABLE:
-            swapper = param.nvme_swapper
-            path = swapper.get_path(param, must_exist=True)
-            swap = SwapPlace(self.swaps, path, swapper.dtype, swapper._io_aligned_numel)
-            return self.make_buffer(buffer, part, partition, swap)
         return self.make_buffer(buffer, part, flatten(partition)[: sum(cut.numel for cut in buffer.cuts(part))])
 
     def param_group(self, flat: EngineBuffer) -> int:
@@ -353,12 +345,8 @@ class Target(ABC):
 
     def prepare(self) -> None:
         """Prepare the buffers for filling; ZeRO 3 has partitioned all parameters before."""
-        for param in self.params.values():
-            part: Any = getattr(param, "ds_tensor", None)
-            if getattr(part, "final_location", None) == "nvme" and part.status != PartitionedParamStatus.NOT_AVAILABLE:
-                # prefetched: memory would hide the filled file, and is never written back
-                param.nvme_swapper.synchronize_reads()
-                param.nvme_swapper.remove_partition_and_release_buffers([param])
+        for extension in self.extensions:
+            extension.prepare(self)
 
     def drop_secondary_copies(self) -> None:
         """Delete ZeRO++ hpZ's copies of the parameters, which the next forward pass would use."""
@@ -395,9 +383,20 @@ class Target(ABC):
             if text:
                 yield text
 
+    def commit(self) -> None:
+        """Finish the fill of the buffers."""
+        for extension in self.extensions:
+            extension.commit()
+
+    def discard(self) -> None:
+        """Release the resources of a load, also after an error."""
+        for extension in self.extensions:
+            extension.discard()
+
     def relink(self) -> None:
         """Renew views into the optimizer states after new states were attached."""
-        return
+        for extension in self.extensions:
+            extension.relink(self)
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,6 @@ from .base import Target, flatten
 from .coverage import UnknownLayoutError, check_engine
 from .gathering import gather_in_place
 from .optimizer import is_muon_group
-from .swap import SwapPlace
 
 _PIECE = 1 << 24
 """Elements of a master in one copy: torch allocates memory for the conversion of a copy to another device."""
@@ -103,24 +103,14 @@ class Zero3Target(Target):
             parts, group = ds_comm.get_world_size(group=process_group), opt.sub_group_to_group_id[index]
             (buffer,) = self.traits.lay_out(group, *self.describe(params), parts)
             holder = opt.fp32_partitioned_groups_flat[index]
-            self.add_flat(buffer, ds_comm.get_rank(group=process_group), holder, swap=self._find_swap(index, holder))
-
-    def _find_swap(self, index: int, holder: torch.Tensor) -> SwapPlace | None:
-        """Return a sub-group's swap file; None for small sub-groups, which stay in memory."""
-        if not self.wrapped._swappable_optimizer_subgroup(index):
-            return None
-        swapper = self.wrapped.optimizer_swapper
-        info = swapper.swap_params_info[swapper.parameter_id(holder)]
-        return SwapPlace(self.swaps, info.tensors[0].swap_path, swapper.dtype, swapper._io_aligned_numel)
+            self.add_flat(buffer, ds_comm.get_rank(group=process_group), holder)
 
     def refresh_copies(self) -> None:
-        opt, timers = self.wrapped, set[str]()
-        for index, flat in enumerate(self.flats):  # one sub-group at a time is in memory, as in a step
-            if flat.swap is not None:
-                opt._prepare_sub_group(index, timers)
-            opt._reassign_or_swap_out_partitioned_parameters(index)
-            if flat.swap is not None:
-                opt._release_sub_group(index, timers)
+        for index in range(len(self.flats)):
+            with ExitStack() as stack:
+                for extension in self.extensions:
+                    stack.enter_context(extension.open_masters(self, index))
+                self.wrapped._reassign_or_swap_out_partitioned_parameters(index)
         self.drop_secondary_copies()
 
     def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
@@ -133,12 +123,7 @@ class Zero3Target(Target):
         return getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
 
     def relink(self) -> None:
-        if any(flat.swap for flat in self.flats):  # as after a step: register the states and free their memory
-            swapper = self.wrapped.optimizer_swapper
-            swapper.purge_state()
-            for flat in self.flats:
-                if flat.swap is not None:
-                    swapper._get_param_swap_info(flat.tensor).release_memory()
+        super().relink()
         for index, momentum in self.momentum_in_memory.items():
             states = self.optimizer.state[self.wrapped.fp32_partitioned_groups_flat[index]]
             restored = states.get(MOMENTUM)

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
+from ..extensions.registry import Extension
 from ..io.paths import find_tag_folder, normalize
 from ..io.read import sum_range
 from ..io.store import open_stored
 from ..model import AtomicIndex, SavedJob
-from .deepspeed.files import SEAL, find_foreign, holds_atoms, holds_optimizer
+from .deepspeed.files import find_foreign, holds_atoms, holds_optimizer
 from .deepspeed.gather import ReadResults, find_other_step, gather_save, identify_save, keep_new
 from .deepspeed.headers import FileHeader
 from .deepspeed.index import build_index
@@ -22,7 +23,6 @@ from .deepspeed.module import rename_keys
 from .deepspeed.naming import Naming
 from .deepspeed.reading import read_file
 from .deepspeed.save import Save
-from .deepspeed.swapped import adopt_sums
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
 from .foreign.formats import survey_foreign
 from .foreign.names import TRAINER_STATE
@@ -47,6 +47,7 @@ class FolderReport:
         manifest: of an atomic checkpoint, if it has one.
         index: the atomic view; None if faults prevent it.
         findings: faults, equal on all ranks; warnings and notes, on rank 0.
+        extensions: special cases of a save.
     """
 
     files: FileTable
@@ -54,6 +55,7 @@ class FolderReport:
     index: AtomicIndex | None
     findings: tuple[Finding, ...]
     manifest: Manifest | None = None
+    extensions: Sequence[Extension] = ()
 
     @property
     def folder(self) -> str:
@@ -137,16 +139,17 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
         ConfigError: the groups have an invalid form.
     """
     atomic, foreign, manifest = holds_atoms(where.entries), find_foreign(where.entries), None
+    extensions: list[Extension] = []
     try:
         if atomic:
             index, findings, manifest = survey_atomic(where, comm)
         elif foreign is not None:
             index, findings = survey_foreign(where, comm, foreign)
         else:
-            index, findings = _survey_normal(where, comm, naming or Naming())
+            index, findings, extensions = _survey_normal(where, comm, naming or Naming())
     except (CheckpointError, UnsupportedError) as error:
         index, findings = None, from_error(where.folder, error)
-    return FolderReport(where, atomic, index, sort_findings(findings), manifest)
+    return FolderReport(where, atomic, index, sort_findings(findings), manifest, extensions)
 
 
 def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
@@ -242,19 +245,18 @@ def _list_earlier(findings: Iterable[Finding]) -> list[str]:
     return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
 
 
-def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
-    """Return the index of a normal checkpoint, and all findings; collective."""
+def _survey_normal(
+    where: FileTable, comm: Comm, naming: Naming
+) -> tuple[AtomicIndex | None, list[Finding], list[Extension]]:
+    """Return the index of a normal checkpoint, all findings, and the special cases of the save; collective."""
     save, findings = gather_save(where, comm)
     if naming.weights_only and make_error(findings) is not None and not where.access.is_partial:
         save, findings = _read_weights(where, comm) or (save, findings)
-    if save is not None and SEAL in where.entries:
-        from .deepspeed.seal import compare_seal  # pydantic takes long to import
-
-        faults, sums = where.once(SEAL, lambda: compare_seal(where.list_folders(SEAL)[0], save.headers), comm)
-        findings += keep_new(faults, findings)
-        adopt_sums(save, sums)
+    extensions = save.extensions if save else []
+    for extension in extensions:
+        findings += keep_new(extension.verify_save(save, comm), findings)
     if save is None or make_error(findings) is not None:
-        return None, findings
+        return None, findings, extensions
     rename_keys(save, naming.keys)
     index, more = _build(save, naming)
     if index is not None and any(name.endswith("model_states.pt") for name in _list_earlier(findings)):
@@ -262,7 +264,7 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
     if comm.rank == 0 and save.main.model is not None:
         state = os.path.join(os.path.dirname(normalize(find_tag_folder(where.folder))), TRAINER_STATE)
         findings += find_other_step(state, save.main.model.counters.get("global_steps"))
-    return index, [*findings, *more, *find_unsaved(save)]
+    return index, [*findings, *more, *find_unsaved(save)], extensions
 
 
 def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:

@@ -14,6 +14,7 @@ from ..engine.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..engine.guard import check_states
 from ..engine.known import list_unknown
 from ..errors import CheckpointError, UnsupportedError, shorten
+from ..extensions.registry import list_names
 from ..formats.deepspeed.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
 from ..formats.deepspeed.naming import Naming
 from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals
@@ -226,7 +227,7 @@ def _compare(
 
     reasons = [text for part in comm.each(look) for text in part] or list(doubts)
     index = survey.require()
-    job.report.saved = index.run.job
+    job.report.saved, job.report.extensions = index.run.job, list_names(survey.extensions, target.extensions)
     if comm.rank == 0:
         survey.log_warnings()
     changes = list_changes(index, target, to_integer(job.engine.train_batch_size()))

@@ -42,6 +42,7 @@ class LoadReport(Report):
     Attributes:
         direct: True if the direct load ran, False if DeepSpeed's did.
         reason: for the choice of the loader.
+        extensions: names of the special cases that the save or the engine needed (:mod:`..extensions`).
         bytes_read: bytes that this rank read from storage, each counted once.
         bytes_again: bytes that it read a second time from the page cache, after verification.
         requests: reads that it issued.
@@ -54,6 +55,7 @@ class LoadReport(Report):
 
     direct: bool
     reason: str
+    extensions: tuple[str, ...] = ()
     bytes_again: int = 0
     requests: int = 0
     state_bytes: int = 0

@@ -131,7 +131,7 @@ def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
     comm, report = job.comm, job.report
     with report.phase("fill"):
         again = transfer.fill()
-        comm.run(target.swaps.commit)
+        comm.run(target.commit)
     with report.phase("copies"):
         if transfer.work.touched:
             comm.run(target.refresh_copies)

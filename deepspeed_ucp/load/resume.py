@@ -157,7 +157,8 @@ def _resume_tag(job: LoadContext, tag: str) -> Loaded:
     report.reason, report.direct = choice.reason, choice.index is not None
     if comm.rank == 0:
         loader = "deepspeed_ucp" if report.direct else "DeepSpeed"
-        logger.info("%s: %s loads it, %s", folder, loader, choice.reason)
+        extensions = f" (extensions: {', '.join(report.extensions)})" if report.extensions else ""
+        logger.info("%s: %s loads it, %s%s", folder, loader, choice.reason, extensions)
         for text in list_unsaved(engine) if arguments.with_states else ():
             logger.warning("%s: %s", folder, text)
     if choice.index is None or choice.target is None:
@@ -221,7 +222,7 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
             _end_event(engine)
         raise
     finally:
-        target.swaps.discard()
+        target.discard()
     _end_event(engine)
     return loaded
 

@@ -31,7 +31,7 @@ class EngineBuffer:
         live: optimizer states that exist already.
         whole: optimizer states that a rank holds for a whole parameter if its partition has any element of it.
         tensor: the live partition, in the shape of its optimizer states; None without an engine.
-        swap: the partition's :class:`~deepspeed_ucp.engine.swap.SwapPlace`, or None; with a swap file the tensor's
+        swap: the partition's :class:`~deepspeed_ucp.extensions.nvme.SwapPlace`, or None; with a swap file the tensor's
             contents are invalid, and a load fills a new file.
         is_buffer: the tensor is a buffer of the module.
     """

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ucp.engine import engines, gathering
 from deepspeed_ucp.engine.base import dtype_name, flatten
 from deepspeed_ucp.engine.engines import OffloadOnlyTarget, Zero12Target
+from deepspeed_ucp.extensions.nvme import Nvme
 from deepspeed_ucp.model import strip_compiled
 from tests.support.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
@@ -38,6 +39,7 @@ def test_prefetched_partitions_are_released() -> None:
         )
         param.nvme_swapper = swapper
         param.ds_tensor = SimpleNamespace(final_location="nvme", status=PartitionedParamStatus[status])
+    target.extensions = [Nvme()]
     target.prepare()
     assert len(released) == 2 and released[0] == "waited" and released[1] is target.params["a"]
 

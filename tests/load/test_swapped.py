@@ -6,6 +6,7 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ import pytest
 import torch
 
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine.swap import SwapPlace
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, DiskFullError
+from deepspeed_ucp.extensions.nvme import Nvme
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.model import AtomKey
 from deepspeed_ucp.model.view import EngineBuffer
@@ -33,36 +34,48 @@ LEAST = 20
 """Least elements of a swapped partition."""
 
 
+class Files(Nvme):
+    """The swap files, without DeepSpeed's swapper."""
+
+    def relink(self, target: Any) -> None:
+        """Do nothing: the swapper keeps no states."""
+
+
 class SwappedTarget(FakeTarget):
     """One rank of an engine on NVMe: swapped tensors are in files, and empty in the optimizer."""
 
     def __init__(self, folder: Path, topology: Topology, rank: int = 0) -> None:
         self.folder = folder / f"rank{rank}"
         self.folder.mkdir(parents=True)
+        self.nvme = Files()
+        self.extensions = [self.nvme]
         super().__init__(MODEL, topology, rank)
 
-    def add_flat(self, buffer: Any, part: int, holder: torch.Tensor, *more: Any, **swap: Any) -> None:
+    def add_flat(self, buffer: Any, part: int, holder: torch.Tensor, *more: Any) -> None:
         if buffer.partition >= LEAST:
-            place = self.write(f"{len(self.flats)}_9.tensor.swp", buffer.partition, torch.float32)
-            super().add_flat(buffer, part, torch.empty(0).requires_grad_(), swap=place)
+            super().add_flat(buffer, part, torch.empty(0).requires_grad_())
+            self.flats[-1] = self.move(self.flats[-1], f"{len(self.flats) - 1}_9.tensor.swp", torch.float32)
         else:
             super().add_flat(buffer, part, holder)
 
-    def write(self, name: str, numel: int, dtype: torch.dtype) -> SwapPlace:
-        path = self.folder / name
-        aligned = -(-numel // ALIGNED) * ALIGNED
-        path.write_bytes(torch.full((aligned,), SENTINEL, dtype=dtype).view(torch.uint8).numpy().tobytes())
-        return SwapPlace(self.swaps, str(path), dtype, lambda count: -(-count // ALIGNED) * ALIGNED)
+    def move(self, held: EngineBuffer, name: str, dtype: torch.dtype) -> EngineBuffer:
+        path, numel = self.folder / name, align(held.buffer.partition)
+        path.write_bytes(torch.full((numel,), SENTINEL, dtype=dtype).view(torch.uint8).numpy().tobytes())
+        return self.nvme.place(held, str(path), SimpleNamespace(dtype=dtype, _io_aligned_numel=align))
 
     def _extra(self, param: Param) -> EngineBuffer:
         held = super()._extra(param)
         if held.buffer.partition < LEAST:
             return held
-        place = self.write(f"{param.name}_param.tensor.swp", held.buffer.partition, self.kind.dtype)
-        return self.make_buffer(held.buffer, held.part, torch.tensor(1).half(), swap=place)
+        placeholder = self.make_buffer(held.buffer, held.part, torch.tensor(1).half())
+        return self.move(placeholder, f"{param.name}_param.tensor.swp", self.kind.dtype)
 
     def look(self) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in sorted(self.folder.iterdir())}
+
+
+def align(numel: int) -> int:
+    return -(-numel // ALIGNED) * ALIGNED
 
 
 def write(folder: Path, topology: Topology | None = None, model: Model = MODEL) -> Path:
@@ -111,7 +124,7 @@ def test_swap_files_hold_the_same_bytes_as_memory(target: Topology, steps: int, 
             assert float(other.wrapped.state[own.tensor]["step"]) == float(states["step"])
         check_file(files["frozen_param.tensor.swp"], one.extras()[0].data)
         assert files.keys() == {*names, "frozen_param.tensor.swp"}
-        other.swaps.discard()
+        other.discard()
         assert [each.name for each in (tmp_path / "swap").iterdir() if each.suffix == ".ucp"] == [
             f"rank{rank}.ucp" for rank in range(other.rank + 1, target.dp)
         ]
@@ -148,7 +161,7 @@ def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
     flip(index.stored.files[record.file].path, record.offset + fragment.offset)
     with pytest.raises(CheckpointError, match="the file is damaged. Nothing was changed"):
         run_load(index, target)
-    target.swaps.discard()
+    target.discard()
     assert target.look() == before
     assert not target.wrapped.state
     assert [each.name for each in (tmp_path / "swap").iterdir()] == ["rank0"]

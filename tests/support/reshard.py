@@ -24,7 +24,6 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine import Target
 from deepspeed_ucp.engine.parallel import Instance, LocalExperts, Place
-from deepspeed_ucp.engine.swap import SwapFiles
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.load.averages import average_rows
@@ -106,7 +105,6 @@ class FakeTarget(Target):
         self.copies = dict(copies or {})
         self.layers: tuple[int, ...] = ()
         self.recorded: Callable[[], list[str]] | None = None
-        self.swaps = SwapFiles()
         self.wrapper = topology.row.name
         stage = {"zero_optimization_stage": lambda: topology.stage}
         self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module(), **stage)

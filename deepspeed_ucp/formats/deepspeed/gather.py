@@ -19,6 +19,7 @@ from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ...extensions.registry import find_for_save
 from ...io.filesystems import choose_map
 from ...io.jsonfile import read_json
 from ...io.paths import Entry, find_tag_folder, is_url, join_path, normalize
@@ -42,7 +43,6 @@ from .save import (
     name_expected_files,
     name_unwritten_models,
 )
-from .swapped import add_swapped
 
 _OVERWRITTEN = (
     " DeepSpeed's fast writer does not truncate files that it overwrites: a save into an existing tag may keep the end "
@@ -84,12 +84,13 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
     if not save.first:
         return None, findings
     headers, unreadable = _read_rest(results, save, comm)
-    missing = _find_missing(save, _describe_holders(where, comm))
+    missing = _find_missing(save, _describe_holders(save, comm))
     arrange_headers(save, headers)
     for more in (unreadable, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
         findings += keep_new(more, findings)
     if make_error(findings) is None:
-        findings += add_swapped(save)
+        for extension in save.extensions:
+            findings += extension.add_files(save)
     findings += _find_leftovers(save, {SEAL, *save.expected, *(header.name for header in save.headers)})
     return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
 
@@ -162,6 +163,7 @@ def _identify(results: ReadResults, save: Save, comm: Comm) -> list[Finding]:
         return save.first, save.expected, faults
 
     save.first, save.expected, faults = comm.once(identify)
+    save.extensions = find_for_save(save) if save.first else []
     return faults
 
 
@@ -175,6 +177,7 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     try:
         save.first = folder.choose()
         save.first[0] = folder.infer_degrees(folder.complete(save.first))
+        save.extensions = find_for_save(save)
         save.expected = name_expected_files(save, folder.read_stages(save.first[0]))
     except (CheckpointError, UnsupportedError) as error:
         save.first = []
@@ -345,25 +348,16 @@ def _find_missing(save: Save, holders: str) -> list[Finding]:
     ]
 
 
-def _describe_holders(where: FileTable, comm: Comm) -> str:
+def _describe_holders(save: Save, comm: Comm) -> str:
     """Describe which machine has, and had, which files; empty if all see the same files; collective."""
+    where, had = save.where, dict[str, list[str]]()
     present = describe_hosts(where)
     if not present:
         return ""
-    sealed: Mapping[str, list[str]] = {}
-    if SEAL in where.entries:
-        sealed = where.once(SEAL, lambda: _read_hosts(where.path(SEAL)), comm)
-    lost = {host: [name for name in names if name not in where.entries] for host, names in sealed.items()}
+    for extension in save.extensions:
+        had |= extension.list_hosts(save, comm)
+    lost = {host: [name for name in names if name not in where.entries] for host, names in had.items()}
     return "; ".join([*(f"{host} had {shorten(names)}" for host, names in lost.items() if names), present])
-
-
-def _read_hosts(path: str) -> dict[str, list[str]]:
-    from .seal import read_seal
-
-    try:
-        return read_seal(path).hosts
-    except (UcpError, FileNotFoundError):
-        return {}
 
 
 def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from ...errors import CheckpointError
+from ...extensions.registry import Extension
 from ...model import Use
 from ...model.experts import DATA_FIRST, place_experts
 from ..places import FileTable
@@ -31,6 +32,7 @@ class Save:
         sp: sequence-parallel degree if files are named by sequence-parallel rank (ALST before DeepSpeed 0.19.8).
         first: headers of the first rank's model states and, if any, optimizer states; empty until they are read.
         expected: names of all files that the save must have.
+        extensions: special cases of this save; empty until ``first`` is read.
         pp, tp: pipeline and tensor parallel degrees.
         dp: number of data-parallel ranks, read from the model states.
         models: model states by model-parallel rank; under ZeRO 3 one per data-parallel rank.
@@ -48,6 +50,7 @@ class Save:
     sp: int = 1
     first: list[FileHeader] = field(default_factory=list)
     expected: list[str] = field(default_factory=list)
+    extensions: list[Extension] = field(default_factory=list)
     pp: int = 1
     tp: int = 1
     dp: int = 1

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...errors import CheckpointError, UcpError, UnsupportedError
+from ...errors import CheckpointError, UnsupportedError
 from ...io.jsonfile import parse_json, read_bounded
 from ...io.paths import join_path
 from ...io.store import remove, write_small
-from ..findings import Finding, from_failure
+from ..findings import Finding
 from .files import MANIFEST, SEAL
 from .headers import FileHeader
 
@@ -126,23 +126,6 @@ def remove_seal(folder: str) -> None:
         OSError: it cannot be removed.
     """
     remove(os.path.join(folder, SEAL))
-
-
-def compare_seal(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Finding], dict[str, int]]:
-    """Return the faults of files that differ from the sealed ones, and the CRC32 of each swap file.
-
-    Both are empty without a seal.
-    """
-    path = os.path.join(folder, SEAL)
-    try:
-        seal = read_seal(path)
-    except FileNotFoundError:
-        return [], {}
-    except UcpError as error:
-        return [from_failure("seal", SEAL, error)], {}
-    faults = [compare_file(folder, header.name, header.size, header.crc, seal) for header in headers]
-    sums = {header.name: seal.files[header.name].crc for header in headers if header.swap and header.name in seal.files}
-    return [fault for fault in faults if fault], sums
 
 
 def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:

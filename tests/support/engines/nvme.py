@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper, utils
 from torch import Tensor, nn
 
-from deepspeed_ucp.formats.deepspeed import swapped
+from deepspeed_ucp.extensions import swapped
 from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import aio as aio_standin
 from tests.support.engines import kinds

@@ -8,21 +8,22 @@ their parent's parameters. The folder may contain files of other engines that sw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
 
-from ...errors import CheckpointError, shorten
-from ...model import ITEMSIZE, MASTER, strip_compiled
-from ...model.flat import reserve
-from ...model.wrappers import MOMENTUM, Form
-from ...torchsave.records import FileRecord
-from ..findings import COPY, WARNING, Finding, from_error
-from .files import OFFLOADED, SwapName
-from .headers import FileHeader, OptimHeader, Piece
-from .save import Save, describe_offload
+from ..errors import CheckpointError, shorten
+from ..formats.deepspeed.files import OFFLOADED, SwapName
+from ..formats.deepspeed.headers import FileHeader, OptimHeader, Piece
+from ..formats.deepspeed.save import Save, describe_offload
+from ..formats.findings import COPY, WARNING, Finding, from_error
+from ..model import ITEMSIZE, MASTER, strip_compiled
+from ..model.flat import reserve
+from ..model.wrappers import MOMENTUM, Form
+from ..torchsave.records import FileRecord
+from .registry import Extension
 
 _LEAST = 1 << 20
 """Least bytes of a swapped sub-group (swap_tensor/utils.py ``MIN_AIO_BYTES``)."""
@@ -49,41 +50,35 @@ class SubGroup:
         return self.numel * ITEMSIZE[self.dtype]
 
 
-def add_swapped(save: Save) -> list[Finding]:
-    """Add the swap files that belong to a save, and return their faults."""
-    swapped = _list_swapped(save)
-    if not swapped:
-        return []
-    if len(save.models) > 1:
-        text = (
-            f"{save.path(OFFLOADED)}: under tensor parallelism its folders cannot be assigned to ranks. Use "
-            "a save without optimizer states on NVMe."
-        )
-        return [Finding("unsupported", OFFLOADED, text)]
-    try:
-        spans = _find_spans(save, swapped)
-    except CheckpointError as error:
-        return from_error(save.folder, error)
-    faults: list[Finding] = []
-    for rank, shard in enumerate(save.shards[0]):
-        for group, span in zip(swapped, spans, strict=True):
-            states = save.swaps[shard.name, group.index] = {}
-            for state in _list_states(save, shard.optim, group.index):
-                file = _make_header(save, SwapName(rank, state, *span), group)
-                if isinstance(file, Finding):
-                    faults.append(file)
-                else:
-                    states[state or MASTER] = file
-    return [*faults, *_warn_longer(save, swapped)]
+class Swapped(Extension):
+    """Saves with optimizer states in swap files."""
 
-
-def adopt_sums(save: Save, sums: Mapping[str, int]) -> None:
-    """Set the CRC32s of swap files, by file name, from a seal."""
-    for states in save.swaps.values():
-        for state, header in states.items():
-            if header.swap is not None and header.name in sums:
-                record = header.swap.record._replace(crc=sums[header.name])
-                states[state] = replace(header, swap=replace(header.swap, record=record))
+    def add_files(self, save: Save) -> list[Finding]:
+        """Add the swap files that belong to a save, and return their faults."""
+        swapped = _list_swapped(save)
+        if not swapped:
+            return []
+        if len(save.models) > 1:
+            text = (
+                f"{save.path(OFFLOADED)}: under tensor parallelism its folders cannot be assigned to ranks. Use "
+                "a save without optimizer states on NVMe."
+            )
+            return [Finding("unsupported", OFFLOADED, text)]
+        try:
+            spans = _find_spans(save, swapped)
+        except CheckpointError as error:
+            return from_error(save.folder, error)
+        faults: list[Finding] = []
+        for rank, shard in enumerate(save.shards[0]):
+            for group, span in zip(swapped, spans, strict=True):
+                states = save.swaps[shard.name, group.index] = {}
+                for state in _list_states(save, shard.optim, group.index):
+                    file = _make_header(save, SwapName(rank, state, *span), group)
+                    if isinstance(file, Finding):
+                        faults.append(file)
+                    else:
+                        states[state or MASTER] = file
+        return [*faults, *_warn_longer(save, swapped)]
 
 
 def _list_swapped(save: Save) -> list[SubGroup]:

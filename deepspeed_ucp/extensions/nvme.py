@@ -1,0 +1,163 @@
+"""Engines of ZeRO-Infinity: a load writes new swap files, and replaces DeepSpeed's files after verification."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+
+from ..engine import Target
+from ..engine.base import dtype_name
+from ..io.deletion import delete_own
+from ..io.disk import explain_full, map_new_file, sync_file
+from ..model.view import EngineBuffer
+from .registry import Extension
+
+
+@dataclass(slots=True)
+class SwapFiles:
+    """Swap files written by one rank's load; DeepSpeed's files are unchanged until :meth:`commit`.
+
+    Attributes:
+        written: path of each file, and of the file that it replaces.
+        folders: folders of these files, ``<DeepSpeed's folder>.ucp``.
+    """
+
+    written: list[tuple[str, str]] = field(default_factory=list)
+    folders: set[str] = field(default_factory=set)
+
+    def make(self, path: str, nbytes: int) -> memoryview:
+        """Create and map a file that replaces the one at ``path`` later; DiskFullError if there is no room."""
+        place, name = os.path.split(path)
+        folder = f"{place}.ucp"
+        if folder not in self.folders:
+            self.folders.add(folder)
+            delete_own(folder)  # left by a killed load
+            os.makedirs(folder)
+        aside = os.path.join(folder, name)
+        self.written.append((aside, path))
+        return map_new_file(aside, nbytes)
+
+    def commit(self) -> None:
+        """Replace DeepSpeed's files.
+
+        Raises:
+            DiskFullError: the disk is full.
+            OSError: a file cannot be written or renamed.
+        """
+        for aside, _ in self.written:
+            with explain_full(aside):
+                sync_file(aside)  # DeepSpeed reads past the page cache
+        while self.written:
+            os.replace(*self.written.pop())
+
+    def discard(self) -> None:
+        """Delete files that have not replaced DeepSpeed's."""
+        self.written.clear()
+        for folder in self.folders:
+            delete_own(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapPlace:
+    """Swap file of a buffer.
+
+    Attributes:
+        files: the load's files.
+        path: DeepSpeed's file of the masters or of the parameter; the file of an optimizer state has a longer name.
+        dtype: dtype in the file.
+        align: function from a number of elements to the aligned number of elements in a file.
+    """
+
+    files: SwapFiles
+    path: str
+    dtype: torch.dtype
+    align: Callable[[int], int]
+
+    def make(self, numel: int, state: str = "") -> torch.Tensor:
+        """Map ``numel`` elements, 1-D, of a new file; DiskFullError if there is no room.
+
+        Args:
+            state: optimizer state; empty for the masters or the parameter.
+        """
+        folder, name = os.path.split(self.path)
+        path = os.path.join(folder, f"{state}-{name}" if state else name)
+        memory = self.files.make(path, self.align(numel) * self.dtype.itemsize)
+        return torch.frombuffer(memory, dtype=self.dtype, count=numel)
+
+    def copy(self, numel: int) -> torch.Tensor:
+        """Like :meth:`make`, with the contents of DeepSpeed's file; OSError if it cannot be read."""
+        made = self.make(numel)
+        with open(self.path, "rb") as stream:
+            stream.readinto(memoryview(made.view(torch.uint8).numpy()))
+        return made
+
+
+class Nvme(Extension):
+    """An engine with parameters or optimizer states on NVMe."""
+
+    def __init__(self) -> None:
+        self.files = SwapFiles()
+
+    def complete_target(self, target: Target) -> None:
+        """Set the swap files of sub-groups; small ones stay in memory."""
+        for index, flat in enumerate(target.flats):
+            if target.wrapped._swappable_optimizer_subgroup(index):
+                swapper = target.wrapped.optimizer_swapper
+                info = swapper.swap_params_info[swapper.parameter_id(flat.tensor)]
+                target.flats[index] = self.place(flat, info.tensors[0].swap_path, swapper)
+
+    def prepare(self, target: Target) -> None:
+        """Release prefetched partitions: memory would hide the filled file, and is never written back."""
+        for param in target.params.values():
+            part: Any = getattr(param, "ds_tensor", None)
+            if getattr(part, "final_location", None) == "nvme" and part.status != PartitionedParamStatus.NOT_AVAILABLE:
+                param.nvme_swapper.synchronize_reads()
+                param.nvme_swapper.remove_partition_and_release_buffers([param])
+
+    def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
+        """Set the swap files of parameters without optimizer."""
+        return [self._complete_extra(target.params.get(extra.name), extra) for extra in extras]
+
+    def _complete_extra(self, param: Any, extra: EngineBuffer) -> EngineBuffer:
+        partition = getattr(param, "ds_tensor", None)
+        if partition is None or partition.status == PartitionedParamStatus.AVAILABLE:
+            return extra
+        return self.place(extra, param.nvme_swapper.get_path(param, must_exist=True), param.nvme_swapper)
+
+    def place(self, buffer: EngineBuffer, path: str, swapper: Any) -> EngineBuffer:
+        """Return a buffer whose contents are in a swap file of DeepSpeed's ``swapper``."""
+        swap = SwapPlace(self.files, path, swapper.dtype, swapper._io_aligned_numel)
+        return replace(buffer, dtype=dtype_name(swap.dtype), swap=swap)
+
+    def commit(self) -> None:
+        """Replace DeepSpeed's swap files."""
+        self.files.commit()
+
+    @contextmanager
+    def open_masters(self, target: Target, number: int) -> Iterator[None]:
+        """Read a sub-group into memory, one at a time as in a step, and release it afterwards."""
+        timers, is_swapped = set[str](), target.flats[number].swap is not None
+        if is_swapped:
+            target.wrapped._prepare_sub_group(number, timers)
+        yield
+        if is_swapped:
+            target.wrapped._release_sub_group(number, timers)
+
+    def relink(self, target: Target) -> None:
+        """Register the states and free their memory, as after a step."""
+        swapped = [flat for flat in target.flats if flat.swap is not None]
+        if swapped:
+            swapper = target.wrapped.optimizer_swapper
+            swapper.purge_state()
+            for flat in swapped:
+                swapper._get_param_swap_info(flat.tensor).release_memory()
+
+    def discard(self) -> None:
+        """Delete the files that have not replaced DeepSpeed's."""
+        self.files.discard()
