@@ -1,4 +1,4 @@
-# demo, test, bench, lint. Each works in the virtual environment that is active, or else makes .venv itself.
+# Targets use the active virtual environment, or create .venv. `make help` lists them.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -12,26 +12,26 @@ endif
 OLDEST := $(CURDIR)/.venv-oldest
 OLDEST_DEEPSPEED := $(shell sed -n 's/^ *deepspeed *>= *\([0-9.]*\).*/\1/p' setup.cfg)
 
-# This checkout is what an environment's packages are installed for; each environment remembers which.
+# Each environment has a stamp with the path of the checkout for which its packages were installed.
 STAMP := $(VENV)/.deepspeed_ucp
 OLDEST_STAMP := $(OLDEST)/.deepspeed_ucp
 REQUIREMENTS := setup.cfg setup.py deepspeed_ucp.pth deepspeed_ucp.start pyproject.toml constraints.txt
 
 export DS_ACCELERATOR ?= cpu
-# Empty: the tests start hundreds of processes, and what these import is compiled once.
+# Empty, so that the hundreds of processes of the tests share compiled modules.
 export PYTHONDONTWRITEBYTECODE :=
-# torch first and under the constraint, so that nothing else chooses another build. DeepSpeed is a source package:
-# no operator is compiled ahead.
+# torch is installed first and under the constraint, so that no other package chooses another build. DeepSpeed is a
+# source package; its installation compiles no operators.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DS_BUILD_OPS := 0
 INSTALL = -m pip install --quiet -c constraints.txt
 
-# What the commands below find: the environment's own deepspeed, mpirun and ninja, and the operator that DeepSpeed
-# compiles at its first launch, kept with the environment because it depends on the DeepSpeed that is in it.
+# Environment of the commands below: PATH with the environment's deepspeed, mpirun and ninja, and the folder of the
+# operator that DeepSpeed compiles at its first launch. It depends on the DeepSpeed of the environment.
 IN_ENV = PATH="$(1)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$${TORCH_EXTENSIONS_DIR:-$(1)/torch_extensions}"
 
-# Run a command, then remove the shared memory that its DeepSpeed launches left behind (69 MB per rank, also after a
-# clean exit): what is ours, was written since, and no live process has mapped.
+# Run a command, then remove the shared memory that DeepSpeed leaves after each launch (69 MB per rank, also after a
+# clean exit): files of this user that were written since the start and that no live process has mapped.
 define TIDY_SCRIPT
 start=$$(mktemp); trap : INT TERM; rc=0
 "$$@" || rc=$$?
@@ -47,22 +47,21 @@ TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
 .PHONY: help demo figures proofs test test-all fuzz mutants bench house lint pytest test-oldest test-gpu test-releases test-platforms clean
 help:
-	@echo 'make demo    in two minutes: a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
-	@echo '             one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
-	@echo '             and jobs under torchrun lose an agent, get one, hang, and lose a process and a node that'
-	@echo '             had saved into memory (examples/elastic_restart)'
-	@echo 'make figures the correctness figures of the paper, all of them (examples/megatron_gpt; minutes each)'
-	@echo 'make proofs  where plain DeepSpeed resumes wrongly in an unchanged topology (examples/unchanged_topology)'
+	@echo 'make demo    two minutes: kill a GPT on 4 ranks and resume it on 2 and 3 (examples/byte_gpt); resume one of TP 2'
+	@echo '             and PP 2 under other TP, PP and ZeRO (examples/megatron_gpt); kill, stop and add agents, ranks'
+	@echo '             and a node under torchrun (examples/elastic_restart)'
+	@echo 'make figures all correctness figures of the paper (examples/megatron_gpt; minutes each)'
+	@echo 'make proofs  cases in which plain DeepSpeed resumes wrongly (examples/unchanged_topology)'
 	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'
-	@echo 'make test-gpu    the tests of engines on GPUs, in an environment whose torch has CUDA'
-	@echo 'make test-all    every combination of what make test combines in pairs, as well (an hour or two)'
-	@echo 'make test-releases   the engine matrix on several releases, and what each saves in all others (an hour or two);'
-	@echo '             writes docs/releases.md. RELEASES="0.16.0 newest" runs these rows again'
-	@echo 'make test-platforms  the recipes of examples/platforms, with what pip can bring for them; Slurm is the machine'"'"'s'
-	@echo 'make fuzz    damaged and drawn checkpoints with fresh seeds, for SECONDS=600'
-	@echo 'make mutants make sure that the tests notice mistakes in the code: every small change of the pure rooms (mutmut),'
-	@echo '             and mistakes that were made or feared (tests/mutants); hours, for a night'
-	@echo 'make bench   the floor, DeepSpeed, upstream and this plugin, timed; writes docs/benchmarks.md'
+	@echo 'make test-gpu    engine tests on GPUs; needs an environment whose torch has CUDA'
+	@echo 'make test-all    all tests, with all combinations that make test covers in pairs (an hour or two)'
+	@echo 'make test-releases   the engine matrix on several releases; each also loads saves of the others (an hour or two);'
+	@echo '             writes docs/releases.md. RELEASES="0.16.0 newest" repeats these rows'
+	@echo 'make test-platforms  the recipes of examples/platforms; installs Ray, NVRx and schemas by pip, but not Slurm'
+	@echo 'make fuzz    random and damaged checkpoints with new seeds, for SECONDS=600'
+	@echo 'make mutants test that tests detect mistakes in the code: all small changes of some modules (mutmut), and'
+	@echo '             a list of likely mistakes (tests/mutants); runs for hours'
+	@echo 'make bench   times of DeepSpeed, upstream, this plugin and the hardware; writes docs/benchmarks.md'
 	@echo 'make house   sizes, types, imports and docstrings of the package, and the files and types that a resume uses'
 	@echo '             (bench/house.py); HOUSE_ARGS="--root DIR" measures another checkout'
 	@echo 'make lint    ruff, mypy, import-linter'
@@ -87,8 +86,8 @@ HOUSE_ARGS ?=
 house: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python bench/house.py $(HOUSE_ARGS)
 
-# Lint and the oldest DeepSpeed take what the tests leave of the cores in the first minutes. Each says what it has to say
-# in one piece when it is done; whatever fails fails the whole.
+# Lint and the tests on the oldest DeepSpeed run in parallel to the other tests. Each prints its output when it ends.
+# The target fails if any of them fails.
 test: $(STAMP)
 	beside() { local log rc=0; log=$$("$$@" 2>&1) || rc=$$?; printf '%s\n' "$$log"; return $$rc; }; \
 	beside $(MAKE) --no-print-directory lint test-oldest & others=$$!; rc=0; \
@@ -105,29 +104,29 @@ SECONDS ?= 600
 fuzz: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -m tests.fuzz --seconds $(SECONDS) $(FUZZ_ARGS)
 
-# The changes of the tool (`mutmut show NAME` shows one of them), then those that are kept by hand.
+# First the changes by mutmut (`mutmut show NAME` shows one of them), then those in tests/mutants.
 mutants: $(STAMP)
 	$(VENV)/bin/python $(INSTALL) 'mutmut>=3.8,<4'
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m mutmut run $(MUTMUT_ARGS)
 	$(VENV)/bin/python -m mutmut results
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m tests.mutants $(MUTANT_ARGS)
 
-# On this machine's GPUs, with the torch that drives them: NCCL where each rank has a GPU, else ranks share them.
+# Uses NCCL if each rank has a GPU; otherwise ranks share GPUs.
 test-gpu: export DS_ACCELERATOR := cuda
 test-gpu: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest tests/engine $(PYTEST_ARGS)
 
-# The modules that have such tests: importing all others takes longer than these.
+# Only modules that have such tests, since importing all others takes longer than the tests.
 SMOKE = $(shell grep -rl engine_smoke tests --include='test_*.py')
 test-oldest: $(OLDEST_STAMP)
 	$(call IN_ENV,$(OLDEST)) $(TIDY) $(OLDEST)/bin/python -m pytest -m engine_smoke $(SMOKE) $(PYTEST_ARGS)
 
-# Each release in a layer of its own over this environment; those that were run are not run again unless RELEASES names them.
+# Each release is installed in a layer above this environment. RELEASES names rows to repeat.
 RELEASES ?=
 test-releases: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m tests.releases $(RELEASES) $(RELEASES_ARGS)
 
-# Debian: apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins. What is missing is a skipped test.
+# Debian: apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins. Tests of missing programs are skipped.
 test-platforms: $(STAMP)
 	$(VENV)/bin/python $(INSTALL) -e '.[test,platforms]'
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest tests/platforms -m 'exhaustive or not exhaustive' \
@@ -139,12 +138,12 @@ lint: $(STAMP)
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-# An environment that another checkout has installed itself into since is installed again.
+# Reinstall if another checkout has used the environment since.
 ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
 $(STAMP): $(REQUIREMENTS)
-	@echo 'installing PyTorch, DeepSpeed and the test tools into $(VENV): some minutes, once'
+	@echo 'installing PyTorch, DeepSpeed and the test tools into $(VENV); this takes some minutes, once'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(INSTALL) torch numpy
 	$(VENV)/bin/python $(INSTALL) -e '.[test,mpi,plot]'
