@@ -57,7 +57,7 @@ def test_all_ranks_read_every_byte_once(bench: Any, name: str) -> None:
     reads = sorted(read for plan in plans for read in plan.reads)
     assert all(one[0] != two[0] or one[1] + one[2] <= two[1] for one, two in pairwise(reads))
     states = [each for each in index.stored.atoms.values() if each.state != "copy"]
-    touched = {f.record for atom in states for shard in atom.shards for f in shard.fragments}
+    touched = {f.record for atom in states for shard in atom.shards for f in shard.list_fragments(atom.state)}
     assert sum(read[2] for read in reads) == sum(index.stored.records[record].nbytes for record in touched)
 
 

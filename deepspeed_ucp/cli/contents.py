@@ -152,7 +152,10 @@ def _describe_parameter(
         why = {"error": f"{name}: {settled.wrong[name]}"}
     shape = settled.layouts[name][0].shape if name in settled.layouts else None
     unowned = FROZEN if knows_optimizer(index) else WEIGHTS
-    used = {f.record for atom in states.values() for shard in atom.shards for f in shard.pieces}
+    fragments = {
+        state: [f for shard in atom.shards for f in shard.list_fragments(state)] for state, atom in states.items()
+    }
+    used = {f.record for listed in fragments.values() for f in listed}
     return Parameter(
         name=name,
         instance=param.instance,
@@ -168,7 +171,7 @@ def _describe_parameter(
         group=group,
         scalars=dict(index.run.scalars.get(param, {})),
         aliases=tuple(aliases),
-        fragments={state: sum(len(shard.pieces) for shard in atom.shards) for state, atom in states.items()},
+        fragments={state: len(listed) for state, listed in fragments.items()},
         files=tuple(sorted({find_file(index, record) for record in used})),
         nbytes=sum(atom.nbytes for state, atom in states.items() if state != COPY),
         why=why,

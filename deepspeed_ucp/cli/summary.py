@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import zip_longest
 from typing import Any
 
 from ..errors import escape, fold_names, pluralize
 from ..formats.findings import Finding
-from ..model import COPY, ITEMSIZE, AtomicIndex, ParamKey, Shard, Tiles
+from ..model import COPY, ITEMSIZE, AtomicIndex, Fragment, ParamKey
 from .contents import BUFFER, FROZEN, TRAINED, Parameter, find_file, knows_optimizer, sort_states
 from .printing import format_bytes, format_count, format_table
 
@@ -153,7 +152,11 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     for state in sort_states(atoms):
         atom = atoms[state]
         shards = [
-            {"rank": rank, "shape": shard.shape, "fragments": list(_locate_pieces(index, shard, atom.dtype))}
+            {
+                "rank": rank,
+                "shape": shard.shape,
+                "fragments": [_locate(index, f, shard.shape, atom.dtype) for f in shard.list_fragments(state)],
+            }
             for rank, shard in enumerate(atom.shards)
         ]
         states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
@@ -161,17 +164,17 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     return {**asdict(row), "hyper": hyper, "layout": states}
 
 
-def _locate_pieces(index: AtomicIndex, shard: Shard, dtype: str) -> Iterator[dict[str, Any]]:
-    tiles = shard.storage.tiles if isinstance(shard.storage, Tiles) else ()
-    for piece, tile in zip_longest(shard.pieces, tiles):
-        yield {
-            "file": find_file(index, piece.record),
-            "offset": index.stored.records[piece.record].offset + piece.offset,
-            "bytes": piece.numel * ITEMSIZE[dtype],
-            "start": piece.start,
-            "numel": piece.numel,
-            **({"block": list(zip(tile.begins, tile.shape, strict=True))} if tile else {}),
-        }
+def _locate(index: AtomicIndex, fragment: Fragment, shape: tuple[int, ...], dtype: str) -> dict[str, Any]:
+    """Describe a fragment of a shard of a shape."""
+    block = list(zip(fragment.find_begins(shape), fragment.block, strict=True)) if fragment.block else None
+    return {
+        "file": find_file(index, fragment.record),
+        "offset": index.stored.records[fragment.record].offset + fragment.offset,
+        "bytes": fragment.numel * ITEMSIZE[dtype],
+        "start": fragment.start,
+        "numel": fragment.numel,
+        **({"block": block} if block else {}),
+    }
 
 
 def write_detail(detail: Mapping[str, Any]) -> list[str]:
@@ -207,7 +210,7 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
 
 
 def _write_elements(fragment: Mapping[str, Any]) -> str:
-    """``[0, 12)``, or of a tile ``[0:4, 6:9]``."""
+    """``[0, 12)``, or of a block ``[0:4, 6:9]``."""
     if block := fragment.get("block"):
         return f"[{', '.join(f'{begin}:{begin + size}' for begin, size in block)}]"
     return f"[{fragment['start']}, {fragment['start'] + fragment['numel']})"

@@ -52,7 +52,8 @@ def digest_view(index: AtomicIndex) -> str:
     for key, atom in sorted(index.stored.atoms.items()):
         digest.update(repr((tuple(key), atom.dtype)).encode())
         for shard in atom.shards:
-            places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.pieces]
+            fragments = shard.list_fragments(key.state)
+            places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in fragments]
             digest.update(repr((shard.shape, places)).encode())
     values = (
         index.run.scalars,

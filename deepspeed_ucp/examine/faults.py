@@ -64,7 +64,8 @@ def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict
     records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
     atoms: dict[int, dict[str, None]] = {}
     for atom in index.stored.atoms.values():
-        for fragment in (f for shard in atom.shards for f in shard.pieces if f.record in records):
+        fragments = (f for shard in atom.shards for f in shard.list_fragments(atom.state))
+        for fragment in (f for f in fragments if f.record in records):
             atoms.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None
     return {offset: list(names) for offset, names in atoms.items()}
 

@@ -40,10 +40,7 @@ from .storage import (
     PartitionedState,
     Record,
     Records,
-    Shard,
     Storage,
-    Tile,
-    Tiles,
 )
 
 __all__ = [
@@ -75,11 +72,8 @@ __all__ = [
     "Records",
     "RunState",
     "SavedJob",
-    "Shard",
     "Storage",
     "StoredAtoms",
-    "Tile",
-    "Tiles",
     "Use",
     "are_alike",
     "check_coverage",

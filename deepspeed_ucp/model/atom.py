@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
+from .flat import Shape
 from .keys import COPY, ITEMSIZE, MODULE, AtomKey, ParamKey, count
-from .storage import Fragment, ParamStorage, Shard
+from .storage import Fragment, Fragments, ParamStorage
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One state of one parameter: its stored dtype, and one shard per tensor-parallel rank of the source.
+    """One state of one parameter: its stored dtype, and the parameter's shards on the source's tensor-parallel ranks.
 
     Whole experts that are spread over all ranks of a pipeline stage have a single shard. The files do not record how
     shards form the whole; patterns decide that once the target is known. ``instance`` as in :class:`ParamKey`.
@@ -21,8 +22,14 @@ class Atom:
     name: str
     state: str
     dtype: str
-    shards: tuple[Shard, ...]
+    shards: tuple[ParamStorage, ...]
     instance: int = 0
+
+    @classmethod
+    def of(cls, name: str, state: str, shards: Iterable[tuple[Shape, Fragments]], instance: int = 0) -> Atom:
+        """Make an atom of shards, each a local shape and its fragments."""
+        made = tuple(ParamStorage(number, shape, 0, {state: part}) for number, (shape, part) in enumerate(shards))
+        return cls(name, state, made[0].states[state].dtype, made, instance)
 
     @property
     def key(self) -> AtomKey:
@@ -49,11 +56,6 @@ class Atom:
         """Bytes of all shards together."""
         return self.numel * ITEMSIZE[self.dtype]
 
-    def list_storages(self) -> Iterator[ParamStorage]:
-        """Yield the storage of each shard."""
-        for tp_shard, shard in enumerate(self.shards):
-            yield ParamStorage(tp_shard, shard.shape, shard.place, {self.state: shard.storage})
-
 
 class Atoms(Mapping[AtomKey, Atom]):
     """Atoms by key, built on demand: one rank uses few of hundreds of thousands.
@@ -77,7 +79,8 @@ class Atoms(Mapping[AtomKey, Atom]):
         storages: dict[ParamKey, list[ParamStorage]] = {}
         module: dict[ParamKey, None] = {}
         for atom in atoms:
-            storages.setdefault(atom.param, []).extend(atom.list_storages())
+            shards = (shard._replace(states={atom.state: shard.states[atom.state]}) for shard in atom.shards)
+            storages.setdefault(atom.param, []).extend(shards)
             module.update({atom.param: None} if atom.state in (COPY, MODULE) else {})
         return cls(storages, module)
 
@@ -105,11 +108,10 @@ class Atoms(Mapping[AtomKey, Atom]):
 
     def __getitem__(self, key: AtomKey) -> Atom:
         name, state, instance = key
-        storages = [shard for shard in self.storages[ParamKey(name, instance)] if state in shard.states]
-        if not storages:
+        shards = tuple(shard for shard in self.storages[ParamKey(name, instance)] if state in shard.states)
+        if not shards:
             raise KeyError(key)
-        shards = tuple(storage.shard(state) for storage in storages)
-        return Atom(name, state, storages[0].states[state].dtype, shards, instance)
+        return Atom(name, state, shards[0].states[state].dtype, shards, instance)
 
     def __iter__(self) -> Iterator[AtomKey]:
         for param, shards in self.storages.items():
@@ -147,7 +149,7 @@ def check_coverage(atom: Atom, find_path: Callable[[Fragment], str]) -> None:
         CheckpointError: a gap, an overlap, or elements beyond the shape.
     """
     for rank, shard in enumerate(atom.shards):
-        if fault := _find_uncovered(shard, find_path):
+        if fault := _find_uncovered(shard, atom.state, find_path):
             of = f", tensor-parallel rank {rank}" if len(atom.shards) > 1 else ""
             raise CheckpointError(
                 f"{atom.param} ({atom.state}, shape {shard.shape}{of}): {fault}. "
@@ -155,10 +157,10 @@ def check_coverage(atom: Atom, find_path: Callable[[Fragment], str]) -> None:
             )
 
 
-def _find_uncovered(shard: Shard, find_path: Callable[[Fragment], str]) -> str:
+def _find_uncovered(shard: ParamStorage, state: str, find_path: Callable[[Fragment], str]) -> str:
     """Describe the first gap or overlap of a shard's fragments; empty if there is none."""
-    position = 0
-    for fragment in shard.fragments:
+    position, fragments = 0, shard.list_fragments(state)
+    for fragment in fragments:
         if fragment.start != position:
             kind = "missing" if fragment.start > position else "covered twice"
             low, high = sorted((fragment.start, position))
@@ -166,5 +168,5 @@ def _find_uncovered(shard: Shard, find_path: Callable[[Fragment], str]) -> str:
         position += fragment.numel
     if position == shard.numel:
         return ""
-    where = f" (last fragment in {find_path(shard.fragments[-1])})" if shard.fragments else ""
+    where = f" (last fragment in {find_path(fragments[-1])})" if fragments else ""
     return f"the shape has {shard.numel} elements, the fragments hold {position}{where}"

@@ -11,7 +11,7 @@ from itertools import product
 from operator import attrgetter
 from typing import NamedTuple, overload
 
-from .flat import Cut, FlatBuffer
+from .flat import Cut, FlatBuffer, Shape
 from .keys import ITEMSIZE, count
 
 _START = attrgetter("start")
@@ -102,38 +102,127 @@ class Records(Sequence[Record]):
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements [start, start + numel) of a flattened shard, at byte ``offset`` of record ``record``."""
+    """Elements of a flattened shard that follow each other from byte ``offset`` of record ``record`` on.
+
+    Attributes:
+        start: first element.
+        numel: number of elements.
+        block: shape of a block of a tensor that is cut along several dimensions, stored row-major; empty for the
+            consecutive elements [start, start + numel).
+    """
 
     start: int
     numel: int
     record: int
     offset: int
+    block: Shape = ()
+
+    @classmethod
+    def of_block(cls, begins: Shape, block: Shape, shape: Shape, record: int, offset: int) -> Fragment:
+        """Make a block of a tensor of a shape from the block's first index along each dimension."""
+        return cls(_flatten(begins, shape), count(block), record, offset, block)
+
+    def find_begins(self, shape: Shape) -> Shape:
+        """Return the first index of a block along each dimension of a tensor of a shape."""
+        begins, rest = [], self.start
+        for dim in range(len(shape)):
+            begin, rest = divmod(rest, count(shape[dim + 1 :]))
+            begins.append(begin)
+        return tuple(begins)
+
+    def find_end(self, shape: Shape) -> int:
+        """Return the end of the range that a block spans in a flattened tensor of a shape."""
+        return self.start + _flatten(tuple(width - 1 for width in self.block), shape) + 1
+
+    def count_runs(self, shape: Shape) -> int:
+        """Return the number of runs that :meth:`list_runs` yields."""
+        return count(self.block[: self._find_inner(shape)])
+
+    def list_runs(self, shape: Shape, itemsize: int) -> Iterator[Fragment]:
+        """Yield a block's consecutive elements of a flattened tensor of a shape, in the record's order."""
+        inner, offset = self._find_inner(shape), self.offset
+        strides = [count(shape[dim + 1 :]) for dim in range(inner)]
+        numel = count(self.block[inner:])
+        for place in product(*map(range, self.block[:inner])):
+            start = self.start + sum(at * stride for at, stride in zip(place, strides, strict=True))
+            yield Fragment(start, numel, self.record, offset)
+            offset += numel * itemsize
+
+    def _find_inner(self, shape: Shape) -> int:
+        """Return the first dimension of a run: the trailing dimensions that the block has whole, and the one before."""
+        inner = len(shape)
+        while inner > 0 and self.block[inner - 1] == shape[inner - 1]:
+            inner -= 1
+        return max(inner - 1, 0)
+
+
+def _flatten(place: Shape, shape: Shape) -> int:
+    """Return the element of a flattened tensor at an index along each dimension."""
+    return sum(at * count(shape[dim + 1 :]) for dim, at in enumerate(place))
 
 
 @dataclass(frozen=True, slots=True)
 class Fragments:
-    """One state of one parameter, as fragments in element order."""
+    """One state of one parameter, as fragments in the order of their first elements.
+
+    Attributes:
+        dtype: as stored.
+        fragments: all of them blocks, or all of them consecutive elements.
+        shape: of the tensor whose blocks the fragments are; empty without blocks.
+    """
 
     dtype: str
     fragments: list[Fragment]
+    shape: Shape = ()
 
-    def covers(self, shape: tuple[int, ...]) -> bool:
-        """Return True for a single fragment of all elements of a shape, or no fragment of an empty one."""
+    def covers(self, shape: Shape) -> bool:
+        """Return True for blocks of this shape, a single fragment of all its elements, or no fragment of none."""
+        if self.shape:
+            return shape == self.shape
         numel, parts = count(shape), self.fragments
         return (len(parts) == 1 and (parts[0].start, parts[0].numel) == (0, numel)) or not (parts or numel)
 
-    def find(self, place: int, low: int, high: int) -> list[Fragment]:
-        """Return the fragments that hold some of the elements [low, high)."""
+    def find(self, place: int, low: int, high: int) -> Sequence[Fragment]:
+        """Return the consecutive elements that hold some of the elements [low, high), in element order."""
+        if self.shape:
+            runs = (run for block in self.find_blocks(low, high) for run in self._list_runs(block))
+            return sorted((run for run in runs if run.start < high and low < run.start + run.numel), key=_START)
         first = max(bisect_right(self.fragments, low, key=_START) - 1, 0)
         return self.fragments[first : bisect_right(self.fragments, high - 1, key=_START)]
+
+    def find_blocks(self, low: int, high: int) -> Iterator[Fragment]:
+        """Yield the blocks that may hold some of the elements [low, high)."""
+        return (each for each in self.fragments if each.start < high and low < each.find_end(self.shape))
+
+    def cut_blocks(self, low: int, high: int, shape: Shape) -> Fragments | None:
+        """Return elements [low, high) of blocks as a tensor of a shape; None if they are not whole rows of it."""
+        row, itemsize = count(self.shape[1:]), ITEMSIZE[self.dtype]
+        if not row or low % row or high % row:
+            return None
+        low, high = low // row, high // row
+        dropped = 1 if (high - low, shape) == (1, self.shape[1:]) else 0  # one expert of many has no first dimension
+        if not dropped and shape != (high - low, *self.shape[1:]):
+            return None
+        cut = []
+        for each in self.fragments:
+            (begin, *begins), (rows, *sizes) = each.find_begins(self.shape), each.block
+            first, last = max(begin, low), min(begin + rows, high)
+            if first < last:
+                place, block = (first - low, *begins)[dropped:], (last - first, *sizes)[dropped:]
+                offset = each.offset + (first - begin) * count(tuple(sizes)) * itemsize
+                cut.append(Fragment.of_block(place, block, shape, each.record, offset))
+        return Fragments(self.dtype, cut, shape)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
         """Yield (part, record) of all parts."""
         return enumerate(fragment.record for fragment in self.fragments)
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """Yield (place of the parameter, fragment) of the fragments in a part."""
-        return [(0, self.fragments[part])]
+        """Yield (place of the parameter, fragment) of the consecutive elements in a part."""
+        return ((0, run) for run in self._list_runs(self.fragments[part]))
+
+    def _list_runs(self, fragment: Fragment) -> Iterable[Fragment]:
+        return fragment.list_runs(self.shape, ITEMSIZE[self.dtype]) if self.shape else (fragment,)
 
 
 @dataclass(frozen=True)
@@ -158,7 +247,7 @@ class PartitionedState:
     def _is_whole(self) -> bool:
         return self.buffer.is_whole and len(self.records) == self.buffer.parts and min(self.records) >= 0
 
-    def covers(self, shape: tuple[int, ...]) -> bool:
+    def covers(self, shape: Shape) -> bool:
         """Return True if all partitions exist and hold every element of each parameter once."""
         return self._is_whole
 
@@ -185,154 +274,12 @@ class PartitionedState:
         return Fragment(cut.start, cut.numel, self.records[part], offset)
 
 
-class Tile(NamedTuple):
-    """A block of a tensor, stored row-major and without gaps at byte ``offset`` of record ``record``.
-
-    Attributes:
-        begins, shape: its first index and its size along each dimension of the tensor, in elements.
-    """
-
-    begins: tuple[int, ...]
-    shape: tuple[int, ...]
-    record: int
-    offset: int
-
-    def measure(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the half-open range that it spans in a flattened tensor of a shape."""
-        first = last = 0
-        for size, begin, width in zip(shape, self.begins, self.shape, strict=True):
-            first, last = first * size + begin, last * size + begin + width - 1
-        return first, last + 1
-
-    def count_runs(self, shape: tuple[int, ...]) -> int:
-        """Return the number of runs that :meth:`list_runs` yields."""
-        return count(self.shape[: self._find_inner(shape)])
-
-    def list_runs(self, shape: tuple[int, ...], itemsize: int) -> Iterator[Fragment]:
-        """Yield its contiguous runs of a flattened tensor of a shape, in the record's order."""
-        inner, offset = self._find_inner(shape), self.offset
-        strides = [count(shape[dim + 1 :]) for dim in range(inner)]
-        first, numel = self.measure(shape)[0], count(self.shape[inner:])
-        for place in product(*map(range, self.shape[:inner])):
-            start = first + sum(at * stride for at, stride in zip(place, strides, strict=True))
-            yield Fragment(start, numel, self.record, offset)
-            offset += numel * itemsize
-
-    def _find_inner(self, shape: tuple[int, ...]) -> int:
-        """Return the first dimension of a run: the trailing dimensions that it holds whole, and the one before."""
-        inner = len(shape)
-        while inner > 0 and self.shape[inner - 1] == shape[inner - 1]:
-            inner -= 1
-        return max(inner - 1, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """One state of one parameter as a grid of tiles: a tensor cut along other dimensions than the first.
-
-    Attributes:
-        dtype: as stored.
-        shape: of the tensor.
-        tiles: non-empty tiles in ascending order of their first elements.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    tiles: tuple[Tile, ...]
-
-    def covers(self, shape: tuple[int, ...]) -> bool:
-        """Return True if it holds a tensor of this shape."""
-        return shape == self.shape
-
-    def meet(self, low: int, high: int) -> Iterator[Tile]:
-        """Yield the tiles that may hold some of the elements [low, high)."""
-        for tile in self.tiles:
-            first, last = tile.measure(self.shape)
-            if first < high and low < last:
-                yield tile
-
-    def find(self, place: int, low: int, high: int) -> Iterator[Fragment]:
-        """Yield the runs that hold elements [low, high), in element order."""
-        runs = (run for tile in self.meet(low, high) for run in tile.list_runs(self.shape, ITEMSIZE[self.dtype]))
-        yield from sorted((run for run in runs if run.start < high and low < run.start + run.numel), key=_START)
-
-    def cut(self, low: int, high: int, shape: tuple[int, ...]) -> Tiles | None:
-        """Return elements [low, high) as a tensor of a shape; None if they are not whole rows of it."""
-        row, itemsize = count(self.shape[1:]), ITEMSIZE[self.dtype]
-        if not row or low % row or high % row:
-            return None
-        low, high = low // row, high // row
-        dropped = 1 if (high - low, shape) == (1, self.shape[1:]) else 0  # one expert of many has no first dimension
-        if not dropped and shape != (high - low, *self.shape[1:]):
-            return None
-        tiles = []
-        for (begin, *begins), (rows, *sizes), record, offset in self.tiles:
-            first, last = max(begin, low), min(begin + rows, high)
-            if first < last:
-                place, block = (first - low, *begins)[dropped:], (last - first, *sizes)[dropped:]
-                tiles.append(Tile(place, block, record, offset + (first - begin) * count(tuple(sizes)) * itemsize))
-        return Tiles(self.dtype, shape, tuple(tiles))
-
-    def list_records(self) -> Iterable[tuple[int, int]]:
-        """Yield (part, record) of all parts."""
-        return enumerate(tile.record for tile in self.tiles)
-
-    def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """Yield (place of the parameter, fragment) of the fragments in a part."""
-        return ((0, run) for run in self.tiles[part].list_runs(self.shape, ITEMSIZE[self.dtype]))
-
-    def list_pieces(self) -> tuple[Fragment, ...]:
-        """Return each tile as one fragment that starts at its first element."""
-        return tuple(
-            Fragment(tile.measure(self.shape)[0], count(tile.shape), tile.record, tile.offset) for tile in self.tiles
-        )
-
-
-Storage = PartitionedState | Fragments | Tiles
+Storage = PartitionedState | Fragments
 """The storage of one state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A tensor-parallel rank's part of an atom.
-
-    Attributes:
-        shape: local.
-        storage: its fragments, or the flat buffer or tiles that compute them on demand.
-        place: of the parameter in the flat buffer.
-    """
-
-    shape: tuple[int, ...]
-    storage: Storage
-    place: int = 0
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: str, fragments: Iterable[Fragment]) -> Shard:
-        """Make a shard of fragments."""
-        return cls(shape, Fragments(dtype, list(fragments)))
-
-    @property
-    def numel(self) -> int:
-        """Elements of the shard."""
-        return count(self.shape)
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """All fragments, in element order; those of a faulty file may overlap."""
-        return tuple(self.storage.fragments if isinstance(self.storage, Fragments) else self.find(0, self.numel))
-
-    @property
-    def pieces(self) -> tuple[Fragment, ...]:
-        """Its contiguous pieces of records: fragments, or each tile as one."""
-        return self.storage.list_pieces() if isinstance(self.storage, Tiles) else self.fragments
-
-    def find(self, low: int, high: int) -> Iterable[Fragment]:
-        """Return the fragments that hold elements [low, high)."""
-        return self.storage.find(self.place, low, high)
-
-
 class ParamStorage(NamedTuple):
-    """Storages of the states of a parameter in one tensor-parallel shard.
+    """A parameter's storages in one tensor-parallel shard, one for each state.
 
     Attributes:
         shape: local.
@@ -341,10 +288,20 @@ class ParamStorage(NamedTuple):
     """
 
     tp_shard: int
-    shape: tuple[int, ...]
+    shape: Shape
     place: int
     states: Mapping[str, Storage]
 
-    def shard(self, state: str) -> Shard:
-        """Return the shard of one state's atom."""
-        return Shard(self.shape, self.states[state], self.place)
+    @property
+    def numel(self) -> int:
+        """Elements of the shard."""
+        return count(self.shape)
+
+    def find(self, state: str, low: int, high: int) -> Iterable[Fragment]:
+        """Return the consecutive elements of a state that hold some of the elements [low, high)."""
+        return self.states[state].find(self.place, low, high)
+
+    def list_fragments(self, state: str) -> Sequence[Fragment]:
+        """Return all fragments of a state in order; those of a faulty file may overlap."""
+        storage = self.states[state]
+        return storage.fragments if isinstance(storage, Fragments) else list(self.find(state, 0, self.numel))

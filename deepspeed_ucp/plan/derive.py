@@ -24,8 +24,7 @@ from ..model import (
     GroupInfo,
     ParamKey,
     ParamStorage,
-    Shard,
-    Tiles,
+    Storage,
 )
 from ..model.flat import Shape
 
@@ -164,7 +163,7 @@ def _derive_atoms(
             for state in index.stored.atoms.find_states(param):
                 key = AtomKey(new.name, state, new.instance)
                 atom, again = _make_atom(index, key, made[new.name])
-                storages[new] += atom.list_storages()
+                storages[new] += atom.shards
                 repeated.update({key: again} if again else {})
     return storages, repeated
 
@@ -174,26 +173,24 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
     sources = [key._replace(name=piece.name) for piece in made.slices]
     atom_of = {source: index.stored.atoms[source] for source in dict.fromkeys(sources)}
     atoms = [atom_of[source] for source in sources]
-    shards, again, itemsize = list[Shard](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
+    shards, again, itemsize = list[tuple[Shape, Fragments]](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
     for at, saved in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
         spans = list(_lay_out(made.slices, [shard.numel for shard in saved]))
         shape = made.find_shape(sum(high - low for low, high, _ in spans), saved[0].shape)
-        tiles = _cut_tiles(saved, spans, shape)
-        first = zip(saved, spans, strict=True) if tiles is None else ()
-        moved = (_move(shard.find(*span[:2]), *span, itemsize) for shard, span in first)
-        storage = tiles or Fragments(atoms[0].dtype, list(chain.from_iterable(moved)))
-        shards.append(Shard(shape, storage))
+        blocks = _cut_blocks(saved[0].states[key.state], *spans[0][:2], shape) if len(saved) == 1 else None
+        moved = (
+            _move(shard.find(key.state, *span[:2]), *span, itemsize) for shard, span in zip(saved, spans, strict=True)
+        )
+        shards.append((shape, blocks or Fragments(atoms[0].dtype, list(chain.from_iterable(moved)))))
         for source, span in zip(sources, spans, strict=True):
             parts = (part for shard, part in index.stored.repeated.get(source, ()) if shard == at)
             again += [(at, part) for part in _move(parts, *span, itemsize)]
-    return Atom(key.name, key.state, atoms[0].dtype, tuple(shards), key.instance), tuple(again)
+    return Atom.of(key.name, key.state, shards, key.instance), tuple(again)
 
 
-def _cut_tiles(shards: Sequence[Shard], spans: Sequence[tuple[int, int, int]], shape: Shape) -> Tiles | None:
-    """Return the tiles of a single slice of tiles, else None."""
-    if len(shards) == 1 and isinstance(shards[0].storage, Tiles):
-        return shards[0].storage.cut(*spans[0][:2], shape)
-    return None
+def _cut_blocks(storage: Storage, low: int, high: int, shape: Shape) -> Fragments | None:
+    """Return elements [low, high) as blocks; None if the storage has no blocks, or if these would not be blocks."""
+    return storage.cut_blocks(low, high, shape) if isinstance(storage, Fragments) and storage.shape else None
 
 
 def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from ..model import ITEMSIZE, Atom, CopyItem, Read, Tiles
+from ..model import ITEMSIZE, Atom, CopyItem, Fragments, Read
 from ..tensor_parallel import Layout, Run, copy_runs, restrict_source, whole
 from ..tensor_parallel.layout import overlap
 
@@ -87,13 +87,14 @@ def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
 
 
 def list_runs(want: Want) -> Iterator[tuple[int, Run]]:
-    """Yield (record, run) for all runs of a want, by source shard and then in element order or by tile.
+    """Yield (record, run) for all runs of a want, by source shard and then in element order or by block.
 
     The runs' sources count elements from the record's start, and their targets elements of the destination.
     """
-    storage = want.atom.shards[want.shard].storage
-    is_whole = want.view is None or _is_whole(want.view.source)
-    parts = _meet_tiles(want, storage) if isinstance(storage, Tiles) and is_whole else _meet_shards(want)
+    storage = want.atom.shards[want.shard].states[want.atom.state]
+    parts = _meet_shards(want)
+    if isinstance(storage, Fragments) and storage.shape and (want.view is None or _is_whole(want.view.source)):
+        parts = _meet_blocks(want, storage)
     for record, first, run in parts:
         dst = run.dst - want.start + want.position
         yield record, Run(run.src + first, dst, run.width, run.count, run.src_step, run.dst_step)
@@ -107,16 +108,17 @@ def _is_whole(layout: Layout) -> bool:
     )
 
 
-def _meet_tiles(want: Want, storage: Tiles) -> Iterator[tuple[int, int, Run]]:
-    """Yield the same as :func:`_meet_shards`, with all rows of a tile in few runs."""
+def _meet_blocks(want: Want, storage: Fragments) -> Iterator[tuple[int, int, Run]]:
+    """Yield the same as :func:`_meet_shards`, with all rows of a block in few runs."""
     target, rank = (whole(storage.shape), 0) if want.view is None else (want.view.target, want.view.rank)
     claims = None if want.view is None else want.view.source.claims
-    for tile in storage.meet(want.start, want.end) if want.view is None else storage.tiles:
-        spans = tuple(((low, low + size),) for low, size in zip(tile.begins, tile.shape, strict=True))
+    for each in storage.find_blocks(want.start, want.end) if want.view is None else storage.fragments:
+        begins = each.find_begins(storage.shape)
+        spans = tuple(((low, low + size),) for low, size in zip(begins, each.block, strict=True))
         claimed = claims and (tuple(tuple(overlap(*axes)) for axes in zip(claims[0], spans, strict=True)),)
-        source = Layout(storage.shape, storage.shape, (spans,), (tile.shape,), claims=claimed)
+        source = Layout(storage.shape, storage.shape, (spans,), (each.block,), claims=claimed)
         for run in copy_runs(source, 0, target, rank, want.start, want.end):
-            yield tile.record, tile.offset // want.itemsize, run
+            yield each.record, each.offset // want.itemsize, run
 
 
 def _meet_shards(want: Want) -> Iterator[tuple[int, int, Run]]:
@@ -127,7 +129,7 @@ def _meet_shards(want: Want) -> Iterator[tuple[int, int, Run]]:
         if view is not None:
             runs = copy_runs(view.source, number, view.target, view.rank, want.start, want.end)
         for run in runs:
-            for fragment in want.atom.shards[number].find(run.src, run.src_end):
+            for fragment in want.atom.shards[number].find(want.atom.state, run.src, run.src_end):
                 for part in restrict_source(run, fragment.start, fragment.start + fragment.numel):
                     yield fragment.record, fragment.offset // want.itemsize - fragment.start, part
 

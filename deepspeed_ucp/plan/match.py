@@ -416,7 +416,7 @@ def _list_sums(index: AtomicIndex, atom: Atom) -> Sums | None:
     records, sums = index.stored.records, Sums()
     covered = Counter[int]()
     for number, shard in enumerate(atom.shards):
-        for part in shard.pieces:
+        for part in shard.list_fragments(atom.state):
             crc = records[part.record].crc
             if crc is None:
                 return None

@@ -74,12 +74,11 @@ def is_replica(index: AtomicIndex, atom: Atom) -> bool:
     """Return True if every tensor-parallel rank holds the same bytes by their checksums, or if there is one rank."""
     if len(atom.shards) == 1:
         return True
-    if any(len(shard.pieces) != 1 for shard in atom.shards):
+    parts = [(shard.shape, shard.list_fragments(atom.state)) for shard in atom.shards]
+    if any(len(fragments) != 1 for _, fragments in parts):
         return False
-    pieces = (
-        (shard.shape, shard.fragments[0], index.stored.records[shard.fragments[0].record]) for shard in atom.shards
-    )
-    return are_alike((shape, atom.dtype, part.offset, record.nbytes, record.crc) for shape, part, record in pieces)
+    records = [(shape, part, index.stored.records[part.record]) for shape, (part,) in parts]
+    return are_alike((shape, atom.dtype, part.offset, record.nbytes, record.crc) for shape, part, record in records)
 
 
 def describe_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> str:

@@ -67,14 +67,14 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 
 def _pair_repeated(atom: Atom, tp_shard: int, repeat: Fragment) -> Pair:
     """Return the elements of a repeated fragment, and of its first occurrence."""
-    shards = tuple(replace(shard, storage=Fragments(atom.dtype, [repeat]), place=0) for shard in atom.shards)
     want = Want(atom, repeat.start, repeat.numel, shard=tp_shard)
-    return replace(want, atom=replace(atom, shards=shards)), want
+    shards = [(shard.shape, Fragments(atom.dtype, [repeat])) for shard in atom.shards]
+    return replace(want, atom=Atom.of(atom.name, atom.state, shards, atom.instance)), want
 
 
 def _raise_repeat_differs(index: AtomicIndex, repeat: Want) -> None:
     atom, stored = repeat.atom, index.stored
-    path = stored.files[stored.records[atom.shards[repeat.shard].fragments[0].record].file].path
+    path = stored.files[stored.records[atom.shards[repeat.shard].list_fragments(atom.state)[0].record].file].path
     raise CheckpointError(
         f"{atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of its "
         f"elements [{repeat.start}, {repeat.end}). The file belongs to another run or step; put the right one back.",

@@ -54,7 +54,9 @@ class FullTensor:
     @property
     def place(self) -> tuple[int, int]:
         """Record and byte offset of the first fragment, which order the reads of a source."""
-        return next(((f.record, f.offset) for shard in self.atom.shards for f in shard.pieces), (0, 0))
+        return next(
+            ((f.record, f.offset) for shard in self.atom.shards for f in shard.list_fragments(self.atom.state)), (0, 0)
+        )
 
     def want(self, start: int, numel: int) -> Want:
         """Want elements [start, start + numel) of the logical tensor."""

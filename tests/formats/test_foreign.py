@@ -445,7 +445,7 @@ def test_the_number_of_irregular_pieces_is_limited(tmp_path: Path, monkeypatch: 
         make_index(*make_tensor(tmp_path, (10**9, 4), *cut_irregularly(10**9)))
     monkeypatch.setattr(contents, "_MOST_RUNS", 24)
     (atom,) = make_index(*make_tensor(tmp_path, (12, 4), *cut_irregularly(12))).stored.atoms.values()
-    assert len(atom.shards[0].fragments) == 24
+    assert len(atom.shards[0].list_fragments(atom.state)) == 24
     with pytest.raises(UnsupportedError, match="more than 24 pieces"):
         make_index(*make_tensor(tmp_path, (14, 4), *cut_irregularly(14)))
 
@@ -454,7 +454,7 @@ def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
     half = 10**9 // 2
     grid = [(row, column, half, 2) for column in (0, 2) for row in (0, half)]
     (atom,) = make_index(*make_tensor(tmp_path, (10**9, 4), *grid)).stored.atoms.values()
-    assert [piece.start for piece in atom.shards[0].pieces] == [0, 2, half * 4, half * 4 + 2]
+    assert [piece.start for piece in atom.shards[0].list_fragments(atom.state)] == [0, 2, half * 4, half * 4 + 2]
 
 
 @pytest.mark.parametrize(

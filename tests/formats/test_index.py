@@ -26,7 +26,7 @@ def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
     """Read a shard's elements, each from exactly one fragment (invariant 1)."""
     itemsize, shard = ITEMSIZE[atom.dtype], atom.shards[rank]
     out, counts = bytearray(shard.numel * itemsize), np.zeros(shard.numel, np.int64)
-    for fragment in shard.fragments:
+    for fragment in shard.list_fragments(atom.state):
         record = index.stored.records[fragment.record]
         assert 0 <= fragment.offset <= record.nbytes - fragment.numel * itemsize
         with open(index.stored.files[record.file].path, "rb") as stream:

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.inventory import check_alike, warn_idle
-from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Shard
+from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Fragments
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.tensor_parallel import from_config
@@ -30,9 +30,7 @@ BOTH_WAYS = {
 def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIndex:
     held = {name: (instances or {}).get(name, 1) for name in names}
     atoms = [
-        Atom(n, MASTER, "float32", (Shard.of((2,), "float32", ()),), k)
-        for n, count in held.items()
-        for k in range(count)
+        Atom.of(n, MASTER, [((2,), Fragments("float32", []))], k) for n, count in held.items() for k in range(count)
     ]
     return planning.make_index(atoms, instances=instances or {})
 

@@ -49,7 +49,7 @@ def test_a_whole_load(source: Topology, target: Topology, verify: str, tmp_path:
     check_loaded(targets, replace(state, groups=()) if source.keeps_lean_states else state)
     read = sum(report.bytes_read for _, report, _ in results)
     atoms = [atom for atom in index.stored.atoms.values() if atom.state != "copy"]
-    touched = {fragment.record for atom in atoms for fragment in atom.shards[0].fragments}
+    touched = {fragment.record for atom in atoms for fragment in atom.shards[0].list_fragments(atom.state)}
     total = sum(index.stored.records[record].nbytes for record in touched)
     restored = results[0][1].state_bytes
     assert read == total if verify == "crc" else restored <= read <= total  # padding is read for the checksums alone

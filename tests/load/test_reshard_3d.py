@@ -602,7 +602,9 @@ def test_the_loaders_own_flow(source: Topology, target: Topology, verify: str, t
     assert len({report.state_bytes for _, report, _ in results}) == 1
     read = sum(report.bytes_read for _, report, _ in results)
     needed = [atom for atom in index.stored.atoms.values() if atom.state != "copy"]
-    records = {fragment.record for atom in needed for shard in atom.shards for fragment in shard.fragments}
+    records = {
+        fragment.record for atom in needed for shard in atom.shards for fragment in shard.list_fragments(atom.state)
+    }
     assert 0 < read <= sum(index.stored.records[record].nbytes for record in records)
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.model import ITEMSIZE, Atom, Fragment, Fragments, Shard, check_coverage, count
+from deepspeed_ucp.model import ITEMSIZE, Atom, Fragment, Fragments, check_coverage, count
 
 
-def make_shard(shape: tuple[int, ...], *spans: tuple[int, int]) -> Shard:
-    return Shard(
-        shape, Fragments("bfloat16", [Fragment(start, numel, index, 0) for index, (start, numel) in enumerate(spans)])
-    )
+def make_shard(
+    shape: tuple[int, ...], *spans: tuple[int, int], dtype: str = "float32"
+) -> tuple[tuple[int, ...], Fragments]:
+    return shape, Fragments(dtype, [Fragment(start, numel, index, 0) for index, (start, numel) in enumerate(spans)])
 
 
 def make_atom(shape: tuple[int, ...], *spans: tuple[int, int]) -> Atom:
-    return Atom("layer.weight", "exp_avg", "bfloat16", (make_shard(shape, *spans),))
+    return Atom.of("layer.weight", "exp_avg", [make_shard(shape, *spans, dtype="bfloat16")])
 
 
 def check(atom: Atom) -> None:
@@ -28,7 +28,7 @@ def test_sizes() -> None:
 
 
 def test_an_atom_has_the_elements_of_all_its_shards() -> None:
-    atom = Atom("w", "fp32", "float32", (make_shard((2, 5), (0, 10)), make_shard((1, 5), (0, 5)), make_shard((0, 5))))
+    atom = Atom.of("w", "fp32", [make_shard((2, 5), (0, 10)), make_shard((1, 5), (0, 5)), make_shard((0, 5))])
     assert (atom.shape, atom.numel, atom.nbytes) == ((2, 5), 15, 60)
     check(atom)
 
@@ -38,7 +38,7 @@ def test_a_fault_names_the_tensor_parallel_rank() -> None:
     with pytest.raises(
         CheckpointError, match=r"^w \(fp32, shape \(2, 5\), tensor-parallel rank 1\): elements \[4, 5\)"
     ):
-        check(Atom("w", "fp32", "float32", shards))
+        check(Atom.of("w", "fp32", shards))
 
 
 def test_item_sizes_are_torchs() -> None:

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepspeed_ucp.model import (
+    MASTER,
     STAGE,
     Atom,
     AtomicIndex,
     CopyItem,
     Fragment,
+    Fragments,
     Read,
     Record,
     RunState,
-    Shard,
     StoredAtoms,
 )
 from deepspeed_ucp.model.access import READ_ALL, ReadAccess
@@ -37,9 +38,11 @@ from deepspeed_ucp.plan.locate import make_items
 from deepspeed_ucp.tensor_parallel import Run
 
 
-def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:
+def make_atom(
+    name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32", state: str = MASTER
+) -> Atom:
     """Build an atom with one shard; fragments as (start, numel, record, byte offset)."""
-    return Atom(name, "fp32", dtype, (Shard.of((numel,), dtype, [Fragment(*fragment) for fragment in fragments]),))
+    return Atom.of(name, state, [((numel,), Fragments(dtype, [Fragment(*fragment) for fragment in fragments]))])
 
 
 ITEM = 4

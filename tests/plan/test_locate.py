@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model import Atom, CopyItem, Fragment, Shard, Tile, Tiles
+from deepspeed_ucp.model import Atom, CopyItem, Fragment, Fragments
 from deepspeed_ucp.plan import View, Want, locate
 from deepspeed_ucp.plan.locate import list_runs, make_items
 from deepspeed_ucp.tensor_parallel import Layout, Replicate, Run, ShardH, ShardNC, ShardV, whole
@@ -23,10 +23,10 @@ from tests.support.reshard import examples
 
 def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Atom:
     """Put every shard whole into a record of its own, behind 8 bytes."""
-    shards = tuple(
-        Shard.of(shape, dtype, [Fragment(0, int(np.prod(shape)), record, 8)]) for record, shape in enumerate(shapes)
+    fragments = [Fragment(0, int(np.prod(shape)), record, 8) for record, shape in enumerate(shapes)]
+    return Atom.of(
+        "w", "fp32", [(shape, Fragments(dtype, [each])) for shape, each in zip(shapes, fragments, strict=True)]
     )
-    return Atom("w", "fp32", dtype, shards)
 
 
 def test_without_a_view_fragments_are_found_by_their_starts() -> None:
@@ -68,8 +68,8 @@ def test_rows_that_follow_each_other_in_the_record_may_be_apart_in_the_destinati
 
 
 def test_columns_across_fragments_are_cut_where_the_fragments_end() -> None:
-    shard = Shard.of((3, 4), "float32", [Fragment(0, 6, 0, 0), Fragment(6, 6, 1, 0)])
-    atom = Atom("w", "fp32", "float32", (shard,))
+    storage = Fragments("float32", [Fragment(0, 6, 0, 0), Fragment(6, 6, 1, 0)])
+    atom = Atom.of("w", "fp32", [((3, 4), storage)])
     view = View(whole((3, 4)), ShardH().cut((3, 4), [(3, 2), (3, 2)]), 0, (0,))
     assert list(list_runs(Want(atom, 0, 6, 0, 0, view))) == [
         (0, Run(0, 0, 2, 2, 4, 2)),
@@ -130,7 +130,7 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
     records: list[np.ndarray] = []
     shards = []
     if len(source.shards) == 1 and logical.size and data.draw(st.booleans()):
-        shards.append(Shard(source.shape, draw_tiles(data.draw, logical.reshape(source.shape), records)))
+        shards.append((source.shape, draw_blocks(data.draw, logical.reshape(source.shape), records)))
     for rank, shape in enumerate(source.local_shapes if not shards else ()):
         held, fragments = take(source, rank, logical), []
         ends = sorted(data.draw(st.lists(st.integers(0, len(held)), max_size=3)))
@@ -139,8 +139,8 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
                 ahead = data.draw(st.integers(0, 2))
                 fragments.append(Fragment(low, high - low, len(records), 4 * ahead))
                 records.append(np.concatenate([np.full(ahead, -1), held[low:high]]))
-        shards.append(Shard.of(shape, "float32", fragments))
-    atom = Atom("w", "fp32", "float32", tuple(shards))
+        shards.append((shape, Fragments("float32", fragments)))
+    atom = Atom.of("w", "fp32", shards)
     if len(shards) == 1 and source.view == source.shape and source.shape:  # places at an axis' end that are left out
         axis = data.draw(st.integers(0, len(source.shape) - 1))
         kept = data.draw(st.integers(0, source.shape[axis]))
@@ -167,56 +167,58 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
     assert not split or all(each.is_contiguous for each in cut)
 
 
-def draw_tiles(draw: st.DrawFn, whole: np.ndarray, records: list[np.ndarray]) -> Tiles:
-    """A tensor cut along every dimension, each tile in a record of its own."""
-    tiles = []
+def draw_blocks(draw: st.DrawFn, whole: np.ndarray, records: list[np.ndarray]) -> Fragments:
+    """Cut a tensor along every dimension, each block in a separate record."""
+    blocks = []
     cuts = [sorted(draw(st.sets(st.integers(1, size - 1), max_size=2))) if size > 1 else [] for size in whole.shape]
     spans = [zip([0, *cut], [*cut, size], strict=True) for cut, size in zip(cuts, whole.shape, strict=True)]
     for box in product(*spans):
         ahead = draw(st.integers(0, 2))
         held = whole[tuple(slice(*span) for span in box)]
-        tiles.append(Tile(tuple(low for low, _ in box), held.shape, len(records), 4 * ahead))
+        begins = tuple(low for low, _ in box)
+        blocks.append(Fragment.of_block(begins, held.shape, whole.shape, len(records), 4 * ahead))
         records.append(np.concatenate([np.full(ahead, -1), held.ravel()]))
-    return Tiles("float32", whole.shape, tuple(tiles))
+    return Fragments("float32", blocks, whole.shape)
 
 
 @given(data=st.data())
-def test_runs_of_tiles_are_their_elements(data: st.DataObject) -> None:
+def test_runs_of_blocks_are_their_elements(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
     elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
-    shard = Shard(shape, draw_tiles(data.draw, elements, records))
+    storage = draw_blocks(data.draw, elements, records)
+    atom = Atom.of("w", "fp32", [(shape, storage)])
     low, high = sorted(data.draw(st.tuples(*[st.integers(0, elements.size)] * 2)))
     position = None
-    for run in shard.find(low, high):
+    for run in storage.find(0, low, high):
         src = run.offset // 4
         assert records[run.record][src : src + run.numel].tolist() == [*range(run.start, run.start + run.numel)]
         assert position in (None, run.start)
         position = run.start + run.numel
     assert low == high or position >= high
     memory = np.full(elements.size, -1)
-    for _, _, dst in moves(locate(Want(Atom("w", "fp32", "float32", (shard,)), low, high - low))):
+    for _, _, dst in moves(locate(Want(atom, low, high - low))):
         memory[dst] += 1
     assert memory.tolist() == [*[0] * (high - low), *[-1] * (elements.size - high + low)]
-    assert sum(piece.numel for piece in shard.pieces) == elements.size
+    assert sum(block.numel for block in storage.fragments) == elements.size
 
 
 @given(data=st.data())
-def test_rows_of_tiles_are_tiles(data: st.DataObject) -> None:
-    """Places of a tensor's first dimension, or a tensor without that dimension; other parts are no tiles."""
+def test_rows_of_blocks_are_blocks(data: st.DataObject) -> None:
+    """Places of a tensor's first dimension, or a tensor without that dimension; other parts are no blocks."""
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
-    tiles, row = draw_tiles(data.draw, elements, records), int(np.prod(shape[1:]))
+    blocks, row = draw_blocks(data.draw, elements, records), int(np.prod(shape[1:]))
     low = data.draw(st.integers(0, shape[0] - 1))
     high = data.draw(st.integers(low + 1, shape[0]))
     wanted = elements[low:high]
     wanted = wanted[0] if high - low == 1 and data.draw(st.booleans()) else wanted
-    cut = tiles.cut(low * row, high * row, wanted.shape)
+    cut = blocks.cut_blocks(low * row, high * row, wanted.shape)
     assert cut is not None and cut.shape == wanted.shape
     found = [records[run.record][run.offset // 4 :][: run.numel] for run in cut.find(0, 0, wanted.size)]
     assert np.concatenate(found).tolist() == wanted.ravel().tolist()
-    assert sorted(cut.tiles) == list(cut.tiles)
-    assert tiles.cut(low * row, high * row, (*wanted.shape, 2)) is None
-    assert row == 1 or tiles.cut(low * row + 1, high * row, wanted.shape) is None
+    assert [block.start for block in cut.fragments] == sorted(block.start for block in cut.fragments)
+    assert blocks.cut_blocks(low * row, high * row, (*wanted.shape, 2)) is None
+    assert row == 1 or blocks.cut_blocks(low * row + 1, high * row, wanted.shape) is None
 
 
 def moves(items: Iterable[CopyItem]) -> list[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, GroupInfo, ParamKey, Shard
+from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, Fragments, GroupInfo, ParamKey
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance, pick_weight
 from deepspeed_ucp.tensor_parallel import parse_renames, rename_names
@@ -31,7 +31,7 @@ def make_index(
     held += [(name, MODULE, shape) for name, shape in (module or {}).items()]
     numbers = dict(instances or {})
     atoms = [
-        Atom(name, state, "float32", (Shard.of(shape, "float32", ()),) * tp, number)
+        Atom.of(name, state, [(shape, Fragments("float32", []))] * tp, number)
         for name, state, shape in held
         for number in range(numbers.get(name, 1))
     ]

@@ -15,12 +15,10 @@ from deepspeed_ucp.model import (
     AtomicIndex,
     Atoms,
     Fragment,
+    Fragments,
     GroupInfo,
     ParamKey,
     Record,
-    Shard,
-    Tile,
-    Tiles,
 )
 from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse_experts, split_experts
 from tests.plan import planning
@@ -42,8 +40,8 @@ def make_index(shapes: Shapes, *, cut: int = 5, tp: int = 1, **fields: Any) -> t
                 for start, size in reversed(parts):
                     placed.append(Fragment(start, size, 0, 4 * position))
                     position += size
-                shards.append(Shard.of(shape, "float32", placed[::-1]))
-            atoms.append(Atom(name, state, "float32", tuple(shards)))
+                shards.append((shape, Fragments("float32", placed[::-1])))
+            atoms.append(Atom.of(name, state, shards))
     index = planning.make_index(atoms, [Record(0, 0, 4 * position, None)], tp=tp, **fields)
     return index, np.arange(position)
 
@@ -52,9 +50,10 @@ def read(index: AtomicIndex, data: np.ndarray, name: str, state: str = MASTER, l
     atom = index.find(name, state)
     assert atom is not None
     shard = atom.shards[lane]
-    parts = [data[f.offset // 4 : f.offset // 4 + f.numel] for f in shard.fragments]
+    fragments = shard.find(state, 0, shard.numel)
+    parts = [data[f.offset // 4 : f.offset // 4 + f.numel] for f in fragments]
     starts = np.cumsum([0, *(len(part) for part in parts)])
-    assert [f.start for f in shard.fragments] == list(starts[:-1])
+    assert [f.start for f in fragments] == list(starts[:-1])
     return np.concatenate(parts).reshape(shard.shape)
 
 
@@ -89,16 +88,17 @@ def test_repeated_fragments_are_cut_too() -> None:
     ]
 
 
-def test_experts_of_tiles_are_tiles() -> None:
+def test_experts_of_blocks_are_blocks() -> None:
     """Experts cut along their columns have as many pieces as there are blocks of columns."""
-    columns = [Tile((0, 0, 5 * at), (4, 3, 5), 0, 240 * at) for at in (0, 1)]
-    atom = Atom("x", MASTER, "float32", (Shard((4, 3, 10), Tiles("float32", (4, 3, 10), tuple(columns))),))
+    shape = (4, 3, 10)
+    columns = [Fragment.of_block((0, 0, 5 * at), (4, 3, 5), shape, 0, 240 * at) for at in (0, 1)]
+    atom = Atom.of("x", MASTER, [(shape, Fragments("float32", columns, shape))])
     index = planning.make_index([atom], [Record(0, 0, 480, None)])
     made = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 2) for e in range(4)})
     data = np.arange(120).reshape(4, 3, 2, 5).transpose(2, 0, 1, 3).reshape(-1)
     for expert in range(4):
         (shard,) = made.stored.atoms[f"x.{expert}", MASTER, 0].shards
-        assert (shard.shape, len(shard.pieces)) == ((3, 10), 2)
+        assert (shard.shape, len(shard.list_fragments(MASTER))) == ((3, 10), 2)
         assert read(made, data, f"x.{expert}").tolist() == np.arange(120).reshape(4, 3, 10)[expert].tolist()
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_ucp.model import Atom, Fragment, Record, Shard, count
+from deepspeed_ucp.model import Atom, Fragment, Fragments, Record, count
 from deepspeed_ucp.model.flat import Cut, join_parameters, join_reserved
 from deepspeed_ucp.plan import View, Want
 from deepspeed_ucp.tensor_parallel import Layout, Pattern, Replicate, ShardH, ShardNC, ShardV
@@ -79,7 +79,7 @@ def save(grid: Grid, layers: int) -> tuple[dict[str, Atom], list[Record]]:
     atoms = {}
     for name, held in fragments.items():
         shape = local_shape(name.partition(".")[2], grid.tp)
-        atoms[name] = Atom(name, "fp32", "float32", tuple(Shard.of(shape, "float32", parts) for parts in held))
+        atoms[name] = Atom.of(name, "fp32", [(shape, Fragments("float32", parts)) for parts in held])
     return atoms, records
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
-from deepspeed_ucp.model import MASTER, MODULE, Atom, AtomicIndex, Fragment, Record, Shard
+from deepspeed_ucp.model import MASTER, MODULE, Atom, AtomicIndex, Fragment, Fragments, Record
 from deepspeed_ucp.plan.settling import list_weights, settle_index
 from deepspeed_ucp.tensor_parallel import Replicate, ShardV, from_config
 from deepspeed_ucp.tensor_parallel.settle import EQUAL, SHAPES
@@ -23,8 +23,8 @@ def make_index(
 ) -> AtomicIndex:
     """Build a buffer with four elements on every tensor-parallel rank, each in a record with a checksum."""
     at = offsets or [0] * len(crcs)
-    shards = tuple(Shard.of((4,), "float32", [Fragment(0, 4, number, offset)]) for number, offset in enumerate(at))
-    atom = Atom("b", MODULE, "float32", shards)
+    shards = [((4,), Fragments("float32", [Fragment(0, 4, number, offset)])) for number, offset in enumerate(at)]
+    atom = Atom.of("b", MODULE, shards)
     records = [Record(0, 32 * number, 32, crc) for number, crc in enumerate(crcs)]
     fields = {"buffers": frozenset({"b"}), "hints": dict(hints or {})}
     return planning.make_index([atom], records, len(crcs), **fields)
@@ -79,8 +79,8 @@ def test_invalid_metadata_is_reported_with_its_file() -> None:
 
 
 def test_the_weight_is_the_master_or_else_the_modules_tensor() -> None:
-    shard = (Shard.of((4,), "float32", ()),)
-    atoms = [Atom("a", state, "float32", shard) for state in ("exp_avg", MODULE, MASTER)]
-    atoms += [Atom("b", state, "float32", shard) for state in ("exp_avg", MODULE)]
+    shards = [((4,), Fragments("float32", []))]
+    atoms = [Atom.of("a", state, shards) for state in ("exp_avg", MODULE, MASTER)]
+    atoms += [Atom.of("b", state, shards) for state in ("exp_avg", MODULE)]
     weights = list_weights(planning.make_index(atoms))
     assert {name: atom.state for name, atom in weights.items()} == {"a": MASTER, "b": MODULE}

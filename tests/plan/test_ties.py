@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.model import MODULE, Atom, Fragment, Record, Shard
+from deepspeed_ucp.model import MODULE, Atom, Fragment, Fragments, Record
 from deepspeed_ucp.plan.match import are_same
 from tests.plan import planning
 from tests.plan.test_match import match
@@ -17,7 +17,7 @@ HALVES = [(0, 2, 0, 0), (2, 2, 1, 0)]
 
 
 def make_atoms(one: Parts, other: Parts, dtype: str = "float32", numel: int = 4) -> list[Atom]:
-    copy = Atom("head", MODULE, dtype, (Shard.of((numel,), dtype, [Fragment(*part) for part in other]),))
+    copy = Atom.of("head", MODULE, [((numel,), Fragments(dtype, [Fragment(*part) for part in other]))])
     return [planning.make_atom("embed", 4, *one), copy]
 
 

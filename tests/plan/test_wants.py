@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
+from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Fragment, Fragments, ParamKey, Record
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
 from deepspeed_ucp.plan import Want, locate
@@ -30,9 +28,10 @@ def make_index(**lanes: int) -> AtomicIndex:
     for name, count in lanes.items():
         shards = []
         for _ in range(count):
-            shards.append(Shard.of((12 // count, 2), "float32", [Fragment(0, 24 // count, len(records), 0)]))
+            storage = Fragments("float32", [Fragment(0, 24 // count, len(records), 0)])
+            shards.append(((12 // count, 2), storage))
             records.append(Record(0, 64, 96 // count, 0))
-        atoms.append(Atom(name, MASTER, "float32", tuple(shards)))
+        atoms.append(Atom.of(name, MASTER, shards))
     return planning.make_index(atoms, records)
 
 
@@ -65,9 +64,14 @@ def test_experts_beside_dense_parameters(folded: bool) -> None:
 
 
 A, B = (planning.make_atom(name, numel) for name, numel in (("a", 6), ("b", 3)))
-A_MOMENT = replace(planning.make_atom("a", 6, dtype="bfloat16"), state="exp_avg")
+A_MOMENT = planning.make_atom("a", 6, dtype="bfloat16", state="exp_avg")
 TWO = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
 MATCH = Match({"a": ParamKey("a"), "b": ParamKey("b")})
+
+
+def make_halves(state: str) -> Atom:
+    """Make the atom `a` with two shards of six elements, in no file."""
+    return Atom.of("a", state, [((6,), Fragments("float32", []))] * 2)
 
 
 def list_of(held: EngineBuffer, match: Match = MATCH, *, tensor: bool = False) -> Wants:
@@ -132,7 +136,7 @@ def test_a_tensor_that_no_optimizer_owns() -> None:
 
 
 def test_a_state_in_two_dtypes_has_two_sinks() -> None:
-    moment = replace(B, state="exp_avg")
+    moment = planning.make_atom("b", 3, state="exp_avg")
     held = EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"})
     index = planning.make_index([A, B, A_MOMENT, moment])
     found = list_wants(index, EngineView(flats=[held]), MATCH, {}, with_states=True)
@@ -142,7 +146,7 @@ def test_a_state_in_two_dtypes_has_two_sinks() -> None:
 
 def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
     """The whole cut is zeroed before the saved rows are read into it."""
-    atom = Atom("vocabulary", MASTER, "float32", (Shard.of((4, 2), "float32", ()),))
+    atom = Atom.of("vocabulary", MASTER, [((4, 2), Fragments("float32", []))])
     held = EngineBuffer(join_parameters(0, ("vocabulary",), ((6, 2),)), 0, 0, "float32")
     saved, wanted = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (4, 6))
     layouts = {"vocabulary": (saved, wanted)}
@@ -160,7 +164,7 @@ def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
 )
 def test_which_of_a_parameters_weights_is_wanted(tensor: bool, with_states: bool, wanted: str) -> None:
     """The master if states are loaded, else the module's copy; without optimizer the module's tensor."""
-    atoms = [replace(B, state=state) for state in (MASTER, COPY, MODULE)]
+    atoms = [planning.make_atom("b", 3, state=state) for state in (MASTER, COPY, MODULE)]
     held = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
     view = EngineView(extras=[held]) if tensor else EngineView(flats=[held])
     (want,) = list_wants(planning.make_index(atoms), view, MATCH, {}, with_states=with_states).wants
@@ -169,7 +173,7 @@ def test_which_of_a_parameters_weights_is_wanted(tensor: bool, with_states: bool
 
 def test_of_a_mean_every_replica_is_wanted() -> None:
     """Two shards of six elements, each whole, whose mean fills the second half."""
-    atom = replace(A, shards=A.shards * 2)
+    atom = make_halves(MASTER)
     saved = Layout((6,), (6,), ((((0, 6),),),) * 2, ((6,),) * 2, replicated=True, mean=True)
     wanted = Layout((6,), (6,), ((((0, 6),),),), ((6,),))
     held = EngineBuffer(join_parameters(0, ("a",), ((6,),), parts=2, partition=3), 1, 0, "bfloat16")
@@ -191,7 +195,7 @@ def test_of_a_mean_every_replica_is_wanted() -> None:
 def test_states_and_tensors_come_from_their_own_shard(tensor: bool) -> None:
     """The second of two shards, for the moment as for the master."""
     layout = cut(2)
-    atoms = [replace(A, state=state, shards=A.shards * 2) for state in (MASTER, "exp_avg")]
+    atoms = [make_halves(state) for state in (MASTER, "exp_avg")]
     held = EngineBuffer(
         join_parameters(0, ("a",), ((6, 2),)), 0, 1, "float32", {} if tensor else {"exp_avg": "float32"}
     )

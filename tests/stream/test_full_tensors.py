@@ -36,7 +36,7 @@ def open_held(held: Held, folder: Path, run: Run | None = None) -> AtomicIndex:
 
 def flip_bit(index: AtomicIndex, name: str, state: str, offset: int | None = None) -> None:
     """Damage a source: in the record of an atom's last fragment, in the middle or at a byte."""
-    record = index.stored.records[index.stored.atoms[AtomKey(name, state)].shards[-1].fragments[-1].record]
+    record = index.stored.records[index.stored.atoms[AtomKey(name, state)].shards[-1].list_fragments(state)[-1].record]
     path = Path(index.stored.files[record.file].path)
     data = bytearray(path.read_bytes())
     data[record.offset + (record.nbytes // 2 if offset is None else offset % record.nbytes)] ^= 1
@@ -193,7 +193,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     held = draw_state(make_plain(("norm",)), Topology(1, 2))
     index = open_held(held, tmp_path)
     whole = assemble_full_tensors(index).tensors[AtomKey("body.norm", MASTER)]
-    last = whole.atom.shards[0].fragments[-1]
+    last = whole.atom.shards[0].list_fragments(whole.atom.state)[-1]
     padded = last.offset + last.numel * 4 < index.stored.records[last.record].nbytes
     assert place == "atom" or padded, "the last partition is padded"
     flip_bit(index, "body.norm", MASTER, last.offset if place == "atom" else -1)

@@ -36,7 +36,7 @@ def test_each_rank_creates_only_the_atoms_of_its_files(tmp_path: Path, monkeypat
             pairs = list_pairs(index, monkeypatch, rank, 4)
         assert {key.param for (_, key), _ in made.call_args_list} == {here.atom.param for here, _ in pairs}
         assert len({here.atom.param for here, _ in pairs}) < len(MODEL.params) / 2
-        parted = [part for each, _ in pairs for part in each.atom.shards[0].find(each.start, each.end)]
+        parted = [part for each, _ in pairs for part in each.atom.shards[0].find(MASTER, each.start, each.end)]
         assert len({index.stored.records.files[part.record] for part in parted}) == (2 if rank < 2 else 1)
         assert all(here.atom.state == MASTER and replace(here, atom=there.atom) == there for here, there in pairs)
         compared += pairs

@@ -541,18 +541,17 @@ class Builder:
             parts = [storage for storage in storages if storage.tp_shard == tp_shard]
             shape = parts[0].shape if parts else empty.get((param, tp_shard))
             if shape is None:
-                fragments = [fragment for storage in storages for fragment in storage.shard(state).fragments]
+                fragments = [fragment for storage in storages for fragment in storage.list_fragments(state)]
                 path = next(map(self._path_of, fragments), None)
                 raise CheckpointError(
                     f"holds {param} ({state}), the files of tensor-parallel rank "
                     f"{tp_shard} do not. The folder mixes files of several saves, or lacks files.",
                     path=path or self.save.folder,
                 )
-            fragments = [part for storage in parts for part in storage.shard(state).fragments]
+            fragments = [part for storage in parts for part in storage.list_fragments(state)]
             fragments.sort(key=attrgetter("start"))
             joined.append(ParamStorage(tp_shard, shape, 0, {state: Fragments(dtype, fragments)}))
-        atom = Atom(param.name, state, dtype, tuple(storage.shard(state) for storage in joined), param.instance)
-        check_coverage(atom, self._path_of)
+        check_coverage(Atom(param.name, state, dtype, tuple(joined), param.instance), self._path_of)
         return joined
 
     def _path_of(self, fragment: Fragment) -> str:
@@ -561,7 +560,7 @@ class Builder:
 
 def _has_any(storage: ParamStorage, state: str) -> bool:
     """Return True if files have elements of a state; files of a flat buffer may lack it."""
-    return not isinstance(storage.states[state], PartitionedState) or bool(storage.shard(state).fragments)
+    return not isinstance(storage.states[state], PartitionedState) or bool(storage.list_fragments(state))
 
 
 def _is_sound(storages: Sequence[ParamStorage], tp_shards: int) -> bool:

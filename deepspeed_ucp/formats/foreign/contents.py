@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from ...errors import CheckpointError, UnsupportedError, shorten
@@ -16,16 +17,15 @@ from ...model import (
     AtomicIndex,
     AtomKey,
     FileRef,
+    Fragment,
+    Fragments,
     GroupInfo,
     Limits,
     ModelInfo,
     ParamKey,
     Record,
     RunState,
-    Shard,
     StoredAtoms,
-    Tile,
-    Tiles,
     check_coverage,
     count,
     strip_compiled,
@@ -261,15 +261,16 @@ class _Maker:
         if (name, state) in self._keys:
             raise CheckpointError(f"holds {name} ({state}) twice.", path=self.where.folder)
         self._keys.add((name, state))
-        chunks, tiles = [chunk for chunk in tensor.chunks if count(chunk.shape)], []
+        shape, dtype = tensor.shape, tensor.dtype
+        chunks, blocks = [chunk for chunk in tensor.chunks if count(chunk.shape)], list[Fragment]()
         for chunk in chunks:
             record = self._find_record(chunk)
             self._check(name, tensor, chunk)
-            tiles.append(Tile(chunk.offsets, chunk.shape, record, chunk.begin))
-        shape, itemsize = tensor.shape, ITEMSIZE[tensor.dtype]
-        runs = sum(tile.count_runs(shape) for tile in tiles)
-        if runs > len(tiles) and _is_grid(shape, tiles):
-            atom = Atom(name, state, tensor.dtype, (Shard(shape, Tiles(tensor.dtype, shape, tuple(sorted(tiles)))),))
+            blocks.append(Fragment.of_block(chunk.offsets, chunk.shape, shape, record, chunk.begin))
+        runs = sum(block.count_runs(shape) for block in blocks)
+        if runs > len(blocks) and _is_grid(shape, chunks):
+            storage = Fragments(dtype, sorted(blocks, key=attrgetter("start")), shape)
+            atom = Atom.of(name, state, [(shape, storage)])
         else:
             self._runs += runs
             if self._runs > _MOST_RUNS:
@@ -277,8 +278,9 @@ class _Maker:
                     f"{name} is cut irregularly, into more than {_MOST_RUNS} pieces with the others.",
                     path=self.where.folder,
                 )
-            cut = sorted((run for tile in tiles for run in tile.list_runs(shape, itemsize)), key=lambda run: run.start)
-            atom = Atom(name, state, tensor.dtype, (Shard.of(shape, tensor.dtype, cut),))
+            cut = [run for block in blocks for run in block.list_runs(shape, ITEMSIZE[dtype])]
+            storage = Fragments(dtype, sorted(cut, key=attrgetter("start")))
+            atom = Atom.of(name, state, [(shape, storage)])
             check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
         self.atoms.append(atom)
 
@@ -307,10 +309,10 @@ class _Maker:
         return self._record_ids[key]
 
 
-def _is_grid(shape: Shape, tiles: Sequence[Tile]) -> bool:
-    """Return True if the tiles are all cells of a grid over a shape."""
-    cuts = [sorted({(tile.begins[dim], tile.shape[dim]) for tile in tiles}) for dim in range(len(shape))]
+def _is_grid(shape: Shape, chunks: Sequence[TensorBlock]) -> bool:
+    """Return True if the chunks are all cells of a grid over a shape."""
+    cuts = [sorted({(chunk.offsets[dim], chunk.shape[dim]) for chunk in chunks}) for dim in range(len(shape))]
     for cut, size in zip(cuts, shape, strict=True):
         if [*(at for at, _ in cut), size] != [0, *(at + width for at, width in cut)]:
             return False
-    return len({tile.begins for tile in tiles}) == len(tiles) == count(tuple(map(len, cuts)))
+    return len({chunk.offsets for chunk in chunks}) == len(chunks) == count(tuple(map(len, cuts)))

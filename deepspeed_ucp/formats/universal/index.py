@@ -19,11 +19,11 @@ from ...model import (
     AtomKey,
     FileRef,
     Fragment,
+    Fragments,
     GroupInfo,
     ParamKey,
     Record,
     RunState,
-    Shard,
     StoredAtoms,
     count,
 )
@@ -299,11 +299,10 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequ
     records: list[Record] = []
     atoms: list[Atom] = []
     for atom in manifest.atoms:
-        fragments = (Fragment(0, count(atom.shape), len(records), 0),) if count(atom.shape) else ()
+        fragments = [Fragment(0, count(atom.shape), len(records), 0)] if count(atom.shape) else []
         records.append(Record(numbers[place_file(atom.key)], atom.offset, atom.nbytes, atom.crc))
-        atoms.append(
-            Atom(atom.name, atom.state, atom.dtype, (Shard.of(atom.shape, atom.dtype, fragments),), atom.instance)
-        )
+        storage = Fragments(atom.dtype, fragments)
+        atoms.append(Atom.of(atom.name, atom.state, [(atom.shape, storage)], atom.instance))
     others = header.model.others if header.model else ()
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[STATE_FILE], blob.offset, blob.nbytes, blob.crc) for blob in others]
