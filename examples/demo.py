@@ -1,6 +1,6 @@
-"""`make demo`: three programs at the same time, and the verdict on each.
+"""Run the three programs of `make demo` at the same time, and report which of them succeed.
 
-The third one waits for most of its time, so the first two run in its gaps. Exits with 1 if a program fails.
+The third program waits for most of its time, so the others can use the processors. Exits with 1 if a program fails.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PROGRAMS = {
 }
 DESCRIPTION = f"""\
 make demo: about two minutes on two quiet cores. If DeepSpeed's operator {OPERATOR} is
-not compiled yet, that takes one to two minutes more, once. Three programs run at the same time:
+not compiled yet, its compilation adds one to two minutes, once. Three programs run at the same time:
   kill and resume  a GPT trains on 4 ranks, is killed, resumes on 2 ranks, is killed, and resumes on 3
   TP, PP, ZeRO     a GPT of TP 2 and PP 2 resumes under other TP, PP, SP and ZeRO
   {LAUNCHED}         two jobs lose an agent, gain one, hang, and lose a process and a node with its memory
 """
 CLOCK = re.compile(r" *\d+ s  ")
-"""Start of a line of a program's log. Other lines are printed when the program has ended."""
+"""Start of a log line. Other lines of a program are printed after its end."""
 
 
 class Demo:
@@ -70,7 +70,7 @@ class Demo:
         return process.returncode
 
     def run(self, name: str) -> bool:
-        """Run a program; log its lines as they come, then print the rest. Returns True if it succeeded."""
+        """Run a program, print its log lines at once and its other lines at the end. Returns True if it succeeded."""
         if name == LAUNCHED and self.compile():
             return False
         script, *arguments = PROGRAMS[name]
@@ -87,7 +87,7 @@ class Demo:
         return not code
 
     def end(self) -> None:
-        """End all programs: they remove their files."""
+        """Send SIGTERM to all programs, which remove their files and exit."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -107,7 +107,7 @@ def main() -> int:
         return 128 + signal.SIGINT
     for name, succeeded in verdicts.items():
         print(f"{'succeeded' if succeeded else 'FAILED'}: {name}")
-    print(f"{time.monotonic() - demo.began:.0f} s in all. Pictures: {HERE.parent / 'demo_out'}")
+    print(f"{time.monotonic() - demo.began:.0f} s in total. Pictures: {HERE.parent / 'demo_out'}")
     return 0 if all(verdicts.values()) else 1
 
 

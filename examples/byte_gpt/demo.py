@@ -5,21 +5,20 @@
     segment 2   2 ranks, ZeRO-3, resumed from segment 1's checkpoint, killed with SIGKILL
     segment 3   3 ranks, ZeRO-2, resumed from segment 2's checkpoint, to the end
 
-Exits with 1 if the state that a segment restored differs by a bit from the saved one, or if its losses leave the
-uninterrupted curve. The bounds:
+Exits with 1 if a restored state differs by a bit from the saved one, or if a loss differs from the uninterrupted one by
+more than these bounds:
 
-*First step after a resume.* The killed run had done that step too, with the same weights and the same batch: the two
-losses differ only by how the forward rounds (another micro batch size may block a bf16 product differently, ZeRO-3 adds
-a bias in a step of its own). bf16 rounds to 2^-9 of a value; a sequence's loss can be off by that much of itself, and
-the 24 sequences of the batch average it: 2^-9 · loss / √24, about 0.001. Measured: 0.0001 and below.
+*First step after a resume.* The killed run took this step too, with the same weights and the same batch. The two losses
+differ only by rounding in the forward pass: another micro batch size may block a bf16 product differently, and ZeRO-3
+adds a bias in a separate step. bf16 rounds to 2^-9 of a value, so the loss of a sequence may differ by this factor. The
+mean over the 24 sequences of the batch gives 2^-9 · loss / √24, about 0.001. Measured: at most 0.0001.
 
-*Later steps.* Another number of ranks sums the bf16 gradients in another order, so that every update differs in its
-last bits and the runs drift apart. The drift must stay below a tenth of the change of the loss from one step to the
-next (the median of the reference), about 0.008: a resume must move the curve far less than any one batch does.
-Measured: 0.0005. Measured for wrong states, from the checkpoint of step 20: 0.03 with moments and step count zeroed,
-0.08 with the moments zeroed, 0.20 with exp_avg zeroed, 0.13 with the moments shifted by 1000 elements, 0.18 with the
-scheduler restarted, 1.8 for a fresh start. Masters rounded to bf16 give 0.007: curves alone would miss that, which is
-why the state is compared to the bit as well.
+*Later steps.* Another number of ranks sums the bf16 gradients in another order, so updates differ in their last bits
+and the runs drift apart. The drift must stay below a tenth of the median change of the reference's loss from one step
+to the next, about 0.008: a resume must change the loss far less than a batch does. Measured: 0.0005. Measured for wrong
+states, from the checkpoint of step 20: 0.03 with moments and step count zeroed, 0.08 with the moments zeroed, 0.20 with
+exp_avg zeroed, 0.13 with the moments shifted by 1000 elements, 0.18 with the scheduler restarted, 1.8 for a fresh
+start. Masters rounded to bf16 give 0.007, which losses do not reveal. Therefore the state is also compared to the bit.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ BASE_CONFIG = {
 
 @dataclass(frozen=True)
 class Segment:
-    """One launch; `kill_after` is the step after whose log line the launch is killed."""
+    """One launch, which is killed after the log line of step `kill_after`."""
 
     name: str
     ranks: int
@@ -120,7 +119,7 @@ class DemoFailed(Exception):
 
 
 class Launcher:
-    """Launches of train.py, each watched through its log.
+    """Launches train.py and follows its log.
 
     The ranks are forked from a process that has imported torch and DeepSpeed, which takes seconds per rank.
     """
@@ -199,7 +198,7 @@ class Launcher:
 
 
 class Launch:
-    """The ranks of a launch. On exit those that are left are killed."""
+    """The ranks of a launch. The context manager kills the remaining ones at its end."""
 
     def __init__(self, processes: Sequence[BaseProcess]) -> None:
         self.processes = processes
@@ -218,7 +217,7 @@ class Launch:
         self.wait()
 
     def is_alive(self) -> bool:
-        """Return False if no rank is left. A failed rank ends the others, as a launcher does."""
+        """Return False if all ranks have ended. If one failed, kill the others, as a launcher does."""
         if any(self.exit_codes):
             self.kill()
         return any(process.is_alive() for process in self.processes)
@@ -247,7 +246,7 @@ def run_rank(variables: Mapping[str, str], arguments: Sequence[str], output: Pat
 
 
 def follow(log: Path, is_alive: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """The events of a growing file of JSON lines, as they come, until its writer has ended."""
+    """Yield the events of a growing file of JSON lines until its writer has ended."""
     position = 0
     while True:
         ending = not is_alive()
@@ -256,7 +255,7 @@ def follow(log: Path, is_alive: Callable[[], bool]) -> Iterator[dict[str, Any]]:
                 file.seek(position)
                 for line in file:
                     if not line.endswith(b"\n"):
-                        break  # half a line: come back for it
+                        break  # incomplete: read this line again later
                     position += len(line)
                     yield json.loads(line)
         if ending:
@@ -282,13 +281,13 @@ def differences(outcome: Outcome, reference: Outcome) -> dict[int, float]:
 
 
 def drift_bound(reference: Outcome) -> float:
-    """A tenth of the median change of the reference's loss from one step to the next, after its steep beginning."""
+    """Return a tenth of the median change of the reference's loss between two steps, without its steep beginning."""
     losses = [reference.losses[step] for step in range(STEPS // 4, STEPS + 1)]
     return DRIFT_BOUND * median(abs(b - a) for a, b in itertools.pairwise(losses))
 
 
 def find_faults(reference: Outcome, outcomes: Sequence[Outcome]) -> list[str]:
-    """Everything in which the interrupted run is not the uninterrupted one."""
+    """List differences between the interrupted and the uninterrupted run that exceed the bounds."""
     faults = []
     bound = drift_bound(reference)
     for before, outcome in zip([None, *outcomes], outcomes, strict=False):
@@ -316,27 +315,25 @@ def _resume_faults(before: Outcome, outcome: Outcome) -> list[str]:
         )
     first, bound = first_difference(before, outcome), FIRST_STEP_BOUND * outcome.losses[step + 1]
     if first > bound:
-        faults.append(
-            f"{name}: the first loss is {first:.2g} off what {before.segment.name} had got there, more than {bound:.2g}"
-        )
+        faults.append(f"{name}: the first loss is {first:.2g} off that of {before.segment.name}, more than {bound:.2g}")
     return faults
 
 
 def first_difference(before: Outcome, outcome: Outcome) -> float:
-    """How far the first loss after the resume is from what the killed run had got at that step."""
+    """Return the difference between the first loss after the resume and the killed run's loss of this step."""
     step = outcome.segment.resumes_at + 1
     return abs(outcome.losses[step] - before.losses[step])
 
 
 def count_equal_atoms(before: Outcome, outcome: Outcome) -> tuple[int, int]:
-    """How many tensors were restored to the bit, of how many that either side has."""
+    """Count the tensors that were restored to the bit, and all tensors of both sides."""
     step = outcome.segment.resumes_at
     saved, restored = before.digests.get(("saved", step), {}), outcome.digests.get(("loaded", step), {})
     return sum(saved.get(atom) == sha for atom, sha in restored.items()), len(saved.keys() | restored.keys())
 
 
 def make_table(reference: Outcome, outcomes: Sequence[Outcome]) -> str:
-    """One line a launch: max |Δ| against the reference, first |Δ| against the killed run's own loss at that step."""
+    """One line per launch: max |Δ| to the reference, first |Δ| to the killed run's loss of this step."""
     rows = [("", "ranks", "ZeRO", "steps", "max |Δ loss|", "first |Δ loss|", "state restored", "seconds")]
     for before, outcome in zip([None, None, *outcomes], [reference, *outcomes], strict=False):
         segment = outcome.segment
@@ -358,7 +355,7 @@ def _describe_resume(before: Outcome, outcome: Outcome) -> tuple[str, str]:
 
 def make_picture(reference: Outcome, outcomes: Sequence[Outcome]) -> Path:
     """Draw the curves to demo_out/resume.png."""
-    from plot import Curve, draw  # not in the ranks, which import this module
+    from plot import Curve, draw  # here, because the ranks import this module and need no plots
 
     curves = []
     for outcome, after in zip(outcomes, [*outcomes[1:], None], strict=True):
@@ -394,9 +391,9 @@ def look_at(checkpoints: Path) -> list[str]:
             [sys.executable, "-m", "deepspeed_ucp", *words], capture_output=True, text=True, check=False
         )
         lines = (done.stdout if done.returncode == 0 else done.stderr).replace(f"{checkpoints}/", "").splitlines()
-        told = lines if len(lines) < LINES_OF_A_COMMAND else [*lines[:LINES_OF_A_COMMAND], "…"]
+        shown = lines if len(lines) < LINES_OF_A_COMMAND else [*lines[:LINES_OF_A_COMMAND], "…"]
         short = " ".join(words).replace(str(checkpoints), "checkpoints").replace(f"{ROOT}/", "")
-        print(f"  $ ds_ucp {short}\n" + "\n".join(f"    {line}" for line in told))
+        print(f"  $ ds_ucp {short}\n" + "\n".join(f"    {line}" for line in shown))
         if done.returncode:
             faults.append(f"ds_ucp {short} ended with {done.returncode}")
     return faults
@@ -424,7 +421,7 @@ def main() -> int:
         f"uninterrupted {reference.held_out_loss:.4f}."
     )
     print(f"Curves: {picture}.")
-    print(f"{time.monotonic() - launcher.began:.0f} s in all.")
+    print(f"{time.monotonic() - launcher.began:.0f} s in total.")
     for fault in faults:
         print(f"FAILED: {fault}")
     return 1 if faults else 0

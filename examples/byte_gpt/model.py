@@ -25,7 +25,7 @@ MULTIPLIES_BF16 = torch.cuda.is_available() or torch.backends.cpu.get_cpu_capabi
 
 
 class Linear(nn.Linear):
-    """Multiplies in fp32 where the processor has no products of bf16, which take tens of times as long there."""
+    """Multiplies in fp32 if the processor has no bf16 products, which are then tens of times slower."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if MULTIPLIES_BF16 or x.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""The picture of the demo: the resumed curves on the uninterrupted one, and the difference below."""
+"""Draw the losses of resumed runs on the uninterrupted curve, and the differences below."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by colour-blind readers too
-SMALLEST = 1e-9  # where a difference of exactly zero is drawn
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # distinguishable for colour-blind readers
+SMALLEST = 1e-9  # height at which a difference of zero is drawn
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A loss by step. What came after step `kept_until` was lost with the run, and trained again by the next."""
+    """Losses by step. Steps after `kept_until` were lost with the run and repeated by the next one."""
 
     label: str
     losses: Mapping[int, float]
@@ -29,7 +29,7 @@ class Curve:
 
 
 def draw(reference: Curve, curves: Sequence[Curve], bound: float, path: Path) -> None:
-    """Write the picture to `path` as PNG; `bound` is what the difference is held to, in nats."""
+    """Write the picture to `path` as PNG; `bound` is the maximum difference, in nats."""
     figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     above.plot(*_series(reference.losses), color="0.6", linewidth=5, label=reference.label, solid_capstyle="round")

@@ -1,10 +1,10 @@
-"""Train the byte-level GPT with DeepSpeed: an ordinary script, made elastic by `import deepspeed_ucp` alone.
+"""Train the byte-level GPT with DeepSpeed. `import deepspeed_ucp` alone makes this ordinary script elastic.
 
     deepspeed --num_accelerators 4 --no_local_rank examples/byte_gpt/train.py \\
         --deepspeed_config ds_config.json --steps 100 --checkpoint_dir checkpoints --save_every 20
 
 With `"checkpoint": {"universal": true}` in ds_config.json the same command resumes under any other number of ranks and
-any other ZeRO stage. The text is the Python standard library's own source code.
+any other ZeRO stage. The text is the source code of the Python standard library.
 """
 
 from __future__ import annotations

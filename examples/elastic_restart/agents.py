@@ -1,4 +1,4 @@
-"""Two torchrun agents on one machine. Each stands for a node and has a memory folder of its own."""
+"""Two torchrun agents on one machine. Each stands for a node and has a separate memory folder."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def count_ranks(world: int) -> str:
 
 
 def describe_start(load: dict[str, Any], steps: list[dict[str, Any]]) -> str:
-    """One line for a start: the step from which it resumes, and the steps that it repeats."""
+    """Describe a start: the step from which it resumes, and the steps that it repeats."""
     reached = max((each["step"] for each in steps if each["time"] < load["time"]), default=0)
     ranks, step = count_ranks(load["world"]), load["step"]
     if not reached:
@@ -149,7 +149,7 @@ class Job:
         self.reported = len(loads)
 
     def wait_for_steps(self, world: int, count: int, then: Callable[[int], bool] = lambda _: True) -> int:
-        """Wait until ``world`` ranks took ``count`` steps since the last fault, and ``then`` is true of the last."""
+        """Wait until ``world`` ranks took ``count`` steps since the last fault, and ``then`` accepts the last step."""
         since = self.faults[-1][1] if self.faults else 0.0
 
         def look() -> int | None:
@@ -161,12 +161,12 @@ class Job:
         return step
 
     def find_ranks(self, agent: subprocess.Popen[bytes]) -> list[int]:
-        """Live ranks of an agent."""
+        """Return the live ranks of an agent."""
         own = {each.pid for each in psutil.Process(agent.pid).children(recursive=True)}
         return [each["pid"] for each in self.read_log("started") if each["pid"] in own and is_alive(each["pid"])]
 
     def has_copies(self) -> bool:
-        """Return True if each node holds a copy of the other node's part of the last save."""
+        """Return True if each node has a copy of the other node's part of the last save."""
         jobs = [list_jobs(find_root(str(node)))[-1] for node in self.memory.iterdir()] if self.memory else []
         last = max(job.list_numbers()[-1] for job in jobs)
         return all(last in [copy.number for copy in job.list_copies()] for job in jobs)
@@ -217,7 +217,7 @@ def find_processes(memory: str) -> Iterator[int]:
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = path.read_bytes().split(b"\0")
-        except OSError:  # ended, or another user's
+        except OSError:  # the process ended or belongs to another user
             continue
         if any(each.startswith(f"{VARIABLE}={memory}".encode()) for each in variables):
             yield int(path.parent.name)
@@ -232,6 +232,6 @@ def kill(pids: list[int]) -> None:
 
 
 def make_environment() -> dict[str, str]:
-    """One thread per rank: the model is tiny, and more threads are slow on a busy machine."""
+    """Make an environment with one thread per rank: the model is tiny, and more threads are slow on a busy machine."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

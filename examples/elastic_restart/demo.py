@@ -1,17 +1,19 @@
-"""Two jobs on two torchrun agents each lose agents, ranks and a node, and resume without help. Part of `make demo`.
+"""Run two jobs that lose agents, ranks and a node, and resume without help. Part of `make demo`.
+
+Each job has two torchrun agents.
 
     reference  1 rank, uninterrupted
     storage    saves to a folder every 10 steps. One agent gets SIGKILL, and its ranks end with it. The other agent
                resumes alone, on half the ranks with the same total batch. A new agent joins: the ranks save, and
                the job grows. A rank is stopped (SIGSTOP): the agent's timer expires and the rank is killed
-    memory     saves into memory every 5 steps, each node's part into the other node's memory too. A process is
-               killed. Then a node is lost: all its processes and its memory. The other node resumes alone from its
-               own memory, on half the ranks
+    memory     saves into memory every 5 steps, with a copy of each node's part in the other node's memory. A process
+               is killed. Then a node is lost: all its processes and its memory. The other node resumes alone from
+               its memory, on half the ranks
 
-The jobs run at the same time, since they wait for most of theirs.
+The jobs run at the same time, because they wait most of the time.
 
 Exits with 1 if a promise is broken: a step trained on other samples than the reference, a loss differs from the
-reference (fp32 sums in another order move it by 1e-6), a process is left over, or a job fails. The memory job also
+reference (sums in another order change it by 1e-6 in fp32), a process remains, or a job fails. The memory job also
 fails if an event costs more than 5 steps, if a step repeated on the same ranks has another loss, or if a byte is read
 from its checkpoint folder.
 """
@@ -42,7 +44,7 @@ BACKUP = 30  # steps between saves of the second job to its folder
 SECOND = 120  # steps of the second job
 NAMES = ("detected", "rendezvous", "start", "load", "first step")  # phases of a restart
 KILLED, JOINED, STOPPED = "the first agent is killed", "a new agent joins", "a rank is stopped"
-OPTIONS = {KILLED: KEEP_ALIVE, STOPPED: HANG, "a node is lost": KEEP_ALIVE}  # seconds of detection that options set
+OPTIONS = {KILLED: KEEP_ALIVE, STOPPED: HANG, "a node is lost": KEEP_ALIVE}  # configured seconds of detection
 TARGET = 12.0  # seconds from an event to training on two quiet cores, without OPTIONS
 
 Steps = Mapping[int, Mapping[str, Any]]
@@ -76,7 +78,7 @@ def run_first(job: Job) -> list[str]:
     job.wait_for_steps(job.ranks, 8)
     job.note(JOINED)
     third = job.start_agent()
-    # A rank that is stopped in a save has no timer.
+    # Not during a save, in which a rank has no timer.
     job.wait_for_steps(whole, 15, lambda step: step % STORED == STORED // 2)
     stopped = job.find_ranks(second)[-1]
     job.note(STOPPED)
@@ -96,7 +98,7 @@ def run_second(job: Job) -> list[str]:
     doomed = job.find_ranks(second)[-1]
     job.note("a process is killed")
     os.kill(doomed, signal.SIGKILL)
-    # A loss during the copy of a save costs the steps since the save before.
+    # A loss during the copy of a save would also cost the steps since the previous save.
     job.wait_for_steps(whole, 2 * KEPT, lambda step: step % KEPT == KEPT - 2 and job.has_copies())
     job.note("a node is lost")
     job.lose_node(1)
@@ -123,7 +125,7 @@ def find_restarts(job: Job) -> list[Restart]:
         known = {each["pid"] for each in agents if each["time"] < began}
         own = [each for each in agents if began < each["time"] < until and each["pid"] in known]
         noticed = min(each["time"] for each in own if each["event"] in ("failed", "rendezvous"))
-        # Training goes on while a new agent starts: its cost begins with the last step before the restart.
+        # Training continues while a new agent starts: the cost begins with the last step before the restart.
         steps = [each["time"] for each in log if began < each["time"] < noticed and each["event"] == "step"]
         still = max(steps, default=began) if fault == JOINED else began
         ranks = [each for each in log if noticed < each["time"] < until]
@@ -151,7 +153,7 @@ def find_lost(log: Sequence[dict[str, Any]], end: float, start: int) -> list[flo
 
 
 def count_read(job: Job, loads: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the bytes that all ranks read in a load: from saves in memory, from copies there, from elsewhere."""
+    """Count the bytes that all ranks read in a load: from saves in memory, copies in memory, and other places."""
     counts = {"saves": 0, "copies": 0, "elsewhere": 0}
     for path, count in itertools.chain.from_iterable(each["read"].items() for each in loads):
         is_kept = job.memory is not None and Path(path).is_relative_to(job.memory)
@@ -184,7 +186,7 @@ def find_repeated(job: Job) -> Iterator[tuple[int, float, float]]:
 
 
 def check_memory(job: Job, restarts: Sequence[Restart]) -> dict[str, list[str]]:
-    """Return the promises of saves into memory, with what broke each."""
+    """Return the promises of saves into memory, each with the faults that break it."""
     repeated = list(find_repeated(job))
     return {
         f"each event cost at most {job.snapshot_every} steps": [
@@ -252,7 +254,7 @@ def main() -> int:
         finally:
             first.end()
             second.end()
-    print(f"Picture: {OUT / 'elastic_restart.png'}. {time.time() - began:.0f} s in all.")
+    print(f"Picture: {OUT / 'elastic_restart.png'}. {time.time() - began:.0f} s in total.")
     for each in broken:
         print(f"FAILED: {each}")
     return 1 if broken else 0

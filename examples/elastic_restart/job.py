@@ -58,7 +58,7 @@ class Windows(Dataset[tuple[int, torch.Tensor]]):
 
 
 class Log:
-    """JSON lines, each at once."""
+    """Writes JSON lines without buffering."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -79,36 +79,36 @@ def build(seed: int, *, in_memory: bool, hang: float) -> Any:
 
 
 def train_step(engine: Any, batches: Any, log: Log) -> None:
-    """One step. The loss of the total batch is logged, and the sum of its samples' numbers: whether they are others."""
-    told = torch.zeros(2, dtype=torch.float64)
+    """Take a step. Log the loss of the total batch, and the sum of its samples' numbers, which identifies them."""
+    totals = torch.zeros(2, dtype=torch.float64)
     for _ in range(engine.gradient_accumulation_steps()):
         which, window = next(batches)
         loss = engine(window[:, :-1], window[:, 1:])
         engine.backward(loss)
-        told += torch.tensor([loss.item(), float(which.sum())], dtype=torch.float64)
-        if engine.is_gradient_accumulation_boundary():  # before the step, whose end may be this process's
-            log_step(engine, told, log)
+        totals += torch.tensor([loss.item(), float(which.sum())], dtype=torch.float64)
+        if engine.is_gradient_accumulation_boundary():  # before the step, since this process may exit at its end
+            log_step(engine, totals, log)
         engine.step()
 
 
-def log_step(engine: Any, told: torch.Tensor, log: Log) -> None:
-    dist.all_reduce(told)
+def log_step(engine: Any, totals: torch.Tensor, log: Log) -> None:
+    dist.all_reduce(totals)
     world = dist.get_world_size()
     if dist.get_rank() == 0:
-        loss = told[0].item() / world / engine.gradient_accumulation_steps()
-        log.write("step", step=engine.global_steps + 1, loss=loss, samples=int(told[1]), world=world)
+        loss = totals[0].item() / world / engine.gradient_accumulation_steps()
+        log.write("step", step=engine.global_steps + 1, loss=loss, samples=int(totals[1]), world=world)
 
 
 @record  # torchrun prints the first failure of all ranks
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--folder", required=True, help="of the checkpoints")
+    parser.add_argument("--folder", required=True, help="folder of the checkpoints")
     parser.add_argument("--record", required=True)
-    parser.add_argument("--save_every", type=int, default=10, help="steps, to the folder; 0: never")
-    parser.add_argument("--snapshot_every", type=int, default=0, help="steps, into the nodes' memory; 0: never")
+    parser.add_argument("--save_every", type=int, default=10, help="steps between saves to the folder; 0: never")
+    parser.add_argument("--snapshot_every", type=int, default=0, help="steps between saves into memory; 0: never")
     parser.add_argument("--pace", type=Path, help="file with the minimum seconds per step, read at each step")
-    parser.add_argument("--hang", type=float, default=1800, help="seconds without progress that end a rank")
+    parser.add_argument("--hang", type=float, default=1800, help="seconds without progress before a rank is killed")
     args = parser.parse_args()
     deepspeed.init_distributed()
     log = Log(args.record)
@@ -127,7 +127,7 @@ def main() -> None:
     batches = iter(DataLoader(text, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler))
     try:
         train(engine, batches, log, args)
-    except SystemExit:  # after the save that SIGTERM asked for
+    except SystemExit:  # after the save on SIGTERM
         leave()
         raise
     leave()
@@ -144,7 +144,7 @@ def train(engine: Any, batches: Any, log: Log, args: argparse.Namespace) -> None
 
 
 def leave() -> None:
-    """Leave the process group together: gloo can abort if the interpreter ends while it still holds tensors."""
+    """Destroy the process group on all ranks together; otherwise gloo may abort at the end of the interpreter."""
     dist.barrier()
     dist.destroy_process_group()
 

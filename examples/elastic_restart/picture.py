@@ -1,4 +1,4 @@
-"""The picture of the demo: losses on the uninterrupted ones, ranks over time, and what each failure cost."""
+"""Draw losses on the uninterrupted ones, ranks over time, and the cost of each failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PHASES = ("detection", "rendezvous", "start of the processes", "load", "first step")
-COLOURS = ("#d55e00", "#cc79a7", "#0072b2", "#009e73", "#e0b000")  # told apart by colour-blind readers too
+COLOURS = ("#d55e00", "#cc79a7", "#0072b2", "#009e73", "#e0b000")  # distinguishable for colour-blind readers
 BY_WORLD = ("#0072b2", "#d55e00", "#009e73")
 LOST = "#444444"
 
@@ -71,7 +71,7 @@ def draw(reference: Mapping[int, Mapping[str, Any]], scenes: Sequence[Scene], pa
 
 
 def _cut(steps: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Steps between two restarts; a restart is where the steps go back, or the ranks change."""
+    """Split the steps at restarts, where the step number goes back or the number of ranks changes."""
     runs: list[list[Mapping[str, Any]]] = []
     for each in steps:
         last = runs[-1][-1] if runs else None
@@ -109,7 +109,7 @@ def _draw_worlds(axes: Axes, scene: Scene) -> None:
         axes.fill_between(times, world, color=_find_colour(scene.steps, world), alpha=0.5)
     for number, restart in enumerate(scene.restarts):
         axes.axvline(restart.began, color="black", linewidth=1.2)
-        height = most * (1.04, 1.16, 1.28)[number % 3]  # neighbours are often close
+        height = most * (1.04, 1.16, 1.28)[number % 3]  # consecutive restarts are often close
         axes.annotate(
             restart.what,
             (restart.began, height),
@@ -122,7 +122,7 @@ def _draw_worlds(axes: Axes, scene: Scene) -> None:
 
 
 def _draw_costs(work: Axes, waiting: Axes, scenes: Sequence[Scene]) -> None:
-    """A row for every restart, below a row with its job's title: lost work, and beside it the time without training."""
+    """Draw a row per restart below its job's title: lost work on the left, time without training on the right."""
     rows = [(scene, restart) for scene in scenes for restart in (None, *scene.restarts)]
     longest = max(sum(each.phases) for scene in scenes for each in scene.restarts)
     for row, (scene, restart) in enumerate(rows):
@@ -137,14 +137,14 @@ def _draw_costs(work: Axes, waiting: Axes, scenes: Sequence[Scene]) -> None:
         axes.tick_params(axis="y", length=0)
         axes.set_axisbelow(True)
     most = max(max(_find_most(scene), *(sum(each.lost) for each in scene.restarts)) for scene in scenes)
-    work.set(xlim=(0, 1.3 * most), xlabel="seconds of lost work: steps done again (outline: all from save to save)")
+    work.set(xlim=(0, 1.3 * most), xlabel="seconds of lost work: repeated steps (outline: all steps between two saves)")
     waiting.set(xlim=(0, 1.8 * longest), xlabel="seconds until training continues")
     handles = [Patch(color=colour, label=name) for name, colour in zip(PHASES, COLOURS, strict=True)]
     waiting.legend(handles=handles, frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
 def _find_most(scene: Scene) -> float:
-    """Seconds of the steps between two saves."""
+    """Return the seconds of the steps between two saves."""
     longest = max(_cut(scene.steps), key=len)
     return float(scene.every * (longest[-1]["time"] - longest[0]["time"]) / max(1, len(longest) - 1))
 
@@ -162,7 +162,7 @@ def _draw_phases(axes: Axes, row: int, restart: Restart, longest: float) -> None
     left = 0.0
     for colour, seconds in zip(COLOURS, restart.phases, strict=True):
         axes.barh(row, seconds, left=left, color=colour)
-        if seconds > longest / 18:  # else there is no room
+        if seconds > longest / 18:  # otherwise the text does not fit
             axes.text(left + seconds / 2, row, f"{seconds:.1f}", ha="center", va="center", fontsize=8, color="white")
         left += seconds
     load, first = restart.phases[-2:]

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """What is built.
+    """Sizes and variants of the model.
 
     Attributes:
         layers, hidden, heads, context: depth, width, attention heads, sequence length in tokens.
-        kv_heads: key and value heads (grouped-query attention); 0: as many as `heads`.
+        kv_heads: key and value heads (grouped-query attention); 0 takes `heads`.
         ffn: width of the feed-forward layer; 0: 4 · hidden, or with SwiGLU 8/3 · hidden rounded up to 64s.
-        vocabulary: tokens; the 256 bytes by default.
+        vocabulary: number of tokens (default: the 256 bytes).
         vocabulary_divisor: the embedding is padded to a multiple of this times the tensor-parallel degree.
-        swiglu, rmsnorm, rotary, untied: instead of GELU, LayerNorm, learned positions, an output tied to the embedding.
-        bias: whether linear layers have biases.
-        experts: feed-forward experts of each layer, of which a token uses `top_k`; 0: one feed-forward layer.
-        deepspeed_moe: the experts are those of `deepspeed.moe`, which expert-parallel ranks share out, instead of lying
-            in one tensor, which tensor-parallel ranks cut.
-        seed: of the initial weights.
+        swiglu, rmsnorm, rotary, untied: replace GELU, LayerNorm, learned positions, an output tied to the embedding.
+        bias: linear layers have biases.
+        experts: feed-forward experts per layer, of which a token uses `top_k`; 0 makes a plain feed-forward layer.
+        deepspeed_moe: use experts of `deepspeed.moe`, distributed over expert-parallel ranks. Otherwise all experts are
+            in one tensor, which tensor parallelism cuts.
+        seed: seed of the initial weights.
     """
 
     layers: int = 4
@@ -46,7 +46,7 @@ class GPTConfig:
 
     @property
     def output_std(self) -> float:
-        """Of the weights that write to the residual stream, as GPT-2 scales them."""
+        """Standard deviation of weights that write to the residual stream, as in GPT-2."""
         return self.init_std / math.sqrt(2 * self.layers)
 
     @property
@@ -72,13 +72,13 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class Degrees:
-    """The topology; what the world has beyond it is data parallelism.
+    """The topology; data parallelism uses the remaining ranks.
 
     Attributes:
         tp, pp, sp: tensor-parallel ranks, pipeline stages, sequence-parallel ranks.
-        pipeline: build a PipelineModule, also where pp is 1.
-        partition_method: DeepSpeed's, of layers over stages.
-        ep: expert-parallel ranks, some of the data-parallel ones.
+        pipeline: build a PipelineModule, also if pp is 1.
+        partition_method: DeepSpeed's partition of layers over stages.
+        ep: expert-parallel ranks, a part of the data-parallel ones.
     """
 
     tp: int = 1
@@ -89,17 +89,17 @@ class Degrees:
     ep: int = 1
 
     def check(self, config: GPTConfig, stage: int) -> None:
-        """Raise ValueError where DeepSpeed or the model cannot do this."""
+        """Raise ValueError if DeepSpeed or the model does not support the topology."""
         if self.pipeline and (stage > 1 or self.sp > 1):
-            raise ValueError(f"a pipeline goes with ZeRO 0 and 1 and without sp, not with ZeRO {stage}, sp {self.sp}")
+            raise ValueError(f"a pipeline needs ZeRO 0 or 1 and no sp, found ZeRO {stage}, sp {self.sp}")
         if not self.pipeline and self.pp > 1:
             raise ValueError(f"pp {self.pp} needs the pipeline build")
         if config.heads % (self.tp * self.sp) or config.key_heads % self.tp:
             raise ValueError(f"{config.heads}/{config.key_heads} heads cannot be cut by tp {self.tp} × sp {self.sp}")
         if config.deepspeed_moe and (self.pipeline or stage > 2 or self.tp * self.sp > 1):
-            raise ValueError("experts of deepspeed.moe go with the plain build and ZeRO 0 to 2, without tp and sp")
+            raise ValueError("experts of deepspeed.moe need the plain build and ZeRO 0 to 2, without tp and sp")
         if self.ep > 1 and (not config.deepspeed_moe or config.experts % self.ep):
-            raise ValueError(f"ep {self.ep} has to divide the experts of deepspeed.moe ({config.experts})")
+            raise ValueError(f"ep {self.ep} does not divide the experts of deepspeed.moe ({config.experts})")
         if config.context % self.sp:
             raise ValueError(f"a context of {config.context} cannot be cut by sp {self.sp}")
 

@@ -1,4 +1,4 @@
-"""The pictures: resumed curves on the source's own, and the differences below, for every source and precision."""
+"""Draw losses of resumed runs on the curves of their sources, and the differences below."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from figures import Panel, Row
     from matplotlib.axes import Axes
 
-# Told apart by colour-blind readers too.
+# Distinguishable for colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#882255", "#999933")
-SMALLEST = 1e-8  # where a difference of exactly zero is drawn
+SMALLEST = 1e-8  # height at which a difference of zero is drawn
 
 
 def draw(title: str, panels: Sequence[Panel], path: Path) -> None:
-    """Write the picture to `path` as PNG: a column for each model and precision."""
+    """Write the picture to `path` as PNG, with a column per model and precision."""
     figure = Figure(figsize=(6.5 * len(panels), 7.5), dpi=110, layout="constrained")
     grid = figure.subplots(2, len(panels), sharex=True, squeeze=False, height_ratios=(3, 2))
     for (above, below), panel in zip(grid.T, panels, strict=True):

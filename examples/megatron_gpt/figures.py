@@ -1,24 +1,24 @@
-"""The paper's correctness figures at small scale: resumes under other topologies on the source's own loss curve.
+"""Repeat the correctness figures of the paper at small scale: losses after resumes under other topologies.
 
     python examples/megatron_gpt/figures.py fig7a      one source, many targets
     python examples/megatron_gpt/figures.py fig7b      many sources, one target
     python examples/megatron_gpt/figures.py fig8       dense with a padded vocabulary, and GQA with SwiGLU
     python examples/megatron_gpt/figures.py fig9       mixture of experts
-    python examples/megatron_gpt/figures.py experts    DeepSpeed's own experts, expert-parallel degrees 1, 2 and 4
-    python examples/megatron_gpt/figures.py demo       a short one: 4 ranks with TP2 PP2 go on as 2 ranks, three ways
+    python examples/megatron_gpt/figures.py experts    DeepSpeed's experts, expert-parallel degrees 1, 2 and 4
+    python examples/megatron_gpt/figures.py demo       short: 4 ranks with TP2 PP2, resumed on 2 ranks in three ways
 
-Each trains the source to step 100, saves, and lets it go on to step 200; each target resumes from the checkpoint and
-trains steps 101 to 200 on the same batches. A table is printed, and written with the curves as JSON and PNG to
-`--out`. The exit code is 1 when a bit of the restored state differs, or when a loss leaves its bound.
+Each source trains to step 100, saves, and continues to step 200. Each target resumes from the checkpoint and trains
+steps 101 to 200 on the same batches. The script prints a table and writes it with the curves (JSON, PNG) to `--out`.
+The exit code is 1 if a bit of a restored state differs, or if a loss exceeds its bound.
 
-*The bound.* Given the same state and the same batches, a target's losses differ from the source's only because numbers
-are summed in another order and rounded elsewhere: over micro batches and data-parallel ranks, over tensor-parallel
-parts of a row, over pieces of the sequence. How far such differences carry a run is measured, not assumed: the source
-is resumed on its own topology with the samples of each batch shuffled, RERUNS times with different shuffles (once for
-each of several sources). That changes only the order of sums. The bound is SPREAD times the largest gap of these
-re-runs. SPREAD covers that a shuffle exchanges only the sums over samples, while a target with other tensor-parallel
-ranks also rounds other partial sums, and that the largest of a few re-runs underestimates the largest of many.
-`moments forgotten` is an example beyond the bound: the same resume with both moments set to zero.
+*The bound.* With the same state and batches, the losses of a target differ from those of the source only by the order
+of sums and by rounding: over micro batches, data-parallel ranks, tensor-parallel parts of a row, and parts of the
+sequence. Re-runs measure the effect: the source resumes in its topology with the samples of each batch shuffled, RERUNS
+times with different shuffles (once for each of several sources). This changes only the order of sums. The bound is
+SPREAD times the largest gap of the re-runs. The factor is needed for two reasons: a shuffle changes only sums over
+samples, while other tensor-parallel ranks also round other partial sums, and the maximum of a few re-runs
+underestimates the maximum of many. `moments forgotten` is an example beyond the bound: a resume with both moments set
+to zero.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "figures_out"
 BATCH = 8
-STEPS, DEMO_STEPS = 200, 24  # the checkpoint is that of half of them
+STEPS, DEMO_STEPS = 200, 24  # saved after half of them
 RERUNS = 3
 SPREAD = 4.0
 RERUN = "re-run, samples shuffled,"
@@ -57,14 +57,14 @@ PRECISIONS: Mapping[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabl
 
 @dataclass(frozen=True)
 class Place:
-    """A topology; `plain` builds have no PipelineModule, as ZeRO 2 and 3 and sequence parallelism want it."""
+    """A topology; ZeRO 2 and 3, sequence parallelism and experts need the `plain` build, without a PipelineModule."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     sp: int = 1
     stage: int = 1
-    ep: int = 0  # none: no experts of DeepSpeed's
+    ep: int = 0  # 0: no experts of DeepSpeed
 
     @property
     def plain(self) -> bool:
@@ -94,7 +94,7 @@ class Plan:
 
 @dataclass
 class Row:
-    """A line of the table: a resume elsewhere or, `is_control`, on the source's own topology, not held to the bound."""
+    """A line of the table: a resume in another topology, or a control in the source's topology without a bound."""
 
     model: str
     precision: str
@@ -114,7 +114,7 @@ class Row:
 
 @dataclass
 class Panel:
-    """A model in a precision: what the sources themselves did after the save, and every resume of their checkpoints."""
+    """A model in a precision: losses of the sources after their saves, and all resumes from these saves."""
 
     model: str
     precision: str
@@ -123,19 +123,19 @@ class Panel:
 
     @property
     def bound(self) -> float:
-        """Of a target's gap. Losses are fp32 numbers, so two of them are not told apart within their last places."""
+        """Return the maximum gap of a target, at least the resolution of losses, which are fp32 numbers."""
         reruns = [row.gap for row in self.rows if row.target.startswith(RERUN)]
         resolution = 2 * float(np.spacing(np.float32(max(max(losses.values()) for losses in self.sources.values()))))
         return SPREAD * max([*reruns, resolution])
 
     def find_faults(self) -> list[str]:
-        """What is not as it should be, a line each."""
-        held, bound = [row for row in self.rows if not row.is_control], self.bound
+        """List differing bits, exceeded bounds, and loads by DeepSpeed."""
+        targets, bound = [row for row in self.rows if not row.is_control], self.bound
         faults = [f"{row.where}: {row.bits} bits of the restored state differ" for row in self.rows if row.bits]
         faults += [
-            f"{row.where}: a loss is {row.gap:.2g} off, over {bound:.2g}" for row in held if not row.gap <= bound
+            f"{row.where}: a loss is {row.gap:.2g} off, over {bound:.2g}" for row in targets if not row.gap <= bound
         ]
-        return faults + [f"{row.where}: loaded by {row.loader}" for row in held if row.loader != PLUGIN]
+        return faults + [f"{row.where}: loaded by {row.loader}" for row in targets if row.loader != PLUGIN]
 
 
 SOURCE = Place(tp=2, pp=2, dp=2)
@@ -180,21 +180,21 @@ def make_plans(figure: str) -> list[Plan]:
     if figure == "demo":
         return [Plan("dense", tiny, source, (Place(dp=2, stage=3), Place(tp=2), Place(sp=2, stage=2)))]
     if figure == "fig8":
-        # 250 tokens are padded to 288 rows under every degree, so that the softmax has the same terms.
+        # All degrees pad 250 tokens to 288 rows, so that the softmax has the same terms.
         padded = Plan("dense, padded", replace(tiny, vocabulary=250), source, FEW, {1: 288, 2: 144, 4: 72})
         return [padded, Plan("GQA, SwiGLU", PRESETS["tiny-llama"], source, FEW)]
     return [Plan("MoE, GQA, SwiGLU", PRESETS["tiny-moe"], source, FEW)]
 
 
 class Experiment:
-    """Runs plans on worlds of this machine, each in a folder of its own."""
+    """Runs plans with ranks on this machine, each plan in a separate folder."""
 
     def __init__(self, pool: WorldPool, work: Path, steps: int, save_at: int, reruns: int) -> None:
         self.pool, self.work, self.steps, self.save_at, self.reruns = pool, work, steps, save_at, reruns
         self.began = time.monotonic()
 
     def run(self, plans: Sequence[Plan], precision: str) -> Panel:
-        """All plans of one model: each source is trained, re-run with other orders of sums, resumed at its targets."""
+        """Train the sources of a model, re-run them with other orders of sums, and resume them at their targets."""
         panel = Panel(plans[0].model, precision)
         for number, plan in enumerate(plans):
             folder = str(self.work / f"{plan.model}-{precision}-{number}")
@@ -235,7 +235,7 @@ class Experiment:
 
 
 def make_ds_config(place: Place, precision: str) -> dict[str, Any]:
-    """DeepSpeed's configuration of a topology."""
+    """Make the ds_config of a topology."""
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // place.dp // min(place.pp, 2),
@@ -251,7 +251,7 @@ def make_ds_config(place: Place, precision: str) -> dict[str, Any]:
 
 
 def make_table(panels: Sequence[Panel]) -> str:
-    """A Markdown table."""
+    """Make a Markdown table."""
     header = ("model", "precision", "source", "resumed as", "loaded by", "bits differing", "largest gap", "bound")
     lines = [header, tuple("---" for _ in header)]
     for panel in panels:
@@ -265,9 +265,9 @@ def make_table(panels: Sequence[Panel]) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", choices=("fig7a", "fig7b", "fig8", "fig9", "experts", "demo"))
-    parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="of the demo fp32, else both")
-    parser.add_argument("--steps", type=int, help=f"{DEMO_STEPS} for the demo, else {STEPS}")
-    parser.add_argument("--save-at", type=int, help="half of the steps")
+    parser.add_argument("--precision", choices=(*PRECISIONS, "both"), help="default: fp32 for the demo, otherwise both")
+    parser.add_argument("--steps", type=int, help=f"default: {DEMO_STEPS} for the demo, otherwise {STEPS}")
+    parser.add_argument("--save-at", type=int, help="default: half of the steps")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for the table, the curves and the picture")
     args = parser.parse_args()
     is_demo = args.figure == "demo"
@@ -289,7 +289,7 @@ def main() -> int:
     table, path = make_table(panels), args.out / f"megatron_{args.figure}"
     path.with_suffix(".json").write_text(json.dumps([{**asdict(p), "bound": p.bound} for p in panels], indent=1))
     path.with_suffix(".md").write_text(table + "\n")
-    from curves import draw  # not in the ranks, which import this module
+    from curves import draw  # here, because the ranks import this module and need no plots
 
     draw(args.figure, panels, path.with_suffix(".png"))
     print(f"\n{table}\n\nBound: {SPREAD:g} times the largest gap of the re-runs. Curves: {path.with_suffix('.png')}")

@@ -1,6 +1,6 @@
 """A Megatron-style GPT, as a PipelineModule or as a plain module.
 
-The two builds hold the same parameters under different names, as Megatron-DeepSpeed's do:
+The two builds have the same parameters under different names, as in Megatron-DeepSpeed:
 
     pipeline                                      plain
     tied_modules.embed.word_embeddings.weight     language_model.embedding.word_embeddings.weight
@@ -80,9 +80,9 @@ def rotate(x: torch.Tensor, first: int) -> torch.Tensor:
 
 
 class SelfAttention(nn.Module):
-    """Causal attention, the heads cut over tensor-parallel ranks; [q_r; k_r; v_r] are fused in one weight.
+    """Causal attention with heads distributed over tensor-parallel ranks; [q_r; k_r; v_r] are fused in one weight.
 
-    Under sequence parallelism (Ulysses) the whole sequence comes together for a part of the heads.
+    Sequence parallelism (Ulysses) gives each rank the full sequence of a part of the heads.
     """
 
     def __init__(self, config: GPTConfig, parallel: ParallelState, name: str) -> None:
@@ -117,7 +117,7 @@ def activate(x: torch.Tensor, swiglu: bool) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """The feed-forward layer, its inner dimension cut; [gate_r; up_r] are fused in one weight for SwiGLU."""
+    """The feed-forward layer with its inner dimension cut; [gate_r; up_r] are fused in one weight for SwiGLU."""
 
     def __init__(self, config: GPTConfig, parallel: ParallelState, name: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts' weights in two tensors, [experts · out, in], of which each expert's inner dimension is cut."""
+    """The weights of all experts in two tensors, [experts · out, in], cut along each expert's inner dimension."""
 
     def __init__(self, config: GPTConfig, parallel: ParallelState, name: str) -> None:
         super().__init__()
@@ -144,12 +144,12 @@ class Experts(nn.Module):
         self.weight2 = make_parameter(down, line, dim=1)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """This rank's partial sum.
+        """Return this rank's partial sum.
 
         Args:
             x: (tokens, hidden).
             chosen: (tokens, top_k), the experts of each token.
-            weights: (tokens, top_k), what each of them counts.
+            weights: (tokens, top_k), the weights of these experts.
         """
         y = torch.zeros_like(x)
         pairs = zip(self.weight1.chunk(self.count), self.weight2.chunk(self.count), strict=True)
@@ -173,7 +173,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """A feed-forward layer of experts, as in Mixtral: each token goes to the `top_k` that a replicated router prefers.
+    """A feed-forward layer of experts, as in Mixtral: a replicated router sends each token to `top_k` of them.
 
     No expert parallelism, no capacity, no balancing loss.
     """
@@ -193,7 +193,7 @@ class MoE(nn.Module):
 
 
 class Expert(nn.Module):
-    """One feed-forward expert, whole; [gate; up] are fused in one weight for SwiGLU."""
+    """One feed-forward expert, not cut; [gate; up] are fused in one weight for SwiGLU."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Expert(nn.Module):
         self.weight2 = nn.Parameter(torch.empty(config.hidden, config.ffn_width))
 
     def draw(self, name: str) -> None:
-        """Give it the weights of the expert of that name."""
+        """Set the weights of the expert with this name."""
         weights = {"weight1": (self.weight1, self.config.init_std), "weight2": (self.weight2, self.config.output_std)}
         for kind, (weight, std) in weights.items():
             weight.data.copy_(draw_weight(self.config.seed, f"{name}.{kind}", weight.shape, std))
@@ -213,9 +213,9 @@ class Expert(nn.Module):
 
 
 class SpreadMoE(nn.Module):
-    """A feed-forward layer of DeepSpeed's experts, of which each expert-parallel rank holds its share.
+    """A feed-forward layer of DeepSpeed's experts, distributed over expert-parallel ranks.
 
-    No capacity, no chance, no balancing loss: which expert a token goes to depends on the token alone.
+    No capacity, no random choice, no balancing loss: the experts of a token depend on the token alone.
     """
 
     def __init__(self, config: GPTConfig, parallel: ParallelState, name: str) -> None:
@@ -231,9 +231,9 @@ class SpreadMoE(nn.Module):
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        held = self.moe.deepspeed_moe.experts.deepspeed_experts
-        for place, expert in enumerate(held):
-            expert.draw(f"{name}.experts.{parallel.experts.rank * len(held) + place}")
+        experts = self.moe.deepspeed_moe.experts.deepspeed_experts
+        for place, expert in enumerate(experts):
+            expert.draw(f"{name}.experts.{parallel.experts.rank * len(experts) + place}")
         router = self.moe.deepspeed_moe.gate.wg.weight
         router.data.copy_(draw_weight(config.seed, f"{name}.router", router.shape, config.init_std))
         for parameter in self.parameters():
@@ -261,7 +261,7 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Hidden states to this rank's part of the logits, by a table of its own."""
+    """Hidden states to this rank's part of the logits, by a table that is not tied."""
 
     def __init__(self, config: GPTConfig, parallel: ParallelState) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class LMHead(nn.Module):
 
 
 def compute_logits(hidden: torch.Tensor, table: VocabParallelEmbedding) -> torch.Tensor:
-    """Logits of the rows that this rank holds of `table`."""
+    """Return the logits of this rank's rows of `table`."""
     return F.linear(copy_to(hidden, table.line), table.weight)
 
 
@@ -289,7 +289,7 @@ class GPT(nn.Module):
         self.language_model = nn.ModuleDict(parts)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats (fp32 scalar) over this rank's part of the sequence.
+        """Return the mean cross-entropy in nats (fp32 scalar) over this rank's part of the sequence.
 
         Args:
             tokens: (batch, length) integers, this rank's part of the sequence.
@@ -305,7 +305,7 @@ class GPT(nn.Module):
 
 
 def widen(tokens: torch.Tensor) -> torch.Tensor:
-    """The pipeline's first layer: bytes travel as uint8, tables are indexed by int64."""
+    """Convert tokens to int64, by which tables are indexed (first layer of the pipeline)."""
     return tokens.long()
 
 
@@ -314,9 +314,9 @@ def tied_logits(embedding: Embedding, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def make_pipeline(config: GPTConfig, parallel: ParallelState, partition_method: str) -> PipelineModule:
-    """The pipeline build, for ZeRO 0 and 1 with tensor parallelism.
+    """Make the pipeline build, for ZeRO 0 and 1 with tensor parallelism.
 
-    Both ends of the pipeline hold a tied embedding whole, its positions too, of which only the first end's are used.
+    The first and the last stage have a full tied embedding. Its positions are used only in the first one.
     """
     line = parallel.tensor
     blocks = [LayerSpec(ParallelTransformerLayer, config, parallel, index) for index in range(config.layers)]

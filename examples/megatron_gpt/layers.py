@@ -1,7 +1,7 @@
-"""Tensor-parallel layers: weights cut as Megatron cuts them, with Megatron's attributes on each parameter.
+"""Tensor-parallel layers, cut as in Megatron and with Megatron's attributes on each parameter.
 
-Every initial weight is made whole, as a function of the seed and the parameter's canonical name, and then cut. So it is
-the same model under any degree of tensor, pipeline or data parallelism.
+Each initial weight is a function of the seed and the parameter's canonical name. It is created in full and then cut, so
+all topologies have the same model.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 def draw_weight(seed: int, name: str, shape: Sequence[int], std: float) -> torch.Tensor:
-    """The whole initial weight of a parameter, fp32 on the CPU: normal values, a function of the arguments alone."""
+    """Draw the full initial weight of a parameter (fp32, on the CPU, normal), a function of the arguments alone."""
     generator = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name.encode())]))
     return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32)).mul_(std)
 
 
 def cut_weight(whole: torch.Tensor, line: Line, dim: int, blocks: Sequence[int] = ()) -> torch.Tensor:
-    """This rank's part of `whole` along `dim`.
+    """Cut this rank's part of `whole` along `dim`.
 
     Args:
-        whole: the whole parameter.
+        whole: the full parameter.
         line: the tensor-parallel ranks.
-        dim: the dimension that is cut.
-        blocks: widths along `dim` of what is fused in it (query, key, value; gate, up; experts); each is cut on its
-            own and the rank's parts are joined again, as [q_r; k_r; v_r].
+        dim: the dimension to cut.
+        blocks: widths along `dim` of fused parts (query, key, value; gate, up; experts). Each is cut separately, and
+            the rank's parts are joined, as [q_r; k_r; v_r].
 
     Raises:
         ValueError: a block is not divisible by the number of ranks.
@@ -52,10 +52,10 @@ def cut_weight(whole: torch.Tensor, line: Line, dim: int, blocks: Sequence[int] 
 def make_parameter(
     whole: torch.Tensor, line: Line, *, dim: int | None = None, blocks: Sequence[int] = ()
 ) -> nn.Parameter:
-    """A parameter of this rank with Megatron's attributes; replicated where `dim` is None.
+    """Make this rank's parameter with Megatron's attributes; it is replicated if `dim` is None.
 
-    `partition_stride` is the number of equally wide blocks that are cut one by one along `partition_dim`; blocks of
-    unequal widths have no such number, so their local widths are in `partition_sizes` (as Megatron's Mamba has them).
+    `partition_stride` is the number of blocks of equal width that are cut separately along `partition_dim`. If widths
+    differ, `partition_sizes` has the local widths (as in Megatron's Mamba).
     """
     parameter = nn.Parameter(whole if dim is None else cut_weight(whole, line, dim, blocks))
     mark_parameter(parameter, line, dim, blocks)
@@ -63,7 +63,7 @@ def make_parameter(
 
 
 def mark_parameter(parameter: nn.Parameter, line: Line, dim: int | None = None, blocks: Sequence[int] = ()) -> None:
-    """Give a parameter of this rank the attributes that tell how it is cut."""
+    """Set the attributes that describe how a parameter of this rank is cut."""
     attributes = {"tensor_model_parallel": dim is not None, "partition_dim": -1 if dim is None else dim}
     attributes["partition_stride"] = len(blocks) if len(set(blocks)) == 1 else 1
     if len(set(blocks)) > 1:
@@ -72,13 +72,13 @@ def mark_parameter(parameter: nn.Parameter, line: Line, dim: int | None = None, 
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x Wᵀ + b with the output dimension cut: the input is whole, the output is this rank's part.
+    """y = x Wᵀ + b with the output dimension cut: each rank has the full input and a part of the output.
 
     Args:
-        config: sizes, seed, whether there are biases.
-        parallel: where this rank stands.
+        config: sizes, seed and biases.
+        parallel: groups of this rank.
         name: canonical name, from which the weight is drawn.
-        blocks: widths of what is fused in the output; their sum is the output width.
+        blocks: widths of the parts that are fused in the output; their sum is the output width.
     """
 
     def __init__(self, config: GPTConfig, parallel: ParallelState, name: str, blocks: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of tokens whose rows are cut. It is padded, so that every rank holds equally many rows."""
+    """A table of tokens whose rows are cut. Padding gives every rank equally many rows."""
 
     def __init__(self, config: GPTConfig, parallel: ParallelState, name: str) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class VocabParallelEmbedding(nn.Module):
 def vocab_parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, line: Line) -> torch.Tensor:
     """Mean cross-entropy in nats, an fp32 scalar, of logits whose last dimension is cut.
 
-    As in Megatron the softmax is over all rows, those of the padding included.
+    As in Megatron the softmax includes rows of padding.
 
     Args:
         logits: (batch, length, rows of this rank), any floating dtype.

@@ -30,7 +30,7 @@ def find_names(config: GPTConfig, pipeline: bool) -> Names:
 
 
 def fused_widths(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Widths of the parts that are fused along dimension 0, by the parameter's name within a layer."""
+    """Return the widths of parts that are fused along dimension 0, by the parameter's name within a layer."""
     query, key = config.heads * config.head_width, config.key_heads * config.head_width
     kinds = (".weight", ".bias") if config.bias else (".weight",)
     fused = {f"self_attention.query_key_value{kind}": (query, key, key) for kind in kinds}
@@ -73,7 +73,7 @@ def universal_checkpoint_info(config: GPTConfig, degrees: Degrees) -> dict[str, 
 
 
 def megatron_arguments(config: GPTConfig, degrees: Degrees) -> argparse.Namespace:
-    """The configuration under the names of Megatron-DeepSpeed's arguments."""
+    """Return the configuration under the names of Megatron-DeepSpeed's arguments."""
     return argparse.Namespace(
         num_layers=config.layers,
         hidden_size=config.hidden,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks that differ from this one along some axes of the grid only.
+    """The ranks that differ from this rank only along some axes of the grid.
 
     Attributes:
         ranks: global ranks in the order of the grid.
@@ -37,7 +37,7 @@ class ParallelState:
 
     Attributes:
         tensor, sequence, data, pipe, sequence_data: this rank's lines through the grid.
-        experts: the data-parallel ranks that share out the experts, neighbours as DeepSpeed has them by default.
+        experts: data-parallel ranks over which experts are distributed; neighbours, as in DeepSpeed by default.
 
     Raises:
         ValueError: tp · pp · sp, or ep, does not divide the number of ranks.
@@ -78,7 +78,7 @@ class ParallelState:
 
 
 def _find_line(grid: torch.Tensor) -> Line:
-    """This rank's line along the last axis of `grid`; every rank creates every group, as torch requires."""
+    """Return this rank's line along the last axis of `grid`. Every rank creates every group, as torch requires."""
     found = None
     for ranks in grid.reshape(-1, grid.shape[-1]).tolist():
         group = dist.new_group(ranks)
@@ -122,12 +122,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def copy_to(x: torch.Tensor, line: Line) -> torch.Tensor:
-    """`x`, which all of `line` hold alike; its gradient is summed over them (Megatron's f)."""
+    """Return `x`, which is equal on all ranks of `line`; its gradient is summed over them (Megatron's f)."""
     return _Copy.apply(x, line) if line.size > 1 else x
 
 
 def reduce_from(x: torch.Tensor, line: Line) -> torch.Tensor:
-    """The sum of `x` over `line`; its gradient goes to each of them (Megatron's g)."""
+    """Return the sum of `x` over `line`; each rank gets its gradient (Megatron's g)."""
     return _Reduce.apply(x, line) if line.size > 1 else x
 
 

@@ -1,4 +1,4 @@
-"""What the ranks do for the figures: train, save, resume, and gather the whole state for a comparison bit by bit."""
+"""Train, save, resume, and gather the full state for a comparison bit by bit, on all ranks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from parallel import Line
 
     State = dict[str, np.ndarray]  # "fp32", "exp_avg", "exp_avg_sq": fp32 arrays; "step"
-    Atoms = dict[tuple[str, int], State]  # by name and instance: a tied module has one on each stage that holds it
+    Atoms = dict[tuple[str, int], State]  # by name and instance: a tied module has one on each of its stages
 
 PLUGIN = "plugin"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run: on `ranks` ranks, to global step `steps`.
+    """A run on `ranks` ranks to global step `steps`.
 
     Attributes:
-        order_seed: None keeps every batch's samples in their order; a number shuffles them, which changes nothing but
-            the order of sums.
-        forget_moments: set the optimizer's moments to zero after the load, to see what a wrong resume looks like.
+        order_seed: None keeps the order of every batch's samples; a number shuffles them, which changes only the order
+            of sums.
+        forget_moments: set the optimizer's moments to zero after the load, as an example of a wrong resume.
     """
 
     config: GPTConfig
@@ -46,12 +46,12 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a rank saw.
+    """The result of a rank.
 
     Attributes:
         losses: by global step.
-        atoms: what this rank has gathered of its stage's state, at the save or right after the load.
-        loader: who loaded, in the words of the plugin's report.
+        atoms: the state of this rank's stage, gathered at the save or after the load.
+        loader: the loader, from the plugin's report.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def train_source(job: Job, directory: str, save_at: int) -> Outcome:
-    """Train to `save_at`, save, and go on to the job's end."""
+    """Train to `save_at`, save, and continue to the end of the job."""
     trainer, outcome = Trainer(job.config, job.degrees, job.ds_config), Outcome()
     _train(trainer, job, outcome, save_at)
     trainer.save(directory)
@@ -70,7 +70,7 @@ def train_source(job: Job, directory: str, save_at: int) -> Outcome:
 
 
 def resume(job: Job, directory: str) -> Outcome:
-    """Resume from `directory` and train to the job's end."""
+    """Resume from `directory` and train to the end of the job."""
     trainer, outcome = Trainer(job.config, job.degrees, job.ds_config), Outcome()
     if not trainer.load(directory):
         raise FileNotFoundError(f"there is no checkpoint in {directory}")
@@ -101,11 +101,11 @@ def forget_moments(trainer: Trainer) -> None:
 
 
 def gather_atoms(trainer: Trainer) -> dict[str, State]:
-    """The whole fp32 masters and optimizer states of this rank's stage, by name; empty but on its first rank.
+    """Gather the full fp32 masters and optimizer states of this rank's stage, by name, on the first rank of the stage.
 
-    Gathered over data-parallel ranks by DeepSpeed's public functions and joined over tensor-parallel ones by the
-    attributes that the model gave its parameters: none of the plugin's loading code takes part. Zero is added to each
-    value, because DeepSpeed's gathering at ZeRO 1 and 2 is a sum, which loses the sign of a zero.
+    Public functions of DeepSpeed gather over data-parallel ranks, and the attributes of the model's parameters tell how
+    to join tensor-parallel parts. No loading code of the plugin is used. Zero is added to each value, because
+    DeepSpeed's gathering at ZeRO 1 and 2 is a sum, which loses the sign of a zero.
     """
     parallel, atoms = trainer.parallel, {}
     parameters = dict(trainer.engine.module.named_parameters())
@@ -125,23 +125,23 @@ EXPERT = ".deepspeed_experts."
 
 
 def is_first(trainer: Trainer, *, is_expert: bool) -> bool:
-    """Whether a rank is the first of those that hold the same: of experts every expert-parallel one's."""
+    """Return True on the first of the ranks with equal parameters. Expert-parallel ranks have different experts."""
     parallel = trainer.parallel
     ranks = parallel.experts.size if is_expert else 1
     return parallel.tensor.rank == 0 and parallel.sequence_data.rank < ranks
 
 
 def number_expert(name: str, trainer: Trainer) -> str:
-    """A rank counts its own experts from 0; here they have their numbers in the whole layer."""
+    """Replace the number of an expert on its rank by its number in the layer."""
     before, found, rest = name.partition(EXPERT)
     number, _, end = rest.partition(".")
     line = trainer.parallel.experts
-    own = trainer.config.experts // line.size
-    return f"{before}{found}{line.rank * own + int(number)}.{end}" if found else name
+    count = trainer.config.experts // line.size
+    return f"{before}{found}{line.rank * count + int(number)}.{end}" if found else name
 
 
 def join_parts(part: torch.Tensor, parameter: Any, line: Line) -> torch.Tensor:
-    """The whole of a parameter-shaped tensor of which every rank of `line` has a part."""
+    """Join a tensor of which every rank of `line` has a part, cut as its parameter is."""
     parts = [torch.empty_like(part) for _ in range(line.size)]
     dist.all_gather(parts, part.contiguous(), group=line.group)
     dim = parameter.partition_dim
@@ -156,7 +156,7 @@ def join_parts(part: torch.Tensor, parameter: Any, line: Line) -> torch.Tensor:
 
 
 def plain_name(name: str, layers: int) -> str:
-    """A name that both builds' parameters have in common."""
+    """Return a name that is the same in both builds."""
     name = name.removeprefix("language_model.").removeprefix("encoder.").removeprefix("embedding.")
     name = re.sub(r"^(tied_modules\.embed|1)\.(?=word_|position_)", "", name)
     name = re.sub(r"^\d+\.lm_head", "output_layer", name)
@@ -165,7 +165,7 @@ def plain_name(name: str, layers: int) -> str:
 
 
 def merge_stages(outcomes: Iterable[Outcome]) -> Atoms:
-    """All stages' atoms; `outcomes` by rank, so that stages come in their order."""
+    """Merge the atoms of all stages. `outcomes` are ordered by rank, and so by stage."""
     atoms: Atoms = {}
     for outcome in outcomes:
         for name, state in outcome.atoms.items():
@@ -175,13 +175,13 @@ def merge_stages(outcomes: Iterable[Outcome]) -> Atoms:
 
 
 def count_differing_bits(saved: Atoms, loaded: Atoms) -> tuple[int, int]:
-    """Bits that differ, and tensors that were compared.
+    """Count the bits that differ, and the compared tensors.
 
-    An instance that the source did not have is compared with the source's first. Of a table whose padding differs the
-    rows that both have are compared.
+    An instance that the source lacks is compared with the source's first one. If the padding of a table differs, only
+    the common rows are compared.
 
     Raises:
-        ValueError: the two have different parameters or states.
+        ValueError: the parameters or states have different names.
     """
     bits, tensors = 0, 0
     if {name for name, _ in saved} != {name for name, _ in loaded}:

@@ -20,33 +20,33 @@ import torch.distributed as dist
 from config import PRESETS, Degrees, GPTConfig
 from training import Trainer
 
-import deepspeed_ucp  # noqa: F401  (the import installs the hook; nothing else in this script knows of it)
+import deepspeed_ucp  # noqa: F401 - enables the plugin; the rest of the script does not refer to it
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ds-config", required=True, help="DeepSpeed's configuration")
-    add_model_arguments(parser.add_argument_group("model", "What is not given is the preset's."))
+    add_model_arguments(parser.add_argument_group("model", "Each option replaces a value of the preset."))
     topology = parser.add_argument_group("topology")
     topology.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     topology.add_argument("--pp", type=int, default=1, help="pipeline stages")
     topology.add_argument("--sp", type=int, default=1, help="sequence-parallel ranks (Ulysses)")
     topology.add_argument("--ep", type=int, default=1, help="expert-parallel ranks (with --deepspeed-moe --plain)")
-    topology.add_argument("--plain", action="store_true", help="no PipelineModule, as ZeRO 2 and 3 and --sp need it")
-    topology.add_argument("--partition-method", default=Degrees.partition_method, help="of layers over stages")
+    topology.add_argument("--plain", action="store_true", help="no PipelineModule; required by ZeRO 2 and 3 and --sp")
+    topology.add_argument("--partition-method", default=Degrees.partition_method, help="how layers are cut into stages")
     run = parser.add_argument_group("run")
     run.add_argument("--steps", type=int, default=200, help="global step at which to stop")
     run.add_argument("--save", help="folder to save checkpoints to")
     run.add_argument("--save-interval", type=int, default=100, help="steps between checkpoints")
-    run.add_argument("--load", help="folder to resume from, where there is a checkpoint in it")
+    run.add_argument("--load", help="folder to resume from if it has a checkpoint")
     run.add_argument("--losses", type=Path, help="JSON file of the loss by step; a resume adds to it")
     parser.add_argument("--local_rank", type=int, default=-1, help="passed by launchers; not needed")
     return parser.parse_args()
 
 
 def add_model_arguments(group: Any) -> None:
-    """A flag for each field of GPTConfig."""
-    group.add_argument("--preset", "--model", choices=PRESETS, default="tiny", help="where to start from")
+    """Add an option for each field of GPTConfig."""
+    group.add_argument("--preset", "--model", choices=PRESETS, default="tiny", help="preset of the model")
     for item in fields(GPTConfig):
         flag = "--" + item.name.replace("_", "-")
         if item.type == "bool":
@@ -69,7 +69,7 @@ def report(text: str) -> None:
 
 
 class Losses:
-    """The loss by step, kept by rank 0 in a JSON file that is whole whenever the run is stopped."""
+    """The loss by step, which rank 0 writes to a JSON file atomically."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path if dist.get_rank() == 0 else None
@@ -80,9 +80,9 @@ class Losses:
         if self._path is None:
             return
         self._losses[str(step)] = loss
-        aside = self._path.with_suffix(".part")
-        aside.write_text(json.dumps(self._losses, indent=1))
-        aside.replace(self._path)
+        temporary = self._path.with_suffix(".part")
+        temporary.write_text(json.dumps(self._losses, indent=1))
+        temporary.replace(self._path)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Engines for the GPT under any topology, and the step that trains them alike."""
+"""Engines for the GPT in any topology, and a training step with equal results in all of them."""
 
 from __future__ import annotations
 

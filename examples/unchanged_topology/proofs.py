@@ -26,7 +26,7 @@ import torch.distributed as dist
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import Tensor, nn
 
-import deepspeed_ucp  # noqa: F401 - enables the plugin where a ds_config asks for it
+import deepspeed_ucp  # noqa: F401 - enables the plugin if the ds_config asks for it
 
 RANKS, BATCH, WIDTH = 2, 8, 16
 BEFORE = 3
@@ -39,16 +39,16 @@ ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 
 @dataclass(frozen=True)
 class Case:
-    """An engine, how its script changes, and how it is loaded.
+    """An engine, the change of its script, and the arguments of its load.
 
     Attributes:
         what: a description.
-        config: of DeepSpeed.
+        config: ds_config.
         reordered: the resuming script defines two layers of equal shapes in another order.
         scheduler: the script passes a scheduler that keeps a reference to ``optimizer.param_groups``.
-        arguments: of ``load_checkpoint``.
+        arguments: arguments of ``load_checkpoint``.
         after: number of compared steps.
-        needs_aio: the operator ``async_io`` is needed.
+        needs_aio: needs the operator ``async_io``.
     """
 
     what: str
@@ -64,7 +64,7 @@ def make_cases(nvme: str) -> dict[str, Case]:
     """All cases by name; swap files go to the folder ``nvme``."""
     swapped = {**ZERO3, "offload_optimizer": {"device": "nvme", "nvme_path": nvme}}
     muon = {**ZERO3, "reduce_scatter": False, "save_muon_momentum_buffer_in_memory": True}
-    writer = {"writer": {"type": "python", "data_parallel": "replica"}}  # the other type takes a GPU
+    writer = {"writer": {"type": "python", "data_parallel": "replica"}}  # the other type needs a GPU
     return {
         "nvme": Case(
             "ZeRO 3, optimizer states on NVMe",
@@ -79,7 +79,7 @@ def make_cases(nvme: str) -> dict[str, Case]:
             "ZeRO 1, checkpoint.writer",
             {"optimizer": ADAM, "zero_optimization": {"stage": 1}, "checkpoint": writer},
         ),
-        "tag": Case(  # of one step: the optimizer is a fresh one
+        "tag": Case(  # one step, since the optimizer is fresh
             "ZeRO 3, the weights of an earlier tag",
             {"optimizer": ADAM, "zero_optimization": ZERO3},
             arguments={"tag": "first", "load_optimizer_states": False},
@@ -142,7 +142,7 @@ def make_engine(case: Case, *, seed: int, universal: bool, reordered: bool = Fal
 
 
 def train(engine: Any, first: int, steps: int) -> list[float]:
-    """The losses of some steps, over all ranks."""
+    """Train for some steps; return the losses over all ranks."""
     losses = []
     for step in range(first, first + steps):
         x = torch.randn(BATCH // RANKS, WIDTH, generator=torch.Generator().manual_seed(step * RANKS + dist.get_rank()))
@@ -162,7 +162,7 @@ def save_and_continue(case: Case, folder: str) -> list[float]:
     train(engine, 0, BEFORE)
     engine.save_checkpoint(folder, tag="first")
     losses = train(engine, BEFORE, case.after)
-    if "tag" in case.arguments:  # and another tag is the latest
+    if "tag" in case.arguments:  # make another tag the latest
         train(engine, BEFORE + case.after, BEFORE)
         engine.save_checkpoint(folder, tag="latest_one")
     engine.destroy()
