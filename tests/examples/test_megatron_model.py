@@ -138,10 +138,10 @@ def test_the_vocabulary_is_padded_for_the_ranks(tp: int, rows: int) -> None:
 @pytest.mark.parametrize(
     ("degrees", "stage", "message"),
     [
-        (Degrees(pp=2), 2, "a pipeline goes with ZeRO 0 and 1"),
-        (Degrees(sp=2), 1, "without sp"),
+        (Degrees(pp=2), 2, "a pipeline needs ZeRO 0 or 1"),
+        (Degrees(sp=2), 1, "and no sp"),
         (Degrees(pp=2, pipeline=False), 1, "pp 2 needs the pipeline build"),
-        (Degrees(ep=2, pipeline=False), 1, "ep 2 has to divide the experts of deepspeed.moe"),
+        (Degrees(ep=2, pipeline=False), 1, "ep 2 does not divide the experts of deepspeed.moe"),
         (Degrees(tp=8), 1, "8/4 heads cannot be cut by tp 8"),
         (Degrees(sp=3, pipeline=False), 1, "8/4 heads cannot be cut by tp 1 × sp 3"),
     ],
