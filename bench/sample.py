@@ -16,6 +16,7 @@ from operator import itemgetter
 import numpy as np
 from jobs import Job
 
+from deepspeed_ucp.extensions.rename import apply_renames
 from deepspeed_ucp.model import MASTER, AtomicIndex, Read
 from deepspeed_ucp.model.flat import FlatBuffer
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
@@ -23,7 +24,6 @@ from deepspeed_ucp.plan import Blocks, ReadSizes, Want, list_claims
 from deepspeed_ucp.plan.derive import rename_all
 from deepspeed_ucp.plan.locate import list_runs
 from deepspeed_ucp.plan.match import Match, pick_instance
-from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.plan.wants import Layouts, Wants, join_states, list_wants, view_shards
 from deepspeed_ucp.tensor_parallel import Run, from_config, restrict_source

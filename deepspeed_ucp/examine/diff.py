@@ -19,7 +19,7 @@ from ..model import Atom, AtomicIndex, ParamKey
 from ..model.topology import find_differences
 from ..plan.autoep import adapt_experts
 from ..plan.conversion import Batch, Output, Range, cut_batches
-from ..plan.renames import list_shapes
+from ..plan.settling import list_shapes
 from ..stream.batches import WorkOptions, stream
 from ..stream.reader import AtomReader
 from ..tensor_parallel import RuleSet

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..extensions.rename import apply_renames
 from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
 from ..model.view import Shapes
-from ..plan.renames import apply_renames, list_shapes
-from ..plan.settling import order_rules
+from ..plan.settling import list_shapes, order_rules
 from ..stream.full_tensors import FullTensor, assemble_full_tensor, is_remade
 from ..tensor_parallel import RuleSet, SameShards, Settled, settle
 from ..tensor_parallel.layout import Shape

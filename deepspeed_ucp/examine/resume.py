@@ -19,7 +19,6 @@ from ..plan import settling
 from ..plan.derive import rename_all
 from ..plan.locate import locate
 from ..plan.match import Match, pick_instance, pick_weight
-from ..plan.renames import list_names
 from ..plan.wants import Layouts, join_states, list_touched, list_wants
 from ..tensor_parallel import RuleSet, list_renames, rename_names
 from .degrees import Degrees
@@ -77,7 +76,7 @@ def check_resume(
     with objections:
         check.batch = _fit_batch(config, degrees.dp, train_batch)
     with objections:
-        names = rename_names(sorted(list_names(index)), list_renames(rules))
+        names = rename_names(sorted(settling.list_names(index)), list_renames(rules))
         renamed = {new: old for old, new in names.items() if new != old}
         if renamed:
             check.differences.append("parameters under other names by rename rules")

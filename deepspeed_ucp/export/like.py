@@ -13,17 +13,18 @@ from typing import Any
 
 from ..comm import Comm
 from ..errors import ConfigError, MismatchError, UnsupportedError, shorten
+from ..extensions.huggingface import convert, revert
 from ..formats import open_checkpoint
 from ..formats.deepspeed.files import scan_folder
 from ..formats.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format
-from ..hub import convert, find_cached, revert
+from ..hub import find_cached
 from ..io.disk import explain_full
 from ..io.jsonfile import read_json
 from ..model import AtomicIndex, count
 from ..plan.autoep import adapt_experts
 from ..plan.derive import derive
 from ..plan.match import are_same
-from ..plan.renames import list_shapes
+from ..plan.settling import list_shapes
 from ..tensor_parallel import Rename, advise_family
 from ..tensor_parallel.adapters import is_added
 from ..tensor_parallel.layout import Shape

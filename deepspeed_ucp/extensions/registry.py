@@ -5,6 +5,7 @@ The common code knows :class:`Extension` alone, and calls the hooks of the activ
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -54,6 +55,27 @@ class Extension:
         """Return the tensors without optimizer, completed."""
         return extras
 
+    # -- a load (:class:`deepspeed_ucp.load.context.LoadContext`)
+
+    def find_renamed(self, saved: Any, live: Any, rules: Any) -> dict[str, str]:
+        """Return live name → saved name of the saved names to which the user's rules give a live name."""
+        return {}
+
+    def refuse(self, job: Any, index: Any, target: Any) -> None:
+        """Raise UcpError if the checkpoint cannot be loaded into the engine."""
+
+    def adapt(self, adaptation: Any) -> None:
+        """Adapt a checkpoint and an engine (:class:`deepspeed_ucp.plan.match.Adaptation`) to each other."""
+
+    def log_changes(self, index: Any, resized: Any, *, with_states: bool) -> None:
+        """Log differences of the engine's tensors from the saved ones, on rank 0."""
+
+    def read_more(self, job: Any, work: Any) -> None:
+        """Read what no rank wants for its buffers alone (collective)."""
+
+    def change_engine(self, job: Any, target: Any, work: Any) -> None:
+        """Change the engine before its buffers are filled; an error marks it as unusable (collective)."""
+
     def commit(self) -> None:
         """Finish the fill: everything is verified, and the live buffers have their values."""
 
@@ -68,7 +90,7 @@ class Extension:
         """Release what a load needed, also if it failed."""
 
 
-def _never(_: Any) -> bool:
+def _never(*_: Any) -> bool:
     return False
 
 
@@ -81,12 +103,16 @@ class Row:
         source: module of this package, and class.
         in_save: gate of a save whose first headers have been read.
         in_engine: gate of a DeepSpeed engine.
+        in_rules: gate of the user's sets of rules.
+        in_load: gate of a load's context, index and target.
     """
 
     name: str
     source: str
     in_save: Callable[[Any], bool] = _never
     in_engine: Callable[[Any], bool] = _never
+    in_rules: Callable[[Any], bool] = _never
+    in_load: Callable[[Any, Any, Any], bool] = _never
 
     def make(self) -> Extension:
         """Import the module and return a new instance."""
@@ -115,10 +141,38 @@ def _swaps_to_nvme(engine: Any) -> bool:
     return is_on_nvme and int(engine.zero_optimization_stage()) == 3
 
 
+def _renames(rules: Iterable[Any]) -> bool:
+    return any(rule_set.renames for rule_set in rules)
+
+
+def _resizes(rules: Iterable[Any]) -> bool:
+    return any(rule_set.resizes for rule_set in rules)
+
+
+def _is_pretrained(_: Any, __: Any, target: Any) -> bool:
+    """Return True for a model of transformers or PEFT, unless a pipeline distributes it."""
+    names = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
+    kinds = tuple(getattr(sys.modules[module], kind) for module, kind in names.items() if module in sys.modules)
+    return target.place.pp == 1 and any(isinstance(child, kinds) for child in target.engine.module.modules())
+
+
+def _loads_by_function(job: Any, *_: Any) -> bool:
+    return job.arguments.custom_load_fn is not None
+
+
+def _holds_experts(_: Any, index: Any, __: Any) -> bool:
+    return any(".experts." in param.name for param in index.stored.atoms.storages)
+
+
 REGISTRY = [
     Row("nvme", "swapped:Swapped", in_save=_saves_swap_files),
     Row("seal", "seal:SealedSave", in_save=_is_sealed),
     Row("nvme", "nvme:Nvme", in_engine=_swaps_to_nvme),
+    Row("custom load", "custom_load:CustomLoad", in_load=_loads_by_function),
+    Row("hugging face", "huggingface:HuggingFace", in_load=_is_pretrained),
+    Row("experts", "autoep:FusedExperts", in_load=_holds_experts),
+    Row("rename", "rename:Renames", in_rules=_renames),
+    Row("resize", "resize:ResizedRows", in_rules=_resizes),
 ]
 """All special cases. Hooks run in this order."""
 
@@ -133,7 +187,19 @@ def find_for_engine(engine: Any) -> list[Extension]:
     return [row.make() for row in REGISTRY if row.in_engine(engine)]
 
 
-def list_names(*groups: Iterable[Extension]) -> tuple[str, ...]:
-    """Return the names of active extensions, each once, in the order of the registry."""
-    active = {extension.name for group in groups for extension in group}
+def find_for_rules(rules: Any) -> list[Extension]:
+    """Return new extensions for the user's sets of rules."""
+    return [row.make() for row in REGISTRY if row.in_rules(rules)]
+
+
+def find_for_load(job: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
+    """Return the extensions of a load: the engine's, and new ones for the user's rules and the load's context."""
+    known = {extension.name: extension for extension in target.extensions}
+    active = (row for row in REGISTRY if row.name in known or row.in_rules(rules) or row.in_load(job, index, target))
+    return [known.get(row.name) or row.make() for row in active]
+
+
+def name_active(extensions: Iterable[Extension], more: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the names of active extensions, and more names, each once, in the order of the registry."""
+    active = {*more, *(extension.name for extension in extensions)}
     return tuple(dict.fromkeys(row.name for row in REGISTRY if row.name in active))

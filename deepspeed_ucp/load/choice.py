@@ -14,7 +14,7 @@ from ..engine.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..engine.guard import check_states
 from ..engine.known import list_unknown
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..extensions.registry import list_names
+from ..extensions.registry import name_active
 from ..formats.deepspeed.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
 from ..formats.deepspeed.naming import Naming
 from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals
@@ -23,12 +23,11 @@ from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..model import AtomicIndex, to_integer
 from ..model.topology import find_differences, list_undescribed
-from ..plan.renames import find_renamed
 from ..stream.checks import verify_records
-from ..tensor_parallel import from_config, list_renames
+from ..tensor_parallel import from_config
 from .client import check_trusted
 from .context import LoadContext
-from .inventory import StageGroups, join_groups, list_stage_groups
+from .inventory import StageGroups, find_renamed, join_groups, list_stage_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
         order=order,
         dual=target.is_dual,
         keys={key: name for _, keys, _ in answers for key, name in keys.items()},
-        rename=partial(find_renamed, renames=list_renames(from_config(job.config.patterns))),
+        rename=partial(find_renamed, rules=from_config(job.config.patterns)),
         ep=target.ep,
         record=target.list_recorded,
         weights_only=not (job.arguments.with_states and has_masters),
@@ -227,7 +226,7 @@ def _compare(
 
     reasons = [text for part in comm.each(look) for text in part] or list(doubts)
     index = survey.require()
-    job.report.saved, job.report.extensions = index.run.job, list_names(survey.extensions, target.extensions)
+    job.report.saved, job.report.extensions = index.run.job, name_active((*survey.extensions, *target.extensions))
     if comm.rank == 0:
         survey.log_warnings()
     changes = list_changes(index, target, to_integer(job.engine.train_batch_size()))

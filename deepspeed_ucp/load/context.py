@@ -9,6 +9,7 @@ from typing import Any
 
 from ..comm import Comm
 from ..config import UniversalConfig
+from ..extensions.registry import Extension
 from ..io.checksum import Checked
 from ..model import SavedJob
 from ..stream.report import Report
@@ -78,6 +79,7 @@ class LoadContext:
         load_dir: the caller's folder or URL.
         deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
         unknown: arguments that only DeepSpeed's load knows.
+        extensions: special cases of a direct load.
     """
 
     engine: Any
@@ -88,6 +90,7 @@ class LoadContext:
     load_dir: str = ""
     deepspeed_load: Callable[..., Loaded] = lambda **_: (None, None)
     unknown: Sequence[str] = ()
+    extensions: Sequence[Extension] = ()
 
     @property
     def places(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,18 +36,15 @@ from ..engine.finish import (
 )
 from ..engine.guard import guard_engine
 from ..errors import MismatchError, Objections, UnsupportedError, shorten
+from ..extensions.registry import find_for_load, name_active
 from ..formats.deepspeed.ownfiles import find_state_file
-from ..io.filesystems import count_readers
 from ..io.memory import pause_collection
 from ..io.paths import is_url
-from ..io.read import MemorySink
-from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, RunState, strip_compiled
-from ..plan import Want
-from ..stream.checks import Checks, verify_records
-from ..stream.copies import CopyReader, refuse_scattered
-from ..stream.reader import AtomReader
+from ..model import AtomicIndex, RunState, strip_compiled
+from ..stream.checks import verify_records
+from ..stream.copies import CopyReader
+from ..tensor_parallel import from_config
 from ..torchsave.torchfile import read_header
-from .averages import average_rows
 from .client import EXTRA_STATES, make_objects
 from .context import LoadContext
 from .prepare import Work, prepare
@@ -72,6 +70,9 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     """
     engine, comm, arguments, report = job.engine, job.comm, job.arguments, job.report
     with_states = arguments.with_states and has_masters(target, comm)
+    rules = comm.alike(lambda: from_config(job.config.patterns))
+    job = replace(job, extensions=find_for_load(job, index, target, rules))
+    report.extensions = name_active(job.extensions, report.extensions)
     work, saved = _prepare(job, index, target, with_states=with_states)
     report.state_bytes = work.state_bytes
     with report.phase("plan"), pause_collection():
@@ -81,15 +82,14 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         transfer = Transfer(work, comm, job.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(job, index.run, extra))
-    source = _read(job, transfer)
+    _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
         with transfer.undo_on_error(), report.phase("finish"):  # others' code, before the buffers change
             states = [(module, extra[key]) for key, module in modules.items()]
             comm.run(lambda: _restore_others(job, work.index.run, saved, states))
         # From here on the engine changes, and an error marks it.
-        if source is not None:
-            run_custom_load(job, source, target, masters_follow=not work.touched)
-            source = None  # as large as the model
+        for extension in job.extensions:
+            extension.change_engine(job, target, work)
         _fill(job, target, transfer)
         with report.phase("finish"):
             comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
@@ -103,27 +103,18 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     )
 
 
-def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | None:
-    """Read and verify everything; the engine changes only where it can be recomputed (collective).
-
-    Returns:
-        The whole saved module, for a ``custom_load_fn``.
-    """
-    comm, config, report, source = job.comm, job.config, job.report, None
+def _read(job: LoadContext, transfer: Transfer) -> None:
+    """Read and verify everything; the engine changes only where it can be recomputed (collective)."""
+    report = job.report
     with transfer.undo_on_error():
         with report.phase("read"):
             report.count(transfer.read())
         with report.phase("verify"):
             report.bytes_read += transfer.verify()
-    if transfer.work.averaged:
-        with transfer.undo_on_error(), report.phase("read"):
-            work = transfer.work
-            work.destinations.averages = average_rows(work.index, work.averaged, comm, config)
-    if job.arguments.custom_load_fn is not None:
-        with transfer.undo_on_error(), report.phase("custom"):
-            source = comm.run(lambda: assemble_module(transfer.work.index, config))
+    for extension in job.extensions:
+        with transfer.undo_on_error():
+            extension.read_more(job, transfer.work)
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
-    return source
 
 
 def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
@@ -157,9 +148,9 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
         UcpError: all objections to the load, in one.
     """
     comm, objections = job.comm, Objections()
-    if job.arguments.custom_load_fn is not None:
+    for extension in job.extensions:
         with objections:
-            comm.run(lambda: _refuse_custom_load(index, target))
+            comm.run(partial(extension.refuse, job, index, target))
     with objections:
         saved = _read_saved(job, index, target)
     with objections, job.report.phase("plan"), pause_collection():
@@ -179,19 +170,6 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
 def has_masters(target: Target, comm: Comm) -> bool:
     """Return True if some rank's optimizer owns parameters; a pipeline stage may have none (collective)."""
     return any(comm.gather(bool(target.flats)))
-
-
-def _refuse_custom_load(index: AtomicIndex, target: Target) -> None:
-    """Refuse a ``custom_load_fn`` if no rank has the whole module, or not every rank can read it."""
-    refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
-    if target.uses_nvme:
-        raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
-    degrees = index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp
-    if max(degrees) > 1 or any(experts.ranks for experts in target.experts.values()):
-        raise UnsupportedError(
-            "custom_load_fn is given the whole module; with tensor, pipeline or expert parallelism no rank has it. "
-            "Load without custom_load_fn, or in the topology that saved the checkpoint."
-        )
 
 
 def _match_extra_states(job: LoadContext, run: RunState, saved: dict[str, Any]) -> dict[str, torch.nn.Module]:
@@ -314,46 +292,3 @@ def _finish(job: LoadContext, target: Target, work: Work, saved: dict[str, Any],
     if with_states and arguments.load_lr_scheduler_states and not takes_rates:
         restore_rates(engine)
     restore_counters(engine, saved)
-
-
-def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
-    """Read the whole saved module as a state dict on the CPU, in the dtypes of the module states.
-
-    ZeRO 3 saves no such copy: the fp32 masters replace it, as in DeepSpeed's own consolidation. Every rank reads and
-    holds the whole module, as ``custom_load_fn`` requires; its checksums are verified.
-
-    Raises:
-        CheckpointError: a file is damaged.
-    """
-    weights: dict[str, Atom] = {}
-    for state in (MASTER, COPY, MODULE):  # later ones win
-        weights.update({k.name: atom for k, atom in index.stored.atoms.items() if k.state == state and not k.instance})
-    tensors = {name: torch.empty(atom.shape, dtype=getattr(torch, atom.dtype)) for name, atom in weights.items()}
-    memory = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors.values()]
-    sinks = [MemorySink(data, tensor.element_size()) for data, tensor in zip(memory, tensors.values(), strict=True)]
-    wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
-    checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
-    with AtomReader(index, checksum=config.verify == "crc") as reader:
-        checks.add(reader.read_all(wants, sinks, threads))
-        if reader.checksum:
-            checks.verify(index, Comm(), threads=threads)
-    tensors.update({alias: tensors[name] for alias, name in index.model.aliases.items() if name in tensors})
-    return tensors
-
-
-def run_custom_load(job: LoadContext, source: dict[str, torch.Tensor], target: Target, *, masters_follow: bool) -> None:
-    """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does (collective).
-
-    Args:
-        source: the whole saved module; it gets the keys of the live module's state dict.
-        masters_follow: make the masters from the module's new weights (no optimizer states are loaded).
-    """
-    load_fn = job.arguments.custom_load_fn
-    keys = {name: key for key, name in target.list_keys().items()}
-    source = {keys.get(name, name): tensor for name, tensor in source.items()}
-    with job.report.phase("custom"):
-        if load_fn is not None:
-            with target.whole_parameters():
-                job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
-        if masters_follow:
-            job.comm.run(target.refresh_masters)

@@ -11,15 +11,15 @@ from ..comm import Comm
 from ..engine import Target
 from ..engine.parallel import live_attributes, live_universal_info
 from ..errors import MismatchError, shorten
+from ..extensions.registry import find_for_rules
 from ..formats.deepspeed.naming import CHANGING
 from ..model import AtomicIndex, number_layer
 from ..model.flat import Shape
 from ..model.topology import number_groups
 from ..model.view import EngineBuffer, EngineView, Shapes
 from ..plan.match import Match
-from ..plan.renames import list_names
 from ..plan.settling import settle_index
-from ..tensor_parallel import RuleSet, Settled, find_idle, from_attributes, from_universal_info, list_renames
+from ..tensor_parallel import RuleSet, Settled, from_attributes, from_universal_info
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -156,15 +156,12 @@ def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
     )
 
 
-def warn_idle(index: AtomicIndex, made: AtomicIndex, rules: Sequence[RuleSet]) -> None:
-    """Log the user's rules that match nothing: ``rename`` in saved names, ``resize`` in the names that these make."""
-    reported = [rule_set for rule_set in rules if rule_set.reported]
-    idle, names = find_idle(list_names(index), list_renames(reported)), list_names(made)
-    for resize in chain.from_iterable(rule_set.resizes for rule_set in reported):
-        if not any(map(resize.fits, names)):
-            idle.append(f"resize: {resize.match!r} matches no parameter")
-    if idle:
-        logger.info("patterns: %s", shorten(idle))
+def find_renamed(saved: Set[str], live: Set[str], rules: Sequence[RuleSet]) -> dict[str, str]:
+    """Return live name → saved name of the saved names to which the user's rules give a live name."""
+    renamed: dict[str, str] = {}
+    for extension in find_for_rules(rules):
+        renamed |= extension.find_renamed(saved, live, rules)
+    return renamed
 
 
 def settle_layouts(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,16 +11,13 @@ import torch
 
 from ..comm import Comm
 from ..engine import Target
-from ..errors import Objections, fold_names, pluralize, shorten
-from ..hub import Reading, describe_config, read_config, read_into
+from ..errors import Objections, pluralize, shorten
 from ..io.cast import FLOATING
 from ..model import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..model.view import EngineBuffer, EngineView
-from ..plan.autoep import adapt_experts
 from ..plan.counts import list_faults
-from ..plan.match import Match, lacks_frozen, match_groups, match_parameters
-from ..plan.renames import apply_renames, find_renamed, list_names
-from ..plan.settling import refuse_stateless, refuse_unreadable
+from ..plan.match import Adaptation, Match, lacks_frozen, match_groups, match_parameters
+from ..plan.settling import list_names, refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,
     Wants,
@@ -31,10 +26,10 @@ from ..plan.wants import (
     list_wants,
 )
 from ..stream.duplicates import check_instances
-from ..tensor_parallel import Layout, Resized, RuleSet, Settled, from_config, list_renames
+from ..tensor_parallel import Layout, Resized, RuleSet, Settled, from_config
 from .context import LoadContext
 from .destinations import Destinations, bind
-from .inventory import check_alike, settle_layouts, view_engine, warn_idle
+from .inventory import check_alike, find_renamed, settle_layouts, view_engine
 from .states import OptimizerMatch, States, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -91,7 +86,7 @@ def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
     rules = comm.alike(lambda: from_config(job.config.patterns))
     work, settled = comm.run(lambda: _match(job, saved, target, view, rules, with_states=with_states))
-    _share(view, settled, work, comm, with_states=with_states)
+    _share(job, view, settled, work, with_states=with_states)
     return work
 
 
@@ -110,22 +105,16 @@ def _match(
         UcpError: all objections to the load, in one.
     """
     is_first, objections = job.comm.rank == 0, Objections()
-    names = {*view.shapes, *view.aliases}
+    ruled = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
     # Stages of a pipeline have different modules, and all ranks must read alike.
     module = target.engine.module if target.place.pp == 1 else None
-    taken = set(find_renamed(list_names(saved), names, list_renames(rules)).values())
-    reading = Reading() if module is None else read_into(saved, module, names, taken)
-    index = adapt_experts(reading.carry_out(saved), view.shapes)
-    renamed = apply_renames(index, view.shapes, rules, view.aliases)
-    if is_first:
-        warn_idle(saved, index, rules)
-    view = replace(view, renamed=renamed, declared_new=reading.declared_new)
+    adapted = Adaptation(saved, view, rules, module, is_first, saved, {*ruled})
+    for extension in job.extensions:
+        extension.adapt(adapted)
+    index, view = adapted.index, adapted.view
     strict = job.arguments.load_module_strict or view.unowned is None
     match = match_parameters(index, view, strict=strict, with_states=with_states, rules=rules)
-    match.notes += describe_config(saved, read_config(module) if module is not None and saved.run.format else {})
-    match.notes += [_ADAPTER.format(shorten(sorted(reading.declared_new), 2))] if reading.declared_new else []
-    if is_first and (text := reading.describe()):
-        logger.info("%s", text)
+    match.notes += adapted.notes
     check_alike(view, target)
     with objections:
         match.require()
@@ -193,9 +182,6 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
     return memory
 
 
-_ADAPTER = "the checkpoint has no adapter; the new model's starts from its initial values: {}"
-
-
 _REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}
 
 
@@ -228,9 +214,9 @@ def _rounds(stored: str, dtype: str) -> bool:
     return now.eps > before.eps or now.max < before.max
 
 
-def _share(view: EngineView, settled: Settled, work: Work, comm: Comm, *, with_states: bool) -> None:
+def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work, *, with_states: bool) -> None:
     """Join the needs of all ranks, and log what is unusual (collective)."""
-    index, layouts = work.index, settled.pairs
+    comm, index, layouts = job.comm, work.index, settled.pairs
     work.touched = _join_touched(index, work.touched, comm)
     atoms, cut = index.stored.atoms, [key for key in work.touched if key.name in layouts]
     counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # each rank counts a part
@@ -243,7 +229,10 @@ def _share(view: EngineView, settled: Settled, work: Work, comm: Comm, *, with_s
         for text in dict.fromkeys(text for *_, notes, _ in everyone for text in notes):
             logger.warning("%s", text)
         _log_match(work.match, index)
-        _log_resized(index, {name: how for resized, *_ in everyone for name, how in resized.items()}, with_states)
+        resized = {name: how for names, *_ in everyone for name, how in names.items()}
+        _log_padded(resized)
+        for extension in job.extensions:
+            extension.log_changes(index, resized, with_states=with_states)
 
     comm.once(log_all)
     check_instances(index, view.counts, work.touched, comm)
@@ -276,24 +265,8 @@ def _log_match(match: Match, index: AtomicIndex) -> None:
         logger.warning("load_module_strict=False, passing over: %s", list_faults(match.skipped))
 
 
-def _log_resized(index: AtomicIndex, resized: Mapping[str, Resized], with_states: bool) -> None:
-    """Log each parameter that has another shape here; those that only differ in their numbers share a line."""
+def _log_padded(resized: Mapping[str, Resized]) -> None:
     for name, how in sorted(resized.items()):
         if how.pads:
             text = "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero"
             logger.info(text, name, how.live, how.saved, how.live - how.saved)
-    alike: dict[Resized, list[str]] = defaultdict(list)
-    for name, (how, *_) in fold_names([pair for pair in sorted(resized.items()) if not pair[1].pads], lambda how: how):
-        alike[how].append(name)
-    for how, names in alike.items():
-        logger.warning("resize: %s: %s", shorten(names), how.describe())
-    if with_states and any(index.run.scalars.values()) and any(how.live > how.kept for how in alike):
-        logger.warning("resize: %s", _describe_new_states(index))
-
-
-def _describe_new_states(index: AtomicIndex) -> str:
-    """Describe how moments of zero under an old step count change Adam's first updates."""
-    betas = {tuple(group.hyper["betas"]) for group in index.run.groups if "betas" in group.hyper}
-    most = max(((1 - one) / math.sqrt(1 - two) for one, two in betas if two < 1), default=0)
-    rate = f", so Adam's first updates there are up to {most:.2g} × lr" if most else ""
-    return f"the optimizer states of new rows are zero under the old step count{rate}"

@@ -47,14 +47,14 @@ from ..io.paths import normalize
 from ..io.store import set_storage_options
 from ..io.threads import limit_torch
 from ..model import AtomicIndex
-from ..plan.renames import find_renamed, list_names
+from ..plan.settling import list_names
 from ..stream.report import OutputReport
-from ..tensor_parallel import RuleSet, from_config, list_renames
+from ..tensor_parallel import RuleSet, from_config
 from .absent import report_absent
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, Loaded, LoadReport
 from .direct import load_direct
-from .inventory import list_live_rules, view_engine
+from .inventory import find_renamed, list_live_rules, view_engine
 from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -241,7 +241,7 @@ def convert_before_load(
     view = view_engine(target, (), comm)
 
     def list_rules() -> list[RuleSet]:
-        renamed = find_renamed(list_names(index), {*view.shapes, *view.aliases}, list_renames(rules))
+        renamed = find_renamed(list_names(index), {*view.shapes, *view.aliases}, rules)
         return list_live_rules(view, {name: renamed.get(name, name) for name in view.attributes})
 
     live = comm.run(list_rules)

@@ -15,7 +15,7 @@ from typing import Any
 from ..model import AtomicIndex, GroupInfo
 from ..model.view import Shapes
 from .derive import DerivedParam, Slice, derive
-from .renames import list_shapes
+from .settling import list_shapes
 
 _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 """Parameters of transformers, and the parts of each AutoEP expert in them, in order."""

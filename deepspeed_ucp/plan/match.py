@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -65,6 +65,31 @@ class Match:
         if self.fault:
             raise MismatchError(self.fault)
         return self
+
+
+@dataclass(slots=True)
+class Adaptation:
+    """A checkpoint and an engine before they are matched; extensions adapt them to each other.
+
+    Attributes:
+        index: the checkpoint, with the engine's names and forms.
+        view: the engine.
+        rules: the user's.
+        module: the live module; None in a pipeline, whose ranks have different modules.
+        log: whether this rank logs.
+        saved: the checkpoint as it was saved.
+        ruled: saved names to which ``rename`` rules give a live name.
+        notes: warnings for all ranks.
+    """
+
+    index: AtomicIndex
+    view: EngineView
+    rules: Sequence[RuleSet]
+    module: Any
+    log: bool
+    saved: AtomicIndex
+    ruled: Set[str]
+    notes: list[str] = field(default_factory=list)
 
 
 def match_parameters(

@@ -70,6 +70,16 @@ def list_weights(index: AtomicIndex) -> dict[str, Atom]:
     return best
 
 
+def list_names(index: AtomicIndex) -> set[str]:
+    """Return all names in a checkpoint."""
+    return {param.name for param in index.stored.atoms.storages} | set(index.model.aliases)
+
+
+def list_shapes(index: AtomicIndex) -> Shapes:
+    """Return the local shapes of the weights by tensor-parallel rank."""
+    return {name: tuple(shard.shape for shard in atom.shards) for name, atom in list_weights(index).items()}
+
+
 def is_replica(index: AtomicIndex, atom: Atom) -> bool:
     """Return True if every tensor-parallel rank holds the same bytes by their checksums, or if there is one rank."""
     if len(atom.shards) == 1:

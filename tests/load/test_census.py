@@ -10,10 +10,12 @@ import pytest
 
 from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.inventory import check_alike, warn_idle
+from deepspeed_ucp.extensions.registry import find_for_rules
+from deepspeed_ucp.extensions.rename import apply_renames
+from deepspeed_ucp.load.inventory import check_alike
 from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Fragments
 from deepspeed_ucp.model.view import EngineView
-from deepspeed_ucp.plan.renames import apply_renames
+from deepspeed_ucp.plan.match import Adaptation
 from deepspeed_ucp.tensor_parallel import from_config
 from tests.plan import planning
 from tests.support.ranks import run_ranks
@@ -62,7 +64,9 @@ def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> N
         {"rename": [{"from": "nothing", "to": "something"}], "resize": [{"match": "v"}, {"match": "w"}]}
     )
     with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
-        warn_idle(make_index("w"), make_index("w"), rules)
+        adaptation = Adaptation(make_index("w"), EngineView(), rules, None, True, make_index("w"), set())
+        for extension in find_for_rules(rules):
+            extension.adapt(adaptation)
     assert "'nothing' matches no parameter" in caplog.text
     assert "resize: 'v' matches no parameter" in caplog.text and "'w' matches" not in caplog.text
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import RemoteError
+from deepspeed_ucp.extensions.custom_load import assemble_module, run_custom_load
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
-from deepspeed_ucp.load.direct import assemble_module, run_custom_load
 from tests.support.ranks import World
 from tests.support.reshard import PATIENT, Case, cases, examples, make_targets, open_for, temporary_folder
 from tests.synth import read_state

@@ -331,8 +331,7 @@ class StandIns:
             _optimizer_has_ckpt_event_epilogue=lambda: end is not None,
             optimizer=SimpleNamespace(checkpoint_event_epilogue=end),
         )
-        swaps = SimpleNamespace(discard=target.get("discard", lambda: None))
-        self.target = SimpleNamespace(prepare=target.get("prepare", lambda: None), swaps=swaps)
+        self.target = SimpleNamespace(**{"prepare": lambda: None, "discard": lambda: None, **target})
         self.index = SimpleNamespace(run=SimpleNamespace(state_file="states"), limits=Limits(), is_weights_alone=False)
 
     def load(self, comm: Comm) -> Any:

@@ -24,9 +24,10 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine import Target
 from deepspeed_ucp.engine.parallel import Instance, LocalExperts, Place
+from deepspeed_ucp.extensions.registry import find_for_load
+from deepspeed_ucp.extensions.resize import average_rows
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.load.averages import average_rows
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.direct import has_masters
@@ -39,6 +40,7 @@ from deepspeed_ucp.model.flat import FlatBuffer, join_reserved
 from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, locate
+from deepspeed_ucp.tensor_parallel import from_config
 from tests.support.ranks import run_ranks
 from tests.synth import (
     ExpertLayer,
@@ -326,6 +328,8 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     with_states = options.with_states and has_masters(target, comm)
     arguments = LoadArguments(load_module_strict=options.strict)
     job = LoadContext(None, comm, options.config, arguments, LoadReport(direct=True, reason=""))
+    rules = from_config(options.config.patterns)
+    job = replace(job, extensions=find_for_load(job, index, target, rules))
     work = prepare(job, index, target, with_states=with_states)
     rank = Loaded(target, work, target.extras(), comm)
     into = work.destinations

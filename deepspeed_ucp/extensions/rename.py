@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
 
 from ..errors import MismatchError, shorten
 from ..model import AtomicIndex
 from ..model.view import Shapes
-from ..tensor_parallel import Facts, Rename, RuleSet, list_renames, rename_names
-from .settling import list_weights
+from ..plan.match import Adaptation
+from ..plan.settling import list_names, list_shapes
+from ..tensor_parallel import Facts, Rename, RuleSet, find_idle, list_renames, rename_names
+from .registry import Extension
+
+logger = logging.getLogger("deepspeed_ucp")
+
+
+class Renames(Extension):
+    """The user's ``rename`` rules."""
+
+    def find_renamed(self, saved: Set[str], live: Set[str], rules: Sequence[RuleSet]) -> dict[str, str]:
+        """Return live name → saved name, by :func:`find_renamed`."""
+        return find_renamed(saved, live, list_renames(rules))
+
+    def adapt(self, adaptation: Adaptation) -> None:
+        """Set the saved names of the engine's tensors; log rules that match no saved name."""
+        index, view, rules = adaptation.index, adaptation.view, adaptation.rules
+        renamed = apply_renames(index, view.shapes, rules, view.aliases)
+        adaptation.view = replace(view, renamed=renamed)
+        reported = [rule_set for rule_set in rules if rule_set.reported]
+        if adaptation.log and (idle := find_idle(list_names(adaptation.saved), list_renames(reported))):
+            logger.info("patterns: %s", shorten(idle))
 
 
 def apply_renames(
@@ -51,13 +74,3 @@ def apply_renames(
 def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> dict[str, str]:
     """Return live name → saved name of the saved names that are not live and that rules give a live one."""
     return {new: old for old, new in rename_names(sorted(saved - live), renames, live).items() if new in live}
-
-
-def list_names(index: AtomicIndex) -> set[str]:
-    """Return all names in a checkpoint."""
-    return {param.name for param in index.stored.atoms.storages} | set(index.model.aliases)
-
-
-def list_shapes(index: AtomicIndex) -> Shapes:
-    """Return the local shapes of the weights by tensor-parallel rank."""
-    return {name: tuple(shard.shape for shard in atom.shards) for name, atom in list_weights(index).items()}

@@ -1,0 +1,96 @@
+"""A ``custom_load_fn``, which loads the tensors that no optimizer owns from the whole saved module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..comm import Comm
+from ..config import UniversalConfig
+from ..engine import Target
+from ..errors import UnsupportedError
+from ..io.filesystems import count_readers
+from ..io.read import MemorySink
+from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex
+from ..plan import Want
+from ..stream.checks import Checks
+from ..stream.copies import refuse_scattered
+from ..stream.reader import AtomReader
+from .registry import Extension
+
+
+class CustomLoad(Extension):
+    """A load with a ``custom_load_fn``.
+
+    Attributes:
+        source: the whole saved module, until the function has run.
+    """
+
+    def __init__(self) -> None:
+        self.source: dict[str, torch.Tensor] = {}
+
+    def refuse(self, job: Any, index: AtomicIndex, target: Target) -> None:
+        """Refuse a load in which no rank has the whole module, or not every rank can read it."""
+        refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
+        if target.uses_nvme:
+            raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
+        degrees = index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp
+        if max(degrees) > 1 or any(experts.ranks for experts in target.experts.values()):
+            raise UnsupportedError(
+                "custom_load_fn is given the whole module; with tensor, pipeline or expert parallelism no rank has it. "
+                "Load without custom_load_fn, or in the topology that saved the checkpoint."
+            )
+
+    def read_more(self, job: Any, work: Any) -> None:
+        """Read the whole module."""
+        with job.report.phase("custom"):
+            self.source = job.comm.run(lambda: assemble_module(work.index, job.config))
+
+    def change_engine(self, job: Any, target: Target, work: Any) -> None:
+        """Call the function, and release the module, which is as large as the model."""
+        run_custom_load(job, self.source, target, masters_follow=not work.touched)
+        self.source = {}
+
+
+def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
+    """Read the whole saved module as a state dict on the CPU, in the dtypes of the module states.
+
+    ZeRO 3 saves no such copy: the fp32 masters replace it, as in DeepSpeed's own consolidation. Every rank reads and
+    holds the whole module, as ``custom_load_fn`` requires; its checksums are verified.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    weights: dict[str, Atom] = {}
+    for state in (MASTER, COPY, MODULE):  # later ones win
+        weights.update({k.name: atom for k, atom in index.stored.atoms.items() if k.state == state and not k.instance})
+    tensors = {name: torch.empty(atom.shape, dtype=getattr(torch, atom.dtype)) for name, atom in weights.items()}
+    memory = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors.values()]
+    sinks = [MemorySink(data, tensor.element_size()) for data, tensor in zip(memory, tensors.values(), strict=True)]
+    wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
+    checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
+    with AtomReader(index, checksum=config.verify == "crc") as reader:
+        checks.add(reader.read_all(wants, sinks, threads))
+        if reader.checksum:
+            checks.verify(index, Comm(), threads=threads)
+    tensors.update({alias: tensors[name] for alias, name in index.model.aliases.items() if name in tensors})
+    return tensors
+
+
+def run_custom_load(job: Any, source: dict[str, torch.Tensor], target: Target, *, masters_follow: bool) -> None:
+    """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does (collective).
+
+    Args:
+        source: the whole saved module; it gets the keys of the live module's state dict.
+        masters_follow: make the masters from the module's new weights (no optimizer states are loaded).
+    """
+    load_fn = job.arguments.custom_load_fn
+    keys = {name: key for key, name in target.list_keys().items()}
+    source = {keys.get(name, name): tensor for name, tensor in source.items()}
+    with job.report.phase("custom"):
+        if load_fn is not None:
+            with target.whole_parameters():
+                job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
+        if masters_follow:
+            job.comm.run(target.refresh_masters)

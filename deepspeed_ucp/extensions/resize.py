@@ -1,0 +1,131 @@
+"""Vocabularies with other numbers of rows (:mod:`deepspeed_ucp.tensor_parallel.resize`).
+
+New rows may start from the mean of the saved rows, which is the same to the bit in every topology: rows are added in
+fp64, block by block of the whole tensor and then the blocks in their order, for any assignment of blocks to ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import chain, groupby
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..comm import Comm
+from ..config import UniversalConfig
+from ..errors import fold_names, shorten
+from ..io.cast import find_dtype
+from ..io.filesystems import count_readers
+from ..io.memory import Scratch
+from ..model import AtomicIndex, AtomKey
+from ..plan.match import Adaptation
+from ..plan.settling import list_names
+from ..stream.checks import Checks
+from ..stream.copies import refuse_scattered
+from ..stream.full_tensors import assemble_full_tensor
+from ..stream.reader import AtomReader
+from ..tensor_parallel import Layout, Resized
+from .registry import Extension
+
+logger = logging.getLogger("deepspeed_ucp")
+
+BLOCK = 1 << 21
+"""Elements of the rows that are added at once, unless one row has more."""
+
+Sum = npt.NDArray[np.float64]
+
+
+class ResizedRows(Extension):
+    """The user's ``resize`` rules."""
+
+    def adapt(self, adaptation: Adaptation) -> None:
+        """Log rules that match no parameter."""
+        names = list_names(adaptation.index)
+        resizes = chain.from_iterable(rule_set.resizes for rule_set in adaptation.rules if rule_set.reported)
+        idle = [
+            f"resize: {resize.match!r} matches no parameter" for resize in resizes if not any(map(resize.fits, names))
+        ]
+        if idle and adaptation.log:
+            logger.info("patterns: %s", shorten(f"resize: {match!r} matches no parameter" for match in idle))
+
+    def log_changes(self, index: AtomicIndex, resized: Mapping[str, Resized], *, with_states: bool) -> None:
+        """Log each parameter that has another shape here; those that only differ in their numbers share a line."""
+        alike: dict[Resized, list[str]] = defaultdict(list)
+        changed = [pair for pair in sorted(resized.items()) if not pair[1].pads]
+        for name, (how, *_) in fold_names(changed, lambda how: how):
+            alike[how].append(name)
+        for how, names in alike.items():
+            logger.warning("resize: %s: %s", shorten(names), how.describe())
+        if with_states and any(index.run.scalars.values()) and any(how.live > how.kept for how in alike):
+            logger.warning("resize: %s", _describe_new_states(index))
+
+    def read_more(self, job: Any, work: Any) -> None:
+        """Read the means of saved rows (collective)."""
+        if work.averaged:
+            with job.report.phase("read"):
+                work.destinations.averages = average_rows(work.index, work.averaged, job.comm, job.config)
+
+
+def _describe_new_states(index: AtomicIndex) -> str:
+    """Describe how moments of zero under an old step count change Adam's first updates."""
+    betas = {tuple(group.hyper["betas"]) for group in index.run.groups if "betas" in group.hyper}
+    most = max(((1 - one) / math.sqrt(1 - two) for one, two in betas if two < 1), default=0)
+    rate = f", so Adam's first updates there are up to {most:.2g} × lr" if most else ""
+    return f"the optimizer states of new rows are zero under the old step count{rate}"
+
+
+class _Block(NamedTuple):
+    """Rows [low, high) of a whole tensor."""
+
+    key: AtomKey
+    low: int
+    high: int
+
+
+def average_rows(
+    index: AtomicIndex, wanted: Mapping[AtomKey, tuple[Layout, int]], comm: Comm, config: UniversalConfig
+) -> dict[AtomKey, Sum]:
+    """Return the mean of each parameter's first rows, [elements of a row]; collective.
+
+    Args:
+        wanted: how the source cuts each, and how many rows count; the same on every rank.
+
+    Raises:
+        UcpError: a file cannot be read or is damaged; the same on every rank.
+    """
+    if not wanted:
+        return {}
+    comm.alike(lambda: refuse_scattered(index, "all ranks together reckon the mean that new rows begin from"))
+    checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
+    blocks = [
+        _Block(key, low, min(low + step, kept))
+        for key, (layout, kept) in sorted(wanted.items())
+        for step in (max(BLOCK // max(prod(layout.shape[1:]), 1), 1),)
+        for low in range(0, kept, step)
+    ]
+    with AtomReader(index, checksum=config.verify == "crc") as reader:
+
+        def add(block: _Block) -> Sum:
+            """Return the sum of a block's rows."""
+            tensor = assemble_full_tensor(index.stored.atoms[block.key], wanted[block.key][0])
+            width = prod(tensor.shape[1:])
+            want = tensor.want(block.low * width, (block.high - block.low) * width)
+            data = Scratch().take(want.nbytes)
+            checks.add(reader.read_tensors([want], [data]))
+            rows = np.frombuffer(data, find_dtype(tensor.dtype)).reshape(-1, width)
+            return np.asarray(rows.astype(np.float64).sum(0))
+
+        sums = comm.share(blocks, add)
+        if reader.checksum:
+            checks.verify(index, comm, threads=threads)
+    pairs = zip(blocks, sums, strict=True)
+    return {
+        key: np.add.reduce([total for _, total in parts]) / wanted[key][1]
+        for key, parts in groupby(pairs, lambda pair: pair[0].key)
+    }
