@@ -15,8 +15,8 @@ from deepspeed_ucp.cli import diff as command
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.examine.diff import AtomDifference, Difference, Tally
 from deepspeed_ucp.examine.values import ValueDifference
-from tests.cli.samples import PATTERNS, cut, make_gpt, write_sample
-from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
+from tests.cli.samples import cut, make_gpt, write_sample
+from tests.synth import Run, State, Topology, random_state, write_checkpoint
 
 MODEL = make_gpt()
 STATE = random_state(MODEL, 0)
@@ -74,26 +74,6 @@ def test_differences_exit_1_the_worst_first(
     first = found["tensors"][0]
     assert (first["kind"], first["state"], first["first"], first["differing"]) == ("values", "fp32", [0, 0], 64 * 16)
     assert first["largest"] == pytest.approx(2.0)
-
-
-def test_atomic_checkpoints(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    right = write(tmp_path / "right", Topology(1, 2, tp=2))
-    assert main(["convert", str(right), "--patterns", PATTERNS, "-q"]) == 0
-    assert run(left, f"{right}_universal") == 0, capsys.readouterr().out
-    assert run(right, f"{right}_universal") == 0, capsys.readouterr().out
-    other = write(tmp_path / "other", Topology(1, 2), shift({("ln_f.weight", "fp32"): 1.0}))
-    assert run(other, f"{right}_universal") == 1
-
-
-def test_stage_0_is_named_by_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Model((Param("a", (3, 5)), Param("b", (4,))))
-    state = random_state(model, 0)
-    run_ = Run(global_samples=96)
-    zero, plain = (
-        write_checkpoint(tmp_path / t.label, model, state, t, run=run_) for t in (Topology(1, 2), Topology(0))
-    )
-    assert run(zero, plain) == 2
-    assert run(zero, plain, "--groups", "module") == 0, capsys.readouterr()
 
 
 def write_text(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = (), **options: bool) -> str:

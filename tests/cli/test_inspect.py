@@ -176,14 +176,6 @@ def test_an_atomic_checkpoint_has_its_source(
     assert found["totals"]["files"] == len(on_disk)
 
 
-def test_a_damaged_atomic_checkpoint_is_told(converted: Path, tmp_path: Path, inspect: Callable[..., Any]) -> None:
-    folder = Path(shutil.copytree(converted, tmp_path / "copy"))
-    (folder / "zero/wte.weight/fp32.pt").unlink()
-    found = inspect(folder)
-    assert found["code"] == 2
-    assert [each["file"] for each in found["findings"]] == ["zero/wte.weight/fp32.pt"]
-
-
 def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(
     tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

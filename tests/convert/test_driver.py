@@ -19,12 +19,12 @@ from deepspeed_ucp.convert.driver import Written, join_ranges
 from deepspeed_ucp.convert.outputs import check_paths, list_steps
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.model import MASTER, AtomicIndex, AtomKey, ParamKey
+from deepspeed_ucp.model import MASTER, AtomicIndex, ParamKey
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.convert.conversions import read_bytes
-from tests.stream.test_full_tensors import check_atoms, flip_bit, open_held, read_whole, rules_of
+from tests.stream.test_full_tensors import check_atoms, flip_bit, open_held, rules_of
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, get_field, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_plain, trips
@@ -308,19 +308,3 @@ def test_names_of_scalars_are_checked_as_paths(tmp_path: Path) -> None:
     index = open_held(make_source(), tmp_path / "tag").change(scalars={ParamKey("../../evil"): {"step": 5}})
     with pytest.raises(UnsupportedError, match="evil"):
         check_paths(list_steps(index))
-
-
-def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
-    """``nn.ModuleDict({"c#": …, "c": …})``."""
-    names = ("c#.weight", "c.weight", "c#1", "c", "a b")
-    model = Model(tuple(Param(name, (4, at + 1)) for at, name in enumerate(names)))
-    state = random_state(model, 0, precision="bf16")
-    path = write_checkpoint(tmp_path / "in", model, state, Topology(1, 2, "bf16"))
-    index = open_checkpoint(str(path), Comm())
-    convert_index(index, str(path), str(tmp_path / "out"), Comm(), OPTIONS)
-    again = open_checkpoint(str(tmp_path / "out"), Comm())
-    with AtomReader(again) as reader:
-        for name, states in state.atoms.items():
-            for kind, value in states.items():
-                whole = assemble_full_tensors(again).tensors[AtomKey(name, kind)]
-                assert torch.equal(read_whole(reader, whole), value), (name, kind)

@@ -216,15 +216,6 @@ def left(tmp_path: Path) -> AtomicIndex:
 STATE = random_state(MODEL, 0)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3, 5])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_any_stage_is_equal_to_any_other(tmp_path: Path, left: AtomicIndex, stage: int, dp: int) -> None:
-    found = diff_checkpoints(left, save(tmp_path / "b", Topology(stage, dp), STATE))
-    assert (found.equal, found.compared, found.numel) == (True, 12, 3 * (1500 + 7 + 40))
-    assert (found.atoms, found.values, found.converted) == ((), (), 0)
-    assert any(f"zero_stage 1 → {stage}" in note for note in found.notes) == (stage != 1)
-
-
 def test_elements_are_compared_by_their_bits(tmp_path: Path, left: AtomicIndex) -> None:
     value = STATE.atoms["a"]["exp_avg_sq"].clone()
     value.view(torch.int32)[17, 23] ^= 1

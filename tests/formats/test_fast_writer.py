@@ -33,12 +33,6 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return plain, fast
 
 
-def test_they_hold_the_same_atoms(folders: tuple[Path, Path]) -> None:
-    plain, fast = (open_checkpoint(str(folder), Comm()) for folder in folders)
-    assert fast.stored.atoms == plain.stored.atoms
-    assert fast.run.state_file.endswith(f"{STATES}-0.2")
-
-
 def test_other_ranks_copies_are_told_and_keep_nothing_from_being_loaded(folders: tuple[Path, Path]) -> None:
     fast = folders[1]
     (fast / f"{STATES}-0.1").write_bytes(b"torn")

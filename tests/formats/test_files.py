@@ -19,7 +19,6 @@ from deepspeed_ucp.formats.deepspeed.files import (
     ROLES,
     SEAL,
     SwapName,
-    holds_atoms,
     list_entries,
     read_swap_name,
     sort_names,
@@ -241,22 +240,6 @@ def test_a_file_in_place_of_a_folder_is_described(tmp_path: Path) -> None:
     assert describe_content(str(tmp_path / "absent")) == ""
     for name in ("file", "link"):
         assert "is a file, or a link to nothing" in describe_content(str(tmp_path / name))
-
-
-@pytest.mark.parametrize(
-    ("names", "atomic"),
-    [
-        (("zero/", MODEL), True),
-        (("ucp_manifest.json",), True),
-        (("zero/", MODEL, OPTIM % 0), False),
-        ((MODEL,), False),
-    ],
-    ids=["converted", "manifest", "converted-into-itself", "normal"],
-)
-def test_atomic_checkpoints_are_recognised_by_their_files(tmp_path: Path, names: tuple[str, ...], atomic: bool) -> None:
-    for name in names:
-        (tmp_path / name).mkdir() if name.endswith("/") else touch(tmp_path, name)
-    assert holds_atoms(list_entries(str(tmp_path))) is atomic
 
 
 @pytest.mark.parametrize(

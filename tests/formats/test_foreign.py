@@ -6,11 +6,9 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.statedict import LAYOUTS
@@ -366,29 +364,6 @@ def test_no_code_of_a_metadata_file_runs(saved: Path, monkeypatch: pytest.Monkey
     change_metadata(saved, lambda metadata: metadata.planner_data.update(x=Harm()))
     open_it(saved)
     assert not (saved / "harm").exists()
-
-
-def test_damage_anywhere_gives_at_most_one_error(saved: Path) -> None:
-    """Changed bytes of the metadata, truncated files, and a flipped bit of a tensor."""
-    index = open_it(saved)
-    whole, draw = (saved / ".metadata").read_bytes(), np.random.default_rng(0)
-    for at in draw.integers(0, len(whole), 60).tolist():
-        data = bytearray(whole)
-        data[at] = int(draw.integers(256))
-        (saved / ".metadata").write_bytes(data[: at + 1] if at % 3 == 0 else data)
-        with suppress(UcpError):
-            open_it(saved)
-    (saved / ".metadata").write_bytes(whole)
-    record = next(each for each in index.stored.records if each.nbytes > 100)
-    file = Path(index.stored.files[record.file].path)
-    held = bytearray(file.read_bytes())
-    for length in (0, 1, 100, len(held) // 2, len(held) - 1):
-        file.write_bytes(held[:length])
-        with pytest.raises(CheckpointError, match="trunc|damaged|is to lie"):
-            open_it(saved)
-    held[record.offset + 50] ^= 4
-    file.write_bytes(held)
-    assert not verify_checkpoint(str(saved)).whole
 
 
 def test_whole_weights_with_an_optimizer_file(tmp_path: Path, trained: Any) -> None:

@@ -42,10 +42,6 @@ def open_with(folder: Path, *states: dict[str, Any], topology: Topology | None =
     return open_checkpoint(str(folder), Comm()).model.hints
 
 
-def test_a_checkpoint_without_client_state_has_no_hints(tmp_path: Path) -> None:
-    assert open_with(tmp_path, {"epoch": 3}) == {}
-
-
 @pytest.mark.parametrize("make", [universal_info, old_universal_info], ids=["newest", "2023"])
 def test_megatrons_client_state_is_taken_over(tmp_path: Path, make: Any) -> None:
     args = megatron_args(tensor_model_parallel_size=2)

@@ -108,12 +108,3 @@ def test_opening_a_new_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "stat", lambda *_: regular)
     with pytest.raises(OSError, match="is a FIFO"):
         open_regular(str(tmp_path / "fifo"))
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_json_of_no_checkpoint_is_json(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import json
-
-    assert main([command, str(tmp_path), "--json"]) == 2
-    output = json.loads(capsys.readouterr().out)
-    assert str(tmp_path) in output["error"] and output["kind"] == "CheckpointError"

@@ -117,6 +117,7 @@ UNKNOWN: list[tuple[Field, Topology, Any]] = [
     (model("global_steps"), STAGE_3, 2.5),
     (model("skipped_steps"), STAGE_1, [1]),
     (model("dp_world_size"), STAGE_3, 1.5),
+    (model("dp_world_size"), STAGE_3, -1),
     (model("mp_world_size"), STAGE_3, 0),
     (config("zero_optimization", "stage"), STAGE_1, 1.5),
     (config("zero_optimization", "stage"), STAGE_1, "weights"),

@@ -21,8 +21,19 @@ from typing import Any
 
 import torch
 
+from deepspeed_ucp.load.client import read_objects
 from tests.load import test_reshard, test_reshard_3d, test_reshard_atomic
-from tests.properties.samples import FOREIGN, SOURCES, Foreign, Source, inspect, load_folder, open_folder, verify
+from tests.properties.samples import (
+    FOREIGN,
+    SOURCES,
+    Foreign,
+    Source,
+    inspect,
+    load_folder,
+    open_folder,
+    try_to,
+    verify,
+)
 from tests.support import foreign
 
 Draw = random.Random
@@ -78,6 +89,7 @@ def look(draw: Draw, folder: Path, source: Source, *, trusted: bool) -> None:
         lambda: verify(folder, source, "--headers-only"),
         lambda: verify(folder, source),
         lambda: load_folder(folder, source) if trusted else load_anything(folder, source),
+        lambda: read_clients(folder),
     ]
     for way in draw.sample(ways, 2):
         way()
@@ -89,6 +101,11 @@ def load_anything(folder: Path, source: Source) -> None:
         load_folder(folder, source)
     except AssertionError:
         return
+
+
+def read_clients(folder: Path) -> None:
+    for path in folder.glob("*model_states.pt"):
+        try_to(lambda path=str(path): read_objects(path, trust_pickle=False))  # type: ignore[misc]
 
 
 # -- kinds -------------------------------------------------------------------------------------------------------------
@@ -118,6 +135,18 @@ def pickled(draw: Draw, root: Path) -> None:
         forge_record(path, "data.pkl", lambda data: change_opcodes(draw, data))
     elif path.suffix == ".pt":
         path.write_bytes(change_opcodes(draw, path.read_bytes()))
+    look(draw, folder, source, trusted=False)
+
+
+def values(draw: Draw, root: Path) -> None:
+    """Change values of a state file before it is saved, with valid checksums."""
+    source, folder = copy(draw, root, _ZIPS + _LEGACY)
+    path = pick_file(draw, folder)
+    if path.suffix == ".pt":
+        tree = torch.load(path, weights_only=False)
+        for _ in range(draw.choice((1, 1, 1, 2, 5))):
+            change_value(draw, tree, odd=_ODD_PLAIN)
+        torch.save(tree, path, _use_new_zipfile_serialization=not source.legacy)
     look(draw, folder, source, trusted=False)
 
 
@@ -255,6 +284,7 @@ KINDS: dict[str, Kind] = {
     "header": header,
     "legacy": legacy,
     "pickle": pickled,
+    "values": values,
     "manifest": manifest,
     "foreign": others,
     "foreign_told": others_told,
@@ -389,7 +419,8 @@ def change_value(draw: Draw, tree: Any, odd: Sequence[Any] = _ODD) -> None:
 
 
 def list_places(tree: Any) -> list[tuple[Any, Any]]:
-    """List every key of every dict and list."""
+    """List every key of every dict and list, and every field of a loss scaler."""
+    tree = vars(tree) if type(tree).__name__.endswith("LossScaler") else tree
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     found = []
     for key, value in list(items):

@@ -113,18 +113,6 @@ def test_short_reads_are_continued(file: FileRef, monkeypatch: pytest.MonkeyPatc
     assert [check.crc for check in checks] == [isal_zlib.crc32(DATA[105:155])]
 
 
-def test_several_files(tmp_path: Path) -> None:
-    files = []
-    for number in range(3):
-        (tmp_path / f"{number}.pt").write_bytes(bytes([number]) * 10)
-        files.append(FileRef(str(tmp_path / f"{number}.pt"), 10))
-    sink = Bytes(12)
-    reads = [read_of(item(number, 2, 4, 0, 4 * number)) for number in range(3)]
-    with RecordReader([Record(number, 1, 9, None) for number in range(3)], files, checksum=False) as reader:
-        reader.read_parallel(reads, [sink], 2)
-    assert bytes(sink.data) == bytes(4) + b"\1" * 4 + b"\2" * 4
-
-
 def cut_file(file: FileRef, _: pytest.MonkeyPatch) -> None:
     Path(file.path).write_bytes(DATA[:1000])
 

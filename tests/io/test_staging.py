@@ -85,15 +85,6 @@ NEW = {MANIFEST: "new", "zero/bias": "new", "zero/weight": "new"}
 OLD = {MANIFEST: "old", "zero/weight": "old"}
 
 
-def test_a_conversion_leaves_only_its_output_and_latest_universal(tmp_path: Path) -> None:
-    destination = tmp_path / "new" / "step1_universal"
-    assert convert(destination) == "made"
-    assert read_tree(destination) == NEW
-    assert {path.name for path in destination.parent.iterdir()} == {destination.name, LATEST}
-    assert (destination.parent / LATEST).read_text() == destination.name
-    assert convert(destination) == "reused"
-
-
 # -- killed -----------------------------------------------------------------------------------------------------------
 
 
@@ -201,18 +192,6 @@ def test_space_is_checked_with_figures_before_the_first_byte(tmp_path: Path, mon
 
 
 # -- one writer -------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_conversion_is_refused_and_names_the_first(staging: Staging) -> None:
-    with staging.lock():
-        leave_attempt(Path(staging.destination))
-        with pytest.raises(StorageError, match=f"step1_universal is under way already .pid {os.getpid()} on "):
-            convert(Path(staging.destination))
-        assert os.path.exists(staging.path(MANIFEST))
-        with stage(staging.destination + "2").lock():
-            pass
-    assert convert(Path(staging.destination)) == "made"
-    assert set(os.listdir(staging.parent)) == {staging.name, LATEST}
 
 
 def test_a_dead_holders_lock_is_taken_over(staging: Staging) -> None:
@@ -415,14 +394,6 @@ def test_an_output_without_a_manifest_is_not_committed(staging: Staging) -> None
     staging.begin()
     with pytest.raises(CheckpointError, match="it is not whole"):
         staging.commit(None)
-
-
-def test_latest_universal_is_changed_only_on_request(staging: Staging, tmp_path: Path) -> None:
-    staging.point_at("other")
-    staging.begin()
-    write_atomically(staging.path(MANIFEST), b"new")
-    staging.commit(None)
-    assert (tmp_path / LATEST).read_text() == "other"
 
 
 # -- durable ----------------------------------------------------------------------------------------------------------

@@ -186,6 +186,9 @@ def verify(folder: Path, source: Source, *options: str) -> Verdict:
     code, answer = run_cli("verify", str(folder), *groups_option(source), *options)
     faults = [fault for fault in answer.get("faults", ()) if not fault["warning"]]
     assert (code == 0) == (not faults and "error" not in answer), answer
+    names = [path.name for path in folder.rglob("*")]
+    for fault in faults:
+        assert fault["file"] or any(name in fault["text"] for name in names), fault
     text = "\n".join([*(fault["text"] for fault in faults), answer.get("error", "")]).strip()
     return Verdict(text, tuple(fault["file"] for fault in faults if fault["file"]))
 

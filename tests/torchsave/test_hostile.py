@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import random
 import time
 import tracemalloc
 import zipfile
@@ -304,51 +303,6 @@ def test_deepspeed_files_are_trusted(tmp_path: Path) -> None:
         state = random_state(MODEL, 0, precision=topology.precision)
         write_files(tmp_path / str(number), build_files(MODEL, state, topology))
         check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), Naming(GROUPS)).run.globals)
-
-
-def mutate(data: bytes, seed: int) -> bytes:
-    """Overwrite, delete or repeat some bytes."""
-    rng, out = random.Random(seed), bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 5))):
-        at, length = rng.randrange(len(out)), rng.randrange(1, 9)
-        change = rng.randrange(4)
-        if change == 0:
-            out[at : at + length] = rng.randbytes(length)
-        elif change == 1:
-            del out[at : at + length]
-        elif change == 2:
-            out[at:at] = out[at : at + length]
-        else:
-            out[at] = rng.choice(b"RQbsuate.0(2hjqr\x81\x85\x86\x87\x8a\x8c\x93\x94")
-    return bytes(out) or b"\0"
-
-
-def samples(legacy: bool) -> list[tuple[str, bytes]]:
-    """Make a model file and an optimizer file."""
-    run = Run(client_state={"rng": torch.arange(4), "epoch": 3, "args": {"x": (1, "y")}})
-    files = build_files(MODEL, random_state(MODEL, 0), Topology(1), run)
-    found = []
-    for name, content in files.items():
-        stream = io.BytesIO()
-        torch.save(content, stream, _use_new_zipfile_serialization=not legacy)
-        found.append((name, stream.getvalue()))
-    return found
-
-
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_mutated_files(legacy: bool) -> None:
-    """Mutations of the file, and of a zip's pickle with a matching checksum."""
-    for name, data in samples(legacy):
-        front = min(len(data), 6000)
-        for seed in range(15):
-            look_at_file(mutate(data[:front], seed) + data[front:], name)
-            if not legacy:
-                look_at_file(mutate_pickle(data, seed), name)
-
-
-def mutate_pickle(data: bytes, seed: int) -> bytes:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return rebuild_zip(data, mutate(archive.read("archive/data.pkl"), seed))
 
 
 @settings(max_examples=100)

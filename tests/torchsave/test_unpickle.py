@@ -32,12 +32,11 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_hyper
 from deepspeed_ucp.load.client import read_objects
 from deepspeed_ucp.torchsave import unpickle
-from deepspeed_ucp.torchsave.objects import MOST_BITS, Global, PickledObject, to_member, to_number
+from deepspeed_ucp.torchsave.objects import MOST_BITS, Global, PickledObject, to_number
 from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
 from tests.support.covering import cover, params
-from tests.support.pythons import OLD_MEMBERS
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 from tests.torchsave.inputs import forge, text
 
@@ -234,20 +233,6 @@ def test_persistent_ids_of_another_kind_are_refused(pid: bytes) -> None:
         read_pickle(forge(b"(" * (pid[-1:] == b"t"), pid, b"Q"), "x.pt")
 
 
-def test_attributes_of_unknown_classes(tmp_path: Path) -> None:
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils import fragment_address
-
-    scaler = DynamicLossScaler(2**16, 2.0, 1000, 1, 2, False)
-    torch.save({"s": scaler, "z": ZeroStageEnum(2), "f": fragment_address(numel=3, start=4)}, tmp_path / "x.pt")
-    tree = read_header(str(tmp_path / "x.pt")).tree
-    assert tree["s"].get("cur_scale") == 2**16
-    assert OLD_MEMBERS or to_member(tree["z"]) == 2
-    fragment = tree["f"]
-    assert (fragment.state or {}).get("numel", fragment.args[:1]) in (3, (3,))
-
-
 def test_inert_objects_can_be_sent_between_ranks() -> None:
     made = read_pickle(forge(b"cos\nsystem\n", text("x"), b"\x85R"), "x.pt").root
     again = pickle.loads(pickle.dumps(made))
@@ -255,35 +240,10 @@ def test_inert_objects_can_be_sent_between_ranks() -> None:
     assert again.parts == made.parts
 
 
-class _Keyword:
-    """Pickled by protocol 2 as a call of a functools.partial."""
-
-    def __new__(cls, *, size: int) -> _Keyword:
-        made = super().__new__(cls)
-        made.size = size
-        return made
-
-    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
-        return (), {"size": self.size}
-
-
 def save_and_read(folder: Path, value: Any, *, legacy: bool = False) -> Any:
     """Save a value and return its inert form."""
     torch.save({"value": value}, folder / "x.pt", _use_new_zipfile_serialization=not legacy)
     return read_header(str(folder / "x.pt")).tree["value"]
-
-
-@pytest.mark.parametrize(
-    ("value", "legacy", "kind"),
-    [
-        (bytearray(b"\x00\xff"), False, PickledObject),
-        (_Keyword(size=3), False, PickledObject),
-        (torch.nn.Linear, True, Global),
-    ],
-    ids=["bytearray", "keyword arguments", "class in a legacy file"],
-)
-def test_client_states_that_protocol_2_writes_as_calls(value: Any, legacy: bool, kind: type, tmp_path: Path) -> None:
-    assert isinstance(save_and_read(tmp_path, value, legacy=legacy), kind)
 
 
 def test_hyper_parameters_of_a_class_of_the_script(tmp_path: Path) -> None:

@@ -149,12 +149,6 @@ def test_a_plain_step(value, tmp_path):
     assert torch.load(tmp_path / "step.pt", weights_only=True) == value
 
 
-def test_images_are_deterministic():
-    made = [make_image({"cat_dim": 0}, "float32", 5, (5,)) for _ in range(2)]
-    assert made[0] == made[1]
-    assert made[0].tail(1) == made[1].tail(1)
-
-
 SHORT = {"0": Stream(4, [b"ab", b"c"])}
 
 

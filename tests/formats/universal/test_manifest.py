@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
-import random
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +31,6 @@ from deepspeed_ucp.formats.universal.index import (
     dump_index,
     parse_index,
     place_file,
-    read_manifest,
 )
 from deepspeed_ucp.formats.universal.plainjson import decode, encode
 from deepspeed_ucp.model import AtomicIndex, FileRef, GroupInfo, Limits, ModelInfo, ParamKey, RunState, StoredAtoms
@@ -68,10 +65,6 @@ values = st.recursive(
     ),
     max_leaves=12,
 )
-hypers = st.dictionaries(
-    st.sampled_from(["lr", "betas", "eps", "weight_decay", "fused", "name", "$float"]),
-    st.floats() | st.tuples(st.floats(), st.floats()) | st.none() | st.booleans() | st.text(max_size=3) | st.integers(),
-)
 
 
 @examples(300)
@@ -89,7 +82,7 @@ def test_objects_are_refused_by_name() -> None:
 INDEX = AtomicIndex(
     stored=StoredAtoms.of((FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)), (), ()),
     run=RunState(
-        scalars={ParamKey("w"): {"step": 3.0}, ParamKey("w", 1): {"step": 2.0}},
+        scalars={ParamKey("w"): {"step": math.nan}, ParamKey("ä/w", 1): {"step": 2}},
         groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "betas": (0.9, 0.999)}), GroupInfo((), {})),
         counters={"global_steps": 3},
         scaler={"cur_scale": math.inf, "dynamic": True},
@@ -109,8 +102,6 @@ INDEX = AtomicIndex(
         dropped="why",
     ),
 )
-NAMES = st.characters(exclude_categories=["C"], exclude_characters="./")
-"""Of parameters that a folder can be named after."""
 
 ATOM = SealedAtom("w", "fp32", 0, "float32", (3, 2), 64, 5)
 ATOMS = [ATOM, ATOM._replace(state="exp_avg")]
@@ -147,7 +138,7 @@ def test_a_manifest_comes_back() -> None:
     assert again.seal == made.model_copy(update={"index": {}, "digest": again.seal.digest})
     for name in ("scalar_dtypes", "counters", "scaler", "clip_grad", "optimizer", "aliases", "instances", "hints"):
         assert same(getattr(again, name), get_field(INDEX, name)), name
-    assert dict(again.scalars) == INDEX.run.scalars
+    assert same(dict(again.scalars), dict(INDEX.run.scalars))
     assert again.groups == INDEX.run.groups
     assert [atom.state for atom in again.atoms] == ["exp_avg", "fp32"]
     assert again.groups[0].hyper["betas"] == (0.9, 0.999)
@@ -157,31 +148,6 @@ def test_a_manifest_comes_back() -> None:
     assert again.source["tp"] == 2
     assert again.buffers == ("count", "z")
     assert (again.dropped, again.verified) == ("why", True)
-
-
-@examples(100)
-@given(
-    hyper=hypers,
-    scaler=st.dictionaries(st.text(max_size=5), st.floats() | st.integers() | st.booleans(), max_size=3),
-    step=st.integers() | st.floats() | nans,
-    hints=st.dictionaries(st.sampled_from(["args", "iteration"]), values, max_size=2),
-    names=st.lists(st.text(NAMES, min_size=1, max_size=8), unique=True, max_size=3),
-)
-def test_any_values_come_back(
-    hyper: dict[str, Any], scaler: dict[str, Any], step: float, hints: dict[str, Any], names: list[str]
-) -> None:
-    index = INDEX.change(
-        groups=(GroupInfo(tuple(map(ParamKey, names)), hyper),),
-        scaler=scaler,
-        scalars={ParamKey(name): {"step": step} for name in names},
-        hints=hints,
-        aliases=dict.fromkeys(names, "w"),
-    )
-    again = round_trip(make(index))
-    assert again.groups[0].members == tuple(map(ParamKey, names)) and same(again.groups[0].hyper, hyper)
-    for field in ("scaler", "hints", "aliases"):
-        assert same(getattr(again, field), get_field(index, field)), field
-    assert same(dict(again.scalars), index.run.scalars)
 
 
 def test_equal_sources_give_equal_bytes() -> None:
@@ -311,31 +277,7 @@ def test_other_texts_are_refused(text: str) -> None:
         parse(content.encode())
 
 
-def test_a_folder_may_have_a_manifest(tmp_path: Path) -> None:
-    assert read_manifest(str(tmp_path)) is None
-    assert read_manifest(str(tmp_path / "nowhere")) is None
-    (tmp_path / MANIFEST).write_bytes(make().dump())
-    assert repr(read_manifest(str(tmp_path))) == repr(round_trip(make()))  # with a NaN
-
-
 # --- any contents with a right digest
-
-
-ODD = [None, True, -1, 0, 1 << 70, 1.5, "x", "", [], [[]], {}, {"a": 1}, {"$tuple": [1]}, {"$dict": [[1, 2]]}, [None]]
-
-
-def list_places(told: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    entries = told.items() if isinstance(told, dict) else enumerate(told) if isinstance(told, list) else ()
-    return [place, *(deep for key, value in entries for deep in list_places(value, (*place, key)))]
-
-
-def put(told: Any, place: tuple[Any, ...], value: Any) -> Any:
-    told = copy.deepcopy(told)
-    inner = told
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    return told
 
 
 @pytest.fixture
@@ -354,19 +296,6 @@ def test_atoms_are_where_the_manifest_says(converted: Path, column: int) -> None
     (converted / MANIFEST).write_text(mend(json.dumps(told)))
     (fault,) = verify_checkpoint(str(converted), headers_only=True).faults
     assert (fault.kind, fault.file, fault.names) == ("seal", "zero/a/exp_avg.pt", ("a (exp_avg)",))
-
-
-def test_odd_values_anywhere_are_refused_or_harmless(converted: Path) -> None:
-    told = json.loads((converted / MANIFEST).read_text())
-    draw = random.Random(0)
-    places = list_places(told)[1:]
-    for place in draw.sample(places, min(len(places), 200)):
-        (converted / MANIFEST).write_text(mend(json.dumps(put(told, place, draw.choice(ODD)))))
-        report = survey_checkpoint(str(converted), Comm())
-        assert report.index is not None or report.findings, place
-        for finding in report.findings:
-            assert finding.file, (place, finding)
-        verify_checkpoint(str(converted), headers_only=True)
 
 
 def test_an_atom_larger_than_its_file_is_refused(tmp_path: Path) -> None:
