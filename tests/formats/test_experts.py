@@ -1,17 +1,156 @@
-"""Files that contradict each other about the ranks of experts; `load/test_reshard_experts.py` has those that agree."""
+"""The files of saves with experts: their names and numbers under tensor and pipeline parallelism, and their headers."""
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.formats.deepspeed.headers import count_filed
+from deepspeed_ucp.formats.deepspeed.headers import (
+    Batches,
+    ExpertTensors,
+    FileHeader,
+    HeaderCodec,
+    HeaderDelta,
+    ModelHeader,
+    OptimHeader,
+    Piece,
+    TensorStates,
+    count_filed,
+)
+from deepspeed_ucp.formats.deepspeed.save import (
+    Save,
+    count_expert_tp_shards,
+    name_expected_files,
+    name_unwritten_models,
+)
 from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_parameters
+from deepspeed_ucp.formats.places import FileTable
+from deepspeed_ucp.io.paths import Entry
+from deepspeed_ucp.torchsave.records import FileRecord
 
-LAYER = "body.deepspeed_moe.experts.deepspeed_experts."
+EXPERTS = (2,)
+
+
+def make_group(degree: int) -> dict[str, Any]:
+    return {"moe": True, "name": f"ep_size_{degree}"}
+
+
+def make_optim(degree: int, counts: tuple[int, ...] = (), kind: str = "zero12") -> OptimHeader:
+    groups = ({"lr": 0.1}, make_group(degree))
+    return OptimHeader(kind, 1, (), (), (0, 1), groups, partition_count=counts)
+
+
+def make_model(name: str, ranks: int, tp: int, dp: int, optim: OptimHeader | None = None, **fields: Any) -> FileHeader:
+    counters = {"mp_world_size": ranks, "dp_world_size": dp}
+    module: dict[str, Any] = {}
+    degrees = (ranks // tp, tp)
+    model = ModelHeader(
+        module, False, (), None, {}, {}, {}, counters, optim, experts=EXPERTS, degrees=degrees, **fields
+    )
+    return FileHeader(name, 1, model=model)
+
+
+def list_files(first: list[FileHeader], *names: str) -> Save:
+    save = Save.of(FileTable.of("folder", dict.fromkeys(names, Entry(1, 0.0))))
+    save.first = first
+    return save
+
+
+def expert(number: int, mp: int) -> str:
+    return f"layer_0_expert_{number}_mp_rank_{mp:02d}_model_states.pt"
+
+
+def states(rank: int, mp: int) -> str:
+    return f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
+
+
+MODELS = ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+FOLDED = [expert(0, 0), expert(1, 1)]
+CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("files", "degree", "counts", "lanes"),
+    [
+        (FOLDED, 2, (2, 2), 1),  # four ranks of a stage, two of them hold the same
+        (CUT, 2, (2, 1), 2),
+        (CUT, 2, (2, 2), 1),  # the groups decide: other files may be leftovers
+        (FOLDED, 2, (2, 1), 2),
+    ],
+)
+def test_lanes_by_the_partitions_of_a_group(files: list[str], degree: int, counts: tuple[int, ...], lanes: int) -> None:
+    first = [make_model(MODELS[0], 2, 2, 2), FileHeader("optim", 1, optim=make_optim(degree, counts))]
+    save = list_files(first, *MODELS, *files)
+    assert count_expert_tp_shards(save, 2) == lanes
+    assert count_expert_tp_shards(save, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "lanes"),
+    [
+        ([*FOLDED, states(0, 0), states(1, 1)], 1),
+        ([*CUT, states(0, 0), states(0, 1), states(1, 0), states(1, 1)], 2),
+        (FOLDED, 1),  # weights alone
+        (CUT, 2),
+    ],
+)
+def test_lanes_by_the_names_of_files(files: list[str], lanes: int) -> None:
+    first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
+    assert count_expert_tp_shards(list_files(first, *MODELS, *files), 2) == lanes
+
+
+@pytest.mark.parametrize("files", [FOLDED, CUT])
+def test_a_missing_file_is_expected(files: list[str]) -> None:
+    first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
+    optims = [states(0, 0), states(1, 1)] if files is FOLDED else [states(r, mp) for r in (0, 1) for mp in (0, 1)]
+    everything = [*MODELS, *files, *optims]
+    assert sorted(name_expected_files(list_files(first, *everything))) == sorted(everything)
+    lacking = name_expected_files(list_files(first, *[name for name in everything if name != expert(1, 1)]))
+    assert {name for name in lacking if name not in everything} == ({expert(1, 0)} if files is FOLDED else set())
+    assert len(lacking) == len(everything)
+
+
+def test_every_stage_counts_its_own_layers() -> None:
+    first = make_model(MODELS[0], 2, 1, 2)
+    optim = FileHeader("zero_pp_rank_0_mp_rank_00_optim_states.pt", 1, optim=make_optim(2, (2, 1)))
+    shards = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt" for mp in (0, 1) for dp in (0, 1)]
+    files = [*MODELS, *shards, *(expert(number, mp) for mp in (0, 1) for number in (0, 1))]
+    second = make_model(MODELS[1], 2, 1, 2)
+    assert sorted(name_expected_files(list_files([first, optim], *files), [second])) == sorted(files)
+    assert expert(0, 1) not in name_expected_files(list_files([first, optim], *files))
+
+
+@pytest.mark.parametrize(
+    ("degree", "counts", "data_first", "unsaved"),
+    [
+        (1, (2, 4), False, [MODELS[1]]),
+        (2, (2, 2), False, []),
+        (2, (2, 2), True, [MODELS[1]]),  # both tensor-parallel ranks hold the first experts
+        (4, (2, 1), True, []),
+        (2, (2, 1), False, []),  # cut
+    ],
+)
+def test_model_states_that_deepspeed_never_writes(
+    degree: int, counts: tuple[int, ...], unsaved: list[str], *, data_first: bool
+) -> None:
+    model = make_model(MODELS[0], 2, 2, 2)
+    config = {"use_data_before_expert_parallelism": True} if data_first else {}
+    first = [
+        FileHeader(model.name, 1, config=config, model=model.model),
+        FileHeader("optim", 1, optim=make_optim(degree, counts)),
+    ]
+    assert name_unwritten_models(list_files(first, *MODELS, *FOLDED)) == set(unsaved)
+    assert name_unwritten_models(list_files(first[:1], *MODELS, *FOLDED)) == set()
+
+
+# -- files that contradict each other about the ranks of experts ------------------------------------------------------
+
+FIRST = "body.deepspeed_moe.experts.deepspeed_experts."
 
 
 def make_save(
@@ -31,7 +170,7 @@ def make_save(
         models=[[shard] * 4] * tp,
         path=lambda header: "model states",
         main=SimpleNamespace(config={}),
-        experts={(0, e, 0): SimpleNamespace(layer={f"{LAYER}{e}.w": None}) for e in range(experts)},
+        experts={(0, e, 0): SimpleNamespace(layer={f"{FIRST}{e}.w": None}) for e in range(experts)},
         model=lambda mp: model,
         tp=tp,
         dp=4,
@@ -45,7 +184,7 @@ def deal(save: Any, mp: int) -> list[list[GroupShare]]:
 
 @pytest.mark.parametrize("count", [0, 3, 16])
 def test_a_number_of_partitions_that_ranks_cannot_hold(count: int) -> None:
-    save = make_save((4, count), [["dense"], [f"{LAYER}0.w"]], 4, tp=2, folded=True)
+    save = make_save((4, count), [["dense"], [f"{FIRST}0.w"]], 4, tp=2, folded=True)
     with pytest.raises(CheckpointError, match=f"in {count} partitions"):
         deal(save, 0)
 
@@ -53,11 +192,11 @@ def test_a_number_of_partitions_that_ranks_cannot_hold(count: int) -> None:
 @pytest.mark.parametrize("experts", [1, 3])
 def test_files_of_another_number_of_experts(experts: int) -> None:
     with pytest.raises(CheckpointError, match=f"but {experts} experts of the layer have files"):
-        deal(make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], experts), 0)
+        deal(make_save((4, 2), [["dense"], [f"{FIRST}0.w"]], experts), 0)
 
 
 def test_a_name_alone_does_not_make_an_expert() -> None:
-    (dealt,) = deal(make_save((4,), [[f"{LAYER}0.w"]], 0), 0)
+    (dealt,) = deal(make_save((4,), [[f"{FIRST}0.w"]], 0), 0)
     assert [list(part.ranks) for part in dealt] == [[0, 1, 2, 3]]
 
 
@@ -68,3 +207,101 @@ def test_a_placement_that_does_not_fit_the_files(counts: tuple[int, ...], ranks:
     save = make_save(counts, [["dense"], ["m.experts.w1"]], placements={"m.experts.": ranks})
     with pytest.raises(CheckpointError, match="m.experts.w1 of shape .2, 3. is spread over"):
         deal(save, 0)
+
+
+# -- compact headers of files that differ only in offsets -------------------------------------------------------------
+
+LAYER = "body.{}.deepspeed_moe.experts.deepspeed_experts."
+
+
+def make_tensors(layer: int, number: str, at: int = 64, crc: int | None = 7) -> dict[str, Piece]:
+    """Return two tensors; the second begins inside its record."""
+    first = Piece(FileRecord("data/0", at, 24, crc), 0, (2, 3), "float32")
+    second = Piece(FileRecord("data/1", at + 64, 20, crc), 8, (3,), "float32")
+    return {f"{LAYER.format(layer)}{number}.{end}": piece for end, piece in (("w", first), ("b", second))}
+
+
+def make_expert(tensors: dict[str, Piece], name: str = "expert", size: int = 1) -> FileHeader:
+    """The header of a file that holds some tensors."""
+    return FileHeader(name, size, layer=tensors)
+
+
+def test_decoded_headers_equal_the_originals_and_share_a_template() -> None:
+    files = [make_tensors(0, "0"), make_tensors(1, "12", at=640, crc=None)]
+    headers = [make_expert(tensors, f"file{number}", number) for number, tensors in enumerate(files)]
+    codec = HeaderCodec(FileHeader("first", 1))
+    short = [codec.encode(header) for header in headers]
+    assert all(isinstance(each, HeaderDelta) for each in short)
+    again = list(map(codec.decode, pickle.loads(pickle.dumps(short))))
+    assert [replace(each, layer=dict(each.layer or {})) for each in again] == headers
+    tensors = [each.layer for each in again if isinstance(each.layer, ExpertTensors)]
+    assert tensors[0].template is tensors[1].template
+    assert LAYER.format(0) + "0.other" not in tensors[0]
+
+
+def change(tensors: dict[str, Piece], **fields: object) -> dict[str, Piece]:
+    """The second tensor with other values of some fields."""
+    first, (name, piece) = tensors.items()
+    return dict([first, (name, replace(piece, **fields))])  # type: ignore[arg-type]
+
+
+PLAIN = make_tensors(0, "0")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {**PLAIN, **make_tensors(0, "1")},
+        {**PLAIN, "dense": next(iter(PLAIN.values()))},
+        make_tensors(0, "07"),
+        change(PLAIN, shape=(0,)),
+        change(PLAIN, fault="permuted"),
+        {},
+    ],
+    ids=["two experts", "dense too", "another spelling", "empty", "faulty", "nothing"],
+)
+def test_other_headers_are_not_encoded(tensors: dict[str, Piece]) -> None:
+    header = make_expert(tensors)
+    assert HeaderCodec(FileHeader("first", 1)).encode(header) is header
+
+
+def test_experts_are_counted_by_their_files() -> None:
+    codec = HeaderCodec(FileHeader("first", 1))
+    files = [make_expert(make_tensors(layer, number)) for layer, number in ((0, "0"), (0, "1"), (1, "0"))]
+    short = [codec.decode(codec.encode(header)) for header in files]
+    headers = [*short, make_expert(make_tensors(0, "2")), make_expert(PLAIN)]
+    assert count_filed(headers) == {LAYER.format(0): 3, LAYER.format(1): 1}
+
+
+def make_shard(rank: int, numel: int, dtype: str = "float32") -> FileHeader:
+    """The file of a rank with one flat buffer, whose master and state share a record."""
+    record = FileRecord("data/0", 64 * rank, 8 * numel, None if rank else 7)
+    master, state = (Piece(record, at * 4 * numel, (numel,), dtype) for at in range(2))
+    tensors = (TensorStates({"exp_avg": state}, {"step": 3}),)
+    slices, paddings = ((("w", rank, numel),),), (rank,)
+    optim = OptimHeader("zero12", 1, (master,), tensors, (0,), ({"lr": 0.1},), slices, paddings=paddings)
+    return FileHeader(f"rank{rank}", 1000 + rank, rank, optim=optim)
+
+
+def unfold(header: FileHeader) -> FileHeader:
+    """Build all pieces of a header."""
+    optim = header.optim
+    return replace(header, optim=optim and replace(optim, masters=(*optim.masters,), tensors=(*optim.tensors,)))
+
+
+def test_decoded_optimizer_headers_equal_the_originals_and_form_a_table() -> None:
+    first, *others = headers = [make_shard(rank, numel) for rank, numel in enumerate((8, 5, 8))]
+    odd = make_shard(3, 8, "bfloat16")
+    codec = HeaderCodec(first)
+    short = [codec.encode(header) for header in (*others, odd)]
+    assert [each.template is None for each in short if isinstance(each, HeaderDelta)] == [True, True, False]
+    again = list(map(codec.decode, pickle.loads(pickle.dumps(short))))
+    assert list(map(unfold, again)) == [*others, odd]
+    alike, apart = Batches([first, *again]).list_runs([*again, first])
+    assert (alike.parts, apart.parts) == ([0, 1, 3], [2])
+    assert alike.headers == [*again[:2], first]
+    assert alike.pick(0, "offset") == [64, 128, 0]
+    assert alike.pick(1, "start") == [20, 32, 32]
+    assert alike.pick_padding(0) == [1, 2, 0]
+    assert alike.batch.template.firsts == [0, 0]
+    assert headers[0].optim and alike.batch.make_piece(1, 0) == headers[0].optim.tensors[0].states["exp_avg"]

@@ -1,4 +1,7 @@
-"""Saves of engines that are refused by name, recognized by their ds_config."""
+"""Saves of special engines, by their ds_config and the states in them: read, limited, or refused by name.
+
+ZenFlow, AutoEP, LoRA, offload, 1-bit Adam, MiCS (up to DeepSpeed 0.18) and DeepSpeed's FusedAdam.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.save import describe_offload
@@ -31,9 +34,9 @@ def make_files(topology: Topology, model: Model = MODEL, **zero: Any) -> Files:
     return files
 
 
-def open_files(folder: Path, files: Files) -> AtomicIndex:
+def open_files(folder: Path, files: Files, naming: Naming | None = None) -> AtomicIndex:
     write_files(folder, files)
-    return open_checkpoint(str(folder), Comm())
+    return open_checkpoint(str(folder), Comm(), naming)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -166,3 +169,89 @@ def test_compression_errors_of_any_size_are_irregular(padding: int, tmp_path: Pa
         == "a compression error of rank 0; those of other ranks are not saved"
     )
     assert "worker_error" not in {key.state for key in index.stored.atoms}
+
+
+# -- MiCS: each group of ranks holds all partitions, and the first group saves ----------------------------------------
+
+
+def save_mics(folder: Path, shard: Any = -1, ranks: int = 2) -> AtomicIndex:
+    """Open ZeRO 3's save of two partitions with the metadata of ``ranks`` ranks under MiCS."""
+    files = make_files(Topology(3, 2), mics_shard_size=shard)
+    for name, content in files.items():
+        if "model_states" in name:
+            content["dp_world_size"] = ranks
+    return open_files(folder, files)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_the_first_groups_partitions_are_the_checkpoint(tmp_path: Path, ranks: int) -> None:
+    plain, index = save_mics(tmp_path / "plain"), save_mics(tmp_path / "mics", 2, ranks)
+    assert index.stored.atoms == plain.stored.atoms
+    assert index.run.topology == plain.run.topology
+    assert len(index.limits.unnoticed) == (ranks > 2)  # DeepSpeed's own load would refuse the number of ranks
+
+
+@pytest.mark.parametrize("shard", [0, 3, 8])
+def test_a_size_that_does_not_divide_the_ranks_is_refused(tmp_path: Path, shard: Any) -> None:
+    with pytest.raises(UnsupportedError, match="ds_config.*mics_shard_size .* of 4 data-parallel ranks"):
+        save_mics(tmp_path, shard, 4)
+
+
+def test_without_mics_the_files_of_all_ranks_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"zero_pp_rank_{2-3}_.* \(2 files\) is missing"):
+        save_mics(tmp_path, -1, 4)
+
+
+# -- steps that FusedAdam counts once per group, and stale copies of offloaded states ---------------------------------
+
+STEPPED = Model((Param("a", (9, 5)), Param("b", (17,)), Param("c", (3,)), Param("d", (4,), group=1)))
+FUSED = {"bias_correction": True, "step": 0}
+"""Entries of a param group of DeepSpeed's FusedAdam."""
+
+
+def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, half: str = "") -> AtomicIndex:
+    """Open a stage-0 save with these steps (None: no state); ``half`` names a parameter with 16-bit states."""
+    files = make_files(Topology(0), STEPPED)
+    optimizer = files["mp_rank_00_model_states.pt"]["optimizer"]
+    for place, (param, step) in enumerate(zip(STEPPED.params, steps, strict=True)):
+        held = optimizer["state"].pop(place)
+        if step is not None:
+            states = {n: t.bfloat16() if param.name == half else t for n, t in held.items() if torch.is_tensor(t)}
+            optimizer["state"][place] = {**states, "step": step}
+    for each in optimizer["param_groups"]:
+        each.update(group)
+    return open_files(folder, files, Naming(groups=[["a", "b", "c"], ["d"]]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "group", "half", "told"),
+    [
+        pytest.param([0, 0, 7, 7], FUSED, "", [7, 7, 7, 7], id="the last one counts for its group"),
+        pytest.param([0, 7, None, 5], FUSED, "", [7, 7, None, 5], id="the last one that has states"),
+        pytest.param([0, 0, 0, 0], FUSED, "", [0, 0, 0, 0], id="none"),
+        pytest.param([3, 0, 7, 7], FUSED, "", [3, 0, 7, 7], id="the last one was another for a while"),
+        pytest.param([0, 0, 14, 7], FUSED, "b", [0, 0, 14, 7], id="several dtypes each count"),
+        pytest.param([0, 0, 7, 7], {"bias_correction": True}, "", [0, 0, 7, 7], id="another optimizer"),
+        pytest.param([0, 0, 7, 7], {**FUSED, "step": 7}, "", [0, 0, 7, 7], id="a group that counts itself"),
+    ],
+)
+def test_steps_of_deepspeeds_fused_adam(
+    steps: list[int | None], group: dict[str, Any], half: str, told: list[int | None], tmp_path: Path
+) -> None:
+    index = open_steps(tmp_path, steps, group, half=half)
+    found = {param.name: held["step"] for param, held in index.run.scalars.items() if held}
+    assert found == {n: step for n, step in zip("abcd", told, strict=True) if step is not None}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_of_offload_states_are_ignored(stage: int, tmp_path: Path) -> None:
+    files = make_files(Topology(stage, 2))
+    for tree in (tree for name, tree in files.items() if "optim_states" in name):
+        outer = tree["optimizer_state_dict"]
+        inner = outer.get("base_optimizer_state") or outer["optimizer_state_dict"]
+        for held in inner["state"].values():
+            held["exp_avg_offload_buffer"] = torch.zeros_like(held["exp_avg"])
+            held["own_offload_buffer"] = torch.zeros_like(held["exp_avg"])
+    states = {key.state for key in open_files(tmp_path, files).stored.atoms}
+    assert "exp_avg_offload_buffer" not in states
+    assert "own_offload_buffer" in states

@@ -1,29 +1,28 @@
-"""Stage 0 with a live module in another order: states follow the saved order, or the load is refused."""
+"""Stage 0 saves no names: states follow the saved order of the module, the user's groups, or the load is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import ModuleOrder, Naming, number_names
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.model.experts import is_expert
 from deepspeed_ucp.model.topology import find_differences
 from tests.support.reshard import FakeTarget, check_content, load, make_targets, open_for
+from tests.support.reshard3d import draw_state, make_pipeline
 from tests.synth import Model, Param, State, Topology, build_files, random_state, write_files
 
-WRAPPERS = pytest.mark.parametrize(
-    "wrapper",
-    [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(0, 1, "fp16", "unfused")],
-    ids=lambda wrapper: wrapper.label,
-)
+KINDS = [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(0, 1, "fp16", "unfused")]
+WRAPPERS = pytest.mark.parametrize("wrapper", KINDS, ids=lambda wrapper: wrapper.label)
 SAVED = ("norm", "a.weight", "a.bias", "frozen", "b.weight", "b.bias", "empty", "c.weight")
 OTHER = ("b.weight", "b.bias", "c.weight", "a.weight", "a.bias", "empty", "frozen", "norm")
 
@@ -164,3 +163,64 @@ def test_experts_are_compared_only_with_their_files() -> None:
         follow(["out", "in", *names[1:5]], names)
     with pytest.raises(MismatchError, match="experts.0.w before .*experts.0.b; in the checkpoint behind it"):
         follow(["in", "out", f"{expert}.0.b", f"{expert}.0.w"], names)
+
+
+# -- without an engine: the user describes the param groups -----------------------------------------------------------
+
+ONE_GROUP = Model(
+    (
+        Param("body.weight", (3, 5)),
+        Param("body.bias", (3,)),
+        Param("tied", (3, 5), alias_of="body.weight"),
+        Param("head.weight", (5, 3)),
+    ),
+    {"body.count": torch.arange(3)},
+)
+TWO_GROUPS = Model(tuple(Param(p.name, p.shape, group=int(len(p.shape) == 1)) for p in ONE_GROUP.owners))
+NAMES = [["body.weight", "head.weight"], ["body.bias"]]
+
+
+def open_named(folder: Path, groups: Any) -> AtomicIndex:
+    return open_checkpoint(str(folder), Comm(), Naming(groups=groups))
+
+
+@WRAPPERS
+@pytest.mark.parametrize(("model", "groups"), [(ONE_GROUP, "module"), (TWO_GROUPS, NAMES)], ids=["module", "names"])
+def test_named_groups_are_as_good_as_an_engine(model: Model, groups: Any, wrapper: Topology, tmp_path: Path) -> None:
+    """Names in ``model.parameters()``'s order: ties once, buffers not at all."""
+    state = save(tmp_path, model, wrapper)
+    index = open_named(tmp_path, groups)
+    wanted = [["body.weight", "body.bias", "head.weight"]] if groups == "module" else NAMES
+    assert [list(group.names) for group in index.run.groups] == wanted
+    check_content(load(index, make_targets(model, Topology(3, 2))), state)
+
+
+def test_groups_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, TWO_GROUPS, KINDS[1])
+    with pytest.raises(MismatchError, match=r"groups of \[30, 3\] elements; this run: \[body.weight, body.bias"):
+        open_named(tmp_path, "module")
+
+
+@pytest.mark.parametrize("groups", ["modules", [], ["body.weight"], [[1]]], ids=str)
+def test_invalid_groups_are_refused(groups: Any, tmp_path: Path) -> None:
+    save(tmp_path, ONE_GROUP, KINDS[0])
+    with pytest.raises(ConfigError, match="list of lists of parameter names is needed, found"):
+        open_named(tmp_path, groups)
+
+
+def test_named_groups_of_other_stages_are_not_needed(tmp_path: Path) -> None:
+    save(tmp_path, ONE_GROUP, Topology(1, 2))
+    assert open_named(tmp_path, "module").run.groups[0].names[0] == "body.weight"
+
+
+def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
+    """Its files do not record tied layers."""
+    model = make_pipeline([["column"], ["row"]], tied=False)
+    held = draw_state(model, Topology(0, 1, pp=2))
+    folder = held.write(tmp_path)
+    with pytest.raises(MismatchError, match="a pipeline's files do not say .* Give the names of each group"):
+        open_named(folder, "module")
+    index = open_named(folder, [[param.name for param in model.params]])
+    assert [set(group.names) for group in index.run.groups] == [
+        {key.name for key in index.stored.atoms if key.state == "fp32"}
+    ]
