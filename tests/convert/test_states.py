@@ -90,8 +90,7 @@ def write(folder, topology, model=MODEL, **run):
 
 
 def open_index(path, model=MODEL):
-    groups = [[(param.name, param.trains) for param in group] for group in model.groups]
-    return open_checkpoint(str(path), Comm(), Naming(groups))
+    return open_checkpoint(str(path), Comm(), Naming(model.live_groups))
 
 
 def convert(tmp_path, topology, model=MODEL, **run):

@@ -24,7 +24,6 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.tensor_parallel import from_config
-from tests.formats.test_index import name_groups
 from tests.stream.test_full_tensors import open_held, rules_of
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
@@ -201,7 +200,7 @@ MODEL = Model((Param("a", (30, 50)), Param("b", (7,), group=1), Param("c.0", (4,
 
 def save(folder: Path, topology: Topology, state: State, run: Run = RUN, model: Model = MODEL) -> AtomicIndex:
     path = write_checkpoint(folder, model, state, topology, run=run)
-    return open_checkpoint(str(path), Comm(), Naming(name_groups(model)))
+    return open_checkpoint(str(path), Comm(), Naming(model.live_groups))
 
 
 def change(state: State, name: str, key: str, value: torch.Tensor) -> State:

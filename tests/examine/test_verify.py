@@ -27,6 +27,7 @@ from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
+from tests.cli.samples import flip_largest
 from tests.formats.parallel import tail_cut
 from tests.formats.test_index import count_read_bytes
 from tests.formats.test_parallel import PIPE, PLAIN
@@ -86,12 +87,6 @@ def tell(found: Verification) -> list[tuple[str, str]]:
 
 def verify_folder(path: Path, *also: Path, **options: Any) -> list[tuple[str, str]]:
     return tell(verify_checkpoint(str(path), also=[*map(str, also)], **options))
-
-
-def flip_largest(path: Path) -> None:
-    """Change a bit in the middle of a file's largest record."""
-    record = max(list_records(str(path)).records, key=lambda record: (record.name != "data.pkl", record.nbytes))
-    flip(path, record.offset + record.nbytes // 2)
 
 
 @by_label

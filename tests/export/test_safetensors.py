@@ -65,9 +65,7 @@ TOPOLOGIES = (
 def open_model(folder: Path, topology: Topology, model: Model = MODEL, seed: int = 0) -> AtomicIndex:
     """A synthesised checkpoint's index."""
     path = write_checkpoint(folder, model, random_state(model, seed, precision=topology.precision), topology)
-    return open_checkpoint(
-        str(path), Comm(), Naming([[(param.name, param.trains) for param in g] for g in model.groups])
-    )
+    return open_checkpoint(str(path), Comm(), Naming(model.live_groups))
 
 
 def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -120,8 +118,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path, source: Topology) -> 
 @examples(40)
 def test_any_run_comes_out(case: Case) -> None:
     with temporary_folder() as folder:
-        names = [[(param.name, param.trains) for param in group] for group in case.model.groups]
-        index = open_checkpoint(str(case.write(folder / "in")), Comm(), Naming(names))
+        index = open_checkpoint(str(case.write(folder / "in")), Comm(), Naming(case.model.live_groups))
         export_safetensors(index, str(folder / "out"), options=ExportOptions(workers=2))
         found = load_all(folder / "out")
     saved = {name: states["fp32"] for name, states in case.state.atoms.items()}

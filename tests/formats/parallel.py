@@ -11,7 +11,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model import COPY, MASTER, MODULE, AtomicIndex, AtomKey, ParamKey
-from tests.formats.test_index import check_atom, name_groups, read_atom
+from tests.formats.test_index import check_atom, read_atom
 from tests.synth import Local, Model, Run, State, Topology, instance_names, partition_layout, split, write_checkpoint
 from tests.synth.stages import holders, layers_of, placement_of
 
@@ -36,7 +36,7 @@ def write_and_open(
     """Write a checkpoint of the state and return its index; a live engine's groups name a stage-0 source."""
     run = run or Run(garbage=float("nan"))
     path = write_checkpoint(folder, model, state, topology, run=run, cut=tail_cut, legacy=legacy)
-    return open_checkpoint(str(path), Comm(), Naming(name_groups(model)))
+    return open_checkpoint(str(path), Comm(), Naming(model.live_groups))
 
 
 def check_parallel(index: AtomicIndex, model: Model, state: State, topology: Topology) -> None:

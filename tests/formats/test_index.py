@@ -17,11 +17,6 @@ from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, State, Topology, partition_layout, random_state, read_state, write_checkpoint
 
 
-def name_groups(model: Model) -> list[list[tuple[str, bool]]]:
-    """The param groups as a live optimizer of the model would have them."""
-    return [[(param.name, param.trains) for param in group] for group in model.groups]
-
-
 def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
     """Read a shard's elements, each from exactly one fragment (invariant 1)."""
     itemsize, shard = ITEMSIZE[atom.dtype], atom.shards[rank]
@@ -76,7 +71,7 @@ def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
 def test_the_index_is_the_state(case: Case) -> None:
     with temporary_folder() as folder:
         path = case.write(folder)
-        index = open_checkpoint(str(path), Comm(), Naming(name_groups(case.model)))
+        index = open_checkpoint(str(path), Comm(), Naming(case.model.live_groups))
         check_index(index, case, read_state(path, case.model, case.topology))
 
 
@@ -84,7 +79,7 @@ def test_the_index_is_the_state(case: Case) -> None:
 @given(case=cases())
 def test_the_topology_is_what_wrote_it(case: Case) -> None:
     with temporary_folder() as folder:
-        index = open_checkpoint(str(case.write(folder)), Comm(), Naming(name_groups(case.model)))
+        index = open_checkpoint(str(case.write(folder)), Comm(), Naming(case.model.live_groups))
     topology, found = case.topology, index.run.topology
     wrappers = {"raw": "torch", "unfused": "fp16_unfused", "fused": "fp16_fused", "bf16": "bf16"}
     assert found.wrapper == wrappers.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")

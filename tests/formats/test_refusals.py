@@ -23,7 +23,6 @@ from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.model import MASTER, AtomicIndex
 from deepspeed_ucp.stream.duplicates import check_samples
 from tests.formats.parallel import tail_cut
-from tests.formats.test_index import name_groups
 from tests.formats.test_parallel import PIPE, PLAIN, WORD
 from tests.support.ranks import World
 from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
@@ -68,7 +67,7 @@ def make_files(model: Model, topology: Topology, seed: int = 0, run: Run | None 
 
 def open_files(folder: Path, files: Files, model: Model = MODEL) -> AtomicIndex:
     write_files(folder, files)
-    return open_checkpoint(str(folder), Comm(), Naming(name_groups(model)))
+    return open_checkpoint(str(folder), Comm(), Naming(model.live_groups))
 
 
 def drop(*parts: str) -> Change:

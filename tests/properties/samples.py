@@ -208,12 +208,7 @@ def inspect(folder: Path, source: Source) -> Verdict:
 
 
 def open_folder(folder: Path, source: Source) -> Verdict:
-    return try_to(lambda: open_checkpoint(str(folder), Comm(), Naming(name_groups(source))))
-
-
-def name_groups(source: Source) -> list[list[tuple[str, bool]]]:
-    """Return the param groups of a live engine, which name the parameters of stage 0."""
-    return [[(param.name, param.trains) for param in group] for group in source.model.groups]
+    return try_to(lambda: open_checkpoint(str(folder), Comm(), Naming(source.model.live_groups)))
 
 
 def load_folder(folder: Path, source: Source) -> Verdict:

@@ -131,6 +131,11 @@ class Model:
         count = 1 + max((param.group for param in self.owners if param.group is not None), default=-1)
         return tuple(tuple(param for param in self.owners if param.group == index) for index in range(count))
 
+    @property
+    def live_groups(self) -> list[list[tuple[str, bool]]]:
+        """The param groups as a live engine names them: (name, whether it trains) of each parameter."""
+        return [[(param.name, param.trains) for param in group] for group in self.groups]
+
     def seat(self, group: int, topology: Topology, rank: int) -> tuple[int, int]:
         """Return (partition, partitions) of a data-parallel rank in a param group."""
         if not self.spread:
