@@ -115,7 +115,7 @@ def run_with_stub(folder: Path, deepspeed: str, **variables: str) -> subprocess.
 @pytest.mark.parametrize(
     ("deepspeed", "variables", "starts", "message"),
     [
-        ("exit 3", {"MOST_RESTARTS": "2", "PAUSE": "0"}, 3, ""),
+        ("exit 3", {"MAX_RESTARTS": "2", "PAUSE": "0"}, 3, ""),
         ("exit 0", {"HOSTFILE": "hostfile"}, 0, "fewer than 1 hosts answer"),
     ],
     ids=["most-restarts", "too-few-hosts"],

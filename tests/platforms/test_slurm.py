@@ -38,7 +38,7 @@ def test_failed_jobs_are_restarted_and_cancelled_ones_are_not(cluster: Cluster, 
     failing = write_stand_in(tmp_path / "fails", f"echo started >> {tmp_path}/starts; exit 3")
     waiting = write_stand_in(tmp_path / "waits", f"touch {tmp_path}/begun; exec sleep 600")
     one = ("--nodes=1",)
-    first = cluster.submit(tmp_path / "1", "x", options=one, PYTHON=failing, MOST_RESTARTS="1")
+    first = cluster.submit(tmp_path / "1", "x", options=one, PYTHON=failing, MAX_RESTARTS="1")
     second = cluster.submit(tmp_path / "2", "x", options=one, PYTHON=waiting)
     wait_for("the second job", (tmp_path / "begun").exists, cluster.tell)
     cluster.ask("scancel", second)

@@ -15,7 +15,7 @@ run() {
     while kill -0 -- -$child 2>/dev/null; do sleep 0.2; done  # the launcher may end before its ranks
 }
 
-for ((start = 0; start <= ${MOST_RESTARTS:-100}; start++)); do
+for ((start = 0; start <= ${MAX_RESTARTS:-100}; start++)); do
     if [[ -n $HOSTFILE ]]; then
         while read -r host slots; do
             [[ $host == [!#]* ]] && ssh -n -o BatchMode=yes -o ConnectTimeout=10 "$host" true && echo "$host $slots"
