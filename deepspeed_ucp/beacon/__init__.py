@@ -33,8 +33,15 @@ class Listener:
         """There are no further calls."""
 
 
-LISTENERS = ("torchelastic", "nvrx", "dlrover", "kubeflow", "line")
-"""Modules with a function ``find(environment)``, which returns a listener, or None if its monitor is not in use."""
+LISTENERS = {
+    "torchelastic": ["TORCHELASTIC_TIMER_FILE"],
+    "nvrx": ["FT_RANK_MONITOR_IPC_SOCKET"],
+    "dlrover": ["RUNTIME_METRICS_PATH"],
+    "kubeflow": ["KUBEFLOW_TRAINER_SERVER_URL"],
+    "line": ["DEEPSPEED_UCP_BEACON", "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"],
+}
+"""Modules with a function ``find(environment)``, which returns a listener, or None if its monitor is not in use; it is
+called if one of these variables is set."""
 
 _active: dict[str, Listener] | None = None
 """Module → listener; None before the first report."""
@@ -70,7 +77,8 @@ def mute(name: str) -> None:
 def _find_listeners() -> list[tuple[str, Listener]]:
     global _active  # noqa: PLW0603 - one for the process
     if _active is None:
-        listeners = {name: import_module(f".{name}", __name__).find(os.environ) for name in LISTENERS}
+        present = [name for name, variables in LISTENERS.items() if not os.environ.keys().isdisjoint(variables)]
+        listeners = {name: import_module(f".{name}", __name__).find(os.environ) for name in present}
         _active = {name: listener for name, listener in listeners.items() if listener is not None}
     return list(_active.items()) if _active else []
 

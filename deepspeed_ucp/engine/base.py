@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +16,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ..engine_state import find_state
-from ..errors import UnsupportedError, shorten
+from ..errors import UnsupportedError
 from ..extensions.registry import Extension, find_for_engine
 from ..model import AtomicIndex, ParamKey, count, strip_compiled
 from ..model.experts import drop_fixed, find_layer, is_expert, name_experts
@@ -30,7 +29,6 @@ from .coverage import find_declared, name_device
 from .optimizer import find_other_kind, to_plain
 from .parallel import Instance, LocalExperts, find_experts, find_instances, find_place, find_unfiled
 from .rule import find_doubt, find_other_rule, read_configured
-from .statedict import StateDict, ask_state_dict, find_changed
 
 
 def _find_shape(param: Any) -> tuple[int, ...]:
@@ -271,20 +269,12 @@ class Target(ABC):
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{k: to_plain(value) for k, value in drop_fixed(group).items() if k != "params"} for group in groups]
 
-    @cached_property
-    def state_dict(self) -> StateDict:
-        """Differences of the module's state dict from its parameters and buffers."""
-        return ask_state_dict(self.engine.module)
-
     def list_keys(self) -> dict[str, str]:
         """Map keys of the module's state dict to names of parameters or buffers, if they differ."""
-        named = ((strip_compiled(key), strip_compiled(name)) for key, name in self.state_dict.keys.items())
-        return {key: name for key, name in named if not is_expert(name)}
-
-    def describe_made(self) -> str:
-        """Describe tensors that the module's state dict computes with another result than the saved one."""
-        changed = find_changed(self.engine.module, self.state_dict)
-        return f"{shorten(changed)}: the module computes them, with other values than saved" if changed else ""
+        keys: dict[str, str] = {}
+        for extension in self.extensions:
+            keys |= extension.list_keys()
+        return keys
 
     def extras(self) -> list[EngineBuffer]:
         """Return parameters without optimizer, persistent buffers, and other tensors of the module's state dict."""
@@ -296,8 +286,6 @@ class Target(ABC):
                 if (layer := find_layer(name, self.experts)) and self.experts[layer].over_tp:
                     self.experts_over_tp |= {strip_compiled(part)}
                 extras.append(self.make_whole(strip_compiled(part), buffer, is_buffer=True))
-        for key, tensor in self.state_dict.others.items():
-            extras.append(self.make_whole(strip_compiled(key), tensor, is_buffer=True))
         for extension in self.extensions:
             extras = extension.complete_extras(self, extras)
         return extras
@@ -353,11 +341,6 @@ class Target(ABC):
         for param in self.params.values():
             if getattr(param, "ds_secondary_tensor", None) is not None:
                 param.ds_secondary_tensor = None
-
-    @property
-    def uses_nvme(self) -> bool:
-        """True if trained parameters or optimizer states are on NVMe, all or only the large ones."""
-        return False
 
     def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
         """Describe optimizers of another kind than the saved one, which torch's ``load_state_dict`` does not notice."""

@@ -10,7 +10,7 @@ import torch
 from deepspeed import comm as ds_comm
 from torch._utils import _unflatten_dense_tensors
 
-from ..model.wrappers import BARE, MOMENTUM, WRAPPERS, find_live
+from ..model.wrappers import BARE, WRAPPERS, find_live
 from .base import Target, flatten
 from .coverage import UnknownLayoutError, check_engine
 from .gathering import gather_in_place
@@ -92,10 +92,6 @@ class Zero3Target(Target):
     def dp(self) -> int:
         return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
 
-    @property
-    def uses_nvme(self) -> bool:
-        return "nvme" in self.topology.offload.split("/")
-
     def collect(self) -> None:
         opt = self.wrapped
         for index, params in enumerate(opt.fp16_groups):
@@ -116,22 +112,6 @@ class Zero3Target(Target):
     def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
         copy = self.wrapped.fp16_partitioned_groups_flat[flat]
         return [] if copy is None or self.flats[flat].swap is not None else [copy.detach()]
-
-    @property
-    def momentum_in_memory(self) -> dict[int, torch.Tensor]:
-        """Muon's momentum outside of the optimizer's state, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
-        return getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
-
-    def relink(self) -> None:
-        super().relink()
-        for index, momentum in self.momentum_in_memory.items():
-            states = self.optimizer.state[self.wrapped.fp32_partitioned_groups_flat[index]]
-            restored = states.get(MOMENTUM)
-            if restored is None:  # saved before the first step
-                momentum.zero_()
-            elif restored is not momentum:
-                momentum.copy_(restored)
-            states[MOMENTUM] = momentum
 
 
 class WholeTarget(Target):

@@ -33,7 +33,7 @@ class CustomLoad(Extension):
     def refuse(self, job: Any, index: AtomicIndex, target: Target) -> None:
         """Refuse a load in which no rank has the whole module, or not every rank can read it."""
         refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
-        if target.uses_nvme:
+        if target.flats and any(extension.name == "nvme" for extension in target.extensions):
             raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
         degrees = index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp
         if max(degrees) > 1 or any(experts.ranks for experts in target.experts.values()):

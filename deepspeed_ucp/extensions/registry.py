@@ -48,6 +48,10 @@ class Extension:
     def complete_target(self, target: Any) -> None:
         """Complete the description of an engine whose buffers have been collected."""
 
+    def list_keys(self) -> dict[str, str]:
+        """Map keys of the module's state dict to names of parameters or buffers, if they differ."""
+        return {}
+
     def prepare(self, target: Any) -> None:
         """Prepare the engine for a load."""
 
@@ -85,6 +89,10 @@ class Extension:
 
     def relink(self, target: Any) -> None:
         """Adapt the engine to new optimizer states."""
+
+    def describe_differences(self) -> str:
+        """Describe values of the loaded engine that differ from the saved ones; empty without any."""
+        return ""
 
     def discard(self) -> None:
         """Release what a load needed, also if it failed."""
@@ -141,6 +149,22 @@ def _swaps_to_nvme(engine: Any) -> bool:
     return is_on_nvme and int(engine.zero_optimization_stage()) == 3
 
 
+def _has_own_state_dict(engine: Any) -> bool:
+    base = sys.modules["torch"].nn.Module
+
+    def is_custom(module: Any) -> bool:
+        kind, hooks = type(module), (module._state_dict_hooks, module._state_dict_pre_hooks)
+        methods = ("state_dict", "_save_to_state_dict")
+        overridden = any(getattr(kind, method) is not getattr(base, method) for method in methods)
+        return overridden or "state_dict" in vars(module) or any(hooks)
+
+    return any(map(is_custom, engine.module.modules()))
+
+
+def _keeps_momentum(engine: Any) -> bool:
+    return bool(getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None))
+
+
 def _renames(rules: Iterable[Any]) -> bool:
     return any(rule_set.renames for rule_set in rules)
 
@@ -168,6 +192,8 @@ REGISTRY = [
     Row("nvme", "swapped:Swapped", in_save=_saves_swap_files),
     Row("seal", "seal:SealedSave", in_save=_is_sealed),
     Row("nvme", "nvme:Nvme", in_engine=_swaps_to_nvme),
+    Row("muon", "muon:MuonMomentum", in_engine=_keeps_momentum),
+    Row("state_dict", "statedict:ModuleStateDict", in_engine=_has_own_state_dict),
     Row("custom load", "custom_load:CustomLoad", in_load=_loads_by_function),
     Row("hugging face", "huggingface:HuggingFace", in_load=_is_pretrained),
     Row("experts", "autoep:FusedExperts", in_load=_holds_experts),

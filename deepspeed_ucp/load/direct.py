@@ -93,8 +93,9 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         _fill(job, target, transfer)
         with report.phase("finish"):
             comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
-            if note := target.describe_made():
-                job.warn("%s", note)
+            for extension in job.extensions:
+                if note := extension.describe_differences():
+                    job.warn("%s", note)
     return pick_client_state(
         saved,
         module_only=arguments.load_module_only,

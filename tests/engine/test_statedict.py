@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from deepspeed_ucp.engine.statedict import StateDict, ask_state_dict, find_changed
+from deepspeed_ucp.extensions.registry import REGISTRY
+from deepspeed_ucp.extensions.statedict import ask_state_dict, find_changed
 
 
 class Renaming(torch.nn.Module):
@@ -33,10 +35,12 @@ def test_keys_are_matched_by_their_tensors(detached: bool) -> None:
     assert (set(found.others), found.made) == ({"made", "kept"}, {"made"})
 
 
-def test_the_state_dict_of_a_plain_module_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3))
-    monkeypatch.setattr(torch.nn.Module, "_save_to_state_dict", lambda *_: pytest.fail("was made"))
-    assert ask_state_dict(module) == StateDict()
+def test_the_state_dict_of_a_plain_module_is_not_made() -> None:
+    (gate,) = (row.in_engine for row in REGISTRY if row.name == "state_dict")
+    hooked = torch.nn.Linear(3, 3)
+    hooked.register_state_dict_post_hook(lambda *_: None)
+    for module, is_custom in ((torch.nn.Linear(3, 3), False), (Renaming(detached=False), True), (hooked, True)):
+        assert gate(SimpleNamespace(module=torch.nn.Sequential(module))) is is_custom
 
 
 def test_computed_tensors_that_differ_from_loaded_ones() -> None:

@@ -5,11 +5,47 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-_BASE = torch.nn.Module
+from ..engine import Target
+from ..errors import shorten
+from ..model import strip_compiled
+from ..model.experts import is_expert
+from ..model.view import EngineBuffer
+from .registry import Extension
+
+
+class ModuleStateDict(Extension):
+    """A module with a state dict that is not torch's own."""
+
+    module: torch.nn.Module
+
+    def complete_target(self, target: Target) -> None:
+        """Keep the module, whose state dict is asked when it is needed."""
+        self.module = target.engine.module
+
+    @cached_property
+    def state_dict(self) -> StateDict:
+        """Differences of the state dict before the load."""
+        return ask_state_dict(self.module)
+
+    def list_keys(self) -> dict[str, str]:
+        """Map keys to names of parameters or buffers, if they differ."""
+        named = ((strip_compiled(key), strip_compiled(name)) for key, name in self.state_dict.keys.items())
+        return {key: name for key, name in named if not is_expert(name)}
+
+    def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
+        """Add the tensors that are neither parameters nor buffers."""
+        others = self.state_dict.others.items()
+        return extras + [target.make_whole(strip_compiled(key), tensor, is_buffer=True) for key, tensor in others]
+
+    def describe_differences(self) -> str:
+        """Describe tensors that the state dict computes with another result than the saved one."""
+        changed = find_changed(self.module, self.state_dict)
+        return f"{shorten(changed)}: the module computes them, with other values than saved" if changed else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +64,7 @@ class StateDict:
 
 
 def ask_state_dict(module: torch.nn.Module) -> StateDict:
-    """Inspect the state dict of a live module, unless it is torch's own."""
-    if not any(map(_is_custom, module.modules())):
-        return StateDict()
+    """Inspect the state dict of a live module."""
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors.update(module.named_buffers(remove_duplicate=False))
     names: dict[Any, list[str]] = defaultdict(list)
@@ -53,12 +87,6 @@ def find_changed(module: torch.nn.Module, before: StateDict) -> list[str]:
     """List computed tensors whose values differ from those written by a load."""
     now = dict(_list_tensors(module)) if before.made else {}
     return sorted(key for key in before.made if key in now and not torch.equal(now[key].detach(), before.others[key]))
-
-
-def _is_custom(module: torch.nn.Module) -> bool:
-    kind = type(module)
-    overridden = kind.state_dict is not _BASE.state_dict or kind._save_to_state_dict is not _BASE._save_to_state_dict
-    return overridden or "state_dict" in vars(module) or bool(module._state_dict_hooks or module._state_dict_pre_hooks)
 
 
 def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
