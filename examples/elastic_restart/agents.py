@@ -131,12 +131,12 @@ class Job:
         self.faults.append((fault, time.time()))
         self.say(fault)
 
-    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
+    def wait_for(self, description: str, condition: Callable[[], Any]) -> Any:
         until = time.time() + LONGEST
         while not (found := condition()):
             self.report_starts()
             if time.time() > until or all(agent.poll() is not None for agent in self.agents):
-                raise DemoFailed(f"waiting for {what}. The agents' last lines:\n{self.tail()}")
+                raise DemoFailed(f"waiting for {description}. The agents' last lines:\n{self.tail()}")
             time.sleep(0.05)
         self.report_starts()
         return found

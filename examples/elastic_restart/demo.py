@@ -190,15 +190,15 @@ def check_memory(job: Job, restarts: Sequence[Restart]) -> dict[str, list[str]]:
     repeated = list(find_repeated(job))
     return {
         f"each event cost at most {job.snapshot_every} steps": [
-            f"{each.what}: {len(each.lost)} steps were repeated"
+            f"{each.event}: {len(each.lost)} steps were repeated"
             for each in restarts
             if len(each.lost) > job.snapshot_every
         ],
         "every load came from memory, no byte from the checkpoint folder": [
-            f"{each.what}: {each.read}" for each in restarts if each.read["elsewhere"] or not each.read["saves"]
+            f"{each.event}: {each.read}" for each in restarts if each.read["elsewhere"] or not each.read["saves"]
         ],
         "the lost node's part came from its neighbour's memory": [
-            f"{each.what}: {each.read}" for each in restarts[-1:] if not each.read["copies"]
+            f"{each.event}: {each.read}" for each in restarts[-1:] if not each.read["copies"]
         ],
         f"steps repeated on the same ranks ({len(repeated)}) have the same loss, bit for bit": [
             f"step {step}: loss {before!r}, then {after!r}" for step, before, after in repeated if before != after
@@ -212,11 +212,11 @@ def print_table(title: str, job: Job, reference: Steps, restarts: Sequence[Resta
         again = f"{len(each.lost)} steps, {sum(each.lost):.1f} s"
         cells = "".join(f"{seconds:10.2f} s" for seconds in each.phases)
         ahead = f", after {each.prepared:.1f} s during which training continued" if each.prepared else ""
-        print(f"  {each.what:32}{again:>16}{cells}{sum(each.phases):8.1f} s{ahead}")
+        print(f"  {each.event:32}{again:>16}{cells}{sum(each.phases):8.1f} s{ahead}")
     steps = job.read_log("step")
     worst = max(abs(each["loss"] - reference[each["step"]]["loss"]) for each in steps)
     print(f"  {len(steps)} steps for {job.steps}; the largest difference of a loss is {worst:.1e}.")
-    slow = [each.what for each in restarts if sum(each.phases) - OPTIONS.get(each.what, 0) > TARGET]
+    slow = [each.event for each in restarts if sum(each.phases) - OPTIONS.get(each.event, 0) > TARGET]
     if slow:
         print(f"  More than {TARGET:.0f} s beyond the configured detection, on a busy machine: {', '.join(slow)}.")
 
@@ -224,7 +224,7 @@ def print_table(title: str, job: Job, reference: Steps, restarts: Sequence[Resta
 def print_loads(restarts: Sequence[Restart]) -> None:
     for each in restarts:
         print(
-            f"  {each.what}: resumed from step {each.start}; read {each.read['saves'] / 1e6:.1f} MB of saves and "
+            f"  {each.event}: resumed from step {each.start}; read {each.read['saves'] / 1e6:.1f} MB of saves and "
             f"{each.read['copies'] / 1e6:.1f} MB of copies in memory, {each.read['elsewhere']} bytes of the folder"
         )
 

@@ -82,10 +82,10 @@ def train_step(engine: Any, batches: Any, log: Log) -> None:
     """Take a step. Log the loss of the total batch, and the sum of its samples' numbers, which identifies them."""
     totals = torch.zeros(2, dtype=torch.float64)
     for _ in range(engine.gradient_accumulation_steps()):
-        which, window = next(batches)
+        numbers, window = next(batches)
         loss = engine(window[:, :-1], window[:, 1:])
         engine.backward(loss)
-        totals += torch.tensor([loss.item(), float(which.sum())], dtype=torch.float64)
+        totals += torch.tensor([loss.item(), float(numbers.sum())], dtype=torch.float64)
         if engine.is_gradient_accumulation_boundary():  # before the step, since this process may exit at its end
             log_step(engine, totals, log)
         engine.step()

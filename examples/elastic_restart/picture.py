@@ -26,7 +26,7 @@ class Restart:
     """A restart and its cost.
 
     Attributes:
-        what: the event.
+        event: its description.
         began: its time, in seconds of the job.
         prepared: seconds before it in which training continued.
         phases: seconds of each phase until training continued.
@@ -35,7 +35,7 @@ class Restart:
         read: bytes that the ranks read, by place.
     """
 
-    what: str
+    event: str
     began: float
     prepared: float
     phases: Sequence[float]
@@ -111,7 +111,7 @@ def _draw_worlds(axes: Axes, scene: Scene) -> None:
         axes.axvline(restart.began, color="black", linewidth=1.2)
         height = most * (1.04, 1.16, 1.28)[number % 3]  # consecutive restarts are often close
         axes.annotate(
-            restart.what,
+            restart.event,
             (restart.began, height),
             (3, 0),
             textcoords="offset points",
@@ -132,7 +132,7 @@ def _draw_costs(work: Axes, waiting: Axes, scenes: Sequence[Scene]) -> None:
             _draw_lost(work, row, scene, restart)
             _draw_phases(waiting, row, restart, longest)
     for axes in (work, waiting):
-        axes.set_yticks(range(len(rows)), [each.what if each and axes is work else "" for _, each in rows])
+        axes.set_yticks(range(len(rows)), [each.event if each and axes is work else "" for _, each in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.tick_params(axis="y", length=0)
         axes.set_axisbelow(True)

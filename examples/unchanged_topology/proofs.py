@@ -42,7 +42,7 @@ class Case:
     """An engine, the change of its script, and the arguments of its load.
 
     Attributes:
-        what: a description.
+        description: text for the output.
         config: ds_config.
         reordered: the resuming script defines two layers of equal shapes in another order.
         scheduler: the script passes a scheduler that keeps a reference to ``optimizer.param_groups``.
@@ -51,7 +51,7 @@ class Case:
         needs_aio: needs the operator ``async_io``.
     """
 
-    what: str
+    description: str
     config: dict[str, Any]
     reordered: bool = False
     scheduler: bool = False
@@ -198,14 +198,14 @@ def work(names: list[str], folder: str) -> None:
     cases = make_cases(os.path.join(folder, "nvme"))
     for name in names or cases:
         case, saves = cases[name], os.path.join(folder, name)
-        show(f"\n{name}: {case.what}")
+        show(f"\n{name}: {case.description}")
         if case.needs_aio and not AsyncIOBuilder().is_compatible(verbose=False):
             show("  left out: DeepSpeed's operator async_io cannot be built here (Debian: apt-get install libaio-dev)")
             continue
         expected = save_and_continue(case, saves)
         show(f"  not interrupted     {' '.join(f'{loss:.6f}' for loss in expected)}")
-        for who, universal in (("plain DeepSpeed", False), ("with deepspeed_ucp", True)):
-            show(f"  {who:19} {describe(resume(case, saves, universal=universal), expected)}")
+        for label, universal in (("plain DeepSpeed", False), ("with deepspeed_ucp", True)):
+            show(f"  {label:19} {describe(resume(case, saves, universal=universal), expected)}")
 
 
 def main() -> int:
