@@ -41,8 +41,7 @@ from deepspeed_ucp.load.inventory import join_groups, list_stage_groups, view_en
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
-from deepspeed_ucp.plan.claims import SELF_READ
-from deepspeed_ucp.plan.rounds import MIN_DIRECT, SameNode
+from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SameNode
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.checks import find_answering, send_checks
 

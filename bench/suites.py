@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ranks import Body
     from report import Results
 
-FEW, WIDE = 4, 16  # streams of a rank from a store; the latter is the default (`io.filesystems`)
+FEW, WIDE = 4, 16  # streams of a rank from a store; the latter is the default (`io.paths`)
 OURS = {"universal": True}
 ASKED = {"universal": {"same_topology": "direct"}}
 UPSTREAM = {"load_universal": True}

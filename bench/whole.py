@@ -16,8 +16,7 @@ from sample import JobTarget
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.model import Read as PlannedRead
 from deepspeed_ucp.plan import Blocks, ReadSizes, list_claims, make_owner_plan
-from deepspeed_ucp.plan.claims import SELF_READ
-from deepspeed_ucp.plan.rounds import order_reads
+from deepspeed_ucp.plan.rounds import SELF_READ, order_reads
 
 Ints = npt.NDArray[np.int64]
 Read = tuple[int, int, int]

@@ -148,7 +148,7 @@ def make_parser(units: Mapping[str, float], wanted: str, *, whole: bool = False)
 
 
 def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, Any]:
-    """Return the fields of :class:`~deepspeed_ucp.stream.batches.WorkOptions`, with a progress bar.
+    """Return the fields of :class:`~deepspeed_ucp.stream.full_tensors.WorkOptions`, with a progress bar.
 
     Args:
         least: smallest window in MiB.

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     from ..examine.verify import verify_checkpoint
     from ..formats.deepspeed.files import SEAL
     from ..formats.open import seal_folder
-    from ..stream.batches import WorkOptions
+    from ..stream.full_tensors import WorkOptions
 
     if options.seal and options.also:
         raise ConfigError("--seal needs a folder that is complete without other places. Remove --also.")

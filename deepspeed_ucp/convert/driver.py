@@ -40,12 +40,10 @@ from ..model import AtomicIndex
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.derive import fuse_experts
 from ..plan.settling import describe_irregular, refuse_stateless, refuse_unreadable
-from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
-from ..stream.copies import refuse_scattered
 from ..stream.duplicates import check_samples
-from ..stream.full_tensors import FullTensors, assemble_full_tensors
-from ..stream.reader import AtomReader
+from ..stream.full_tensors import FullTensors, WorkOptions, assemble_full_tensors, stream
+from ..stream.reader import AtomReader, refuse_scattered
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, from_config, read_pattern
 from ..version import __version__

@@ -21,8 +21,7 @@ from ..formats.universal.plainjson import is_plain
 from ..io.disk import explain_full
 from ..model import AtomicIndex, GroupInfo
 from ..model.wrappers import STAGE, WRAPPERS
-from ..torchsave.dtypes import pack_scalar
-from ..torchsave.objects import Global, PickledObject, make_instance
+from ..torchsave.objects import Global, PickledObject, make_instance, pack_scalar
 from ..torchsave.records import FileRecords
 from ..torchsave.repickle import PROTOCOL
 from ..torchsave.rewrite import NOTHING, count_bytes, save_parts

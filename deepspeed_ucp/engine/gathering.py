@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed import comm as ds_comm
 
 from ..errors import RemoteError
-from ..io.shared import share_memory
+from ..io.memory import share_memory
 
 _SLICE = 8 << 20
 _IN_FLIGHT = 8

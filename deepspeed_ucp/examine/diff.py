@@ -20,7 +20,7 @@ from ..model.topology import find_differences
 from ..plan.autoep import adapt_experts
 from ..plan.conversion import Batch, Output, Range, cut_batches
 from ..plan.settling import list_shapes
-from ..stream.batches import WorkOptions, stream
+from ..stream.full_tensors import WorkOptions, stream
 from ..stream.reader import AtomReader
 from ..tensor_parallel import RuleSet
 from ..tensor_parallel.regex import compile_regex

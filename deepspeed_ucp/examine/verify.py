@@ -31,8 +31,8 @@ from ..formats.places import FileTable, find_files
 from ..io.paths import UPLOAD, Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..model import AtomicIndex
-from ..stream.batches import WorkOptions
 from ..stream.duplicates import check_samples
+from ..stream.full_tensors import WorkOptions
 from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import list_records
 from .faults import find_damage

@@ -22,8 +22,8 @@ from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
 from ..model import ITEMSIZE, AtomicIndex
 from ..plan.conversion import Batch, Output, plan_conversion
-from ..stream.batches import stream
 from ..stream.checks import Checks
+from ..stream.full_tensors import stream
 from ..stream.reader import AtomReader
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, list_renames

@@ -13,9 +13,8 @@ from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
 from ..model import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..plan.settling import list_weights, refuse_unreadable
-from ..stream.batches import WorkOptions
-from ..stream.copies import refuse_scattered
-from ..stream.full_tensors import FullTensor, assemble_full_tensors
+from ..stream.full_tensors import FullTensor, WorkOptions, assemble_full_tensors
+from ..stream.reader import refuse_scattered
 from ..tensor_parallel import Rename, RuleSet, list_renames, rename_names
 from ..tensor_parallel.adapters import is_kept_whole, list_adapted, read_live
 from ..tensor_parallel.layout import Shape

@@ -10,13 +10,12 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..engine import Target
 from ..errors import UnsupportedError
-from ..io.filesystems import count_readers
+from ..io.paths import count_readers
 from ..io.read import MemorySink
 from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..plan import Want
 from ..stream.checks import Checks
-from ..stream.copies import refuse_scattered
-from ..stream.reader import AtomReader
+from ..stream.reader import AtomReader, refuse_scattered
 from .registry import Extension
 
 

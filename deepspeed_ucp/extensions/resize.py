@@ -21,15 +21,14 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import fold_names, shorten
 from ..io.cast import find_dtype
-from ..io.filesystems import count_readers
 from ..io.memory import Scratch
+from ..io.paths import count_readers
 from ..model import AtomicIndex, AtomKey
 from ..plan.match import Adaptation
 from ..plan.settling import list_names
 from ..stream.checks import Checks
-from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import assemble_full_tensor
-from ..stream.reader import AtomReader
+from ..stream.reader import AtomReader, refuse_scattered
 from ..tensor_parallel import Layout, Resized
 from .registry import Extension
 

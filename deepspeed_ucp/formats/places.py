@@ -21,10 +21,8 @@ from typing import NamedTuple, TypeVar
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, join_numbers, raise_first, shorten
-from ..io.failover import Failover
-from ..io.filesystems import choose_map, measure_distance
-from ..io.paths import Entry, is_url, join_path
-from ..io.read import sum_range
+from ..io.paths import Entry, choose_map, is_url, join_path, measure_distance
+from ..io.read import Failover, sum_range
 from ..io.store import note_listed, open_stored
 from ..model import FileRef
 from ..model.access import READ_ALL, PartialAccess, ReadAccess

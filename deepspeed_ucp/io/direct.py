@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .filesystems import DISK, find_kind, load_libc
 from .memory import Scratch, find_address, has_large_pages
+from .paths import DISK, find_kind, load_libc
 
 ALIGNMENT = 4096
 """Bytes: addresses, offsets and sizes must be multiples of it. No disk has larger blocks."""

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 from ..errors import DiskFullError
 from .direct import cut_blocks, open_past, write_past
-from .filesystems import load_libc
 from .memory import drop_front, take_front
+from .paths import load_libc
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_THREADS = 16

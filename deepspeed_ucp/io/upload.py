@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import DiskFullError, StorageError, UnsupportedError
-from .filesystems import choose_map
-from .paths import is_url, normalize
+from .paths import choose_map, is_url, normalize
 from .staging import LATEST, OutputKind, Staging, check_apart
 from .store import list_tree, put_file, remove, write_small
 

@@ -33,8 +33,7 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from ..engine import pickled_classes
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..model import Use
-from ..torchsave.dtypes import STORAGE_DTYPES
-from ..torchsave.objects import Global, PickledObject, describe, walk
+from ..torchsave.objects import STORAGE_DTYPES, Global, PickledObject, describe, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle
 from ..torchsave.rewrite import open_storage
 from ..torchsave.torchfile import TorchFile, read_header

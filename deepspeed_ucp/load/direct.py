@@ -42,7 +42,7 @@ from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..model import AtomicIndex, RunState, strip_compiled
 from ..stream.checks import verify_records
-from ..stream.copies import CopyReader
+from ..stream.reader import CopyReader
 from ..tensor_parallel import from_config
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects

@@ -16,15 +16,15 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError, clear_frames
 from ..io.checksum import Checked
-from ..io.filesystems import count_readers
 from ..io.memory import LargePages, Scratch
+from ..io.paths import count_readers
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
 from ..model import AtomicIndex, Read
 from ..plan import LoadPlan, ReadSizes
 from ..plan.rounds import BLOCK
 from ..stream.checks import Checks
-from ..stream.copies import CopyReader
+from ..stream.reader import CopyReader
 from .destinations import Destinations
 from .uploads import choose_uploads
 

@@ -12,12 +12,10 @@ import numpy as np
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.checksum import Checked
-from ..io.memory import identify_host, measure_available
-from ..io.shared import share_memory
+from ..io.memory import identify_host, measure_available, share_memory
 from ..model import AtomicIndex, Read, Records
 from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, list_claims, make_owner_plan, make_plan
-from ..plan.claims import Table
-from ..plan.rounds import SameNode
+from ..plan.rounds import SameNode, Table
 from ..plan.wants import Wants
 from ..stream.duplicates import check_replicas, check_samples
 from .destinations import Buffer

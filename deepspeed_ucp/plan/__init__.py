@@ -1,8 +1,7 @@
 """Pure planning: byte ranges and their destinations. No torch, no files, no processes."""
 
-from .claims import Blocks, address_claims
 from .locate import View, Want, join_items, list_claims, list_reads, locate
-from .rounds import LoadPlan, OwnerPlan, ReadSizes, Round, make_owner_plan, make_plan
+from .rounds import Blocks, LoadPlan, OwnerPlan, ReadSizes, Round, address_claims, make_owner_plan, make_plan
 
 __all__ = [
     "Blocks",

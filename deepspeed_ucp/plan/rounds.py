@@ -1,6 +1,10 @@
-"""Decisions about reads, as data: each owner's answers to claims, and one rank's reads and rounds of exchange.
+"""Two-phase reading: ranks claim bytes, each block's owner decides which rank reads them, and each byte is read once.
 
-An owner decides from the claims on its blocks alone, in the order of the blocks: no rank is asked twice.
+Records are cut into blocks; every block is owned by one of the ranks, which every rank computes by itself. A rank
+sends its claims (the reads that it needs) to the owners of their blocks. No rank needs to know the other ranks' layouts
+(cf. MPI-IO's collective buffering; redundancy-bypassing loading in Lian et al., ATC'25, section 4). All decisions are
+data: each owner's answers to claims, and one rank's reads and rounds of exchange. An owner decides from the claims on
+its blocks alone, in the order of the blocks: no rank is asked twice.
 
 * A rank reads a claim itself if it is one run without overlap, the rank can read the file, and the run is long or the
   rank is alone in the block. Therefore no byte is read by two ranks, or read by one and also sent to it.
@@ -22,9 +26,17 @@ from operator import attrgetter, itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from ..model import STAGE, CopyItem, Read
+from ..model import STAGE, CopyItem, Read, Record, Records
+from ..model.access import READ_ALL, ReadAccess
 from ..model.flat import Span, find_gaps
-from .claims import SELF_READ, Blocks, Table
+
+Table = npt.NDArray[np.int64]
+"""Claims on the wire: rows (record, offset, run, step, count), the first columns of :class:`~..model.Read`."""
+
+COLUMNS = 5
+
+SELF_READ = -1
+"""Answer to a claim: read it yourself. Other answers are the round in which the owner sends the bytes."""
 
 Answers = npt.NDArray[np.int64]
 """For each claim (``SELF_READ``, 0), or the round in which the owner stages the bytes and their place in its memory."""
@@ -37,6 +49,59 @@ BLOCK = 4 << 20
 
 MIN_DIRECT = 256 << 10
 """Least bytes that a rank reads itself in a block shared with others: shorter reads waste the pages at their ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of all records and their owners: the ranks that can read a block's file, in turn.
+
+    Attributes:
+        first: number of each record's first block, among those that the same ranks can read.
+        nbytes: of each record.
+        block: bytes per block.
+        size: number of ranks.
+        access: the ranks that can read each record.
+    """
+
+    first: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    block: int
+    size: int
+    access: ReadAccess = READ_ALL
+
+    @classmethod
+    def of(cls, records: Sequence[Record], block: int, size: int, access: ReadAccess = READ_ALL) -> Blocks:
+        """Number the blocks of all records in order.
+
+        Args:
+            access: the ranks that can read each file.
+        """
+        records = Records.of(records)
+        nbytes, chosen = np.array(records.nbytes, np.int64), access.choose(records.files)
+        return cls(chosen.number(np.arange(len(records)), -(-nbytes // block)), nbytes, block, size, chosen)
+
+    def owners(self, records: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the owner of each (record, byte offset)."""
+        return self.access.assign(records, self.first[records] + offsets // self.block, self.size)
+
+    def owned(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
+        """Yield (record, block of it) for the blocks that ``rank`` owns in these records, which are ascending."""
+        records, places, steps = self.access.find_places(rank, touched, self.size)
+        begins = (places - self.first[records]) % steps
+        exists = begins * self.block < self.nbytes[records]
+        columns = (column[exists].tolist() for column in (records, begins, steps))
+        for record, begin, step in zip(*columns, strict=True):
+            count = -(-int(self.nbytes[record]) // self.block)
+            yield from ((record, number) for number in range(begin, count, step))
+
+
+def address_claims(claims: Sequence[Read], blocks: Blocks) -> tuple[list[Table], list[list[Read]]]:
+    """Group claims by the owner of their block: as tables for the wire, and the claims in the same order."""
+    table = np.array([claim[:COLUMNS] for claim in claims], np.int64).reshape(-1, COLUMNS)
+    owners = blocks.owners(table[:, 0], table[:, 1])
+    order = np.argsort(owners, kind="stable")
+    shares = np.split(order, np.searchsorted(owners[order], np.arange(1, blocks.size)))
+    return [table[rows] for rows in shares], [[claims[row] for row in rows.tolist()] for rows in shares]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,9 @@ from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, StorageError
 from ..io.deletion import delete_own
 from ..io.disk import explain_full, sync_file, sync_folder, write_at, write_atomically
-from ..io.filesystems import MEMORY, find_kind
 from ..io.jsonfile import parse_json, read_json
 from ..io.memory import identify_host, measure_available
-from ..io.paths import is_url, normalize
+from ..io.paths import MEMORY, find_kind, is_url, normalize
 
 _OWNER, _SPARE, _STATE = "owner", "spare", "save-"
 LOCK = "lock"

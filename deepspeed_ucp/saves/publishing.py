@@ -17,9 +17,8 @@ from ..errors import CheckpointError, StorageError, TagTakenError
 from ..formats.deepspeed.files import PUBLISHED, SEAL
 from ..io.deletion import delete_tree
 from ..io.disk import sync_folder
-from ..io.filesystems import load_libc
 from ..io.jsonfile import parse_json, read_json
-from ..io.paths import UPLOAD, is_url
+from ..io.paths import UPLOAD, is_url, load_libc
 from ..io.store import (
     exchange_small,
     exists,

@@ -28,9 +28,8 @@ from ..engine_state import find_state
 from ..errors import ConfigError, StorageError, pluralize
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated
-from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
-from ..io.paths import is_below, is_url
+from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..model.wrappers import find_live
 from ..writer import is_decoupled
 from .copies import Neighbours, find_neighbours

@@ -14,7 +14,7 @@ from ..errors import CheckpointError, shorten
 from ..io.checksum import Checked, merge_checks
 from ..model import AtomicIndex, Read, Record, StoredAtoms
 from ..model.flat import find_gaps
-from .copies import CopyReader
+from .reader import CopyReader
 
 CHUNK = 4 << 20
 

@@ -17,9 +17,8 @@ from isal import isal_zlib
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import advise_needed, advise_random, measure, read_ahead, read_at
 from ..model import ITEMSIZE, Use
-from .dtypes import STORAGE_DTYPES
 from .header_cache import BEGINNING, ENDING, Header, HeaderCache
-from .objects import RESTORE, Global, TensorRef, describe, list_parts
+from .objects import RESTORE, STORAGE_DTYPES, Global, TensorRef, describe, list_parts
 from .records import LEGACY, FilePart, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT

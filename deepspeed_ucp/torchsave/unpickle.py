@@ -19,9 +19,9 @@ from typing import Any, Final
 from ..errors import CheckpointError, UnsupportedError
 from ..io.memory import pause_collection
 from ..model import Use
-from .dtypes import STORAGE_DTYPES, is_dtype
 from .objects import (
     RESTORE,
+    STORAGE_DTYPES,
     Global,
     OrderedItems,
     PickledObject,
@@ -30,6 +30,7 @@ from .objects import (
     TensorSize,
     describe,
     has_more_parts,
+    is_dtype,
     is_setting,
     is_short,
     walk,

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError
 from ..model import ITEMSIZE, count
-from .dtypes import STORAGES, pack_scalar
-from .objects import Global, PickledObject, StorageRef, call
+from .objects import STORAGES, Global, PickledObject, StorageRef, call, pack_scalar
 from .repickle import write_pickle
 
 PAGE: Final = 4096

@@ -14,13 +14,13 @@ from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, outputs
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.io.disk import explain_full
 from deepspeed_ucp.plan import conversion
-from deepspeed_ucp.stream import batches
+from deepspeed_ucp.stream import full_tensors
 
 
 def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
     """Atoms above ``size`` bytes are written in several ranges, smaller ones bundled to that size."""
     monkeypatch.setattr(conversion, "ALIGNMENT", size)
-    monkeypatch.setattr(batches, "ALIGNMENT", size)
+    monkeypatch.setattr(full_tensors, "ALIGNMENT", size)
 
 
 def fail(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

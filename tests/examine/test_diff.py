@@ -463,7 +463,7 @@ def test_ranks_share_the_work_and_report_the_same(tmp_path: Path, left: AtomicIn
 
 def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "ALIGNMENT", 512)
-    monkeypatch.setattr("deepspeed_ucp.stream.batches.ALIGNMENT", 512)
+    monkeypatch.setattr("deepspeed_ucp.stream.full_tensors.ALIGNMENT", 512)
     held = draw_state(make_plain(KINDS), Topology(2, 3, tp=2))
     a, b = open_held(held, tmp_path / "a", RUN), open_held(expect(held, Topology(3, 2)), tmp_path / "b", RUN)
     done: list[int] = []

@@ -25,7 +25,7 @@ from deepspeed_ucp.formats import latest
 from deepspeed_ucp.formats.deepspeed.files import MANIFEST
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io import scan
-from deepspeed_ucp.stream.batches import WorkOptions, no_bar
+from deepspeed_ucp.stream.full_tensors import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.cli.samples import flip_largest
 from tests.formats.parallel import tail_cut

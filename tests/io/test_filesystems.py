@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ucp.io import filesystems, store
-from deepspeed_ucp.io.filesystems import DISK, MEMORY, NETWORK, choose_map, count_readers, find_kind, measure_distance
+from deepspeed_ucp.io import paths, store
+from deepspeed_ucp.io.paths import DISK, MEMORY, NETWORK, choose_map, count_readers, find_kind, measure_distance
 
 
 @pytest.mark.parametrize(("kind", "far"), [(DISK, 0), (MEMORY, 0), ("", 0), (NETWORK, 1)])
 def test_network_storage_has_more_readers(kind: str, far: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystems, "find_kind", lambda path: kind)
+    monkeypatch.setattr(paths, "find_kind", lambda path: kind)
     assert measure_distance("/folder") == far
-    monkeypatch.setattr(filesystems, "count_threads", lambda: 8)
+    monkeypatch.setattr(paths, "count_threads", lambda: 8)
     assert count_readers("/folder") == (16 if far else 8)
-    monkeypatch.setattr(filesystems, "count_threads", lambda: 32)
+    monkeypatch.setattr(paths, "count_threads", lambda: 32)
     assert count_readers("/folder") == 32
     assert (choose_map("/folder") is map) == (not far)
 

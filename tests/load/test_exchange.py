@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_ucp.io import shared
+from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import exchange
 from deepspeed_ucp.model import STAGE, Read
 from deepspeed_ucp.plan import LoadPlan, Round
@@ -56,7 +56,7 @@ def test_direct_reads_hold_up_no_exchange_between_machines(one_machine: bool, sh
 def machines() -> Iterator[None]:
     """Give every rank a separate machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "identify_host", lambda: str(threading.get_ident()))
+        patch.setattr(memory, "identify_host", lambda: str(threading.get_ident()))
         yield
 
 

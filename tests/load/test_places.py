@@ -34,7 +34,7 @@ from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.model import AtomicIndex, FileRef, Record, StoredAtoms
 from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.plan import LoadPlan
-from deepspeed_ucp.stream.copies import CopyReader, check_copy, refuse_scattered
+from deepspeed_ucp.stream.reader import CopyReader, check_copy, refuse_scattered
 from tests.convert.conversions import read_bytes
 from tests.support.ranks import World, run_ranks
 from tests.support.reads import item, read_of
@@ -561,7 +561,7 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(StoredFile, "read", fail)
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
-    monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", lambda *_: None)
+    monkeypatch.setattr("deepspeed_ucp.stream.reader.check_copy", lambda *_: None)
     stored = StoredAtoms.of((FileRef(paths[0], 100, None, tuple(paths)),), (Record(0, 0, 100, None),), ())
     into = bytearray(100)
     reads = [read_of(item(0, low, 50, 0, low)) for low in (0, 50)]
@@ -592,7 +592,7 @@ def test_a_failing_place_is_tried_for_a_few_files_only(
         if path == file.places[0]:
             raise CheckpointError(f"{path}: cannot be had.") from error
 
-    monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", look)
+    monkeypatch.setattr("deepspeed_ucp.stream.reader.check_copy", look)
     with CopyReader(stored) as reader:
         paths = [reader.read_file(number, lambda file: file.path) for number in range(8)]
     assert paths == [file.places[1] for file in stored.files]
@@ -608,7 +608,7 @@ def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypa
             begun.set()
             waited.append(read.wait(120))
 
-    monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", look)
+    monkeypatch.setattr("deepspeed_ucp.stream.reader.check_copy", look)
     into = bytearray(20)
     reads = [read_of(item(number, 0, 10, 0, 10 * number)) for number in range(2)]
     with CopyReader(stored) as reader:

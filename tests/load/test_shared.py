@@ -16,8 +16,8 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine.gathering import _pass_around
 from deepspeed_ucp.errors import RemoteError
-from deepspeed_ucp.io import shared
-from deepspeed_ucp.io.shared import share_memory
+from deepspeed_ucp.io import memory
+from deepspeed_ucp.io.memory import share_memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.exchange import CollectiveReader
 from tests.support.descriptors import list_open
@@ -31,7 +31,7 @@ MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": tor
 def place(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Callable[[int, Comm], Any]:
     """Place ranks on machines; each numbers the last of its 100 bytes and returns those that it sees."""
     found = threading.local()
-    monkeypatch.setattr(shared, "identify_host", lambda: found.host)
+    monkeypatch.setattr(memory, "identify_host", lambda: found.host)
 
     def work(rank: int, comm: Comm) -> list[int | None]:
         found.host = hosts[rank]
@@ -58,7 +58,7 @@ def test_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fault", ["no memfd", "no room", "not seen", "another process's"])
 def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of another machine share theirs all the same."""
-    see = shared._map
+    see = memory._map
 
     def fail_to_see(path: str, token: bytes, nbytes: int) -> Any:
         return see(path, token if calls.append(path) or len(calls) > 1 else bytes(16), nbytes)
@@ -70,7 +70,7 @@ def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch
     elif fault == "no room":
         monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
     else:
-        monkeypatch.setattr(shared, "_map", fail_to_see if fault == "not seen" else lambda p, t, n: see(p, b"x", n))
+        monkeypatch.setattr(memory, "_map", fail_to_see if fault == "not seen" else lambda p, t, n: see(p, b"x", n))
     result = run_ranks(4, work)
     alone = [rank for rank, row in enumerate(result) if row == [rank + 1 if at == rank else None for at in range(4)]]
     assert len(alone) == (2 if fault == "not seen" else 4)
@@ -156,7 +156,7 @@ def test_only_bytes_for_other_machines_travel(
         numbers.host = hosts[rank]
         return share_all(nbytes, rank, gather)
 
-    monkeypatch.setattr(shared, "identify_host", lambda: numbers.host)
+    monkeypatch.setattr(memory, "identify_host", lambda: numbers.host)
     monkeypatch.setattr("deepspeed_ucp.load.transfer.share_memory", share_by_rank)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))

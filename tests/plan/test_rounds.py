@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ucp.model import STAGE, Read, Record
 from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, make_owner_plan
-from deepspeed_ucp.plan.claims import SELF_READ
+from deepspeed_ucp.plan.rounds import SELF_READ
 
 Row = tuple[int, int, int, int, int]
 """(record, offset, run, step, count)."""

@@ -12,7 +12,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model import MASTER, AtomicIndex, Atoms
 from deepspeed_ucp.stream import duplicates
-from deepspeed_ucp.stream.element_pairs import Pair
+from deepspeed_ucp.stream.duplicates import Pair
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model(tuple(Param(f"w{number}", (7, 5)) for number in range(24)))

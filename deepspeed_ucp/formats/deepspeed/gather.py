@@ -20,9 +20,8 @@ from typing import Any
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ...extensions.registry import find_for_save
-from ...io.filesystems import choose_map
 from ...io.jsonfile import read_json
-from ...io.paths import Entry, find_tag_folder, is_url, join_path, normalize
+from ...io.paths import Entry, choose_map, find_tag_folder, is_url, join_path, normalize
 from ...io.store import find_entry
 from ...model.topology import find_precision
 from ...model.wrappers import Form

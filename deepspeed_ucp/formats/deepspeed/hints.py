@@ -7,13 +7,13 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...tensor_parallel.metadata import INFO
-from ...torchsave.dtypes import is_dtype
 from ...torchsave.objects import (
     Global,
     PickledObject,
     TensorRef,
     describe,
     has_more_parts,
+    is_dtype,
     is_short,
     to_member,
     to_number,

@@ -16,14 +16,15 @@ from ...io.paths import join_path
 from ...model import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled, to_integer
 from ...model.experts import DATA_FIRST
 from ...model.wrappers import STAGE, Form, Wrapper, find_saved
-from ...torchsave.dtypes import is_dtype, is_storage
 from ...torchsave.objects import (
     PickledObject,
     TensorRef,
     describe,
     has_more_parts,
+    is_dtype,
     is_setting,
     is_short,
+    is_storage,
     to_member,
     to_number,
     walk,

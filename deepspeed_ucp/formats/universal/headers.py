@@ -16,8 +16,7 @@ from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
-from ...io.filesystems import choose_map
-from ...io.paths import Entry, is_url
+from ...io.paths import Entry, choose_map, is_url
 from ...io.store import note_listed
 from ...model import MODULE, strip_compiled
 from ...model.experts import holds_experts
