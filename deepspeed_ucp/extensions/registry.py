@@ -177,7 +177,7 @@ def _is_pretrained(_: Any, __: Any, target: Any) -> bool:
     """Return True for a model of transformers or PEFT, unless a pipeline distributes it."""
     names = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
     kinds = tuple(getattr(sys.modules[module], kind) for module, kind in names.items() if module in sys.modules)
-    return target.place.pp == 1 and any(isinstance(child, kinds) for child in target.engine.module.modules())
+    return target.place.pp == 1 and any(isinstance(child, kinds) for _, child in target.engine.module.named_modules())
 
 
 def _loads_by_function(job: Any, *_: Any) -> bool:
