@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.cli.export import _parse_size
 from tests.support.reshard3d import VOCAB, draw_state, make_plain
-from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+from tests.synth import ExpertLayer, Model, Param, State, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("net.a", (30, 7)), Param("net.b", (30,)), Param("head", (30, 7), alias_of="net.a")))
 STATE = random_state(MODEL, 0, precision="bf16")
@@ -207,3 +208,43 @@ def test_wrong_sizes_are_refused(text: str, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         export("in", "out", f"--max-shard-size={text}")
     assert "--max-shard-size: a size such as 500MB, 5GB or 2GiB is needed" in capsys.readouterr().err
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+LAYERS = tuple(ExpertLayer(f"h.{number}.mlp", 4) for number in range(2))
+ENDS = {"fc.weight": (5, 6), "fc.bias": (5,)}
+EXPERTS = Model(
+    (
+        Param("wte", (8, 6)),
+        *(Param(f"{layer.prefix}{n}.{end}", ENDS[end]) for layer in LAYERS for n in range(4) for end in ENDS),
+    ),
+    experts=LAYERS,
+)
+
+
+def write_experts(folder: Path, topology: Topology) -> tuple[Path, State]:
+    state = random_state(EXPERTS, 1, precision=topology.precision)
+    return write_checkpoint(folder, EXPERTS, state, topology), state
+
+
+def test_weights_of_experts_are_exported(tmp_path: Path, run_json: Any) -> None:
+    path, state = write_experts(tmp_path, Topology(1, 4, "bf16", ep=(2, 4)))
+    assert run_json("export", path, tmp_path / "out", "--dtype", "fp32")[0] == 0
+    exported: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        exported |= load_file(file)
+    assert exported.keys() == state.atoms.keys()
+    assert all(torch.equal(exported[name], held["fp32"]) for name, held in state.atoms.items())
+
+
+def test_a_save_of_stage_0_is_named_by_its_module(tmp_path: Path, run_json: Any) -> None:
+    """DeepSpeed moves the experts out of the optimizer's group."""
+    path, state = write_experts(tmp_path / "saved", Topology(0, 4, "bf16", "unfused", ep=(2, 2)))
+    assert run_json("convert", path, tmp_path / "out")[0] == 2
+    assert run_json("convert", path, tmp_path / "out", "--groups", "module")[0] == 0
+    for name, held in state.atoms.items():
+        for each in ("fp32", "exp_avg"):
+            found = torch.load(tmp_path / "out" / "zero" / name / f"{each}.pt", weights_only=False)["param"]
+            assert torch.equal(found, held[each]), (name, each)

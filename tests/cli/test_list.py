@@ -100,12 +100,6 @@ def test_an_invalid_latest_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFi
     assert "latest is empty" in printed.err and "; a resume fails: " in printed.out.splitlines()[0]
 
 
-def test_a_folder_without_checkpoints_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "adapter_config.json").write_text("")
-    assert main(["list", str(tmp_path)]) == 2
-    assert "a PEFT adapter" in capsys.readouterr().err
-
-
 def test_a_store_is_listed(tmp_path: Path, run_json: Any) -> None:
     clear_memory()
     put_folder(save(tmp_path, 5), "memory://listed/run/global_step5")

@@ -95,31 +95,6 @@ def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan:
 # -- without a checkpoint ---------------------------------------------------------------------------------------------
 
 
-def test_the_saves_of_a_trillion_parameters(run_json: Plan) -> None:
-    line = ["plan", "--params", "985.7e9", "--ranks", "8192", "--target", "tp=8,pp=64", *SAVES, "--net-gbs", "25"]
-    code, found = run_json(*line)
-    assert (code, found["saves"]["mtbf"], found["saves"]["size"]["nodes"]) == (0, 14400, 1024)
-    assert found["saves"]["size"]["total"] == found["checkpoint"] == pytest.approx(13.8e12, rel=1e-3)
-    synchronous, stored, _, _ = found["saves"]["ways"]
-    assert synchronous["stall"] == found["seconds"]["save"] == pytest.approx(50.5, abs=0.1)
-    assert stored["safe"] == pytest.approx(synchronous["stall"] + stored["stall"])
-    # A node has 8 of 8192 partitions, and one of 64 stages' 16-bit copies.
-    assert found["saves"]["size"]["node"] == pytest.approx(985.7e9 * (12 / 1024 + 2 / 64), rel=1e-6)
-    shares = [way["interval"]["trains"] for way in found["saves"]["ways"]]
-    assert shares == sorted(shares) and shares[1] > 0.96
-
-
-def test_the_memory_of_a_model(run_json: Plan) -> None:
-    line = ["plan", "--params", "70e9", "--target", "zero=3", "--ranks", "512", "--read-gbs", "100"]
-    code, found = run_json(*line, "--write-gbs", "50")
-    assert (code, found["possible"], found["params"]) == (0, True, 70_000_000_000)
-    each = -(-70_000_000_000 // 512)
-    memory = [found[key] for key in ("weights", "gradients", "masters", "states", "total")]
-    assert memory == [times * each for times in (2, 2, 4, 8, 16)]
-    assert found["checkpoint"] == 12 * 70_000_000_000
-    assert (found["seconds"]["load"], found["seconds"]["save"]) == (pytest.approx(8.4), pytest.approx(16.8))
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [

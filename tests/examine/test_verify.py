@@ -16,13 +16,14 @@ import pytest
 import torch
 from hypothesis import given
 
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
 from deepspeed_ucp.examine import verify
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.formats import latest
-from deepspeed_ucp.formats.deepspeed.files import MANIFEST
+from deepspeed_ucp.formats.deepspeed.files import MANIFEST, SEAL
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.stream.full_tensors import WorkOptions, no_bar
@@ -491,3 +492,62 @@ def test_an_atomic_checkpoint_passes_with_and_without_its_manifest(tmp_path: Pat
     flip_largest(atomic / WEIGHT.format("exp_avg"))
     os.truncate(atomic / WEIGHT.format("fp32"), 500)
     assert verify_folder(atomic) == [("crc", WEIGHT.format("exp_avg")), ("header", WEIGHT.format("fp32"))]
+
+
+# -- a seal or a manifest proves a folder -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proofs(tmp_path: Path) -> dict[str, Path]:
+    """The folder, its seal in another place, and the manifest of its conversion."""
+    folder = write(tmp_path, ZERO3)
+    seal_folder(str(folder), Comm())
+    shutil.move(folder / SEAL, tmp_path / "kept.json")
+    convert_checkpoint(str(folder))
+    return {"folder": folder, "seal": tmp_path / "kept.json", "manifest": Path(f"{folder}_universal") / MANIFEST}
+
+
+@pytest.mark.parametrize("kind", ["seal", "manifest"])
+def test_a_proof_passes_proven_files_and_names_others(proofs: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    folder, against = proofs["folder"], str(proofs[kind])
+    assert verify_checkpoint(str(folder), against=against).faults == ()
+    shutil.copy(write(tmp_path / "other", ZERO3, seed=1) / SHARD[1], folder / SHARD[1])
+    assert verify_checkpoint(str(folder)).whole
+    assert [(fault.kind, fault.file) for fault in verify_checkpoint(str(folder), against=against).faults] == [
+        ("seal", SHARD[1])
+    ]
+    assert main(["verify", str(folder), "--against", against]) == 1
+    (folder / SHARD[1]).unlink()
+    faults = verify_checkpoint(str(folder), against=against).faults
+    assert {(fault.kind, fault.file) for fault in faults} == {("missing", SHARD[1])}
+
+
+def test_a_manifest_proves_its_folder(proofs: dict[str, Path], tmp_path: Path) -> None:
+    atomic = proofs["manifest"].parent
+    kept = shutil.copy(atomic / MANIFEST, tmp_path / "manifest.json")
+    other = write(tmp_path / "other", ZERO3, seed=1)
+    convert_checkpoint(str(other))
+    assert verify_checkpoint(str(atomic), against=str(kept)).faults == ()
+    faults = verify_checkpoint(f"{other}_universal", against=str(kept)).faults
+    assert {MASTER, "zero/a.bias/exp_avg.pt"} <= {fault.file for fault in faults if fault.kind == "seal"}
+
+
+def test_ranks_prove_the_same(proofs: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(write(tmp_path / "other", ZERO3, seed=1) / SHARD[1], proofs["folder"] / SHARD[1])
+
+    def work(_: int, comm: Any) -> Any:
+        return verify_checkpoint(str(proofs["folder"]), comm, against=str(proofs["seal"])).faults
+
+    results = run_ranks(3, work)
+    assert results == [verify_checkpoint(str(proofs["folder"]), against=str(proofs["seal"])).faults] * 3
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[" * 9999])
+def test_invalid_proofs_are_refused(proofs: dict[str, Path], tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "proof").write_text(text)
+    with pytest.raises(ConfigError, match="--against: neither a seal .ucp_seal.json, .*proof: ") as error:
+        verify_checkpoint(str(proofs["folder"]), against=str(tmp_path / "proof"))
+    assert ("there is no such file" in str(error.value)) == (text is None)
+    assert "pydantic" not in str(error.value) and "validation error" not in str(error.value)
+    assert len(error.value.args) == 1

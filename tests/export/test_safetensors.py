@@ -282,17 +282,6 @@ def test_an_index_maps_tensors_to_files(tmp_path: Path) -> None:
     assert set(report.files) == {*names, WEIGHTS_INDEX}
 
 
-def test_names(tmp_path: Path) -> None:
-    """Renamed by regular expressions, then without a prefix; ties follow."""
-    index = open_model(tmp_path, Topology(1, 2))
-    rules = from_config({"rules": [], "rename": [{"from": r"(?P<x>[ab])\.weight", "to": "model.{x}.w"}]})
-    options = ExportOptions(renames=(Rename("frozen", "cold"),), strip_prefix="model.", tied="copy")
-    export_safetensors(index, str(tmp_path / "out"), options=options, rules=rules)
-    found, expected = load_all(tmp_path / "out"), expect_weights(MODEL, 0, Topology(1), None)
-    assert set(found) == {"a.w", "b.w", "cold", "scalar", "head.weight", "count", "mask", "table"}
-    check_same({"x": found["head.weight"], "y": found["a.w"]}, {"x": expected["a.weight"], "y": expected["a.weight"]})
-
-
 def test_refused_names_and_patterns(tmp_path: Path) -> None:
     index, out = open_model(tmp_path, Topology(1, 2)), str(tmp_path / "out")
     for renames, text in (

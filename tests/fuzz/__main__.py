@@ -9,7 +9,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from tests.fuzz.kinds import KINDS
@@ -108,18 +109,18 @@ def main() -> int:
     parser.add_argument("--case", metavar="KIND:NUMBER", help="only this one, as a failure names it")
     options = parser.parse_args()
     failures, worker, counts, slowest = Failures(DATABASE), Worker(), Counter[str](), Outcome("none", 0)
-    again = [case for case in failures.list() if case[0] in options.kinds]
-    cases = [*again, *()] if options.case is None else [(options.case.split(":")[0], int(options.case.split(":")[1]))]
+    if options.case:
+        kind, _, number = options.case.partition(":")
+        cases: Iterable[tuple[str, int]] = [(kind, int(number))]
+    else:
+        again = [case for case in failures.list() if case[0] in options.kinds]
+        cases = chain(again, draw_cases(options.kinds, options.seconds))
     try:
-        for case in cases if options.case else [*cases]:
-            failures.note(worker.run(*case))
-            counts[case[0]] += 1
-        for case in () if options.case else draw_cases(options.kinds, options.seconds):
+        for case in cases:
             outcome = worker.run(*case)
             slowest = max(slowest, outcome, key=lambda each: each.seconds)
             counts[case[0]] += 1
-            if outcome.error:
-                failures.note(outcome)
+            failures.note(outcome)
     except KeyboardInterrupt:
         pass
     finally:

@@ -115,30 +115,6 @@ def test_union_of_cut_is_the_whole_for_every_pattern(case):
         np.testing.assert_array_equal(got, expected.reshape(-1))
 
 
-@given(st.data())
-@settings(max_examples=150)
-def test_degree_to_degree_and_back(data):
-    """Fused parts of any number of blocks, from any degree to any other that its widths allow, and back, bitwise."""
-    first, second, blocks = (data.draw(small) for _ in range(3))
-    parts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
-    dim, heads = data.draw(st.integers(0, 1)), first * second
-    pattern = ShardNC(parts=tuple(parts), dim=dim, blocks=blocks)
-
-    def shapes(ranks):
-        local = blocks * sum(parts) * heads // ranks
-        return [(local, 3) if dim == 0 else (3, local)] * ranks
-
-    source = pattern.join(shapes(first))
-    target = pattern.cut(source.shape, shapes(second))
-    array = np.arange(np.prod(source.shape))
-    shards = cut_array(source, array)
-    there = reshard(source, shards, target)
-    for got, expected in zip(there, cut_array(target, array), strict=True):
-        np.testing.assert_array_equal(got, expected)
-    for got, expected in zip(reshard(target, there, source), shards, strict=True):
-        np.testing.assert_array_equal(got, expected)
-
-
 def test_recorded_widths_are_for_their_own_degree():
     """Three key/value heads on two ranks, [2, 1]; on three ranks the widths follow the shapes."""
     pattern = ShardNC(parts=(6, 3), sized=True, widths=((4, 2), (2, 1)))

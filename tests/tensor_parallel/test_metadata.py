@@ -206,12 +206,6 @@ def test_sub_parameters_are_joined_as_deepspeed_joins_them(info, view, dim, widt
     np.testing.assert_array_equal(made, expected.reshape(-1))
 
 
-def test_recorded_widths_serve_other_degrees_by_proportion():
-    info = parts_info([(12, 6, 6), 5], 0, widths=[[8, 4], [4, 2], [4, 2]])
-    settled = settle_one(info, [(16, 5), (8, 5)], [(8, 5)] * 3)
-    assert settled.layouts["w"][1].shards[1][0] == ((4, 8), (14, 16), (20, 22))
-
-
 @pytest.mark.parametrize(
     ("info", "shapes", "message"),
     [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.tensor_parallel import (
@@ -26,7 +24,6 @@ from deepspeed_ucp.tensor_parallel import (
 from deepspeed_ucp.tensor_parallel.affine import Mapped, generalise
 from deepspeed_ucp.tensor_parallel.layout import Layout
 from deepspeed_ucp.tensor_parallel.metadata import Viewed
-from tests.support.reshard import examples
 from tests.tensor_parallel.settling import settle
 
 LAYOUT = ShardNC(parts=(4, 2), sized=True).join([(3, 5), (3, 5)])
@@ -63,25 +60,6 @@ def test_every_pattern_round_trips(pattern: Pattern) -> None:
     again = read_pattern(json.loads(json.dumps(recorded)))
     assert again == pattern
     assert hash(again) == hash(pattern)
-
-
-sizes = st.integers(1, 64)
-parts = st.lists(sizes, min_size=1, max_size=4).map(tuple)
-
-
-@examples(100)
-@given(parts, st.integers(0, 3), sizes, st.booleans(), sizes, st.none() | sizes, st.none() | st.lists(parts).map(tuple))
-def test_any_fused_pattern_round_trips(
-    parts: tuple[int, ...],
-    dim: int,
-    blocks: int,
-    sized: bool,
-    unit: int,
-    vocab: int | None,
-    widths: tuple[tuple[int, ...], ...] | None,
-) -> None:
-    pattern = ShardNC(parts, dim, blocks, sized, unit, widths, vocab=vocab)
-    assert read_pattern(json.loads(json.dumps(record_pattern(pattern)))) == pattern
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Forged pickles, and functions that read hostile input as the commands do and raise only the package's own errors.
-
-The fuzzers use the functions too, with fresh seeds.
-"""
+"""Forged pickles, and functions that read hostile input as the commands do and raise only the package's own errors."""
 
 from __future__ import annotations
 
