@@ -23,6 +23,10 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 GOLDEN = Path(__file__).with_name("golden")
 OPTIM = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 SAVES = "--mtbf 4h --restart 2m --read-gbs 273 --write-gbs 273"
+REFUSED_EXPORTS = [
+    *("--layout torchtitan", "--to dcp --like .", "--to dcp --adapter", "--merge", "--adapter-name x", "--adapter"),
+    *("--adapter --like .", "--like nowhere", "--rename abc", "--rename h.*=x", "--window-mb 1"),
+]
 
 LINES = {
     "list": ["list good", "list missing", "list weights", "list trainer", "list dangling", "list empty"],
@@ -87,9 +91,19 @@ LINES = {
         "plan good",
         "plan --params 1B",
         "plan --params 1B --ranks 4 --mtbf 8h",
+        "plan --params 1B --ranks 4 --stall 8s",
+        "plan --params 1B --ranks 3 --target tp=2",
+        "plan --params 1B --patterns x --also y",
+        "plan good --target dp=2 --params 1B",
+        "plan absent --target dp=2",
     ],
     "convert": ["convert good out", "convert good out", "convert other out", "convert other out --overwrite --quiet"],
-    "export": ["export good weights-out", "export good weights-out", "export good dcp-out --to dcp --dtype bf16"],
+    "export": [
+        "export good weights-out",
+        "export good weights-out",
+        "export good dcp-out --to dcp --dtype bf16",
+        *(f"export good no-out {options}" for options in REFUSED_EXPORTS),
+    ],
 }
 
 
@@ -167,8 +181,9 @@ def join_forms(forms: list[Any]) -> Any:
 def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the line, its output and exit code, and the form of its JSON, unless its keys are among ``forms``.
 
-    The help has to list all keys of a result.
+    The help has to list all keys of a result. A refused command leaves no files.
     """
+    before = set(os.listdir(root))
     words = [PATTERNS if word == "PATTERNS" else word for word in line.replace(PATTERNS, "PATTERNS").split()]
     code = main(words)
     shown = capsys.readouterr()
@@ -177,6 +192,7 @@ def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.Captu
     parts.append(f"exit code {code}")
     again = ["--overwrite"] if words[0] in ("convert", "export") and not code else []
     assert main([*words, *again, "--json"]) == code
+    assert code != 2 or set(os.listdir(root)) == before
     data = json.loads(capsys.readouterr().out)
     if tuple(data) not in forms:
         forms.add(tuple(data))

@@ -96,23 +96,6 @@ def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan:
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--ranks", "4"], "Pass a checkpoint and --target, or --params"),
-        (["folder", "--target", "dp=2", "--params", "1B"], "Pass a checkpoint and --target, or --params"),
-        (["--params", "1B", "--ranks", "3", "--target", "tp=2"], "--ranks 3 is not the product of the degrees"),
-        (["--params", "1B", "--ranks", "3", "--mtbf", "8h"], "--mtbf: give --restart too"),
-        (["--params", "1B", "--ranks", "3", "--stall", "8s"], "--stall: give --mtbf too"),
-        (["--params", "1B", "--patterns", "x", "--also", "y"], "--patterns, --also: give checkpoint too"),
-        (["absent", "--target", "dp=2"], "absent"),
-    ],
-)
-def test_incompatible_options_are_refused(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *more]) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("text", "seconds"),
     [("8h", 28800), ("30m", 1800), ("1h30m", 5400), ("2.5s", 2.5), ("1d", 86400), ("0.5h1s", 1801)],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -28,7 +27,6 @@ from deepspeed_ucp.export.safetensors import export_safetensors, lay_out, split_
 from deepspeed_ucp.export.tensors import ExportOptions, Tensor
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.formats.foreign.names import WEIGHTS_INDEX
 from deepspeed_ucp.formats.foreign.safetensors import DTYPES
 from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.io.staging import Staging
@@ -270,18 +268,6 @@ def test_files_are_split_as_hugging_face_does(sizes: list[int], limit: int) -> N
     assert split_shards(named, limit) == list(split.filename_to_tensors.values())
 
 
-def test_an_index_maps_tensors_to_files(tmp_path: Path) -> None:
-    index = open_model(tmp_path, Topology(3, 2))
-    report = export_safetensors(index, str(tmp_path / "out"), max_shard=200)
-    told = json.loads((tmp_path / "out" / WEIGHTS_INDEX).read_text())
-    assert told["metadata"]["total_size"] == sum(v.nbytes for v in load_all(tmp_path / "out").values())
-    names = sorted(set(told["weight_map"].values()))
-    assert names == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    for name, file in told["weight_map"].items():
-        assert name in load_file(tmp_path / "out" / file)
-    assert set(report.files) == {*names, WEIGHTS_INDEX}
-
-
 def test_refused_names_and_patterns(tmp_path: Path) -> None:
     index, out = open_model(tmp_path, Topology(1, 2)), str(tmp_path / "out")
     for renames, text in (
@@ -332,21 +318,6 @@ def test_a_failed_check_on_rank_0_fails_on_all_ranks(tmp_path: Path, monkeypatch
     monkeypatch.setattr(output, "find_diverged", refuse)
     found = World(2).run(lambda rank, comm: export_safetensors(index, str(tmp_path / "out"), comm))
     assert [str(each) for each in found] == ["[rank 0] a file cannot be read"] * 2
-
-
-def test_an_existing_folder(tmp_path: Path) -> None:
-    index, out = open_model(tmp_path, Topology(1, 2)), tmp_path / "out"
-    out.mkdir()
-    export_safetensors(index, str(out))  # an empty folder is replaced
-    with pytest.raises(StorageError, match="--overwrite"):
-        export_safetensors(index, str(out))
-    export_safetensors(index, str(out), options=ExportOptions(overwrite=True), max_shard=100)
-    assert not (out / "model.safetensors").exists() and len(load_all(out)) == 7
-    (out / "thesis.tex").touch()
-    with pytest.raises(StorageError, match=r"thesis\.tex"):
-        export_safetensors(index, str(out), options=ExportOptions(overwrite=True))
-    assert (out / "thesis.tex").exists()
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
 def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

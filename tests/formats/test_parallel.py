@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
@@ -15,7 +13,6 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model import COPY, MASTER, MODULE, AtomicIndex, AtomKey, ParamKey
 from tests.formats.parallel import check_copy, check_parallel, write_and_open
 from tests.formats.test_index import read_atom
-from tests.support.reshard import examples, temporary_folder
 from tests.synth import (
     Layer,
     Model,
@@ -25,7 +22,6 @@ from tests.synth import (
     Topology,
     bidirectional,
     build_files,
-    contiguous,
     interleaved,
     random_state,
     write_files,
@@ -185,58 +181,3 @@ def test_a_layer_of_frozen_parameters_alone_is_kept(tmp_path: Path) -> None:
     topology = Topology(1, 1, "bf16", tp=2, pp=2, placement=((0, 1), ()))
     index = write_and_open(tmp_path, model, draw(model, topology), topology)
     assert index.find("1.col", MODULE)
-
-
-# -- drawn ------------------------------------------------------------------------------------------------------------
-
-WORDS = ("col", "row", "mix", "norm", "bias")
-
-
-@st.composite
-def pipelines(draw_: st.DrawFn) -> tuple[Model, Topology]:
-    """A pipeline of drawn layers on drawn ranks: DeepSpeed's placements and others."""
-    tp, pp = draw_(st.integers(1, 3)), draw_(st.sampled_from((1, 2, 2, 3, 4)))
-    kinds = draw_(st.lists(st.sampled_from(("own", "own", "function", "embed", "head")), min_size=1, max_size=8))
-    layers, params, buffers = [], [], {}
-    for number, kind in enumerate(("own", *kinds)):
-        layers.append(Layer("embed", file=kind == "embed") if kind in ("embed", "head") else Layer(file=kind == "own"))
-        prefix = f"{number}." if kind == "own" else None
-        if prefix:
-            params += [draw_param(draw_, prefix + word) for word in draw_(st.sets(st.sampled_from(WORDS), max_size=3))]
-            if draw_(st.booleans()):
-                buffers[f"{prefix}steps"] = torch.arange(number)
-    params += [Param("0.first", (3,)), Param("0.second", (5,), group=1)]
-    if {"embed", "head"} & set(kinds):
-        params = [Param(WORD, (7, 3), tied=True), Param(POSITION, (11,), group=1), *params]
-    placement = draw_place(draw_, len(layers), pp)
-    wrapper = draw_(st.sampled_from((None, "bf16")))
-    topology = Topology(
-        1, draw_(st.integers(1, 3)), "bf16" if wrapper else "fp32", wrapper, tp=tp, pp=pp, placement=placement
-    )
-    return Model(tuple(params), buffers, tuple(layers)), topology
-
-
-def draw_param(draw_: st.DrawFn, name: str) -> Param:
-    shape = draw_(st.sampled_from(((4, 6), (8, 2), (2, 8), (6, 1))))
-    return Param(name, shape, draw_(st.integers(0, 1)), frozen=draw_(st.integers(0, 4)) == 0)
-
-
-def draw_place(draw_: st.DrawFn, layers: int, pp: int) -> tuple[tuple[int, ...], ...] | None:
-    kind = draw_(st.sampled_from(("uniform", "cuts", "interleaved", "bidirectional")))
-    if kind == "cuts":
-        cuts = sorted(draw_(st.lists(st.integers(0, layers), min_size=pp - 1, max_size=pp - 1)))
-        return tuple(tuple(range(a, b)) for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
-    if kind == "interleaved":
-        return interleaved(layers, pp, 2)
-    if kind == "bidirectional" and pp % 2 == 0:
-        return bidirectional(layers, pp)
-    return contiguous(layers, pp)
-
-
-@examples(80)
-@given(case=pipelines(), seed=st.integers(0, 99))
-def test_drawn_pipelines(case: tuple[Model, Topology], seed: int) -> None:
-    model, topology = case
-    state = draw(model, topology, seed)
-    with temporary_folder() as folder:
-        check_parallel(write_and_open(folder, model, state, topology), model, state, topology)

@@ -113,6 +113,12 @@ def set_rate(content: Any) -> None:
         group["lr"] = 0.5
 
 
+def narrow(content: Any) -> None:
+    """Store a state in 16 bits."""
+    states = find_states(content)["state"][0]
+    states["exp_avg"] = states["exp_avg"].bfloat16()
+
+
 def chain(*changes: Change) -> Change:
     def change(files: Files) -> Files:
         for each in changes:
@@ -189,6 +195,8 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
     ("old-shards-zero3", MODEL, Topology(3, 2), keep_old_shards(3), "ds_config|are missing"),
     *((f"model-{topology.label}", MODEL, topology, mix(shard(1), LARGER, topology), OTHER_MODEL)
       for topology in (ZERO1, BF16, ZERO3)),
+    ("dtype", MODEL, ZERO1, edit(shard(1), narrow),
+     r"exp_avg\) is bfloat16 of shape .*; other files hold it as float32"),
     ("model-tp", PLAIN, FLAT, lambda files: {**files, **drop("rank_00")(make_files(LESSER, FLAT))},
      r"holds a.row \(fp32\), the files of tensor-parallel rank 1 do not"),
     ("world", MODEL, ZERO1, mix(STATES, MODEL, Topology(1, 2)), r"was saved by \(3, 3\) ranks, the model states say 2"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,14 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
+fragment_address = namedtuple("fragment_address", ["numel", "start"])
+
+
+def as_named_tuples(mappings: Any) -> Any:
+    """The places of parameters as older releases write them."""
+    return [{name: fragment_address(at.numel, at.start) for name, at in each.items()} for each in mappings]
+
+
 STAGE_1, STAGE_3 = Topology(1, 2, "bf16"), Topology(3, 2)
 WHOLE = (float, np.int64, np.float64, torch.tensor)
 
@@ -99,6 +108,7 @@ WRITTEN: list[tuple[Field, Topology, tuple[Callable[[Any], Any], ...]]] = [
     (optim("zero_stage"), STAGE_3, (ZeroStageEnum,)),
     (optim("partition_count"), STAGE_1, (list, tuple)),
     (optim("group_paddings"), STAGE_1, (list, tuple)),
+    (optim("param_slice_mappings"), STAGE_1, (as_named_tuples,)),
     # config.py: "gradient_clipping" as the script has it
     (optim("clip_grad"), STAGE_1, (float, int)),
 ]

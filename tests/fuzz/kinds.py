@@ -78,7 +78,7 @@ def pick_file(draw: Draw, folder: Path) -> Path:
 
 
 def look(draw: Draw, folder: Path, source: Source, *, trusted: bool) -> None:
-    """Read a checkpoint in two drawn ways.
+    """Read a checkpoint in two drawn ways, and the client state.
 
     Args:
         trusted: checksums cover the change: a load is refused or right.
@@ -89,10 +89,11 @@ def look(draw: Draw, folder: Path, source: Source, *, trusted: bool) -> None:
         lambda: verify(folder, source, "--headers-only"),
         lambda: verify(folder, source),
         lambda: load_folder(folder, source) if trusted else load_anything(folder, source),
-        lambda: read_clients(folder),
     ]
     for way in draw.sample(ways, 2):
         way()
+    for path in folder.glob("*model_states.pt"):
+        try_to(lambda path=str(path): read_objects(path, trust_pickle=False))  # type: ignore[misc]
 
 
 def load_anything(folder: Path, source: Source) -> None:
@@ -101,11 +102,6 @@ def load_anything(folder: Path, source: Source) -> None:
         load_folder(folder, source)
     except AssertionError:
         return
-
-
-def read_clients(folder: Path) -> None:
-    for path in folder.glob("*model_states.pt"):
-        try_to(lambda path=str(path): read_objects(path, trust_pickle=False))  # type: ignore[misc]
 
 
 # -- kinds -------------------------------------------------------------------------------------------------------------

@@ -264,9 +264,10 @@ def open_changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> An
     return open_checkpoint(str(folder), Comm(), Naming(GROUPS))
 
 
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
 @pytest.mark.parametrize("dtype", STATES, ids=str)
-def test_0_dim_states_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    one = torch.tensor(1, dtype=dtype)
+def test_states_of_one_element_of_every_dtype(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    one = torch.ones(shape, dtype=dtype)
     index = open_changed(tmp_path, lambda base: [entries.update(counted=one) for entries in base["state"].values()])
     assert {scalars["counted"] for scalars in index.run.scalars.values()} == {1}
     assert index.run.scalar_dtypes["counted"] == str(dtype).removeprefix("torch.")
