@@ -113,42 +113,6 @@ def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
         assert warning in (err := capsys.readouterr().err) and bool(err) == bool(warning)
 
 
-def test_commands_describe_a_foreign_checkpoint(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its format, without the ranks, stages and files of DeepSpeed's checkpoints."""
-    out = tmp_path / "out"
-    assert export(checkpoint, out, "--to", "dcp") == 0
-    capsys.readouterr()
-    assert main(["inspect", str(out)]) == 0
-    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line]
-    assert any(line[:2] == ["written", "by"] and "atomic" not in line[2] for line in lines)
-    main(["diff", str(out), str(checkpoint)])
-    verdict, *notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note:", "different"))]
-    assert (
-        verdict == "different: 1 tensor differs; 6 tensors (720 elements) compared"
-    )  # both names of a tie are written
-    assert notes[0].startswith("note: written: torch.distributed.checkpoint → ZeRO-2 dp=3")
-    assert not any("topology" in line for line in notes)
-    assert any("keeps, and not compared: initial_lr, " in line for line in notes)
-    assert main(["plan", str(out), "--target", "dp=4,zero=3"]) == 0
-    assert "not DeepSpeed's own format\n" in capsys.readouterr().out
-
-
-def test_only_weights_of_an_export_are_compared_with_the_checkpoint(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export(checkpoint, tmp_path / "out") == 0
-    assert export(checkpoint, tmp_path / "short", "--dtype", "bf16") == 0
-    for sides in ((tmp_path / "out", checkpoint), (checkpoint, tmp_path / "out")):
-        capsys.readouterr()
-        assert main(["diff", *map(str, sides)]) == 0
-        printed = capsys.readouterr().out
-        assert "note: weights alone are compared" in printed and "equal: 2 tensors" in printed
-    assert main(["diff", str(tmp_path / "short"), str(checkpoint)]) == 1
-    assert "values" in capsys.readouterr().out
-
-
 def test_patterns(tmp_path: Path) -> None:
     held = draw_state(make_plain(("word", "row")), Topology(1, 2, tp=2))
     held.write(tmp_path / "in")

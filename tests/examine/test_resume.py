@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import ConfigError, UcpError
@@ -24,7 +25,6 @@ from tests.support.expertmodels import expert_trips
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (
     PATIENT,
-    Case,
     FakeTarget,
     Options,
     examples,
@@ -134,20 +134,13 @@ def test_it_reads_what_any_load_reads(trip: Trip) -> None:
         compare_trip(trip, folder)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["experts", "autoep"])
 @examples(25)
-@given(expert_trips(fused=False))
-def test_it_reads_what_a_load_of_experts_reads(trip: tuple[Case, Topology]) -> None:
-    compare_experts(*trip)
-
-
-@examples(25)
-@given(expert_trips(fused=True))
-def test_it_reads_what_a_load_of_autoeps_experts_reads(trip: tuple[Case, Topology]) -> None:
-    pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
-    compare_experts(*trip)
-
-
-def compare_experts(source: Case, target: Topology) -> None:
+@given(data=st.data())
+def test_it_reads_what_a_load_of_experts_reads(fused: bool, data: st.DataObject) -> None:
+    if fused:
+        pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
+    source, target = data.draw(expert_trips(fused=fused))
     with temporary_folder() as folder:
         targets = make_targets(source.model, target)
         index, read, state = measure_load(source.write(folder), targets, Options(config=PATIENT))

@@ -14,12 +14,18 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint, read_latest
+from deepspeed_ucp.formats.deepspeed.builder import MOST_FAULTS, Builder, SavedRank
+from deepspeed_ucp.formats.deepspeed.headers import FileHeader, Piece
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_file
+from deepspeed_ucp.formats.deepspeed.save import Save
 from deepspeed_ucp.formats.findings import WARNING, Finding, fold_findings, make_error
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.formats.open import survey_checkpoint
+from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io.store import open_regular
+from deepspeed_ucp.model.flat import Cut
+from deepspeed_ucp.torchsave.records import FileRecord
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"count": torch.arange(3)})
@@ -191,3 +197,32 @@ def test_opening_a_new_fifo_does_not_block(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "stat", lambda *_: regular)
     with pytest.raises(OSError, match="is a FIFO"):
         open_regular(str(tmp_path / "fifo"))
+
+
+# -- gaps in atoms ----------------------------------------------------------------------------------------------------
+
+
+def build(cuts: dict[str, Cut], shape: tuple[int, ...] = (8,)) -> Builder:
+    """Atoms of one flat buffer of 8 elements each."""
+    header = FileHeader("file.pt", 4096)
+    builder = Builder(Save(FileTable.of("folder", {}), {}, models=[[header]], shards=[[]]))
+    piece = Piece(FileRecord("data/0", 0, 4096, None), 0, (1024,), "float32")
+    builder.add_cuts(SavedRank(shapes=dict.fromkeys(cuts, shape)), "fp32", list(cuts.values()), header, piece)
+    return builder
+
+
+def test_each_atom_with_a_gap_has_a_line_in_the_error() -> None:
+    cuts = {"whole": Cut("whole", 0, 8, 0), "first": Cut("first", 0, 5, 8), "second": Cut("second", 2, 6, 16)}
+    with pytest.raises(CheckpointError) as caught:
+        build(cuts).finish_atoms()
+    lines = str(caught.value).splitlines()
+    assert [line.split(" ")[0] for line in lines] == ["first", "second"]
+    assert "[0, 2) are missing" in lines[1]
+
+
+def test_a_long_list_is_cut_short() -> None:
+    cuts = {f"p{i}": Cut(f"p{i}", 0, 7, 8 * i) for i in range(MOST_FAULTS + 3)}
+    with pytest.raises(CheckpointError) as caught:
+        build(cuts).finish_atoms()
+    assert str(caught.value).splitlines()[-1] == "… and 3 more tensors."
+    assert len(str(caught.value).splitlines()) == MOST_FAULTS + 1
