@@ -231,17 +231,6 @@ def test_warnings_do_not_hide_a_broken_seal(tmp_path: Path) -> None:
         open_checkpoint(str(path), Comm())
 
 
-def test_moments_of_another_run_break_the_seal(tmp_path: Path) -> None:
-    files, other = make(0, ZERO2), make(1, ZERO2)
-    path = write(tmp_path, files)
-    seal_folder(str(path), Comm())
-    name = f"bf16_{OPTIM.format(1)}"
-    optim, foreign = (content[name]["optimizer_state_dict"]["base_optimizer_state"] for content in (files, other))
-    optim["state"] = foreign["state"]
-    torch.save(files[name], path / name)
-    assert [(finding.kind, finding.file) for finding in look(path)] == [("seal", name)]
-
-
 @pytest.mark.parametrize("text", [None, "", '{"files": {"a": {"size": -1, "crc": 0}}}'])
 def test_a_damaged_or_edited_seal_is_named(tmp_path: Path, text: str | None) -> None:
     path = write(tmp_path, make())

@@ -197,6 +197,8 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
       for topology in (ZERO1, BF16, ZERO3)),
     ("dtype", MODEL, ZERO1, edit(shard(1), narrow),
      r"exp_avg\) is bfloat16 of shape .*; other files hold it as float32"),
+    ("dtype-tp", PLAIN, FLAT, edit("mp_rank_01_optim", narrow),
+     r"exp_avg\) is bfloat16 of shape .*; other files hold it as float32"),
     ("model-tp", PLAIN, FLAT, lambda files: {**files, **drop("rank_00")(make_files(LESSER, FLAT))},
      r"holds a.row \(fp32\), the files of tensor-parallel rank 1 do not"),
     ("world", MODEL, ZERO1, mix(STATES, MODEL, Topology(1, 2)), r"was saved by \(3, 3\) ranks, the model states say 2"),

@@ -156,19 +156,21 @@ def test_where_a_configuration_offloads_to(zero: dict[str, Any], told: str) -> N
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_compression_errors_of_any_size_are_irregular(padding: int, tmp_path: Path) -> None:
-    """1-bit Adam (up to DeepSpeed 0.18) pads them to the number of ranks, which may add nothing."""
+def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int, tmp_path: Path) -> None:
+    """1-bit Adam (up to DeepSpeed 0.18) pads its errors to the number of ranks, which may add nothing."""
     files = make_files(Topology(1, 2))
     for name, tree in files.items():
         if "optim_states" in name:
             for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
                 state["worker_error"] = torch.zeros(len(state["exp_avg"]) + padding)
+                state["row"] = torch.zeros(3)
     index = open_files(tmp_path, files)
     assert (
         index.limits.irregular[AtomKey("a", "worker_error")]
         == "a compression error of rank 0; those of other ranks are not saved"
     )
-    assert "worker_error" not in {key.state for key in index.stored.atoms}
+    assert "shape (3,) where the parameter's part has" in index.limits.irregular[AtomKey("a", "row")]
+    assert not {"worker_error", "row"} & {key.state for key in index.stored.atoms}
 
 
 # -- MiCS: each group of ranks holds all partitions, and the first group saves ----------------------------------------

@@ -1,11 +1,13 @@
-"""Shards of a numpy array by a layout, element by element: the reference for the arithmetic."""
+"""Shards of a numpy array by a layout, element by element (the reference for the arithmetic), and a strict `settle`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from deepspeed_ucp import tensor_parallel as patterns
 from deepspeed_ucp.tensor_parallel.layout import Layout, Product, Run, copy_runs
 
 
@@ -45,3 +47,8 @@ def reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout) -> lis
         assert (writes == 1).all()
         made.append(values)
     return made
+
+
+def settle(*args: Any, **options: Any) -> patterns.Settled:
+    """Settle patterns; raises if a parameter is open or wrong."""
+    return patterns.settle(*args, **options).require()

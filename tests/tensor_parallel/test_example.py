@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.tensor_parallel import copy_runs, from_attributes, from_config, from_universal_info
-from tests.tensor_parallel.settling import settle
 
-from .shards import follow
+from .shards import follow, settle
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt"
 FAMILIES = {"tiny": "megatron-gpt", "tiny-llama": "megatron-llama", "tiny-moe": "mixtral-moe"}

@@ -20,9 +20,9 @@ from deepspeed_ucp.tensor_parallel import (
     load_family,
 )
 from deepspeed_ucp.tensor_parallel.layout import find_faults
-from tests.tensor_parallel.settling import settle
 
 from . import models
+from .shards import settle
 
 KV = 1024
 HEAD = 128

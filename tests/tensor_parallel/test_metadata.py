@@ -23,10 +23,9 @@ from deepspeed_ucp.tensor_parallel import (
 )
 from deepspeed_ucp.tensor_parallel.affine import read_map
 from deepspeed_ucp.tensor_parallel.layout import find_faults
-from tests.tensor_parallel.settling import settle
 
 from . import models
-from .shards import cut_array, reshard
+from .shards import cut_array, reshard, settle
 
 MEGATRON = {
     # Written by Megatron-DeepSpeed's GPTModelPipe at TP 2.

@@ -24,7 +24,7 @@ from deepspeed_ucp.tensor_parallel import (
 from deepspeed_ucp.tensor_parallel.affine import Mapped, generalise
 from deepspeed_ucp.tensor_parallel.layout import Layout
 from deepspeed_ucp.tensor_parallel.metadata import Viewed
-from tests.tensor_parallel.settling import settle
+from tests.tensor_parallel.shards import settle
 
 LAYOUT = ShardNC(parts=(4, 2), sized=True).join([(3, 5), (3, 5)])
 OVERLAPPING = Layout((4,), (4,), ((((0, 3),),), (((2, 4),),)), ((3,), (2,)), claims=((((0, 3),),), (((3, 4),),)))

@@ -25,9 +25,9 @@ from deepspeed_ucp.tensor_parallel import (
     parse_renames,
     rename_names,
 )
-from tests.tensor_parallel.settling import settle
 
 from . import models
+from .shards import settle
 
 SOURCE = {"1.a.weight": ((4, 6), (4, 6)), "2.a.weight": ((4, 6), (4, 6)), "norm.weight": ((6,), (6,))}
 TARGET = {"1.a.weight": ((8, 6),), "2.a.weight": ((8, 6),), "norm.weight": ((6,),)}

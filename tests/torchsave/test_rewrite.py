@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.torchsave import rewrite as rewriting
 from deepspeed_ucp.torchsave.repickle import write_pickle
-from deepspeed_ucp.torchsave.rewrite import list_storages, save_parts
+from deepspeed_ucp.torchsave.rewrite import save_parts
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
 
@@ -304,22 +304,6 @@ def test_classes_need_not_be_importable(tmp_path, monkeypatch):
     rewrite_file(tmp_path)
     monkeypatch.setitem(sys.modules, "training_script", module)
     assert torch.load(tmp_path / "new.pt", weights_only=False)["progress"].epoch == 3
-
-
-def test_storages_of_omitted_entries_are_omitted(tmp_path):
-    shared = torch.arange(3.0)
-    torch.save({"model": {"w": torch.ones(1000), "s": shared}, "client": [shared, shared], "n": 1}, tmp_path / "old.pt")
-    file = read_header(str(tmp_path / "old.pt"))
-    kept = {**file.tree, "model": None}
-    assert len(list_storages(file.tree)) == 2
-    assert len(list_storages(kept)) == 1
-    save_parts(file, kept, str(tmp_path / "new.pt"))
-    found = torch.load(tmp_path / "new.pt", weights_only=True)
-    assert list(found) == ["model", "client", "n"]
-    assert found["model"] is None
-    assert found["client"][0] is found["client"][1]
-    assert torch.equal(found["client"][0], shared)
-    assert os.path.getsize(tmp_path / "new.pt") < 2000
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["crc", "nocrc"])
