@@ -103,7 +103,7 @@ class FakeStore(stores.LocalStore):
     """
 
     def __init__(self, root: Path) -> None:
-        self.root, self.held, self.stop = str(root), dict[str, int](), lambda: None
+        self.root, self.held, self.stop = str(root), dict[str, int](), lambda url: None
 
     def load(self) -> None:
         """Take the objects from the folder, which another process has changed."""
@@ -115,13 +115,13 @@ class FakeStore(stores.LocalStore):
         return os.path.join(self.root, url.removeprefix("fake://"))
 
     def list_tree(self, folder: str) -> dict[str, Entry]:
-        self.stop()
+        self.stop(folder)
         path = self.find(folder)
         files = (os.path.join(above, name) for above, _, names in os.walk(path) for name in names)
         return {os.path.relpath(each, path): Entry(os.path.getsize(each), os.path.getmtime(each)) for each in files}
 
     def write_small(self, url: str, data: bytes) -> None:
-        self.stop()
+        self.stop(url)
         self._put(url, data)
 
     def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
@@ -134,7 +134,7 @@ class FakeStore(stores.LocalStore):
         return now == data
 
     def _look(self, url: str) -> bytes | None:
-        self.stop()
+        self.stop(url)
         path = Path(self.find(url))
         return path.read_bytes() if path.exists() else None
 
@@ -145,11 +145,11 @@ class FakeStore(stores.LocalStore):
         self.held[url] = hash(data)
 
     def put_file(self, source: str, url: str) -> None:
-        self.stop()
+        self.stop(url)
         self._put(url, Path(source).read_bytes())
 
     def remove(self, url: str) -> None:
-        self.stop()
+        self.stop(url)
         path = Path(self.find(url))
         if self.held.pop(url, None) is None:
             return
@@ -167,7 +167,7 @@ class FakeStore(stores.LocalStore):
 
 def _make_step(name: str) -> Callable[..., Any]:
     def call(self: FakeStore, url: str, *args: Any, **options: Any) -> Any:
-        self.stop()
+        self.stop(url)
         return getattr(stores.LocalStore(), name)(self.find(url), *args, **options)
 
     return call

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import find_tags, open_checkpoint
+from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.formats.open import seal_folder
+from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves.memory import Job, Snapshot
-from deepspeed_ucp.saves.removing import is_saved
+from deepspeed_ucp.saves.removing import WRITTEN, is_saved
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
 
@@ -49,7 +53,7 @@ class Bench:
     """
 
     def __init__(self, saves: dict[str, Snapshot], place: str) -> None:
-        self.saves, self.place = saves, place
+        self.saves, self.place = dict(saves), place
         self.contents = {name: self._read_memory(save) for name, save in saves.items()}
         self.published, self.known = list[str](), dict[object, str]()
         self.first = ""
@@ -170,14 +174,22 @@ def run_here(work: Callable[[str], object], items: Iterator[str], *_: object) ->
     return [work(item) for item in items]
 
 
-@pytest.fixture(scope="module")
-def store(saves: dict[str, Snapshot], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    fake, bench = FakeStore(tmp_path_factory.mktemp("store")), Bench(saves, PLACE)
-    bench.state, bench.clear = lambda: frozenset(fake.held.items()), fake.clear
-    bench.stop_at = lambda stop: setattr(fake, "stop", stop)
+@contextmanager
+def use_fake_store(saves: dict[str, Snapshot], root: Path) -> Iterator[Bench]:
+    """A single writer's requests to its temporary folder count only if they mark the end of a part or of the save."""
+    fake, bench = FakeStore(root), Bench(saves, PLACE)
 
-    seams = {"map_threads": run_here, "begin_writing": bench.note_begin}
-    with use_store(fake), replace_steps(seams), mock.patch.object(publishing.time, "time", return_value=0):
+    def stop_at(stop: Callable[[], None]) -> None:
+        def stop_at_shared(url: str) -> None:
+            save = saves.get(threading.current_thread().name)
+            is_private = save is not None and f"{UPLOAD}{save.job}-" in url and len(bench.saves) == len(saves)
+            if not is_private or os.path.basename(url) == SEAL or os.path.basename(url).startswith(WRITTEN):
+                stop()
+
+        fake.stop = stop_at_shared
+
+    bench.state, bench.clear, bench.stop_at = lambda: frozenset(fake.held.items()), fake.clear, stop_at
+    with use_store(fake), mock.patch.object(publishing.time, "time", return_value=0):
         yield bench
 
 
@@ -187,9 +199,10 @@ FOLDER_STEPS = (
 """Operations of a writer on a folder."""
 
 
-@pytest.fixture
-def folder(saves: dict[str, Snapshot], tmp_path: Path) -> Iterator[Bench]:
-    bench, stops, held = Bench(saves, str(tmp_path / "place")), list[Callable[[], None]](), set[str]()
+@contextmanager
+def use_folder(saves: dict[str, Snapshot], root: Path) -> Iterator[Bench]:
+    """A writer also stops while it holds the lock, on which the other one waits."""
+    bench, stops, held = Bench(saves, str(root / "place")), list[Callable[[], None]](), set[str]()
 
     def stop() -> None:
         stops[-1]()
@@ -216,89 +229,16 @@ def folder(saves: dict[str, Snapshot], tmp_path: Path) -> Iterator[Bench]:
         shutil.rmtree(bench.place, ignore_errors=True)
         os.mkdir(bench.place)
 
-    bench.clear, bench.stop_at = clear, stops.append
-    seams = {name: wrap(find_step(name)) for name in FOLDER_STEPS}
-    seams |= {"map_threads": run_here, "begin_writing": bench.note_begin, "_lock_folder": lock}
+    bench.clear, bench.stop_at, bench.state = clear, stops.append, partial(hash_files, Path(bench.place, TAG))
     stops.append(lambda: None)
-    with replace_steps(seams):
+    with replace_steps({**{name: wrap(find_step(name)) for name in FOLDER_STEPS}, "_lock_folder": lock}):
         yield bench
 
 
-@contextmanager
-def use_existing(bench: Bench, prepare: Callable[[], object]) -> Iterator[None]:
-    """Let each run begin with a tag that ``prepare`` has written."""
-    clear = bench.clear
-
-    def clear_and_prepare() -> None:
-        clear()
-        prepare()
-
-    with mock.patch.multiple(bench, clear=clear_and_prepare, first="c"):
-        yield
-
-
-@pytest.fixture(params=[False, True], ids=["empty", "existing"])
-def any_folder(request: pytest.FixtureRequest, folder: Bench) -> Iterator[Bench]:
-    """A folder without the tag, and one that has it."""
-    with use_existing(folder, lambda: folder.write("c")) if request.param else nullcontext():
-        yield folder
-
-
-def test_orders_in_a_folder(any_folder: Bench) -> None:
-    """Each writer is stopped at each operation; also while it holds the lock, on which the other one waits."""
-    folder, outcomes = any_folder, set[tuple[str, ...]]()
-    longest = folder.measure()
-    for first in range(longest):
-        for second in range(first % 3, longest, 3):
-            ended = folder.run(lambda stepper, first=first, second=second: interrupt(stepper, first, second)).ended
-            outcomes.add(tuple(ended.values()))
-    assert len(outcomes) >= 2
-    assert os.listdir(folder.place).count(TAG) == 1
-
-
-def interrupt(stepper: Stepper, first: int, second: int) -> None:
-    """Run one writer for some operations, the other one for some, and the first one to its end."""
-    stepper.run("a", first)
-    stepper.run("b", second)
-    stepper.run("a", 100)  # unless it waits for the lock
-    stepper.run("b", 100)
-
-
-def kill_at(bench: Bench, others: Callable[[int], Iterable[int]]) -> None:
-    """Kill one writer at each of its operations, after the other one has come to some operations."""
-    longest = bench.measure()
-    for at, other in product(range(longest), others(longest)):
-
-        def order(stepper: Stepper, at: int = at, other: int = other) -> None:
-            if not stepper.run("b", other) and not stepper.run("a", at):
-                stepper.kill("a")
-            stepper.run("b", 100)
-
-        bench.run(order)
-
-
-def test_a_writer_that_is_killed_in_a_folder(any_folder: Bench) -> None:
-    kill_at(any_folder, lambda longest: (0, longest // 2, longest))
-
-
-def test_a_writer_that_is_killed_in_a_store(store: Bench) -> None:
-    kill_at(store, lambda longest: (0, 8, 20, longest))
-
-
-def test_orders_with_two_interruptions_in_a_store(store: Bench) -> None:
-    """The first one at each request, the second one at each third request (``UCP_EXHAUSTIVE``: at each)."""
-    longest, step, outcomes = store.measure(), 1 if os.environ.get("UCP_EXHAUSTIVE") else 3, set[object]()
-    for first in range(longest):
-        for second in range(first % step, longest, step):
-
-            def order(stepper: Stepper, first: int = first, second: int = second) -> None:
-                stepper.run("a", first)
-                stepper.run("b", second)
-                stepper.run("a")
-                stepper.run("b")
-
-            outcomes.add(tuple(store.run(order).ended.items()))
-    assert len(outcomes) >= 2
+def hash_files(folder: Path) -> frozenset[tuple[str, int]]:
+    """Return the names of a folder's files, each with a hash of its content."""
+    paths = folder.iterdir() if folder.exists() else ()
+    return frozenset((path.name, hash(path.read_bytes())) for path in paths)
 
 
 def put_plain(bench: Bench) -> None:
@@ -308,39 +248,81 @@ def put_plain(bench: Bench) -> None:
     seal_folder(f"{bench.place}/{TAG}", Comm())
 
 
-@pytest.mark.parametrize("prepare", [put_plain, lambda store: store.write("c")], ids=["plain", "published"])
-def test_an_existing_tag_stays_until_it_is_replaced(prepare: Callable[[Bench], object], store: Bench) -> None:
-    with use_existing(store, lambda: prepare(store)):
-        longest = store.measure()
-        for first, second in product(range(0, longest, 3), range(1, longest, 3)):
-            store.run(lambda stepper, first=first, second=second: (stepper.run("a", first), stepper.run("b", second)))
-    left = [name for name in list_tree(f"{PLACE}/{TAG}") if "/" not in name and is_saved(name)]
-    assert not [name for name in left if "written" not in name]
+KINDS = ["folder", "folder, existing", "store", "store, existing", "store, plain"]
 
 
+@pytest.fixture(params=KINDS)
+def bench(request: pytest.FixtureRequest, saves: dict[str, Snapshot]) -> Iterator[Bench]:
+    """A place without the tag, and one that has it from another job or from an earlier release."""
+    kind, _, prepared = request.param.partition(", ")
+    use = use_folder if kind == "folder" else use_fake_store
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root, use(saves, Path(root)) as made:
+        clear, prepare = made.clear, put_plain if prepared == "plain" else lambda bench: bench.write("c")
+
+        def clear_and_prepare() -> None:
+            clear()
+            if prepared:
+                prepare(made)
+
+        made.clear, made.first = clear_and_prepare, "c" if prepared else ""
+        with replace_steps({"map_threads": run_here, "begin_writing": made.note_begin}):
+            yield made
+
+
+def test_orders_with_two_interruptions(bench: Bench) -> None:
+    """The second writer stops at each third operation (``UCP_EXHAUSTIVE``: at each)."""
+    longest, outcomes = bench.measure(), set[object]()
+    step = 1 if os.environ.get("UCP_EXHAUSTIVE") else 3
+    for first in range(0, longest, step if bench.first and "://" in bench.place else 1):
+        for second in range(first % step, longest, step):
+
+            def order(stepper: Stepper, first: int = first, second: int = second) -> None:
+                stepper.run("a", first)
+                stepper.run("b", second)
+                stepper.run("a", 100)  # unless it waits for the lock
+                stepper.run("b", 100)
+
+            outcomes.add(tuple(bench.run(order).ended.items()))
+    assert len(outcomes) >= 2
+    left = [name for name in list_tree(f"{bench.place}/{TAG}") if "/" not in name and is_saved(name)]
+    assert "://" not in bench.place or not [name for name in left if WRITTEN not in name]
+
+
+@pytest.mark.parametrize("bench", ["folder", "folder, existing", "store"], indirect=True)
+def test_a_writer_that_is_killed(bench: Bench) -> None:
+    """At each of its operations, after the other one has come to some operations."""
+    longest = bench.measure()
+    for at, other in product(range(longest), (0, longest // 4, longest // 2, longest)):
+
+        def order(stepper: Stepper, at: int = at, other: int = other) -> None:
+            if not stepper.run("b", other) and not stepper.run("a", at):
+                stepper.kill("a")
+            stepper.run("b", 100)
+
+        bench.run(order)
+
+
+@pytest.mark.parametrize("bench", ["folder, existing", "store"], indirect=True)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), max_size=12))
-@settings(max_examples=60, deadline=None)
-def test_any_order_in_a_store(store: Bench, turns: list[tuple[str, int]]) -> None:
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_order(bench: Bench, turns: list[tuple[str, int]]) -> None:
     def order(stepper: Stepper) -> None:
         for name, steps in turns:
             stepper.run(name, steps)
 
-    store.run(order)
+    bench.run(order)
 
 
-def test_two_nodes_of_a_job_and_another_job(store: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bench", ["store"], indirect=True)
+def test_two_nodes_of_a_job_and_another_job(bench: Bench, saves: dict[str, Snapshot], tmp_path: Path) -> None:
     """The nodes' files are one save, or none of it is published."""
-    nodes = dict[str, Snapshot]()
     for node, name in enumerate(("a", "node1")):
-        shutil.copytree(store.saves["a"].folder, tmp_path / name)
-        nodes[name] = replace(store.saves["a"], folder=str(tmp_path / name), node=node, nodes=2)
+        shutil.copytree(saves["a"].folder, tmp_path / name)
+        bench.saves[name] = replace(saves["a"], folder=str(tmp_path / name), node=node, nodes=2)
         for path in (tmp_path / name / TAG).iterdir():
             if ("rank_1_" in path.name) != bool(node):
                 path.unlink()
-    bench = Bench({**nodes, "b": store.saves["b"], "c": store.saves["c"]}, PLACE)
-    bench.contents = {**store.contents, "node1": {}}
-    bench.state, bench.clear, bench.stop_at = store.state, store.clear, store.stop_at
-    bench.begun, bench.published = store.begun, store.published
+    bench.contents["node1"] = {}
     outcomes = set[str]()
     for first, second, third in product(range(0, 48, 6), range(0, 24, 6), range(0, 42, 6)):
 
