@@ -26,8 +26,9 @@ from .load.disabled import load_switched_off
 from .load.resume import resume
 from .model import to_integer
 from .preemption import save_if_signaled
-from .saves.saver import foresee_saves, save_into_memory
+from .saves.saver import save_into_memory
 from .saves.search import find_in_memory
+from .saves.sizes import foresee_saves
 from .sealing import seal_last, seal_late, seal_save
 from .tensor_parallel import from_config
 from .uncaught import find_fault, shorten_uncaught

@@ -31,7 +31,8 @@ from ..io.checksum import crc32
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated, write_at
 from ..io.paths import LONGEST_PATH, is_below
-from .memory import Job, Snapshot, count_free
+from .memory import Job, Snapshot
+from .room import count_free
 
 logger = logging.getLogger("deepspeed_ucp")
 

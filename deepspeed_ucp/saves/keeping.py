@@ -21,9 +21,9 @@ from ..errors import UcpError
 from ..formats.latest import LATEST, find_age, read_tag
 from ..io.paths import is_url
 from ..io.store import exists
-from .memory import Job, find_root, list_dead, locate, owns_memory
+from .memory import Job, find_root, is_locked, list_dead, list_late, locate, owns_memory
 from .saver import list_savers
-from .writer import POLLED, STARTING, finish_dead, is_locked, list_late, list_settings
+from .writer import POLLED, finish_dead, list_settings
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -173,7 +173,7 @@ def _finish_savers() -> None:
 def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm: Comm) -> None:
     """Wait until saves to a folder and its subfolders are written, also of dead jobs (collective).
 
-    Waits ``wait_s`` at most, and not if no writer starts.
+    Waits ``wait_s`` at most, and only while a writer is running.
     """
     options = config.save
     if options is None:
@@ -187,9 +187,12 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
         root = find_root(options.memory)
         finish_dead(root, list_settings(config))
         begun, is_logged = time.monotonic(), False
-        while late := [job for job in list_dead(root) if _is_late(job, above)]:
-            passed = time.monotonic() - begun
-            if passed > options.wait_s or (passed > STARTING and not any(map(is_locked, late))):
+        while True:
+            running = {job.folder for job in list_dead(root) if is_locked(job)}  # before the look at their saves
+            late = [job for job in list_dead(root) if _is_late(job, above)]
+            if not late:
+                return
+            if time.monotonic() - begun > options.wait_s or running.isdisjoint(job.folder for job in late):
                 logger.warning("%s: saves in memory are not written to it: see %s/log", above, late[0].folder)
                 return
             if not is_logged:

@@ -21,11 +21,11 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import socket
 import stat
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -35,10 +35,10 @@ from typing import Any
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, StorageError
 from ..io.deletion import delete_own
-from ..io.disk import explain_full, sync_file, sync_folder, write_at, write_atomically
+from ..io.disk import explain_full, sync_folder, sync_tree, write_at, write_atomically
 from ..io.jsonfile import parse_json, read_json
-from ..io.memory import identify_host, measure_available
-from ..io.paths import MEMORY, find_kind, is_url, normalize
+from ..io.memory import identify_host
+from ..io.paths import is_url, normalize
 
 _OWNER, _SPARE, _STATE = "owner", "spare", "save-"
 LOCK = "lock"
@@ -123,8 +123,9 @@ class Snapshot:
 
     def list_refused(self) -> dict[str, str]:
         """Return the reason by destination that its writer has given up."""
-        refused = self.read("refused")
-        return {place.folder: refused[place.folder] for place in self.list_pending() if place.folder in refused}
+        state = _read_state(self._state)
+        refused, done = state.get("refused", {}), state.get("done", {})
+        return {folder: why for folder, why in refused.items() if folder not in done}
 
     def list_hosts(self) -> list[str]:
         """Return the hosts with this part in memory, this one first; an empty list if no other host has it."""
@@ -171,10 +172,7 @@ class Snapshot:
         Raises:
             OSError: it cannot be written.
         """
-        for above, _, names in os.walk(self.folder):
-            for name in names:
-                sync_file(os.path.join(above, name))
-            sync_folder(above)
+        sync_tree(self.folder)
         Path(self._state).touch(0o600)
         self.note("save", asdict(replace(self, folder="")))
 
@@ -248,7 +246,7 @@ class Job:
 
     def is_owned(self) -> bool:
         """Return True if the job's process is running, also in another container that shares the memory."""
-        return is_held(os.path.join(self.folder, _OWNER))
+        return _is_held(os.path.join(self.folder, _OWNER))
 
     def read(self, name: str) -> dict[str, Any]:
         """Return a record of the job, or an empty one.
@@ -415,28 +413,18 @@ def locate(place: str) -> str:
     return normalize(place) if is_url(place) else os.path.realpath(normalize(place))
 
 
-def drop_unwanted(job: Job, keep: int) -> Iterator[Snapshot]:
-    """Yield the job's saves that memory no longer needs, the oldest first.
-
-    These are not pending and not among the ``keep`` newest. A snapshot that is in memory alone is not dropped for a
-    save of another folder.
-    """
-    copying, saves = job.read("copying").values(), job.list_saves()
-    for save in saves[: -keep or None]:
-        if save.number not in copying and is_spare(save, saves):
-            yield save
+def list_late(saves: Iterable[Snapshot]) -> dict[str, list[str]]:
+    """Return by destination the tags of a job's saves that it lacks, the oldest first."""
+    tags: dict[str, list[str]] = defaultdict(list)
+    for save in saves:
+        for place in save.list_pending():
+            tags[place.folder].append(save.tag)
+    return dict(tags)
 
 
-def is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
-    """Return True if a save is not pending, nor a snapshot in memory alone that no other of its job supersedes."""
-    is_needed = save.by_itself and not save.is_written() and not any(other.supersedes(save) for other in saves)
-    return not (is_needed or save.list_pending())
-
-
-def count_free(root: str) -> int:
-    """Return the bytes that can be written to a folder; for one in memory the container's limit counts too."""
-    free = shutil.disk_usage(root).free
-    return min(free, measure_available()) if find_kind(root) == MEMORY else free
+def describe_late(saves: Iterable[Snapshot]) -> str:
+    """Name the tags that destinations lack: ``best, last to /checkpoints``."""
+    return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in sorted(list_late(saves).items()))
 
 
 def _read_records(folder: str) -> Iterator[Snapshot]:
@@ -471,7 +459,12 @@ def _list(folder: str) -> list[str]:
         return []
 
 
-def is_held(path: str) -> bool:
+def is_locked(job: Job) -> bool:
+    """Return True if a job's writer is running or has been started."""
+    return _is_held(os.path.join(job.folder, LOCK))
+
+
+def _is_held(path: str) -> bool:
     """Return True if a process holds the ``flock`` of a file."""
     try:
         with open(path) as file:

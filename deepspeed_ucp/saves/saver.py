@@ -7,71 +7,50 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from torch import is_tensor
-from torch.optim import Optimizer
-
 from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine.references import replace_method
 from ..engine_state import find_state
-from ..errors import ConfigError, StorageError, pluralize
+from ..errors import StorageError, pluralize
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated
-from ..io.memory import identify_host
 from ..io.paths import MEMORY, find_kind, is_below, is_url
-from ..model.wrappers import find_live
 from ..writer import is_decoupled
+from .claims import Claim, claim_tag
 from .copies import Neighbours, find_neighbours
 from .files import MappedFiles, save_over
 from .memory import (
     Destination,
     Job,
     Snapshot,
-    count_free,
-    drop_unwanted,
+    describe_late,
     find_root,
-    is_spare,
-    list_dead,
+    is_locked,
+    list_late,
     list_owners,
     locate,
     name_job,
 )
-from .writer import (
-    FINISHED,
-    POLLED,
-    STARTING,
-    describe_late,
-    finish_dead,
-    is_locked,
-    is_safe,
-    list_late,
-    list_settings,
-    start_writer,
-    started,
-)
+from .room import ADVICE, Room, drop_unwanted
+from .sizes import SPARE, estimate_save
+from .writer import FINISHED, POLLED, finish_dead, list_settings, start_writer
 
 logger = logging.getLogger("deepspeed_ucp")
 
-SPARE = 1.05
-"""Factor from the bytes of a save's tensors to the bytes of its files."""
-
-ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
-
 _ENGINE = "deepspeed.runtime.engine"
 
-_claimed, _shared = dict[tuple[str, str], tuple[str, str, int]](), set[str]()
-"""(place, tag) → (folder that the script named, job, step); folders that two engines save to, already logged."""
+_RESTARTS = 3
+"""Number of writers that one wait starts after a writer was killed."""
 
 _savers = WeakSet["Saver"]()
 
@@ -93,7 +72,7 @@ class Saver:
         self.job = Job(os.path.join(self.root, name))
         self.neighbours: Neighbours | None = None
         self.number, self.failed = 0, ""
-        self.needed: int | None = None  # bytes of a save on this node; None if unknown
+        self.room = Room(self.root, self.job)
         self.made = {False: 0, True: 0}  # numbers of saves of the script, and of snapshots
         self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._requested, self.lost = dict[int, str](), dict[str, str]()
@@ -128,56 +107,6 @@ class Saver:
         """Folder of tags in memory for the current save."""
         return self.job.find_folder(self.number)
 
-    def make_room(self) -> str:
-        """Free memory for the next save.
-
-        Keeps pending saves, and saves in memory alone that no later save supersedes.
-
-        Returns:
-            An error message if it still does not fit, else an empty string.
-        """
-        kept = list[Snapshot]()
-        for job in list_dead(self.root) if not self._has_room() else ():
-            spare, only = _split_dead(job)
-            kept += only
-            self._remove(spare)
-        if self._free_own():
-            return ""
-        needed, free = self._count_needed(), count_free(self.root)
-        why = f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
-        for save in kept[-1:]:
-            why += (
-                f". It also holds perhaps the only copy of a run's newest save: {save.tag} (step {save.step}) of "
-                f"{save.save_dir}. If that is not needed: rm -r {os.path.dirname(save.folder)}"
-            )
-        return f"{why}. {ADVICE}"
-
-    def _count_needed(self) -> int:
-        """Return the bytes that must be free for the next save: if several are pending, some more for training."""
-        pending = [save for save in self.job.list_saves() if save.list_pending()]
-        return (self.needed or 0) * (2 if len(pending) > 1 else 1)
-
-    def _has_room(self) -> bool:
-        return count_free(self.root) >= self._count_needed()
-
-    def _free_own(self) -> bool:
-        """Remove saves of this job that are not needed until the next one fits; return True if it does."""
-        safe, saves = self.job.read("copying").get("safe"), self.job.list_saves()
-        older = [save for save in saves[:-1] if is_spare(save, saves)]
-        self._remove(sorted(older, key=lambda save: save.number == safe))
-        if not self._has_room():
-            self.job.drop_spare()
-        return self._has_room()
-
-    def _remove(self, saves: Iterable[Snapshot]) -> None:
-        """Remove saves, with a log line for each, until the next one fits."""
-        for save in saves:
-            if self._has_room():
-                return
-            save.remove()
-            part = "another node's part of " if save.is_copy() else ""
-            logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
-
     def write_file(self, state_dict: Any, path: str) -> None:
         """Do what ``torch.save`` does, overwriting files that an older save has left.
 
@@ -202,32 +131,6 @@ class Saver:
             self.failed = self.failed or f"{destination} cannot be written ({faults[0]})"
             return destination
 
-    def claim(self, save_dir: str, tag: str, step: int) -> None:
-        """Reserve a tag in the folder and the destinations of ``to`` for this engine.
-
-        Warns once if two engines save one step under one tag into one folder.
-
-        Raises:
-            StorageError: the destination has another save of this script under the same tag.
-        """
-        folder = locate(save_dir)
-        claim = folder, self.job.name, step
-        for place in dict.fromkeys([folder, *(locate(tier.place) for tier in self.options.to)]):
-            other = _claimed.setdefault((place, tag), claim)
-            if other[0] != folder and other[1:] != claim[1:]:
-                raise StorageError(
-                    f"has {tag!r} of {other[0]}, which the save of {folder} would replace. Give each engine another "
-                    'place in "save": {"to": …}, or each save another tag.',
-                    path=place,
-                )
-            if other[0] == folder and other[1] != claim[1] and other[2] == step and folder not in _shared:
-                _shared.add(folder)
-                if self.rank == 0:
-                    logger.warning(
-                        "%s: two engines save %r there, in each other's place: name a folder for each", folder, tag
-                    )
-            _claimed[place, tag] = claim
-
     def begin(self, *, waits: bool = False) -> str:
         """Create the folder of the next save, on the node's first rank.
 
@@ -242,9 +145,9 @@ class Saver:
         for number in self.job.list_numbers():  # left by saves that failed
             if self.job.is_unfinished(number):
                 delete_own(self.job.find_folder(number))
-        if (why := self.make_room()) and waits:
-            self.wait(self.options.wait_s, self._free_own)
-            why = self.make_room()
+        if (why := self.room.make()) and waits:
+            self.wait(self.options.wait_s, self.room.free_own)
+            why = self.room.make()
         if why:
             return why
         try:
@@ -275,30 +178,13 @@ class Saver:
             job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
             node=self.node, nodes=self.nodes, places=tuple(places), folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
-        self.needed = int(SPARE * count_allocated(self.folder))
+        self.room.needed = int(SPARE * count_allocated(self.folder))
         if places and not by_itself:
             self._requested[self.number] = tag
         self.notify_writer()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
         if latest and (self.neighbours is None or self.neighbours.safe):
-            self.drop_dead(save_dir, tag, by_itself=by_itself)
-
-    def drop_dead(self, save_dir: str, tag: str, *, by_itself: bool) -> None:
-        """Remove dead jobs' saves for a folder, as this job has a complete save for it.
-
-        Args:
-            tag: tag of this job's save.
-            by_itself: it is a snapshot, in memory alone.
-        """
-        for job in list_dead(self.root):
-            spare = _list_replaced(job, save_dir, tag, with_pending=not by_itself)
-            for save in spare:
-                save.remove()
-            if spare:
-                names = ", ".join(dict.fromkeys(save.tag for save in spare))
-                logger.info("%s: removed %s of a dead job, as %s has %s now", job.folder, names, save_dir, tag)
-                if job.holds_none():
-                    job.remove()
+            self.room.drop_dead(save_dir, tag, by_itself=by_itself)
 
     def overtake(self, save_dir: str, tag: str) -> None:
         """Wait for pending saves before a save that bypasses memory, and mark those that are still pending.
@@ -372,7 +258,7 @@ class Saver:
                 logger.warning("%s", text)
 
     def wait(self, seconds: float, is_enough: Callable[[], bool] | None = None) -> bool:
-        """Wait until every destination has its saves, or no writer is running.
+        """Wait until every destination has its saves, or no writer is running; a writer that was killed is restarted.
 
         Args:
             seconds: to wait at most.
@@ -382,9 +268,12 @@ class Saver:
         Returns:
             True if every destination has its saves.
         """
-        seen, before = time.monotonic(), dict[str, list[str]]()
-        end = seen + seconds
-        while late := self._look_late():
+        end, before, restarts = time.monotonic() + seconds, dict[str, list[str]](), 0
+        while True:
+            is_running = is_locked(self.job)  # before the look: a writer may write the last save and end
+            late = self._look_late()
+            if not late:
+                return True
             if is_enough is not None and (is_enough() or late == self._stuck):
                 return False
             now = time.monotonic()
@@ -393,21 +282,19 @@ class Saver:
             if any(faults for faults, _ in refused) and all(len(faults) == len(places) for faults, places in refused):
                 self._warn_refused()
                 return False
-            if is_locked(self.job):
-                seen = now
-            elif self._pipe is not None:
-                self.notify_writer()  # it is starting, or was killed
+            if not is_running and self._pipe is not None and restarts < _RESTARTS:
+                restarts, is_running = restarts + 1, True
+                self.notify_writer()
             if not before:
                 logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, describe_late(saves))
             elif is_enough is not None and late != before:
                 end = now + seconds
             before = late
-            if now > min(end, seen + STARTING):
+            if now > end or not is_running:
                 logger.warning("still to be written: %s; see %s/log", describe_late(saves), self.job.folder)
                 self._stuck = late
                 return False
             time.sleep(POLLED)
-        return True
 
     def _look_late(self) -> dict[str, list[str]]:
         """Return by destination the tags that it lacks, and note which saves of the script are written."""
@@ -461,52 +348,6 @@ def keep_memory() -> None:
         saver.keeps_memory = True
 
 
-def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> list[Snapshot]:
-    """Return the saves of a dead job to remove, as a running job has a complete save of this tag for a folder.
-
-    These are the saves for that folder, except pending ones of a script, and saves for a folder next to it (as trainers
-    have) that all their destinations have.
-
-    Args:
-        with_pending: include pending ones that have the same tag or can never be written.
-    """
-    folder, saves = locate(save_dir), [*job.list_saves(), *job.list_copies()]
-    is_starting = time.monotonic() < started.get(job.folder, -math.inf) + STARTING
-    if is_locked(job) or (is_starting and list_late(saves)):
-        return []
-    replaced = list[Snapshot]()
-    for save in saves:
-        is_pending = bool(save.list_pending())
-        if is_pending and not with_pending:
-            continue
-        if save.save_dir != folder:
-            is_removable = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(folder)
-        else:
-            is_removable = save.by_itself or save.is_copy() or save.tag == tag or not is_pending
-            if not is_removable and save.nodes > 1:  # without the part of a node that is lost it can never be written
-                logger.warning("%s: given up, it could not be written: %s", job.folder, describe_late([save]))
-                is_removable = True
-        replaced += [save] if is_removable else []
-    return replaced
-
-
-def _is_only(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
-    """Return True if memory may have the only copy of the newest state of a save's folder."""
-    return not is_safe(save) and not any(
-        other.supersedes(save) and (other.nodes == 1 or other.is_written()) for other in saves
-    )
-
-
-def _split_dead(job: Job) -> tuple[list[Snapshot], list[Snapshot]]:
-    """Return the removable saves and copies of a dead job, and those that may be the only ones of their state."""
-    saves = job.list_saves()
-    only = [save for save in saves if save.list_pending() or _is_only(save, saves)]
-    keys = {save.key for save in saves} - {save.key for save in only}
-    copies = job.list_copies()
-    only += [copy for copy in copies if copy.key not in keys and _is_only(copy, saves)]
-    return [save for save in [*saves, *copies] if save not in only], only
-
-
 def save_into_memory(
     engine: Any,
     config: UniversalConfig,
@@ -538,12 +379,12 @@ def save_into_memory(
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
     saver.lost.pop(tag, None)  # it is saved again
-    if saver.needed is None:
-        counts = comm.each(lambda: (identify_host(), _count_saved(engine)))
-        saver.needed = int(SPARE * sum(count for host, count in counts if host == identify_host()))
+    if saver.room.needed is None:
+        saver.room.needed = estimate_save(engine, comm)
 
     def begin(*, waits: bool = False) -> str:
-        saver.claim(save_dir, tag, engine.global_steps)
+        claim = Claim(locate(save_dir), saver.job.name, engine.global_steps)
+        claim_tag(tag, claim, [locate(tier.place) for tier in saver.options.to], logs=comm.rank == 0)
         return _find_obstacle(engine, saver, tag) or saver.begin(waits=waits)
 
     if why := next(filter(None, comm.each(begin)), ""):
@@ -554,7 +395,7 @@ def save_into_memory(
     if why:
         saver.number -= 1
         saved = _write_slowly(saver, save_dir, tag, why, write, comm, by_itself=by_itself)
-        comm.run(lambda: saver.drop_dead(save_dir, tag, by_itself=False) if saver.is_owner and latest else None)
+        comm.run(lambda: saver.room.drop_dead(save_dir, tag, by_itself=False) if saver.is_owner and latest else None)
         return saved, False
     step = engine.global_steps
 
@@ -668,59 +509,3 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
         state.saver = saver
     opened: Saver = state.saver
     return opened
-
-
-def foresee_saves(engine: Any, config: UniversalConfig) -> None:
-    """Log the memory that a save of a new engine takes and the memory that is free (collective).
-
-    Raises:
-        ConfigError: a node has no room for a save; the same on all ranks.
-    """
-    options, comm = config.save or SaveOptions(), connect()
-
-    def look() -> tuple[str, int, int]:
-        root = find_root(options.memory)
-        removable = sum(count_allocated(job.folder) for job in list_dead(root))
-        return identify_host(), _count_saved(engine), count_free(root) + removable
-
-    nodes = dict[str, tuple[int, int]]()
-    for host, needed, free in comm.each(look):
-        known = nodes.get(host, (0, free))
-        nodes[host] = known[0] + needed, min(known[1], free)
-    needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
-    needed = int(SPARE * needed)
-    text = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
-    if needed > free:
-        raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')
-    if comm.rank == 0:
-        wanted = (options.keep + 1) * needed * (1 + min(options.copies, len(nodes) - 1))
-        few = "" if free >= wanted else "; older ones go before the next one is made"
-        logger.info("%s%s", text, few)
-
-
-def _count_saved(engine: Any) -> int:
-    """Estimate the bytes of the tensors that a rank saves, with states that the first step creates."""
-    inner, masters, states = _list_states(engine)
-    has_weights = engine.save_non_zero_checkpoint and not engine.zero_optimization_partition_weights()
-    model = list(engine.module.parameters()) if has_weights else []  # ZeRO 3 saves masters only
-    kept = [param for param in engine.module.parameters() if not param.requires_grad]
-    model += [param.ds_tensor for param in kept if hasattr(param, "ds_tensor")]  # of ZeRO 3, by each rank
-    groups = getattr(inner, "param_groups", ())
-    later = max((len(group.get("betas", ())) or bool(group.get("momentum")) for group in groups), default=0)
-    unmade = [master for master in masters if not inner.state.get(master)] * later
-    return sum(int(tensor.numel() * tensor.element_size()) for tensor in [*masters, *states, *unmade, *model])
-
-
-def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Return torch's optimizer, also from within a wrapper, the masters and the states; empty for unknown kinds."""
-    optimizer, row = engine.optimizer, find_live(engine.optimizer)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if row is not None and row.masters:
-        groups = [group if isinstance(group, list) else [group] for group in getattr(optimizer, row.masters)]
-        masters = [master for group in groups for master in group]
-    elif isinstance(optimizer, Optimizer):
-        masters = [master for group in optimizer.param_groups for master in group["params"]]
-    else:
-        return inner, [], []
-    states = [tensor for state in inner.state.values() for tensor in dict(state).values()]
-    return inner, [*filter(is_tensor, masters)], [*filter(is_tensor, states)]

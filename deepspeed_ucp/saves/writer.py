@@ -18,8 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,8 +30,9 @@ from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
 from .copies import Neighbours, Replicator
-from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held, list_dead
+from .memory import LOCK, Destination, Job, Snapshot, is_locked, list_dead, list_late
 from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
+from .room import drop_unwanted, is_safe
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -49,9 +49,6 @@ _DOUBLED = 5
 POLLED = 0.05
 """Seconds between polls by a process that waits for a writer."""
 
-STARTING = 20.0
-"""Timeout in seconds for the start of a writer."""
-
 FINISHED = b"finished\n"
 """Last line on standard input of a job that ended normally."""
 
@@ -66,7 +63,7 @@ def main(folder: str) -> int:
         settings, job = json.loads(lines.readline()), Job(folder)
     if settings["storage_options"] is not None:
         set_storage_options(settings["storage_options"])
-    with open(os.path.join(folder, LOCK), "w") as lock:
+    with open(settings["lock"], "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an older writer of this job
         writer, copies = SaveWriter(job, settings["keep"], settings["wait_s"]), settings.get("neighbours")
         if copies is None:
@@ -78,6 +75,7 @@ def main(folder: str) -> int:
                 code = writer.run(replicator.end)
                 replicator.finish()
         writer.free_finished()
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a child that the starter has forked meanwhile has the file as well
         return code
 
 
@@ -85,7 +83,8 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
     """Start the process that writes a job's saves, detached from this one.
 
     It imports no file of the working directory, which other users may write to: it is started by its path and without
-    relative entries of ``PYTHONPATH``.
+    relative entries of ``PYTHONPATH``. It inherits the lock of the job's writer, so :func:`is_locked` is True from here
+    to its end; if an older writer has the lock, it waits for that one to end.
 
     Args:
         settings: ``keep``, ``wait_s`` and ``storage_options``. They may hold secrets and go through the pipe only.
@@ -95,31 +94,26 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
         The pipe to its standard input.
     """
     start = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
-    command, listeners = [sys.executable, start, job.folder], list[int]()
+    command = [sys.executable, start, job.folder]
     searched = filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))
     environment = {**os.environ, _PYTHONPATH: os.pathsep.join(searched)}
-    if neighbours is not None and neighbours.listener is not None:
-        listeners = [neighbours.listener.fileno()]
-        settings = {**settings, "neighbours": {**neighbours.settings, "listener": listeners[0]}}
-    # Slurm signals the writer too, but it must write the saves that the ranks make because of the signal.
-    with open(os.path.join(job.folder, "log"), "ab") as log, block({signal.SIGTERM, signal.SIGUSR1}):
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
-            pass_fds=listeners,
-        )  # fmt: skip
+    with open(os.path.join(job.folder, LOCK), "ab") as lock, open(os.path.join(job.folder, "log"), "ab") as log:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        passed, settings = [lock.fileno()], {**settings, "lock": lock.fileno()}
+        if neighbours is not None and neighbours.listener is not None:
+            passed.append(neighbours.listener.fileno())
+            settings["neighbours"] = {**neighbours.settings, "listener": passed[-1]}
+        # Slurm signals the writer too, but it must write the saves that the ranks make because of the signal.
+        with block({signal.SIGTERM, signal.SIGUSR1}):
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
+                pass_fds=passed,
+            )  # fmt: skip
     lines = cast("BinaryIO", process.stdin)
-    lines.write(json.dumps(dict(settings)).encode() + b"\n")
+    lines.write(json.dumps(settings).encode() + b"\n")
     lines.flush()
     return lines
-
-
-def is_locked(job: Job) -> bool:
-    """Return True if a job's writer is running."""
-    return is_held(os.path.join(job.folder, LOCK))
-
-
-started = dict[str, float]()
-"""Time at which this process started a writer for a dead job's folder."""
 
 
 def list_settings(config: UniversalConfig) -> dict[str, Any]:
@@ -134,7 +128,6 @@ def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
         job.drop_spare()
         if list_late(job.list_saves()):
             try:
-                started[job.folder] = time.monotonic()
                 start_writer(job, settings).close()
             except OSError as error:
                 logger.warning("%s: not written on: %s", job.folder, error)
@@ -393,22 +386,3 @@ def _replaces(newer: Snapshot, save: Snapshot) -> bool:
     if newer.number <= save.number or newer.by_itself != save.by_itself:
         return False
     return newer.latest == save.latest if save.by_itself else newer.tag == save.tag
-
-
-def is_safe(save: Snapshot) -> bool:
-    """Return True if all destinations have all nodes' files of a save, so that no memory is needed for it."""
-    return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.places))
-
-
-def list_late(saves: Sequence[Snapshot]) -> dict[str, list[str]]:
-    """Return by destination the tags of a job's saves that it lacks, the oldest first."""
-    tags: dict[str, list[str]] = defaultdict(list)
-    for save in saves:
-        for place in save.list_pending():
-            tags[place.folder].append(save.tag)
-    return dict(tags)
-
-
-def describe_late(saves: Sequence[Snapshot]) -> str:
-    """Name the tags that destinations lack: ``best, last to /checkpoints``."""
-    return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in sorted(list_late(saves).items()))

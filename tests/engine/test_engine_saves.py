@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.formats.deepspeed.seal import read_seal
-from deepspeed_ucp.saves.saver import _count_saved
+from deepspeed_ucp.saves.sizes import _count_saved
 from deepspeed_ucp.testing import World, WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
@@ -30,7 +30,7 @@ from tests.support.engines.ranks import Load, Local, files_that_differ, load_eac
 from tests.support.engines.saves import close, in_memory, wait_for_marks
 
 CASES = [Case(1, 2, "bf16"), Case(3, 3), Case(0, 2), Case(2, 1, "fp16")]
-MIB_FREE = "deepspeed_ucp.saves.saver.count_free"
+MIB_FREE = "deepspeed_ucp.saves.room.count_free"
 
 
 def saving(case: Case, memory: Path, **options: Any) -> Case:
@@ -111,7 +111,7 @@ def forecast(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
     a step.
     """
     with (
-        mock.patch("deepspeed_ucp.saves.saver.count_free", return_value=free),
+        mock.patch("deepspeed_ucp.saves.sizes.count_free", return_value=free),
         mock.patch("deepspeed_ucp.saves.saver.logger.info") as log,
     ):
         engine = make_engine(ds_config)

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.saves import keeping
-from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job
 from deepspeed_ucp.saves.saver import Saver
-from tests.saves.saving import PATIENCE
 from tests.stores.server import Server, serve_bucket
 
 
@@ -21,13 +18,6 @@ def server() -> Iterator[Server]:
     pytest.importorskip("moto", reason="the store of these tests is S3")
     with serve_bucket() as found:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def _slow_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a writer start slowly."""
-    for module in (keeping, savers):
-        monkeypatch.setattr(module, "STARTING", PATIENCE)
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,8 @@ import deepspeed
 import torch
 
 from deepspeed_ucp import snapshots
-from deepspeed_ucp.saves import saver
 from tests.saves.saving import PATIENCE
 
-saver.STARTING = PATIENCE
 folder, memory, steps, end = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 every = int(sys.argv[5]) if len(sys.argv) > 5 else 0
 config = {

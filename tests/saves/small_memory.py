@@ -10,11 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
-from deepspeed_ucp.saves import saver as savers
-from deepspeed_ucp.saves.memory import Snapshot
+from deepspeed_ucp.saves.memory import Snapshot, list_late
 from deepspeed_ucp.saves.saver import finish_saves
-from deepspeed_ucp.saves.writer import list_late
-from tests.saves.saving import PATIENCE, find_writer, is_whole
+from tests.saves.saving import find_writer, is_whole
 from tests.saves.training import Training, write_tag
 from tests.support.until import wait_until
 
@@ -22,7 +20,6 @@ training = Training(Path(sys.argv[1]))
 memory, place = training.memory, training.place
 memory.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(memory)], check=True)
-savers.STARTING = PATIENCE
 
 
 def fill() -> None:

@@ -23,13 +23,12 @@ from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.formats.deepspeed.seal import read_seal
 from deepspeed_ucp.io.checksum import crc32
-from deepspeed_ucp.saves import copies
-from deepspeed_ucp.saves import saver as savers
+from deepspeed_ucp.saves import copies, room
 from deepspeed_ucp.saves.copies import Neighbours, Peer, find_address, find_neighbours
-from deepspeed_ucp.saves.memory import Snapshot, name_job
+from deepspeed_ucp.saves.memory import Snapshot, is_locked, name_job
 from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.search import find_in_memory
-from deepspeed_ucp.saves.writer import is_locked, start_writer
+from deepspeed_ucp.saves.writer import start_writer
 from tests.convert.conversions import read_bytes
 from tests.saves.nodes import SECRET, Nodes
 from tests.saves.saving import PATIENCE, SETTINGS, TAG, find_writer, is_whole, make_save, write
@@ -289,12 +288,12 @@ def test_copies_of_a_dead_job_are_removed_for_a_save_once_their_destination_has_
     nodes.jobs[1].disown()
     config = UniversalConfig(save=SaveOptions(memory=nodes.memories[1]))
     saver = Saver(config, name_job(), 0, [0])
-    with mock.patch.object(savers, "count_free", side_effect=lambda _: 0 if nodes.list_copies(1) else 100):
-        saver.needed = 10
-        assert f"{save.tag} (step {save.step}) of {save.save_dir}" in saver.make_room() and nodes.list_copies(1)
+    with mock.patch.object(room, "count_free", side_effect=lambda _: 0 if nodes.list_copies(1) else 100):
+        saver.room.needed = 10
+        assert f"{save.tag} (step {save.step}) of {save.save_dir}" in saver.room.make() and nodes.list_copies(1)
         for copy in nodes.jobs[1].list_copies():
             copy.note("done", {place.folder: "mark" for place in copy.places})
-        assert saver.make_room() == ""
+        assert saver.room.make() == ""
 
 
 def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: Nodes) -> None:

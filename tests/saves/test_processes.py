@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.saves.memory import find_root, list_jobs
-from deepspeed_ucp.saves.writer import is_locked
+from deepspeed_ucp.saves.memory import find_root, is_locked, list_jobs
 from deepspeed_ucp.testing.ports import hold_port
 from tests.saves.saving import TAG, is_whole
 from tests.support.forked import start_script

@@ -26,12 +26,21 @@ from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io.memory import identify_host
+from deepspeed_ucp.saves import room
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves import writer as writing
-from deepspeed_ucp.saves.memory import Destination, Job, find_root, list_jobs, list_owners, name_job
+from deepspeed_ucp.saves.memory import (
+    Destination,
+    Job,
+    find_root,
+    is_locked,
+    list_jobs,
+    list_late,
+    list_owners,
+    name_job,
+)
 from deepspeed_ucp.saves.saver import finish_saves
 from deepspeed_ucp.saves.search import Found, find_in_memory
-from deepspeed_ucp.saves.writer import is_locked
 from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, set_counter, write
 from tests.saves.training import Engine, Training, write_tag
@@ -51,7 +60,8 @@ def training(tmp_path: Path) -> Training:
 @contextmanager
 def without_writer() -> Iterator[None]:
     """No writer can be started inside."""
-    with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
+    failing = mock.Mock(side_effect=OSError("no process"))
+    with mock.patch.object(savers, "start_writer", failing), mock.patch.object(writing, "start_writer", failing):
         yield
 
 
@@ -81,7 +91,7 @@ def test_a_save_without_room_follows_the_pending_saves(training: Training, monke
         assert (training.place / "latest").read_text() == "first" and is_whole(str(training.place / "first"))
 
     assert training.save("first")
-    monkeypatch.setattr(savers, "count_free", lambda _: -1)
+    monkeypatch.setattr(room, "count_free", lambda _: -1)
     assert not training.save("second", write=check) and training.given[-1] == str(training.place)
 
 
@@ -116,9 +126,9 @@ def test_a_save_waits_for_the_memory_of_pending_ones(training: Training, monkeyp
 
     def count(_: str) -> int:
         saver = find_state(training.engine).saver
-        return -1 if saver is not None and savers.list_late(saver.job.list_saves()) else 1 << 40
+        return -1 if saver is not None and list_late(saver.job.list_saves()) else 1 << 40
 
-    monkeypatch.setattr(savers, "count_free", count)
+    monkeypatch.setattr(room, "count_free", count)
     tags = ["best", "a", "b", "last"]
     assert all(training.save(tag) for tag in tags)
     finish_saves(training.engine, required=True)
@@ -152,7 +162,7 @@ def test_a_save_waits_once_for_a_place_that_fails(
 
     assert training.save("first") and training.save("again")
     wait_until(lambda: "not written" in training.log)
-    monkeypatch.setattr(savers, "count_free", lambda _: -1)
+    monkeypatch.setattr(room, "count_free", lambda _: -1)
     with mock.patch.object(savers.Saver, "notify_writer"), mock_clock(PATIENCE / 4) as clock:
         assert not training.save("again", write=write_here)
         waited = clock.monotonic()
@@ -372,7 +382,7 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     for number, name in enumerate(("place", "older", "other")):
         place = str(folder / name.replace("older", "other"))
         make_save(dead, place, tag=name, step=number, places=(), by_itself=True)
-    monkeypatch.setattr(savers, "count_free", lambda _: -1)
+    monkeypatch.setattr(room, "count_free", lambda _: -1)
     caplog.set_level(logging.INFO)
     with pytest.raises(StorageError, match="MiB are free") as raised:
         training.save(by_itself=True)
@@ -406,10 +416,8 @@ def test_a_dead_jobs_pending_save_stays_until_its_tag_is_saved_again(training: T
     make_save(dead, str(training.place), tag="pending")
     with without_writer():
         for tag, tags in (("next", ["pending"]), ("pending", [])):
-            writing.started.clear()
             assert training.save(tag)
             assert [each.tag for each in dead.list_saves()] == tags
-        writing.started.clear()
 
 
 def test_saves_of_another_release_stay(training: Training) -> None:

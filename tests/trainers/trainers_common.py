@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from deepspeed_ucp.saves.memory import is_locked
 from deepspeed_ucp.saves.saver import Saver, list_savers
-from deepspeed_ucp.saves.writer import is_locked
 from tests.support.until import wait_until
 
 

@@ -1,0 +1,170 @@
+"""Decides which saves in a node's memory may be deleted, and makes room for the next one.
+
+* A pending save is kept, unless a running job has saved the same tag or no writer could ever complete it.
+* A save in memory alone is kept until a later save of its job supersedes it, or a running job saves to its folder.
+* A save that all its destinations have is kept only as one of the newest of a running job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+
+from ..io.memory import measure_available
+from ..io.paths import MEMORY, find_kind
+from .memory import Job, Snapshot, describe_late, is_locked, list_dead, locate
+from .places import is_sealed
+
+logger = logging.getLogger("deepspeed_ucp")
+
+ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
+
+
+def count_free(root: str) -> int:
+    """Return the bytes that can be written to a folder; for one in memory the container's limit counts too."""
+    free = shutil.disk_usage(root).free
+    return min(free, measure_available()) if find_kind(root) == MEMORY else free
+
+
+def is_safe(save: Snapshot) -> bool:
+    """Return True if all destinations have all nodes' files of a save, so that no memory is needed for it."""
+    return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.places))
+
+
+def drop_unwanted(job: Job, keep: int) -> Iterator[Snapshot]:
+    """Yield the job's saves that memory no longer needs, except the ``keep`` newest, the oldest first."""
+    copying, saves = job.read("copying").values(), job.list_saves()
+    for save in saves[: -keep or None]:
+        if save.number not in copying and _is_spare(save, saves):
+            yield save
+
+
+def _is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
+    """Return True if a save is not pending, nor a snapshot in memory alone that no other of its job supersedes."""
+    is_needed = save.by_itself and not save.is_written() and not any(other.supersedes(save) for other in saves)
+    return not (is_needed or save.list_pending())
+
+
+def _is_only(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
+    """Return True if memory may have the only copy of the newest state of a save's folder."""
+    return not is_safe(save) and not any(
+        other.supersedes(save) and (other.nodes == 1 or other.is_written()) for other in saves
+    )
+
+
+def _split_dead(job: Job) -> tuple[list[Snapshot], list[Snapshot]]:
+    """Return the removable saves and copies of a dead job, and those that may be the only ones of their state."""
+    saves, copies = job.list_saves(), job.list_copies()
+    only = [save for save in saves if save.list_pending() or _is_only(save, saves)]
+    keys = {save.key for save in saves} - {save.key for save in only}
+    only += [copy for copy in copies if copy.key not in keys and _is_only(copy, saves)]
+    return [save for save in [*saves, *copies] if save not in only], only
+
+
+class Room:
+    """The memory of a running job's node.
+
+    Attributes:
+        root: folder of all jobs.
+        needed: bytes of the job's next save on this node; None if unknown.
+    """
+
+    def __init__(self, root: str, job: Job) -> None:
+        self.root, self.job = root, job
+        self.needed: int | None = None
+
+    def make(self) -> str:
+        """Free memory for the next save.
+
+        Keeps pending saves, and saves in memory alone that no later save supersedes.
+
+        Returns:
+            An error message if it still does not fit, else an empty string.
+        """
+        kept = list[Snapshot]()
+        for job in list_dead(self.root) if not self._is_enough() else ():
+            spare, only = _split_dead(job)
+            kept += only
+            self._remove(spare)
+        if self.free_own():
+            return ""
+        needed, free = self._count_needed(), count_free(self.root)
+        why = f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
+        for save in kept[-1:]:
+            why += (
+                f". It also holds perhaps the only copy of a run's newest save: {save.tag} (step {save.step}) of "
+                f"{save.save_dir}. If that is not needed: rm -r {os.path.dirname(save.folder)}"
+            )
+        return f"{why}. {ADVICE}"
+
+    def free_own(self) -> bool:
+        """Remove saves of this job that are not needed until the next one fits; return True if it does."""
+        safe, saves = self.job.read("copying").get("safe"), self.job.list_saves()
+        older = [save for save in saves[:-1] if _is_spare(save, saves)]
+        self._remove(sorted(older, key=lambda save: save.number == safe))
+        if not self._is_enough():
+            self.job.drop_spare()
+        return self._is_enough()
+
+    def _count_needed(self) -> int:
+        """Return the bytes that must be free for the next save: if several are pending, some more for training."""
+        pending = [save for save in self.job.list_saves() if save.list_pending()]
+        return (self.needed or 0) * (2 if len(pending) > 1 else 1)
+
+    def _is_enough(self) -> bool:
+        return count_free(self.root) >= self._count_needed()
+
+    def _remove(self, saves: Iterable[Snapshot]) -> None:
+        """Remove saves, with a log line for each, until the next one fits."""
+        for save in saves:
+            if self._is_enough():
+                return
+            save.remove()
+            part = "another node's part of " if save.is_copy() else ""
+            logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
+
+    def drop_dead(self, save_dir: str, tag: str, *, by_itself: bool) -> None:
+        """Remove dead jobs' saves for a folder, as this job has a complete save for it.
+
+        Args:
+            tag: tag of this job's save.
+            by_itself: it is a snapshot, in memory alone.
+        """
+        for job in list_dead(self.root):
+            spare = _list_replaced(job, save_dir, tag, with_pending=not by_itself)
+            for save in spare:
+                save.remove()
+            if spare:
+                names = ", ".join(dict.fromkeys(save.tag for save in spare))
+                logger.info("%s: removed %s of a dead job, as %s has %s now", job.folder, names, save_dir, tag)
+                if job.holds_none():
+                    job.remove()
+
+
+def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> list[Snapshot]:
+    """Return the saves of a dead job to remove, as a running job has a complete save of this tag for a folder.
+
+    These are the saves for that folder, except pending ones of a script, and saves for a folder next to it (as trainers
+    have) that all their destinations have.
+
+    Args:
+        with_pending: include pending ones that have the same tag or can never be written.
+    """
+    if is_locked(job):
+        return []
+    folder, replaced = locate(save_dir), list[Snapshot]()
+    for save in [*job.list_saves(), *job.list_copies()]:
+        is_pending = bool(save.list_pending())
+        if is_pending and not with_pending:
+            continue
+        if save.save_dir != folder:
+            is_removable = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(folder)
+        else:
+            is_removable = save.by_itself or save.is_copy() or save.tag == tag or not is_pending
+            if not is_removable and save.nodes > 1:  # without the part of a node that is lost it can never be written
+                logger.warning("%s: given up, it could not be written: %s", job.folder, describe_late([save]))
+                is_removable = True
+        replaced += [save] if is_removable else []
+    return replaced
