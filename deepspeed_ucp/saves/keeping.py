@@ -21,9 +21,9 @@ from ..errors import UcpError
 from ..formats.latest import LATEST, find_age, read_tag
 from ..io.paths import is_url
 from ..io.store import exists
+from .launch import POLLED, finish_dead, list_settings
 from .memory import Job, find_root, is_locked, list_dead, list_late, locate, owns_memory
 from .saver import list_savers
-from .writer import POLLED, finish_dead, list_settings
 
 logger = logging.getLogger("deepspeed_ucp")
 

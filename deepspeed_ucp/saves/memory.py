@@ -43,6 +43,9 @@ from ..io.paths import is_url, normalize
 _OWNER, _SPARE, _STATE = "owner", "spare", "save-"
 LOCK = "lock"
 
+FINISHED = b"finished\n"
+"""Last line on standard input of the writer of a job that ended normally."""
+
 _RESERVED = 1 << 15
 """Bytes reserved for the state of a save, because a full memory must not keep a written save pending."""
 

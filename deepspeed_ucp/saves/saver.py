@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -29,7 +29,9 @@ from ..writer import is_decoupled
 from .claims import Claim, claim_tag
 from .copies import Neighbours, find_neighbours
 from .files import MappedFiles, save_over
+from .launch import POLLED, WriterPipe, finish_dead, list_settings
 from .memory import (
+    FINISHED,
     Destination,
     Job,
     Snapshot,
@@ -43,7 +45,6 @@ from .memory import (
 )
 from .room import ADVICE, Room, drop_unwanted
 from .sizes import SPARE, estimate_save
-from .writer import FINISHED, POLLED, finish_dead, list_settings, start_writer
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -64,7 +65,6 @@ class Saver:
 
     def __init__(self, config: UniversalConfig, name: str, rank: int, owners: Sequence[int]) -> None:
         options = config.save or SaveOptions()
-        self.settings = list_settings(config)
         self.options, self.rank = options, rank
         nodes = list(dict.fromkeys(owners))
         self.is_owner, self.node, self.nodes = owners[rank] == rank, nodes.index(owners[rank]), len(nodes)
@@ -72,21 +72,20 @@ class Saver:
         self.job = Job(os.path.join(self.root, name))
         self.neighbours: Neighbours | None = None
         self.number, self.failed = 0, ""
-        self.room = Room(self.root, self.job)
+        self.room, self.writer = Room(self.root, self.job), WriterPipe(self.job, list_settings(config))
         self.made = {False: 0, True: 0}  # numbers of saves of the script, and of snapshots
         self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._requested, self.lost = dict[int, str](), dict[str, str]()
         self._stuck: dict[str, list[str]] | None = None  # pending saves when the last wait timed out
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
         self._logged = set[str]()
-        self._pipe: Any = None
         _savers.add(self)
         self._behind = dict[str, tuple[int, int]]()  # by late destination: step since which, and steps that were logged
 
     def open(self) -> None:
         """Create this job's folder, and start writers for saves of dead jobs."""
         self.job.own()
-        finish_dead(self.root, self.settings)
+        finish_dead(self.root, self.writer.settings)
         atexit.register(self.close)
 
     def is_lost(self) -> bool:
@@ -96,7 +95,7 @@ class Saver:
     def release(self) -> None:
         """Release a folder that was deleted; another saver replaces this one."""
         self.mapped.tidy(everything=True)
-        self._end_writer()
+        self.writer.close()
         if self.neighbours is not None:
             self.neighbours.close()
         atexit.unregister(self.close)
@@ -181,7 +180,7 @@ class Saver:
         self.room.needed = int(SPARE * count_allocated(self.folder))
         if places and not by_itself:
             self._requested[self.number] = tag
-        self.notify_writer()
+        self.writer.notify()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
         if latest and (self.neighbours is None or self.neighbours.safe):
             self.room.drop_dead(save_dir, tag, by_itself=by_itself)
@@ -213,27 +212,6 @@ class Saver:
                 fault = faults.get(place.folder) or f"see {self.job.folder}/log"
                 missing[save.tag] = f"missing at {place.folder} ({fault})"
         return missing
-
-    def notify_writer(self, line: bytes = b"\n") -> None:
-        """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""
-        try:
-            if self._pipe is not None:
-                self._pipe.write(line)
-                self._pipe.flush()
-                return
-        except OSError:  # it was killed
-            self._end_writer()
-        try:
-            self._pipe = start_writer(self.job, self.settings, self.neighbours)
-        except OSError as error:
-            logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
-
-    def _end_writer(self) -> None:
-        """Close the pipe; the writer exits when it has written all pending saves."""
-        pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
 
     def warn_late(self, step: int) -> None:
         """Warn if a destination lacks several saves, whenever the number of steps has doubled."""
@@ -282,9 +260,9 @@ class Saver:
             if any(faults for faults, _ in refused) and all(len(faults) == len(places) for faults, places in refused):
                 self._warn_refused()
                 return False
-            if not is_running and self._pipe is not None and restarts < _RESTARTS:
+            if not is_running and self.writer.is_open() and restarts < _RESTARTS:
                 restarts, is_running = restarts + 1, True
-                self.notify_writer()
+                self.writer.notify()
             if not before:
                 logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, describe_late(saves))
             elif is_enough is not None and late != before:
@@ -307,7 +285,7 @@ class Saver:
     def finish(self, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait for ``wait_s`` as :meth:`wait` does; restart a writer that was killed."""
         if list_late(self.job.list_saves()):
-            self.notify_writer()
+            self.writer.notify()
         return self.wait(self.options.wait_s, is_enough)
 
     def close(self) -> None:
@@ -320,11 +298,8 @@ class Saver:
             return
         is_finished = not self.keeps_memory and getattr(sys, "last_value", None) is None and self.job.is_there()
         if is_finished or list_late(self.job.list_saves()):
-            self.notify_writer()
-        if is_finished and self._pipe is not None:
-            with suppress(OSError):
-                self._pipe.write(FINISHED)
-        self._end_writer()
+            self.writer.notify()
+        self.writer.close(FINISHED if is_finished else b"")
         end = time.monotonic() + self.options.wait_s
         frees = self.wait(self.options.wait_s) and is_finished  # some platforms kill the writer with the rank
         neighbours = self.neighbours
@@ -504,8 +479,10 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
             saver.lost |= lost.list_missing()
         comm.run(lambda: saver.open() if saver.is_owner else None)
         if saver.options.copies and not engine.use_node_local_storage():
-            saver.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(owners)), comm)
-        comm.run(lambda: saver.notify_writer() if saver.is_owner else None)  # it starts while the first save is made
+            saver.neighbours = saver.writer.neighbours = find_neighbours(
+                saver.options, saver.job, list(dict.fromkeys(owners)), comm
+            )
+        comm.run(lambda: saver.writer.notify() if saver.is_owner else None)  # it starts while the first save is made
         state.saver = saver
     opened: Saver = state.saver
     return opened

@@ -20,9 +20,9 @@ from ..errors import UcpError, shorten
 from ..formats.latest import find_age, read_latest
 from ..io.paths import normalize
 from ..io.store import is_folder
+from .launch import finish_dead, list_settings
 from .memory import Job, Snapshot, find_root, list_jobs, locate, owns_memory
 from .places import find_mark
-from .writer import finish_dead, list_settings
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -118,7 +118,9 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
 
     nodes, marked = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], _Marked]()
     listed = comm.each(list_local)
-    for entry in sorted((entry for saves in listed for entry in saves), key=lambda entry: -entry[0].node):
+    # A copy may lack marks of its node's own record, which is entered after it.
+    by_node = sorted((entry for saves in listed for entry in saves), key=lambda it: (-it[0].node, not it[0].is_copy()))
+    for entry in by_node:
         nodes[entry[0].key].add(entry[0].node)
         marked[entry[0].key] = entry
     complete = [save for save, _ in marked.values() if len(nodes[save.key]) == save.nodes]

@@ -12,25 +12,20 @@ import json
 import logging
 import math
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, BinaryIO, cast
 
-from ..children import block
-from ..config import SaveOptions, UniversalConfig
 from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
-from .copies import Neighbours, Replicator
-from .memory import LOCK, Destination, Job, Snapshot, is_locked, list_dead, list_late
+from .copies import Replicator
+from .memory import FINISHED, Destination, Job, Snapshot, list_late
 from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
 from .room import drop_unwanted, is_safe
 
@@ -44,15 +39,6 @@ _BY_ITSELF = "\0by itself"
 
 _DOUBLED = 5
 """Number of failures in a row after which the pause between retries no longer doubles."""
-
-
-POLLED = 0.05
-"""Seconds between polls by a process that waits for a writer."""
-
-FINISHED = b"finished\n"
-"""Last line on standard input of a job that ended normally."""
-
-_PYTHONPATH = "PYTHONPATH"
 
 
 def main(folder: str) -> int:
@@ -77,62 +63,6 @@ def main(folder: str) -> int:
         writer.free_finished()
         fcntl.flock(lock, fcntl.LOCK_UN)  # a child that the starter has forked meanwhile has the file as well
         return code
-
-
-def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours | None = None) -> BinaryIO:
-    """Start the process that writes a job's saves, detached from this one.
-
-    It imports no file of the working directory, which other users may write to: it is started by its path and without
-    relative entries of ``PYTHONPATH``. It inherits the lock of the job's writer, so :func:`is_locked` is True from here
-    to its end; if an older writer has the lock, it waits for that one to end.
-
-    Args:
-        settings: ``keep``, ``wait_s`` and ``storage_options``. They may hold secrets and go through the pipe only.
-        neighbours: nodes with copies of the saves; their secret goes through the pipe too.
-
-    Returns:
-        The pipe to its standard input.
-    """
-    start = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
-    command = [sys.executable, start, job.folder]
-    searched = filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))
-    environment = {**os.environ, _PYTHONPATH: os.pathsep.join(searched)}
-    with open(os.path.join(job.folder, LOCK), "ab") as lock, open(os.path.join(job.folder, "log"), "ab") as log:
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        passed, settings = [lock.fileno()], {**settings, "lock": lock.fileno()}
-        if neighbours is not None and neighbours.listener is not None:
-            passed.append(neighbours.listener.fileno())
-            settings["neighbours"] = {**neighbours.settings, "listener": passed[-1]}
-        # Slurm signals the writer too, but it must write the saves that the ranks make because of the signal.
-        with block({signal.SIGTERM, signal.SIGUSR1}):
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
-                pass_fds=passed,
-            )  # fmt: skip
-    lines = cast("BinaryIO", process.stdin)
-    lines.write(json.dumps(settings).encode() + b"\n")
-    lines.flush()
-    return lines
-
-
-def list_settings(config: UniversalConfig) -> dict[str, Any]:
-    """Return the settings of the writer."""
-    options = config.save or SaveOptions()
-    return {"keep": options.keep, "wait_s": options.wait_s, "storage_options": config.storage_options}
-
-
-def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
-    """Start writers for saves that dead jobs have left in memory; remove folders without any whole save."""
-    for job in list_dead(root):
-        job.drop_spare()
-        if list_late(job.list_saves()):
-            try:
-                start_writer(job, settings).close()
-            except OSError as error:
-                logger.warning("%s: not written on: %s", job.folder, error)
-        elif job.holds_none() and not is_locked(job):
-            job.remove()
 
 
 class SaveWriter:

@@ -123,7 +123,7 @@ def job(tmp_path: Path) -> Job:
 
 def find_resumed(folder: Path, memory: Path) -> tuple[str, str] | None:
     """Return place and tag of the save that a load takes."""
-    with mock.patch("deepspeed_ucp.saves.writer.start_writer"):
+    with mock.patch("deepspeed_ucp.saves.launch.start_writer"):
         found = find_in_memory(UniversalConfig(save=SaveOptions(memory=str(memory))), str(folder), None, Comm())
     if found is not None:
         return "memory", found.tag

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deepspeed_ucp.saves.launch import start_writer
 from deepspeed_ucp.saves.memory import Job, is_locked, list_late
-from deepspeed_ucp.saves.writer import start_writer
 from tests.saves.saving import SETTINGS, is_whole, make_save
 from tests.support.until import wait_until
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ucp.io.store import read_small
+from deepspeed_ucp.saves.launch import start_writer
 from deepspeed_ucp.saves.memory import Job, is_locked, list_late
-from deepspeed_ucp.saves.writer import start_writer
 from tests.saves.namespace import run_in_namespace
 from tests.saves.saving import SETTINGS, is_whole, make_save
 from tests.stores.server import BUCKET, Server

@@ -25,13 +25,14 @@ from deepspeed_ucp.formats.deepspeed.seal import read_seal
 from deepspeed_ucp.io.checksum import crc32
 from deepspeed_ucp.saves import copies, room
 from deepspeed_ucp.saves.copies import Neighbours, Peer, find_address, find_neighbours
-from deepspeed_ucp.saves.memory import Snapshot, is_locked, name_job
+from deepspeed_ucp.saves.launch import start_writer
+from deepspeed_ucp.saves.memory import Snapshot, find_root, is_locked, name_job
 from deepspeed_ucp.saves.saver import Saver
-from deepspeed_ucp.saves.search import find_in_memory
-from deepspeed_ucp.saves.writer import start_writer
-from tests.convert.conversions import read_bytes
+from deepspeed_ucp.saves.search import find_in_memory, search_memory
+from tests.convert.conversions import read_bytes, write_source
 from tests.saves.nodes import SECRET, Nodes
 from tests.saves.saving import PATIENCE, SETTINGS, TAG, find_writer, is_whole, make_save, write
+from tests.support.ranks import run_ranks
 from tests.support.until import wait_until
 
 
@@ -87,11 +88,25 @@ def test_a_load_finds_the_save_whose_parts_are_all_there(lost: int, nodes: Nodes
         job.disown()
     shutil.rmtree(nodes.memories[lost])
     config = UniversalConfig(save=SaveOptions(memory=nodes.memories[1 - lost]))
-    with mock.patch("deepspeed_ucp.saves.writer.start_writer"):
+    with mock.patch("deepspeed_ucp.saves.launch.start_writer"):
         found = find_in_memory(config, str(nodes.folder / "place"), None, Comm())
     assert found is not None and found.tag == TAG
     assert found.folder == nodes.jobs[1 - lost].find_folder(1)
     assert found.copies == (nodes.jobs[1 - lost].find_copy(lost, 1),)
+
+
+def test_a_copy_that_lacks_a_mark_hides_none_of_the_node(nodes: Nodes) -> None:
+    """A writer may end before it has sent the mark. Then the place has other files of that step."""
+    place = nodes.folder / "place"
+    saves = [nodes.save(node, step=3) for node in range(2)]
+    nodes.copy(saves[0])
+    saves[0].note("done", {str(place): "mark"})
+    write_source(place, 7)
+    (place / "latest").write_text(TAG)
+    for job in nodes.jobs:
+        job.disown()
+    roots = [find_root(memory) for memory in nodes.memories]
+    assert run_ranks(2, lambda rank, comm: search_memory(roots[rank], str(place), None, comm)) == [None, None]
 
 
 def test_a_peer_without_the_secret_is_refused(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:

@@ -77,7 +77,7 @@ def test_an_uncaught_error_keeps_memory(tmp_path: Path) -> None:
         "from tests.saves.saving import PATIENCE, make_save\n"
         "options = SaveOptions(memory=sys.argv[1], wait_s=PATIENCE)\n"
         "saver = Saver(UniversalConfig(save=options), name_job(), 0, [0]); saver.open()\n"
-        "make_save(saver.job, sys.argv[2]); saver.notify_writer()\n"
+        "make_save(saver.job, sys.argv[2]); saver.writer.notify()\n"
         "raise ValueError('an uncaught error')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "memory"), str(tmp_path / "place")]

@@ -26,9 +26,8 @@ from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io.memory import identify_host
-from deepspeed_ucp.saves import room
+from deepspeed_ucp.saves import launch, room
 from deepspeed_ucp.saves import saver as savers
-from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import (
     Destination,
     Job,
@@ -60,8 +59,7 @@ def training(tmp_path: Path) -> Training:
 @contextmanager
 def without_writer() -> Iterator[None]:
     """No writer can be started inside."""
-    failing = mock.Mock(side_effect=OSError("no process"))
-    with mock.patch.object(savers, "start_writer", failing), mock.patch.object(writing, "start_writer", failing):
+    with mock.patch.object(launch, "start_writer", side_effect=OSError("no process")):
         yield
 
 
@@ -163,7 +161,7 @@ def test_a_save_waits_once_for_a_place_that_fails(
     assert training.save("first") and training.save("again")
     wait_until(lambda: "not written" in training.log)
     monkeypatch.setattr(room, "count_free", lambda _: -1)
-    with mock.patch.object(savers.Saver, "notify_writer"), mock_clock(PATIENCE / 4) as clock:
+    with mock.patch.object(launch.WriterPipe, "notify"), mock_clock(PATIENCE / 4) as clock:
         assert not training.save("again", write=write_here)
         waited = clock.monotonic()
         assert not training.save("last", write=write_here)
@@ -189,7 +187,7 @@ def test_snapshots_are_counted_apart_from_saves_of_a_script(tmp_path: Path) -> N
     def list_places(to: list[SaveTier], *, by_itself: bool) -> list[list[tuple[str, int | None]]]:
         found, training = [], Training(tmp_path, to=to)
         for each in (True, True, False, True, False):
-            with mock.patch.object(savers.Saver, "notify_writer"):
+            with mock.patch.object(launch.WriterPipe, "notify"):
                 training.save(by_itself=each)
             made = training.job.list_saves()[-1]
             assert made.by_itself is each
@@ -263,7 +261,7 @@ def test_a_place_that_is_late_is_reported_when_its_lateness_has_doubled(
 
 def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
     """Also while it starts: a second writer would wait for the first one's lock, and the first for announcements."""
-    with mock.patch.object(savers, "start_writer", side_effect=savers.start_writer) as start:
+    with mock.patch.object(launch, "start_writer", side_effect=launch.start_writer) as start:
         assert training.save("a") and training.save("b") and training.saver.finish()
         assert training.save("c") and training.saver.wait(PATIENCE)
         assert start.call_count == 1 and is_whole(str(training.place / "c"))
@@ -366,7 +364,7 @@ def test_the_first_rank_that_shares_a_memory_owns_it(tmp_path: Path) -> None:
 def test_only_the_rank_that_owns_the_memory_starts_a_writer(job: Job, tmp_path: Path) -> None:
     make_save(job, str(tmp_path / "place"))
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0))
-    with mock.patch.object(savers, "start_writer") as start:
+    with mock.patch.object(launch, "start_writer") as start:
         savers.Saver(config, job.name, 1, [0, 0]).close()
     assert not start.called
 

@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import is_locked
-from deepspeed_ucp.saves.saver import Saver, list_savers
+from deepspeed_ucp.saves.saver import list_savers
 from tests.support.until import wait_until
 
 
@@ -105,14 +106,14 @@ def hold_writes() -> Iterator[None]:
     """Run without a writer process (timeout 1 s); earlier saves are written before, new ones afterwards."""
     finish_writes()
     for saver in list_savers():  # the idle writer might still look for saves
-        saver._end_writer()
+        saver.writer.close()
         wait_until(lambda saver=saver: not is_locked(saver.job))
     former = [(saver, saver.options) for saver in list_savers()]
     for saver, options in former:
         saver.options = options.model_copy(update={"wait_s": 1.0})
-    with mock.patch.object(Saver, "notify_writer"):
+    with mock.patch.object(WriterPipe, "notify"):
         yield
     for saver, options in former:
         saver.options = options
         if saver.is_owner:
-            saver.notify_writer()
+            saver.writer.notify()

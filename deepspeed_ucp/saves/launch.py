@@ -1,0 +1,122 @@
+"""Starts the writer process of a job, and announces saves to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, BinaryIO, cast
+
+from ..children import block
+from ..config import SaveOptions, UniversalConfig
+from .copies import Neighbours
+from .memory import LOCK, Job, is_locked, list_dead, list_late
+
+logger = logging.getLogger("deepspeed_ucp")
+
+POLLED = 0.05
+"""Seconds between polls by a process that waits for a writer."""
+
+_PYTHONPATH = "PYTHONPATH"
+
+
+class WriterPipe:
+    """The pipe to the writer of this process's job, which is started when it is needed.
+
+    Attributes:
+        neighbours: nodes with copies of the saves.
+    """
+
+    def __init__(self, job: Job, settings: Mapping[str, Any]) -> None:
+        self.job, self.settings = job, settings
+        self.neighbours: Neighbours | None = None
+        self._pipe: BinaryIO | None = None
+
+    def is_open(self) -> bool:
+        """Return True if a writer has been started; it may have been killed."""
+        return self._pipe is not None
+
+    def notify(self, line: bytes = b"\n") -> None:
+        """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""
+        try:
+            if self._pipe is not None:
+                self._pipe.write(line)
+                self._pipe.flush()
+                return
+        except OSError:  # it was killed
+            self.close()
+        try:
+            self._pipe = start_writer(self.job, self.settings, self.neighbours)
+        except OSError as error:
+            logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
+
+    def close(self, last: bytes = b"") -> None:
+        """Close the pipe after a last line; the writer exits when it has written all pending saves."""
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.write(last)
+            with suppress(OSError):
+                pipe.close()
+
+
+def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours | None = None) -> BinaryIO:
+    """Start the process that writes a job's saves, detached from this one.
+
+    It imports no file of the working directory, which other users may write to: it is started by its path and without
+    relative entries of ``PYTHONPATH``. It inherits the lock of the job's writer, so :func:`is_locked` is True from here
+    to its end; if an older writer has the lock, it waits for that one to end.
+
+    Args:
+        settings: ``keep``, ``wait_s`` and ``storage_options``. They may hold secrets and go through the pipe only.
+        neighbours: nodes with copies of the saves; their secret goes through the pipe too.
+
+    Returns:
+        The pipe to its standard input.
+    """
+    start = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
+    command = [sys.executable, start, job.folder]
+    searched = filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))
+    environment = {**os.environ, _PYTHONPATH: os.pathsep.join(searched)}
+    with open(os.path.join(job.folder, LOCK), "ab") as lock, open(os.path.join(job.folder, "log"), "ab") as log:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        passed, settings = [lock.fileno()], {**settings, "lock": lock.fileno()}
+        if neighbours is not None and neighbours.listener is not None:
+            passed.append(neighbours.listener.fileno())
+            settings["neighbours"] = {**neighbours.settings, "listener": passed[-1]}
+        # Slurm signals the writer too, but it must write the saves that the ranks make because of the signal.
+        with block({signal.SIGTERM, signal.SIGUSR1}):
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
+                pass_fds=passed,
+            )  # fmt: skip
+    lines = cast("BinaryIO", process.stdin)
+    lines.write(json.dumps(settings).encode() + b"\n")
+    lines.flush()
+    return lines
+
+
+def list_settings(config: UniversalConfig) -> dict[str, Any]:
+    """Return the settings of the writer."""
+    options = config.save or SaveOptions()
+    return {"keep": options.keep, "wait_s": options.wait_s, "storage_options": config.storage_options}
+
+
+def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
+    """Start writers for saves that dead jobs have left in memory; remove folders without any whole save."""
+    for job in list_dead(root):
+        job.drop_spare()
+        if list_late(job.list_saves()):
+            try:
+                start_writer(job, settings).close()
+            except OSError as error:
+                logger.warning("%s: not written on: %s", job.folder, error)
+        elif job.holds_none() and not is_locked(job):
+            job.remove()
