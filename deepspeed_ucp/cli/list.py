@@ -141,7 +141,7 @@ def _describe_in_memory(save: HeldSave, folder: str | None) -> dict[str, Any] | 
         "tag": first.tag,
         "nodes": first.nodes,
         "parts": [part.node for part in save.parts],
-        "pending": [place.folder for place in first.list_pending()],
+        "pending": first.list_pending(),
         "running": save.is_running,
     }
     return {**data, "tag": path, "place": MEMORY, "memory": memory, "resume": save.is_taken}

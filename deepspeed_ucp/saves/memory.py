@@ -51,19 +51,6 @@ _RESERVED = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """A destination of saves.
-
-    Attributes:
-        folder: folder of the tags, or its URL.
-        keep: number of this job's saves to keep there; None keeps all.
-    """
-
-    folder: str
-    keep: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One node's part of a save in memory.
 
@@ -75,7 +62,7 @@ class Snapshot:
         step: global step of the engine.
         latest: ``latest`` must name it.
         node, nodes: number of the node, and of all nodes.
-        places: destinations.
+        destinations: by folder of tags or its URL the number of this job's saves to keep there; None keeps all.
         folder: folder of tags in memory; not in the record.
         by_itself: it is a snapshot, which no script asked for.
     """
@@ -88,7 +75,7 @@ class Snapshot:
     latest: bool
     node: int
     nodes: int
-    places: tuple[Destination, ...]
+    destinations: Mapping[str, int | None]
     folder: str = ""
     by_itself: bool = False
 
@@ -109,15 +96,15 @@ class Snapshot:
         others = os.sep in path or path.startswith((_STATE, "latest", "."))
         return path.startswith(f"{self.tag}{os.sep}") or not others
 
-    def list_pending(self) -> list[Destination]:
+    def list_pending(self) -> list[str]:
         """Return the destinations that lack it."""
         done = self.read("done")
-        return [place for place in self.places if place.folder not in done]
+        return [place for place in self.destinations if place not in done]
 
     def is_written(self) -> bool:
         """Return True if it has destinations and all of them have it."""
         done = self.read("done")
-        return bool(self.places) and all(done.get(place.folder) for place in self.places)
+        return bool(self.destinations) and all(map(done.get, self.destinations))
 
     def supersedes(self, older: Snapshot) -> bool:
         """Return True if a load of the older save's folder would take this one of the same job instead."""
@@ -421,7 +408,7 @@ def list_late(saves: Iterable[Snapshot]) -> dict[str, list[str]]:
     tags: dict[str, list[str]] = defaultdict(list)
     for save in saves:
         for place in save.list_pending():
-            tags[place.folder].append(save.tag)
+            tags[place].append(save.tag)
     return dict(tags)
 
 
@@ -433,9 +420,7 @@ def describe_late(saves: Iterable[Snapshot]) -> str:
 def _read_records(folder: str) -> Iterator[Snapshot]:
     for name in sorted(name for name in _list(folder) if name.startswith(_STATE)):
         with suppress(OSError, CheckpointError, TypeError, KeyError):
-            record = _read_state(os.path.join(folder, name))["save"]
-            places = tuple(Destination(**place) for place in record.pop("places"))
-            yield Snapshot(**{**record, "places": places, "folder": folder})
+            yield Snapshot(**{**_read_state(os.path.join(folder, name))["save"], "folder": folder})
 
 
 def _read_state(path: str) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,7 @@ from ..formats.open import seal_folder
 from ..io.jsonfile import read_json
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
-from .memory import Destination, Snapshot, list_later
+from .memory import Snapshot, list_later
 from .publishing import begin_writing, make_tag, name_node_file
 from .removing import remove_tag
 
@@ -48,7 +48,7 @@ _QUIET, _SLOWER = 30.0, 3.0
 nodes may be slower than the first node."""
 
 
-def write_save(save: Snapshot, place: Destination, wait: float, is_late: Callable[[], bool] = lambda: False) -> str:
+def write_save(save: Snapshot, place: str, wait: float, is_late: Callable[[], bool] = lambda: False) -> str:
     """Write a node's files of a save to a place; when all are there the first node publishes it.
 
     Args:
@@ -81,9 +81,9 @@ def write_save(save: Snapshot, place: Destination, wait: float, is_late: Callabl
     tag.delete_abandoned()
     for path in save.list_files():
         if not path.startswith(f"{save.tag}/"):
-            put_file(os.path.join(save.folder, path), os.path.join(place.folder, path))
+            put_file(os.path.join(save.folder, path), os.path.join(place, path))
     _name_latest(save, place, named)
-    return find_mark(place.folder, save.tag)
+    return find_mark(place, save.tag)
 
 
 def is_replaced(save: Snapshot) -> bool:
@@ -175,15 +175,15 @@ def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], 
     return result
 
 
-def _read_latest(place: Destination) -> bytes | None:
+def _read_latest(place: str) -> bytes | None:
     """Return the content of a place's ``latest``, or None."""
     try:
-        return read_small(os.path.join(place.folder, LATEST))
+        return read_small(os.path.join(place, LATEST))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _name_latest(save: Snapshot, place: Destination, named: bytes | None) -> None:
+def _name_latest(save: Snapshot, place: str, named: bytes | None) -> None:
     """Let ``latest`` name a save, unless the save is not to be named or ``latest`` has come to name a later one.
 
     Args:
@@ -191,11 +191,11 @@ def _name_latest(save: Snapshot, place: Destination, named: bytes | None) -> Non
     """
     if not save.latest or list_later(save):
         return
-    while not exchange_small(os.path.join(place.folder, LATEST), save.tag.encode(), named):
+    while not exchange_small(os.path.join(place, LATEST), save.tag.encode(), named):
         named = _read_latest(place)
         tag = (named or b"").decode(errors="replace").strip()
-        if tag and find_age([os.path.join(place.folder, tag)]).step > save.step:
-            logger.warning("%s: another job has let `latest` name %s, which stays", place.folder, tag)
+        if tag and find_age([os.path.join(place, tag)]).step > save.step:
+            logger.warning("%s: another job has let `latest` name %s, which stays", place, tag)
             return
 
 
@@ -213,16 +213,16 @@ def find_mark(place: str, tag: str) -> str:
     return hashlib.sha256(json.dumps([digest, files]).encode()).hexdigest()
 
 
-def has_begun(save: Snapshot, place: Destination) -> bool:
+def has_begun(save: Snapshot, place: str) -> bool:
     """Return True if the first node has begun to write a save to a place."""
     return exists(make_tag(save, place).record)
 
 
-def is_sealed(save: Snapshot, place: Destination) -> bool:
+def is_sealed(save: Snapshot, place: str) -> bool:
     """Return True if the seal of a save's tag names this node's files as they are in memory."""
     memory = os.path.join(save.folder, save.tag)
     try:
-        sealed = read_seal(os.path.join(resolve_published(os.path.join(place.folder, save.tag)), SEAL)).files
+        sealed = read_seal(os.path.join(resolve_published(os.path.join(place, save.tag)), SEAL)).files
         headers = {name: read_file(memory, name) for name in os.listdir(memory) if is_state_file(name)}
     except (OSError, UcpError):
         return False
@@ -251,7 +251,7 @@ def find_fault(save: Snapshot, error: Exception) -> UcpError | None:
     return None
 
 
-def end_save(save: Snapshot, place: Destination) -> None:
+def end_save(save: Snapshot, place: str) -> None:
     """Delete the coordination files of a save, on the first node, after it is recorded as complete."""
     if save.node:
         return
@@ -261,26 +261,27 @@ def end_save(save: Snapshot, place: Destination) -> None:
         remove(f"{tag.published}/{name_node_file(save, node)}")
 
 
-def prune_place(place: Destination, marks: Mapping[str, str]) -> dict[str, str]:
-    """Delete the oldest tags that this job has written to a place until ``place.keep`` are left.
+def prune_place(place: str, keep: int | None, marks: Mapping[str, str]) -> dict[str, str]:
+    """Delete the oldest tags that this job has written to a place until ``keep`` are left.
 
     Args:
+        keep: number of tags to keep; None keeps all.
         marks: marks by tag, in the order of writing. A tag that has another mark now is another job's and stays.
 
     Returns:
         The marks of the remaining tags, which include the tag in ``latest`` and the last sealed one.
     """
-    if place.keep is None:
+    if keep is None:
         return dict(marks)
     try:
-        named = read_tag(os.path.join(place.folder, LATEST))
+        named = read_tag(os.path.join(place, LATEST))
     except (OSError, StorageError):
         named = ""
-    spare = [tag for tag in list(marks)[: -place.keep] if tag != named]
+    spare = [tag for tag in list(marks)[:-keep] if tag != named]
     for tag in spare:
-        if find_mark(place.folder, tag) == marks[tag]:
+        if find_mark(place, tag) == marks[tag]:
             try:
-                remove_tag(place.folder, tag)
+                remove_tag(place, tag)
             except OSError as error:
-                logger.warning("%s/%s: cannot be removed: %s", place.folder, tag, error)
+                logger.warning("%s/%s: cannot be removed: %s", place, tag, error)
     return {tag: mark for tag, mark in marks.items() if tag not in spare}

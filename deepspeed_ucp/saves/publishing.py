@@ -29,7 +29,7 @@ from ..io.store import (
     read_small,
     write_small,
 )
-from .memory import Destination, Snapshot
+from .memory import Snapshot
 from .removing import WRITTEN, is_saved, remove_tree
 
 _OLD, _GONE = "-old", "-gone"
@@ -58,8 +58,8 @@ class Tag:
 
     marker = SEAL
 
-    def __init__(self, save: Snapshot, place: Destination) -> None:
-        self.save, self.final = save, os.path.join(place.folder, save.tag)
+    def __init__(self, save: Snapshot, place: str) -> None:
+        self.save, self.final = save, os.path.join(place, save.tag)
         above, name = os.path.split(self.final)
         self._set_paths(os.path.join(above, f".{name}"))
         self.published = self.final
@@ -144,9 +144,9 @@ class Tag:
         return 0 < changed < last and not is_only
 
 
-def make_tag(save: Snapshot, place: Destination) -> Tag:
+def make_tag(save: Snapshot, place: str) -> Tag:
     """Make the :class:`Tag` of a save for a folder or an object store."""
-    return (_StoreTag if is_url(place.folder) else Tag)(save, place)
+    return (_StoreTag if is_url(place) else Tag)(save, place)
 
 
 def begin_writing(tag: Tag) -> str:
@@ -262,7 +262,7 @@ class _StoreTag(Tag):
 
     marker = PUBLISHED
 
-    def __init__(self, save: Snapshot, place: Destination) -> None:
+    def __init__(self, save: Snapshot, place: str) -> None:
         super().__init__(save, place)
         self._set_paths(f"{self.final}/")
         self.published = self.temporary

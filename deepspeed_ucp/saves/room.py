@@ -30,7 +30,7 @@ def count_free(root: str) -> int:
 
 def is_safe(save: Snapshot) -> bool:
     """Return True if all destinations have all nodes' files of a save, so that no memory is needed for it."""
-    return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.places))
+    return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.destinations))
 
 
 def drop_unwanted(job: Job, keep: int) -> Iterator[Snapshot]:

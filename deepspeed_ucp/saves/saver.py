@@ -32,7 +32,6 @@ from .files import MappedFiles, save_over
 from .launch import POLLED, WriterPipe, finish_dead, list_settings
 from .memory import (
     FINISHED,
-    Destination,
     Job,
     Snapshot,
     describe_late,
@@ -170,12 +169,12 @@ class Saver:
         """Record that all of the node's files of the save are in memory, and notify the writer."""
         self.made[by_itself] += 1
         turn = [place for place in self.options.to if self.made[by_itself] % place.every == 0]
-        places = [Destination(locate(place.place), 1 if by_itself else place.keep) for place in turn]
+        places = {locate(place.place): 1 if by_itself else place.keep for place in turn}
         if not (self.options.to or by_itself):
-            places.append(Destination(locate(save_dir)))
+            places[locate(save_dir)] = None
         Snapshot(
             job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
-            node=self.node, nodes=self.nodes, places=tuple(places), folder=self.folder, by_itself=by_itself,
+            node=self.node, nodes=self.nodes, destinations=places, folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
         self.room.needed = int(SPARE * count_allocated(self.folder))
         if places and not by_itself:
@@ -196,8 +195,8 @@ class Saver:
         for save in self.job.list_saves():
             for place in save.list_pending():
                 save.note("overtaken", {tag: save_dir})
-                if (place.folder, save.tag) == (locate(save_dir), tag):
-                    save.note("done", {place.folder: ""})
+                if (place, save.tag) == (locate(save_dir), tag):
+                    save.note("done", {place: ""})
         self._stuck = self._look_late()
 
     def list_missing(self) -> dict[str, str]:
@@ -209,8 +208,8 @@ class Saver:
         for save in self.job.list_saves() if self.is_owner else ():
             for place in save.list_pending() if not save.by_itself else ():
                 faults = {**save.read("failed"), **save.list_refused()}
-                fault = faults.get(place.folder) or f"see {self.job.folder}/log"
-                missing[save.tag] = f"missing at {place.folder} ({fault})"
+                fault = faults.get(place) or f"see {self.job.folder}/log"
+                missing[save.tag] = f"missing at {place} ({fault})"
         return missing
 
     def warn_late(self, step: int) -> None:

@@ -243,7 +243,7 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
             parts[place, save.key].append(save)
     for (place, _), saves in parts.items():
         load_dir = place if wanted is None or wanted == os.path.dirname(place) else wanted
-        also = [destination.folder for save in saves for destination in save.places]
+        also = [place for save in saves for place in save.destinations]
         taken[place] = search_memory(root, load_dir, None, Comm(), also=also)
     running = {job.name for job in jobs if job.is_owned()}
     return [
@@ -260,7 +260,7 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
 
 def list_places(save: Snapshot) -> list[str]:
     """Return the folders in which a load finds a save: the one that the script named, and its destinations."""
-    return list(dict.fromkeys([save.save_dir, *(place.folder for place in save.places)]))
+    return list(dict.fromkeys([save.save_dir, *save.destinations]))
 
 
 def _find_place(save: Snapshot, folder: str) -> str | None:

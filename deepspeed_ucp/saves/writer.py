@@ -25,7 +25,7 @@ from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
 from .copies import Replicator
-from .memory import FINISHED, Destination, Job, Snapshot, list_late
+from .memory import FINISHED, Job, Snapshot, list_late
 from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
 from .room import drop_unwanted, is_safe
 
@@ -79,8 +79,8 @@ class SaveWriter:
         self.end = math.inf  # time when retries end
         self._places, self._is_finished = dict[str, PlaceWriter](), False
         for save in job.list_saves():
-            for place in save.places:
-                if place.folder in save.read("done") and not is_url(place.folder):
+            for place in save.destinations:
+                if place in save.read("done") and not is_url(place):
                     with suppress(OSError):
                         end_save(save, place)  # a killed writer may have left coordination files
 
@@ -194,14 +194,11 @@ class PlaceWriter(threading.Thread):
             self._warn(str(error) or repr(error))
             return False
 
-    def _find_destination(self, save: Snapshot) -> Destination:
-        return next(place for place in save.places if place.folder == self.folder)
-
     def _list_pending(self) -> list[Snapshot]:
         """Return the pending saves in order, without those that are being written or refused."""
         with self.writer.lock:
             saves = [save for save in self.job.list_saves() if save.number not in self._busy | self._refused]
-            return [save for save in saves if self.folder in {place.folder for place in save.list_pending()}]
+            return [save for save in saves if self.folder in save.list_pending()]
 
     def _wait_for_first(self) -> set[int]:
         """Return the numbers of the pending saves that the first node has begun to write.
@@ -212,16 +209,14 @@ class PlaceWriter(threading.Thread):
 
         def look() -> set[int] | None:
             pending = self._list_pending()
-            begun = {save.number for save in pending if save.node == 0 or has_begun(save, self._find_destination(save))}
+            begun = {save.number for save in pending if save.node == 0 or has_begun(save, self.folder)}
             return begun if begun or not pending else None
 
         why = "the first node has begun none of the pending saves"
         try:
             return wait_until(look, self.writer.wait, lambda: why, self.folder)
         except StorageError:  # the first node may have finished one that is not recorded here
-            if not (
-                ended := {save.number for save in self._list_pending() if is_sealed(save, self._find_destination(save))}
-            ):
+            if not (ended := {save.number for save in self._list_pending() if is_sealed(save, self.folder)}):
                 raise
             return ended
 
@@ -248,14 +243,13 @@ class PlaceWriter(threading.Thread):
         return [save for save in newer if save not in spare]
 
     def _write(self, save: Snapshot) -> bool:
-        place = self._find_destination(save)
         try:
-            named = save.latest and not self._is_overtaken(save)
-            mark = write_save(replace(save, latest=named), place, self.writer.wait, partial(self._gives_way, save))
+            named = replace(save, latest=save.latest and not self._is_overtaken(save))
+            mark = write_save(named, self.folder, self.writer.wait, partial(self._gives_way, save))
             with self.writer.lock:
                 save.note("done", {self.folder: mark})
             if save.node == 0:  # the save is complete when the first node has sealed it
-                self._note_written(save, place, mark)
+                self._note_written(save, mark)
         except Exception as error:  # noqa: BLE001 - other saves may still be written there
             fault = find_fault(save, error)
             why = str(fault or error) or repr(error)
@@ -283,18 +277,16 @@ class PlaceWriter(threading.Thread):
         The older one is tried again after it.
         """
         newer = [other for other in self.job.list_saves() if other.number > save.number]
-        return not self._logged and any(
-            self.folder == destination.folder for save in newer for destination in save.list_pending()
-        )
+        return not self._logged and any(self.folder in other.list_pending() for other in newer)
 
-    def _note_written(self, save: Snapshot, place: Destination, mark: str) -> None:
-        end_save(save, place)
+    def _note_written(self, save: Snapshot, mark: str) -> None:
+        end_save(save, self.folder)
         key = f"{self.folder}{_BY_ITSELF if save.by_itself else ''}"
         marks = (self.job.read("written") | self._written).get(key, {})
         marks = {tag: mark for tag, mark in marks.items() if tag != save.tag}
         marks[save.tag] = mark
         self._note(key, marks)
-        self._note(key, prune_place(place, marks))
+        self._note(key, prune_place(self.folder, save.destinations[self.folder], marks))
 
     def _note(self, key: str, marks: dict[str, str]) -> None:
         self._written[key] = marks

@@ -23,7 +23,7 @@ from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import places, publishing
-from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
+from deepspeed_ucp.saves.memory import LOCK, Job, Snapshot
 from deepspeed_ucp.saves.writer import PlaceWriter, SaveWriter
 from tests.convert.conversions import write_source
 from tests.support.memory import read_tree
@@ -40,9 +40,7 @@ SETTINGS = {"keep": 1, "wait_s": PATIENCE, "storage_options": None}
 """Settings of a writer."""
 
 
-def make_save(
-    job: Job, *folders: str | Destination, tag: str = TAG, keep: int | None = None, **changes: Any
-) -> Snapshot:
+def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: Any) -> Snapshot:
     """Make the next save of a job: complete, with other weights than the last one."""
     number = max(job.list_numbers(), default=0) + 1
     folder = Path(job.find_folder(number))
@@ -51,8 +49,8 @@ def make_save(
         (folder / tag).parent.mkdir(exist_ok=True)
         made.rename(folder / tag)
     (folder / "zero_to_fp32.py").write_text("# a script")
-    places = tuple(each if isinstance(each, Destination) else Destination(each, keep) for each in folders)
-    save = Snapshot(job.name, number, places[0].folder, tag, number, True, 0, 1, places, str(folder))
+    places = dict.fromkeys(folders, keep)
+    save = Snapshot(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
     save = replace(save, **changes)
     save.write_record()
     return save
@@ -111,14 +109,13 @@ def make_parts(folder: Path) -> list[Run]:
         part.mkdir(parents=True)
         for path in whole[node::2]:
             shutil.copy(path, part)
-        place = (Destination(run.place),)
-        Snapshot("job", 1, run.place, TAG, 3, True, node, 2, place, str(part.parent)).write_record()
+        Snapshot("job", 1, run.place, TAG, 3, True, node, 2, {run.place: None}, str(part.parent)).write_record()
     return nodes
 
 
 def begin(save: Snapshot) -> None:
     """Record that the first node has begun to write a save; other nodes wait for that."""
-    publishing.begin_writing(publishing.make_tag(replace(save, node=0), save.places[0]))
+    publishing.begin_writing(publishing.make_tag(replace(save, node=0), next(iter(save.destinations))))
 
 
 def write_both(nodes: Sequence[Run]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -120,8 +121,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_killed_at_any_call(kind: str, tmp_path: Path, stack: ExitStack) -> None:
-    folder, kept = tmp_path / "here", tmp_path / "kept"
+def test_killed_at_any_call(kind: str, stack: ExitStack) -> None:
+    above = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
+    folder, kept = above / "here", above / "kept"
     case = CASES[kind](folder, stack)
     shutil.copytree(folder, kept)
 

@@ -71,7 +71,7 @@ def test_each_node_has_the_others_part(nodes: Nodes) -> None:
         for path in save.list_files():
             assert os.stat(Path(copy.folder, path)).st_mtime_ns == os.stat(Path(save.folder, path)).st_mtime_ns
     assert saves[0].list_files() == saves[1].list_files()  # without the copies
-    saves[0].note("done", {saves[0].places[0].folder: "digest"})  # marks are sent later too
+    saves[0].note("done", {str(nodes.folder / "place"): "digest"})  # marks are sent later too
     wait_until(lambda: nodes.jobs[1].list_copies()[0].read("done"))
     assert nodes.jobs[1].list_copies()[0].read("done") == saves[0].read("done")
     assert not nodes.jobs[1].holds_none()
@@ -167,7 +167,7 @@ PATHS = (
 TAGS = {"..": "../elsewhere", "/tmp": "/tmp/elsewhere", "": "/elsewhere"}
 SAVES: list[dict[str, Any]] = [
     {"job": "../job"}, {"node": 1}, {"node": 7}, {"nodes": 3}, {"number": 0}, {"number": 10**9}, {"number": "1"},
-    {"places": [{"folder": 3}]},
+    {"destinations": {"place": "all"}},
 ]  # fmt: skip
 
 
@@ -307,7 +307,7 @@ def test_copies_of_a_dead_job_are_removed_for_a_save_once_their_destination_has_
         saver.room.needed = 10
         assert f"{save.tag} (step {save.step}) of {save.save_dir}" in saver.room.make() and nodes.list_copies(1)
         for copy in nodes.jobs[1].list_copies():
-            copy.note("done", {place.folder: "mark" for place in copy.places})
+            copy.note("done", dict.fromkeys(copy.destinations, "mark"))
         assert saver.room.make() == ""
 
 

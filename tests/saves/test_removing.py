@@ -165,7 +165,7 @@ TREES = st.recursive(
 @given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=8))
 def test_random_trees_with_links(tree: dict[str, Any]) -> None:
     """Nothing changes outside the tag. Inside, only files of the save and its empty folders are deleted."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         root = Path(name)
         for each in ("outside", "place/other", "place/tag"):
             make_tag(root / each) if each != "place/tag" else (root / each).mkdir()

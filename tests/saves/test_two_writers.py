@@ -81,8 +81,7 @@ class Bench:
 
     def write(self, name: str) -> str:
         """Write a job's save as its writer does, with another attempt after an error that may pass."""
-        save = self.saves[name]
-        place = replace(save.places[0], folder=self.place)
+        save, place = self.saves[name], self.place
         for _ in range(1 if save.nodes == 1 else 100):  # nodes wait for each other
             try:
                 places.write_save(save, place, 0.0)

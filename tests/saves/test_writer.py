@@ -25,7 +25,7 @@ from deepspeed_ucp.io import disk
 from deepspeed_ucp.saves import memory, places, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.launch import finish_dead, start_writer
-from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, is_locked, list_late, name_job
+from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, list_late, name_job
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes, write_source
 from tests.saves.namespace import run_in_namespace
@@ -76,8 +76,8 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The tags and places that a writer in this process tries."""
     attempts, original = list[tuple[str, str]](), places.write_save
 
-    def note(save: Snapshot, place: Destination, *args: Any) -> str:
-        attempts.append((save.tag, os.path.basename(place.folder)))
+    def note(save: Snapshot, place: str, *args: Any) -> str:
+        attempts.append((save.tag, os.path.basename(place)))
         return original(save, place, *args)
 
     monkeypatch.setattr(writing, "write_save", note)
@@ -220,22 +220,22 @@ def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, m
 def test_a_line_of_a_record_that_is_cut_off_does_not_count(run: Run) -> None:
     run.job.reserve(7, 0)
     made = replace(run.save("first", "second"), folder=run.job.find_folder(7))
-    first, second = made.places
-    made.note("done", {first.folder: "mark"})
+    first, second = made.destinations
+    made.note("done", {first: "mark"})
     record = Path(made.folder, "save-0.json")
     size = record.stat().st_size
     text = record.read_text().rstrip("\n")
     record.write_text((text + '\n{"done": {"second": "ma').ljust(size, "\n"))
-    assert made.read("done") == {first.folder: "mark"} and made.list_pending() == [second]
-    made.note("done", {second.folder: "other"})
-    made.note("done", {first.folder: ""})
-    assert made.read("done") == {first.folder: "", second.folder: "other"}
+    assert made.read("done") == {first: "mark"} and made.list_pending() == [second]
+    made.note("done", {second: "other"})
+    made.note("done", {first: ""})
+    assert made.read("done") == {first: "", second: "other"}
     assert record.stat().st_size == size
-    made.note("failed", {first.folder: "y" * size})
+    made.note("failed", {first: "y" * size})
     for number in range(3):  # the room that is reserved has the last one alone
-        made.note("failed", {first.folder: str(number) * (size // 2)})
-    assert record.stat().st_size < 2 * size and made.read("failed") == {first.folder: "2" * (size // 2)}
-    assert made.read("done") == {first.folder: "", second.folder: "other"} and made.is_recorded() is False
+        made.note("failed", {first: str(number) * (size // 2)})
+    assert record.stat().st_size < 2 * size and made.read("failed") == {first: "2" * (size // 2)}
+    assert made.read("done") == {first: "", second: "other"} and made.is_recorded() is False
 
 
 # -- which saves are written, and kept in memory -----------------------------------------------------------------------
@@ -264,11 +264,11 @@ def test_all_saves_of_a_script_are_written(
 
 
 def test_a_snapshot_in_memory_alone_is_not_freed_for_a_save_of_another_folder(run: Run) -> None:
-    run.save(tag="snapshot", places=(), by_itself=True, save_dir="run")
+    run.save(tag="snapshot", destinations={}, by_itself=True, save_dir="run")
     for tag in "best", "better":
         run.write_save(tag=tag)
     assert [each.tag for each in run.job.list_saves()] == ["snapshot", "better"]
-    run.save(tag="next", places=(), by_itself=True, save_dir="run")
+    run.save(tag="next", destinations={}, by_itself=True, save_dir="run")
     run.write_save(tag="last")
     assert [each.tag for each in run.job.list_saves()] == ["next", "last"]
 
@@ -423,7 +423,7 @@ def test_no_code_of_the_working_directory_is_executed(
 @pytest.mark.parametrize("last", ["", "finished\n"], ids=["killed", "finished"])
 def test_memory_is_freed_only_after_a_normal_end(last: str, run: Run) -> None:
     """Although it has a snapshot, which a later save replaces."""
-    run.save(places=(), by_itself=True)
+    run.save(destinations={}, by_itself=True)
     run.save(tag="last")
     lines = start_writer(run.job, SETTINGS)
     lines.write(f"\n{last}".encode())
@@ -438,14 +438,14 @@ def test_memory_is_freed_only_after_a_normal_end(last: str, run: Run) -> None:
 def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> None:
     made = run.write_save(tag="written")
     if kind == "snapshot":
-        run.save(tag="last", places=(), by_itself=True)
+        run.save(tag="last", destinations={}, by_itself=True)
     elif kind == "failed":
         (run.folder / "file").write_text("no folder")
         run.save("file", tag="last")
     else:
         made = replace(made, node=1, nodes=2)
         made.write_record()
-        made.note("done", {made.places[0].folder: "on the first node"})
+        made.note("done", {run.place: "on the first node"})
         shutil.rmtree(run.place)
     writer = SaveWriter(run.job, 1, 0.1)
     writer._is_finished = True
@@ -597,8 +597,8 @@ def test_only_the_first_node_removes_saves(nodes: list[Run]) -> None:
     made = nodes[1].job.list_saves()[0]
     folder = Path(nodes[1].job.find_folder(2))
     shutil.copytree(Path(made.folder) / TAG, folder / "next")
-    places = (Destination(nodes[1].place, 1),)
-    made = replace(made, number=2, tag="next", places=places, latest=False, folder=str(folder))
+    places = {nodes[1].place: 1}
+    made = replace(made, number=2, tag="next", destinations=places, latest=False, folder=str(folder))
     made.write_record()
     begin(made)
     assert nodes[1].write() and nodes[0].is_whole()
