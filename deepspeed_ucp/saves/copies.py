@@ -198,14 +198,14 @@ class Replicator:
         self.secret, self.name = bytes.fromhex(settings["secret"]), str(settings["name"])
         self.nodes, self.source, self.target = int(settings["nodes"]), int(settings["from"]), int(settings["to"])
         self.address = str(settings["address"][0]), int(settings["address"][1])
-        self._is_ending, self._is_over = threading.Event(), threading.Event()
+        self._is_over = threading.Event()
         self._logged = dict[str, str]()
         self._receiving = threading.Lock()
         self._current: Peer | None = None
         self._served = threading.BoundedSemaphore(_MOST_PEERS)
         self._failing: float | None = None  # time of the first of the attempts that fail
         self._forwarded = dict[int, dict[str, str]]()
-        self._ended = 0.0
+        self._ended = 0.0  # time when the job ended; 0 before
 
     def start(self) -> None:
         """Send and receive in the background."""
@@ -215,7 +215,6 @@ class Replicator:
     def end(self) -> None:
         """Send the newest save, even if the ranks have not agreed on it: no other save follows."""
         self._ended = time.monotonic()
-        self._is_ending.set()
 
     def finish(self) -> None:
         """Wait until the newest save is sent and received, unless a node cannot be reached or is silent."""
@@ -228,9 +227,10 @@ class Replicator:
     def _lacks(self, now: float) -> bool:
         """Return True if the target, which can be reached, lacks the newest save or its marks."""
         saves = self.job.list_saves()
-        if not saves or self._forwarded.get(saves[-1].number) == saves[-1].read("done"):
+        state = saves[-1].read_state() if saves else {}
+        if not saves or self._forwarded.get(saves[-1].number) == state["done"]:
             return False
-        has_it = saves[-1].read("copied").get(str(self.target))  # then its writer may have ended
+        has_it = state["copied"].get(str(self.target))  # then its writer may have ended
         return now <= (now if self._failing is None else self._failing) + (0 if has_it else _REACHED)
 
     def _is_awaiting(self, now: float) -> bool:
@@ -260,10 +260,11 @@ class Replicator:
         """Return the save whose files or marks the target lacks, or None."""
         saves, current = self.job.list_saves(), self.job.read("copying").get("current")
         for save in saves[::-1]:
-            if save.read("copied").get(str(self.target)):
-                if self._forwarded.get(save.number) != save.read("done"):
+            state = save.read_state()
+            if state["copied"].get(str(self.target)):
+                if self._forwarded.get(save.number) != state["done"]:
                     return save
-            elif save.number == current or (self._is_ending.is_set() and save is saves[-1]):
+            elif save.number == current or (self._ended and save is saves[-1]):
                 return save
         return None
 
@@ -273,7 +274,8 @@ class Replicator:
         Raises:
             _FAULTS: it did not arrive completely.
         """
-        done, has_it = save.read("done"), save.read("copied").get(str(self.target))
+        state = save.read_state()
+        done, has_it = state["done"], state["copied"].get(str(self.target))
         looks = {} if has_it else {path: os.stat(os.path.join(save.folder, path)) for path in save.list_files()}
         files = [_SentFile(path=path, size=look.st_size, changed=look.st_mtime_ns) for path, look in looks.items()]
         parcel = _Parcel(save=replace(save, folder=""), files=files, done=done)
@@ -403,7 +405,7 @@ class Replicator:
         """Remove copies that newer ones replace."""
         kept = self.job.read("copying").values()
         copies = [copy for copy in self.job.list_copies() if copy.node == self.source]
-        for copy in copies[: -self.keep] if not self._is_ending.is_set() else []:
+        for copy in copies[: -self.keep] if not self._ended else []:
             if copy.number not in kept:
                 copy.remove()
 

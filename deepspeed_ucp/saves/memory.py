@@ -113,9 +113,8 @@ class Snapshot:
 
     def list_refused(self) -> dict[str, str]:
         """Return the reason by destination that its writer has given up."""
-        state = _read_state(self._state)
-        refused, done = state.get("refused", {}), state.get("done", {})
-        return {folder: why for folder, why in refused.items() if folder not in done}
+        state = self.read_state()
+        return {place: why for place, why in state["refused"].items() if place not in state["done"]}
 
     def list_hosts(self) -> list[str]:
         """Return the hosts with this part in memory, this one first; an empty list if no other host has it."""
@@ -128,8 +127,11 @@ class Snapshot:
 
     def read(self, kind: str) -> dict[str, str]:
         """Return an object of the state."""
-        by_place: dict[str, str] = _read_state(self._state).get(kind, {})
-        return by_place
+        return self.read_state()[kind]
+
+    def read_state(self) -> dict[str, dict[str, Any]]:
+        """Return all objects of the state by name, as they were at one time; missing ones are empty."""
+        return _read_state(self._state)
 
     def note(self, kind: str, record: Mapping[str, Any]) -> None:
         """Add to an object of the state, in place of the newlines of :meth:`Job.reserve`.
@@ -427,16 +429,16 @@ def _read_state(path: str) -> dict[str, dict[str, Any]]:
     with suppress(FileNotFoundError), open(path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         return _merge(file.read(), path)
-    return {}
+    return defaultdict(dict)
 
 
 def _merge(data: bytes, path: str) -> dict[str, dict[str, Any]]:
     """Merge the lines of a state; a line that was cut off by a crash is not valid JSON and does not count."""
-    state = dict[str, dict[str, Any]]()
+    state: dict[str, dict[str, Any]] = defaultdict(dict)
     for line in filter(None, data.strip(b"\n").split(b"\n")):
         with suppress(CheckpointError):
             for kind, record in parse_json(line, path).items():
-                state.setdefault(kind, {}).update(record)
+                state[kind] |= record
     return state
 
 

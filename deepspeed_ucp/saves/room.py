@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from ..io.memory import measure_available
 from ..io.paths import MEMORY, find_kind
@@ -33,12 +33,12 @@ def is_safe(save: Snapshot) -> bool:
     return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.destinations))
 
 
-def drop_unwanted(job: Job, keep: int) -> Iterator[Snapshot]:
-    """Yield the job's saves that memory no longer needs, except the ``keep`` newest, the oldest first."""
+def free_unwanted(job: Job, keep: int) -> None:
+    """Free the job's saves that memory no longer needs, except the ``keep`` newest."""
     copying, saves = job.read("copying").values(), job.list_saves()
     for save in saves[: -keep or None]:
         if save.number not in copying and _is_spare(save, saves):
-            yield save
+            save.spare()
 
 
 def _is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:

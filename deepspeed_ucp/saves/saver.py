@@ -27,7 +27,7 @@ from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..writer import is_decoupled
 from .claims import Claim, claim_tag
-from .copies import Neighbours, find_neighbours
+from .copies import find_neighbours
 from .files import MappedFiles, save_over
 from .launch import POLLED, WriterPipe, finish_dead, list_settings
 from .memory import (
@@ -42,7 +42,7 @@ from .memory import (
     locate,
     name_job,
 )
-from .room import ADVICE, Room, drop_unwanted
+from .room import ADVICE, Room, free_unwanted
 from .sizes import SPARE, estimate_save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -64,12 +64,11 @@ class Saver:
 
     def __init__(self, config: UniversalConfig, name: str, rank: int, owners: Sequence[int]) -> None:
         options = config.save or SaveOptions()
-        self.options, self.rank = options, rank
+        self.options = options
         nodes = list(dict.fromkeys(owners))
         self.is_owner, self.node, self.nodes = owners[rank] == rank, nodes.index(owners[rank]), len(nodes)
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
-        self.neighbours: Neighbours | None = None
         self.number, self.failed = 0, ""
         self.room, self.writer = Room(self.root, self.job), WriterPipe(self.job, list_settings(config))
         self.made = {False: 0, True: 0}  # numbers of saves of the script, and of snapshots
@@ -95,8 +94,8 @@ class Saver:
         """Release a folder that was deleted; another saver replaces this one."""
         self.mapped.tidy(everything=True)
         self.writer.close()
-        if self.neighbours is not None:
-            self.neighbours.close()
+        if self.writer.neighbours is not None:
+            self.writer.neighbours.close()
         atexit.unregister(self.close)
         self.job.disown()
 
@@ -156,10 +155,10 @@ class Saver:
 
     def choose_copied(self, comm: Comm) -> None:
         """Agree on the save that is copied to other nodes, and free older ones (collective, before the next save)."""
-        if self.neighbours is not None:
-            self.neighbours.agree(self.number + 1, comm)
-            for save in drop_unwanted(self.job, self.options.keep) if self.is_owner else ():
-                save.spare()
+        if self.writer.neighbours is not None:
+            self.writer.neighbours.agree(self.number + 1, comm)
+            if self.is_owner:
+                free_unwanted(self.job, self.options.keep)
 
     def list_written(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""
@@ -181,7 +180,7 @@ class Saver:
             self._requested[self.number] = tag
         self.writer.notify()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
-        if latest and (self.neighbours is None or self.neighbours.safe):
+        if latest and (self.writer.neighbours is None or self.writer.neighbours.safe):
             self.room.drop_dead(save_dir, tag, by_itself=by_itself)
 
     def overtake(self, save_dir: str, tag: str) -> None:
@@ -301,7 +300,7 @@ class Saver:
         self.writer.close(FINISHED if is_finished else b"")
         end = time.monotonic() + self.options.wait_s
         frees = self.wait(self.options.wait_s) and is_finished  # some platforms kill the writer with the rank
-        neighbours = self.neighbours
+        neighbours = self.writer.neighbours
         while is_locked(self.job) and time.monotonic() < end:
             if not (frees or (neighbours is not None and neighbours.is_waited_for())):
                 break
@@ -478,9 +477,7 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
             saver.lost |= lost.list_missing()
         comm.run(lambda: saver.open() if saver.is_owner else None)
         if saver.options.copies and not engine.use_node_local_storage():
-            saver.neighbours = saver.writer.neighbours = find_neighbours(
-                saver.options, saver.job, list(dict.fromkeys(owners)), comm
-            )
+            saver.writer.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(owners)), comm)
         comm.run(lambda: saver.writer.notify() if saver.is_owner else None)  # it starts while the first save is made
         state.saver = saver
     opened: Saver = state.saver

@@ -27,7 +27,7 @@ from ..io.store import set_storage_options
 from .copies import Replicator
 from .memory import FINISHED, Job, Snapshot, list_late
 from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
-from .room import drop_unwanted, is_safe
+from .room import free_unwanted, is_safe
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -125,8 +125,7 @@ class SaveWriter:
     def free(self) -> None:
         """Free the memory of saves that are not needed any more."""
         with self.lock:
-            for save in drop_unwanted(self.job, self.keep):
-                save.spare()
+            free_unwanted(self.job, self.keep)
 
     def free_finished(self) -> None:
         """Free the memory of a job that ended normally, if every destination has its saves.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deepspeed_ucp.saves.launch import start_writer
+from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import Job, is_locked, list_late
 from tests.saves.saving import SETTINGS, is_whole, make_save
 from tests.support.until import wait_until
@@ -25,21 +25,19 @@ place.mkdir()
 mount("size=96k")
 job = Job(str(folder / "memory" / "job"))
 job.own()
-lines = start_writer(job, SETTINGS)
+writer = WriterPipe(job, SETTINGS)
 make_save(job, str(place), tag="first")
-lines.write(b"\n")
-lines.flush()
+writer.notify()
 wait_until(lambda: not list_late(job.list_saves()) and job.read("written"))  # the writer has finished with the place
 if fault == "ro":
     mount("remount,ro")
 make_save(job, str(place), tag="second")
-lines.write(b"\n")
-lines.flush()
+writer.notify()
 wait_until(lambda: "not written, to be tried again" in Path(job.folder, "log").read_text())
 assert (place / "latest").read_text() == "first"
 assert is_whole(str(place / "first"))
 mount("remount,rw,size=4m")
-lines.close()
+writer.close()
 wait_until(lambda: not is_locked(job))
 assert (place / "latest").read_text() == "second"
 assert is_whole(str(place / "first")) and is_whole(str(place / "second"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ucp.io.store import read_small
-from deepspeed_ucp.saves.launch import start_writer
+from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import Job, is_locked, list_late
 from tests.saves.namespace import run_in_namespace
 from tests.saves.saving import SETTINGS, is_whole, make_save
@@ -32,17 +32,15 @@ def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: 
     for job in jobs:
         job.own()
     settings = {**SETTINGS, "storage_options": server.options}
-    lines, drawn = [start_writer(job, settings) for job in jobs], random.Random(1)
+    writers, drawn = [WriterPipe(job, settings) for job in jobs], random.Random(1)
     for number in range(6):
-        for job, line in zip(jobs, lines, strict=True):
-            make_save(job, place, tag=f"step{number // 3}", step=number // 3)
-            line.write(b"\n")
-            line.flush()
+        for writer in writers:
+            make_save(writer.job, place, tag=f"step{number // 3}", step=number // 3)
+            writer.notify()
         time.sleep(drawn.uniform(0, 0.3))
-    for line in lines:
-        line.close()
-    for job in jobs:
-        wait_until(lambda job=job: not is_locked(job))
+    for writer in writers:
+        writer.close()
+    wait_until(lambda: not any(map(is_locked, jobs)))
     logs = [Path(job.folder, "log").read_text() for job in jobs]
     assert read_small(f"{place}/latest") == b"step1" and is_whole(f"{place}/step1"), logs
 
@@ -52,13 +50,12 @@ def test_a_store_that_is_down_does_not_delay_other_places(tmp_path: Path, server
     job = Job(str(tmp_path / "memory" / "job"))
     job.own()
     with server.failing(lambda _: "503"):
-        lines = start_writer(job, {**SETTINGS, "storage_options": server.options})
+        writer = WriterPipe(job, {**SETTINGS, "storage_options": server.options})
         for tag in "abc":
             make_save(job, url, local, tag=tag)
-            lines.write(b"\n")
-            lines.flush()
+            writer.notify()
             wait_until(lambda tag=tag: is_whole(f"{local}/{tag}"))
         wait_until(lambda: list(list_late(job.list_saves())) == [url])
-    lines.close()
+    writer.close()
     wait_until(lambda: not is_locked(job))
     assert read_small(f"{url}/latest") == b"c" and is_whole(f"{url}/c")

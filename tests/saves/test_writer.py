@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from deepspeed_ucp.errors import CheckpointError, DiskFullError, UnsupportedErro
 from deepspeed_ucp.io import disk
 from deepspeed_ucp.saves import memory, places, publishing
 from deepspeed_ucp.saves import writer as writing
-from deepspeed_ucp.saves.launch import finish_dead, start_writer
+from deepspeed_ucp.saves.launch import WriterPipe, finish_dead, start_writer
 from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, list_late, name_job
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes, write_source
@@ -381,22 +380,20 @@ def test_a_save_that_was_not_announced_is_written_at_the_end(run: Run, monkeypat
 
 def test_the_process_ends_when_everything_is_written(run: Run) -> None:
     """Although its starter has ended, and saves were made while it wrote. It replaces a killed process."""
-    killed = start_writer(run.job, SETTINGS)
+    writer = WriterPipe(run.job, SETTINGS)
+    writer.notify()
     assert is_locked(run.job)  # a writer that starts slowly counts as running
-    with suppress(ProcessLookupError):
-        os.kill(find_writer(run.job), signal.SIGKILL)
-    wait_until(lambda: not is_locked(run.job))
-    lines = start_writer(run.job, SETTINGS)
-    for tag in "before", TAG:
+    for tag in "killed", "before", TAG:
         run.save(tag=tag)
-        lines.write(b"\n")
-        lines.flush()
+        writer.notify()
         wait_until(lambda: not run.list_late())
+        if tag == "killed":
+            os.kill(find_writer(run.job), signal.SIGKILL)
+            wait_until(lambda: not is_locked(run.job))
     wait_until(lambda: os.path.exists(run.job.spare))
-    lines.close()
+    writer.close()
     wait_until(lambda: not is_locked(run.job))
     assert run.is_whole() and not os.path.exists(run.job.spare)
-    killed.close()
 
 
 @pytest.mark.parametrize("searched", [None, "", ":", ".", f"code:{os.path.dirname(os.__file__)}"])
@@ -425,9 +422,9 @@ def test_memory_is_freed_only_after_a_normal_end(last: str, run: Run) -> None:
     """Although it has a snapshot, which a later save replaces."""
     run.save(destinations={}, by_itself=True)
     run.save(tag="last")
-    lines = start_writer(run.job, SETTINGS)
-    lines.write(f"\n{last}".encode())
-    lines.close()
+    writer = WriterPipe(run.job, SETTINGS)
+    writer.notify()
+    writer.close(f"\n{last}".encode())
     wait_until(lambda: run.is_whole("last"))
     wait_until(lambda: not (run.list_late() or is_locked(run.job)))
     assert bool(run.job.list_saves()) is not bool(last)
