@@ -296,7 +296,7 @@ class _StoreTag(Tag):
             )
 
     def delete_replaced(self, before: str) -> None:
-        """Delete the folder that was published before, and files that earlier releases wrote directly into the tag.
+        """Delete the folder that was published before, and files of a save directly in the tag.
 
         This is safe while the former writer still runs: its conditional write expects an older pointer and fails.
         """

@@ -271,6 +271,16 @@ def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
         assert training.save("d") and training.saver.finish() and is_whole(str(training.place / "d"))
 
 
+def test_a_writer_that_ends_at_once_is_not_waited_for(
+    training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        assert training.save()
+        assert not training.saver.finish() and f"still to be written: {TAG}" in caplog.text
+    assert training.saver.finish() and is_whole(str(training.place / TAG))
+
+
 def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

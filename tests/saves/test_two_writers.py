@@ -241,7 +241,7 @@ def hash_files(folder: Path) -> frozenset[tuple[str, int]]:
 
 
 def put_plain(bench: Bench) -> None:
-    """Put files of a save into the tag, as earlier releases did."""
+    """Put files of a save directly into the tag."""
     for name, data in bench.contents["c"].items():
         write_small(f"{bench.place}/{TAG}/{name}", data)
     seal_folder(f"{bench.place}/{TAG}", Comm())
@@ -252,7 +252,7 @@ KINDS = ["folder", "folder, existing", "store", "store, existing", "store, plain
 
 @pytest.fixture(params=KINDS)
 def bench(request: pytest.FixtureRequest, saves: dict[str, Snapshot]) -> Iterator[Bench]:
-    """A place without the tag, and one that has it from another job or from an earlier release."""
+    """A place without the tag, and one that has it from another job or without ``ucp_published.json``."""
     kind, _, prepared = request.param.partition(", ")
     use = use_folder if kind == "folder" else use_fake_store
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root, use(saves, Path(root)) as made:
