@@ -279,7 +279,8 @@ class PlaceWriter(threading.Thread):
         return not self._logged and any(self.folder in other.list_pending() for other in newer)
 
     def _note_written(self, save: Snapshot, mark: str) -> None:
-        end_save(save, self.folder)
+        with suppress(OSError):  # the next save of this job deletes what is left
+            end_save(save, self.folder)
         key = f"{self.folder}{_BY_ITSELF if save.by_itself else ''}"
         marks = (self.job.read("written") | self._written).get(key, {})
         marks = {tag: mark for tag, mark in marks.items() if tag != save.tag}

@@ -151,6 +151,16 @@ def test_a_disk_that_fails_leaves_the_former_files(code: int, run: Run) -> None:
     assert run.list_names() == {TAG, "next", "latest", SCRIPT}
 
 
+def test_coordination_files_that_cannot_be_deleted_do_not_undo_a_save(run: Run) -> None:
+    """The next save of the job deletes them."""
+    run.save(tag="first")
+    with mock.patch.object(writing, "end_save", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
+        assert run.write() and list(run.job.read("written")[run.place]) == ["first"]
+    assert [name for name in run.list_names() if "first" in name] != ["first"]
+    run.write_save(tag="second")
+    assert run.list_names() == {"first", "second", "latest", SCRIPT}
+
+
 def fill_memory(kind: str) -> mock._patch[Any]:
     """Let memory have no room for an object of a state."""
     note = Snapshot.note
