@@ -1,6 +1,8 @@
 """Non-blocking saves: DeepSpeed writes its files into memory, and a writer process copies them to their destinations.
 
-On the ranks: :mod:`.saver`, which starts the writer process by :mod:`.launch`. In that process, which imports neither
-torch nor deepspeed: :mod:`.writer`, :mod:`.places`, :mod:`.copies`. They share the folders that :mod:`.memory`
-describes. :mod:`.room` decides which saves are kept there, :mod:`.search` finds them.
+* On the ranks: :mod:`.saver` with :mod:`.files`, :mod:`.sizes`, :mod:`.claims` and :mod:`.neighbours`; :mod:`.launch`
+  starts the writer process. :mod:`.search` finds saves for loads, :mod:`.keeping` postpones trainers' removals.
+* In the writer process, which imports neither torch nor deepspeed: :mod:`.writer`, which copies to destinations
+  (:mod:`.places`, :mod:`.publishing`, :mod:`.removing`) and to another node's memory (:mod:`.copies`).
+* In both: the folders in memory (:mod:`.memory`), and which saves are kept there (:mod:`.room`).
 """

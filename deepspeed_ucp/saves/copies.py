@@ -1,4 +1,4 @@
-"""Copies of each node's saves in the next node's memory: all ranks agree on the save, the writers send and receive it.
+"""Copies of each node's saves in the next node's memory, which the writers send and receive.
 
 One connection (``multiprocessing.connection``: HMAC challenges of both ends, framed messages) carries one save. The
 sender sends a description as JSON, the receiver a reply as JSON, the sender the files in messages of at most 1 MiB,
@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..comm import Comm
-from ..config import SaveOptions
-from ..errors import UcpError, escape, pluralize, shorten
+from ..errors import UcpError, escape
 from ..io.checksum import crc32
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated, write_at
@@ -188,7 +185,7 @@ class Replicator:
     """A writer's side of the copies: sends its node's saves to the next node, receives those of the node before.
 
     Args:
-        settings: of :class:`Neighbours`.
+        settings: of :class:`~.neighbours.Neighbours`.
         keep: complete saves of a node to keep.
         wait: seconds after the job's end to finish transfers.
     """
@@ -420,152 +417,3 @@ class Replicator:
 
     def _reply(self, peer: Peer, *, wanted: bool = False, why: str = "") -> None:
         peer.send(_Reply(host=self.name, wanted=wanted, why=why).model_dump_json().encode())
-
-
-_COPIED, _WAITING, _FAILED, _GONE = "copied", "waiting", "failed", "gone"
-"""States of a node's part of the save that is copied."""
-
-
-class _Node(NamedTuple):
-    """A node's host name, its address on the way to ``MASTER_ADDR``, and the address of that host."""
-
-    host: str
-    address: str
-    master: str
-
-
-@dataclass(slots=True)
-class Neighbours:
-    """The copies of one job's saves, as one rank knows them.
-
-    Attributes:
-        job: its node's folder of saves.
-        settings: for the writer; empty on ranks that keep no folder.
-        listener: socket on which the writer receives copies; it outlives a writer that is killed.
-        safe, current: as of :meth:`.memory.Job.read`.
-        failed: names of the nodes whose saves did not reach the next node.
-        logged: number of saves that copies were behind when this was last logged.
-    """
-
-    job: Job
-    settings: dict[str, Any] = field(default_factory=dict)
-    listener: socket.socket | None = None
-    safe: int = 0
-    current: int = 0
-    failed: set[str] = field(default_factory=set)
-    logged: int = 0
-
-    def agree(self, number: int, comm: Comm) -> None:
-        """Before the save with this number: agree on which copies are complete, and which save is copied next.
-
-        Collective. All nodes copy the same save until each has it or cannot have it: if each node chose for itself,
-        there might never be a save with copies of all nodes.
-        """
-        nodes = list(filter(None, comm.each(self._look)))
-        states, failed = [state for _, state in nodes], {host for host, state in nodes if state == _FAILED}
-        if set(states) == {_COPIED}:
-            self.safe = self.current
-        if _WAITING not in states:
-            self.current = number
-        if self.listener is not None:
-            with suppress(UcpError, OSError):  # memory is full: the former record stays valid
-                self.job.note("copying", {"safe": self.safe, "current": self.current})
-        log = os.path.join(self.job.folder, "log")
-        if comm.rank == 0 and failed - self.failed:
-            named = shorten(sorted(failed))
-            logger.warning("saves of %s do not reach their neighbours' memory: see %s there", named, log)
-        self.failed, behind = failed, number - self.current
-        if behind > 1 and behind >= 2 * self.logged:
-            self.logged = behind
-            if comm.rank == 0:
-                logger.warning("copies in other nodes' memory are %s behind: see %s", pluralize(behind, "save"), log)
-        self.logged = self.logged if behind else 0
-
-    def _look(self) -> tuple[str, str] | None:
-        """Return this node's name and the state of its part of the current save."""
-        if self.listener is None:
-            return None
-        name, target = self.settings["name"], str(self.settings["to"])
-        save = next((candidate for candidate in self.job.list_saves() if candidate.number == self.current), None)
-        if save is None:
-            return name, _GONE
-        copied = save.read("copied")
-        if target not in copied:
-            return name, _WAITING
-        return name, _COPIED if copied[target] else _FAILED
-
-    def is_waited_for(self) -> bool:
-        """Return True if this node's part of the newest save has not been sent."""
-        saves = self.job.list_saves()
-        return self.listener is not None and bool(saves) and str(self.settings["to"]) not in saves[-1].read("copied")
-
-    def close(self) -> None:
-        """Close the listener; the writer has another descriptor."""
-        if self.listener is not None:
-            self.listener.close()
-
-
-def find_neighbours(options: SaveOptions, job: Job, owners: Sequence[int], comm: Comm) -> Neighbours | None:
-    """Let each node's saves be copied to the next node; return None, with a warning, on a single node (collective).
-
-    Args:
-        owners: by node the rank that owns its folder in memory.
-    """
-    if len(owners) == 1:
-        if comm.rank == 0:
-            logger.warning('"save": {"copies": 1}: there is only one node, and no other node to keep a copy')
-        return None
-    secret = comm.broadcast(secrets.token_hex(32))
-    described = comm.each(lambda: _describe_node(options) if comm.rank in owners else None)
-    nodes = [_Node(*node) for node in filter(None, described)]
-    if comm.rank == 0:
-        pairs = [f"{node.host} → {after.host}" for node, after in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
-        logger.info("each node's part of a save is copied to the next node's memory: %s", shorten(pairs, 8))
-    node = owners.index(comm.rank) if comm.rank in owners else -1
-    address = find_address(nodes, node) if node >= 0 else ""
-    listener = comm.run(lambda: _listen(address) if node >= 0 else None)
-    addresses = comm.each(lambda: (address, listener.getsockname()[1]) if listener else None)
-    if listener is None:
-        return Neighbours(job)
-    target = (node + 1) % len(nodes)
-    settings = {
-        "secret": secret,
-        "name": nodes[node].host,
-        "nodes": len(nodes),
-        "to": target,
-        "address": list(filter(None, addresses))[target],
-        "from": (node - 1) % len(nodes),
-    }
-    return Neighbours(job, settings, listener)
-
-
-def _describe_node(options: SaveOptions) -> _Node:
-    """Return this machine's addresses; the route to ``MASTER_ADDR`` is looked up without any packet."""
-    address = master = "127.0.0.1"
-    with suppress(OSError):
-        addresses = socket.getaddrinfo(os.environ.get("MASTER_ADDR", master), 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, target = addresses[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            address, master = str(probe.getsockname()[0]), str(target[0])
-    return _Node(socket.gethostname(), os.path.expandvars(options.address or "") or address, master)
-
-
-def find_address(nodes: Sequence[_Node], node: int) -> str:
-    """Return the address by which other nodes reach a node, even if that node knows itself by a loopback address."""
-    if not _is_loopback(nodes[node].address):
-        return nodes[node].address
-    return next((described.master for described in nodes if not _is_loopback(described.master)), nodes[node].address)
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _listen(address: str) -> socket.socket:
-    """Listen at an address, or at all addresses if the system does not know it."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return socket.create_server((address, 0), family=family, backlog=_MOST_PEERS)
-    except OSError:
-        return socket.create_server(("", 0), backlog=_MOST_PEERS)

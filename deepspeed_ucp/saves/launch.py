@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, cast
 
 from ..children import block
 from ..config import SaveOptions, UniversalConfig
-from .copies import Neighbours
 from .memory import LOCK, Job, is_locked, list_dead, list_late
+from .neighbours import Neighbours
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -27,7 +27,6 @@ from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..writer import is_decoupled
 from .claims import Claim, claim_tag
-from .copies import find_neighbours
 from .files import MappedFiles, save_over
 from .launch import POLLED, WriterPipe, finish_dead, list_settings
 from .memory import (
@@ -42,6 +41,7 @@ from .memory import (
     locate,
     name_job,
 )
+from .neighbours import find_neighbours
 from .room import ADVICE, Room, free_unwanted
 from .sizes import SPARE, estimate_save
 

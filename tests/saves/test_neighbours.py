@@ -23,10 +23,11 @@ from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.formats.deepspeed.seal import read_seal
 from deepspeed_ucp.io.checksum import crc32
-from deepspeed_ucp.saves import copies, room
-from deepspeed_ucp.saves.copies import Neighbours, Peer, find_address, find_neighbours
+from deepspeed_ucp.saves import copies, neighbours, room
+from deepspeed_ucp.saves.copies import Peer
 from deepspeed_ucp.saves.launch import start_writer
 from deepspeed_ucp.saves.memory import Snapshot, find_root, is_locked, name_job
+from deepspeed_ucp.saves.neighbours import Neighbours, find_address, find_neighbours
 from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.search import find_in_memory, search_memory
 from tests.convert.conversions import read_bytes, write_source
@@ -353,9 +354,9 @@ def test_the_seal_names_the_hosts_that_have_files_in_memory(nodes: Nodes) -> Non
 
 
 def test_a_node_that_knows_itself_by_a_loopback_address_is_reached_by_its_name() -> None:
-    nodes = [copies._Node("a", "127.0.1.1", "127.0.1.1"), copies._Node("b", "10.0.0.2", "10.0.0.1")]
+    nodes = [neighbours._Node("a", "127.0.1.1", "127.0.1.1"), neighbours._Node("b", "10.0.0.2", "10.0.0.1")]
     assert [find_address(nodes, node) for node in range(2)] == ["10.0.0.1", "10.0.0.2"]
-    here = [copies._Node("a", "127.0.0.1", "127.0.0.1")] * 2
+    here = [neighbours._Node("a", "127.0.0.1", "127.0.0.1")] * 2
     assert find_address(here, 1) == "127.0.0.1"
 
 
@@ -364,7 +365,7 @@ def test_the_address_of_a_node_is_the_one_on_the_way_to_the_master(monkeypatch: 
     probe.__enter__.return_value = mock.Mock(getsockname=lambda: ("10.0.0.2", 1))
     monkeypatch.setattr(socket, "socket", lambda *_: probe)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    found = [copies._describe_node(SaveOptions(address=each))[1:] for each in (None, "10.1.1.1")]
+    found = [neighbours._describe_node(SaveOptions(address=each))[1:] for each in (None, "10.1.1.1")]
     assert found == [("10.0.0.2", "10.0.0.1"), ("10.1.1.1", "10.0.0.1")]
 
 
