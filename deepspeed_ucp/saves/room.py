@@ -88,7 +88,7 @@ class Room:
             spare, only = _split_dead(job)
             kept += only
             self._remove(spare)
-        if self.free_own():
+        if self.free_older():
             return ""
         needed, free = self._count_needed(), count_free(self.root)
         why = f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
@@ -99,8 +99,8 @@ class Room:
             )
         return f"{why}. {ADVICE}"
 
-    def free_own(self) -> bool:
-        """Remove saves of this job that are not needed until the next one fits; return True if it does."""
+    def free_older(self) -> bool:
+        """Remove older saves of this job that are not needed until the next one fits; return True if it does."""
         safe, saves = self.job.read("copying").get("safe"), self.job.list_saves()
         older = [save for save in saves[:-1] if _is_spare(save, saves)]
         self._remove(sorted(older, key=lambda save: save.number == safe))

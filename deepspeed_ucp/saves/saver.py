@@ -143,7 +143,7 @@ class Saver:
             if self.job.is_unfinished(number):
                 delete_own(self.job.find_folder(number))
         if (why := self.room.make()) and waits:
-            self.wait(self.options.wait_s, self.room.free_own)
+            self.wait(self.options.wait_s, self.room.free_older)
             why = self.room.make()
         if why:
             return why
