@@ -28,7 +28,7 @@ from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine, train_engine
 from tests.support.engines.parallel import pipe
 from tests.support.engines.ranks import Load, load_each
-from tests.support.engines.saves import close, in_memory
+from tests.support.engines.saves import close, in_memory, wait_for_marks
 
 SAMPLES = 3 * BATCH
 
@@ -200,6 +200,7 @@ def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: P
     config, saves = saving(source, tmp_path / "memory"), {2: folder, 6: elsewhere}
     whole = ucp_worlds.get(2).run(train, config, folder, 7, every=2, seed=1, saves=saves)
     assert [each.taken for each in whole] == [[4, 6]] * 2
+    wait_for_marks(folder)
     assert [path.name for path in (tmp_path / "saved").glob("*_step*")] == ["global_step2"]
     assert (tmp_path / "elsewhere" / "latest").read_text() == "global_step6"
     world, config = ucp_worlds.get(target.world), saving(target, tmp_path / "memory")
