@@ -28,7 +28,7 @@ from tests.synth import Model, Param, State, Topology, random_state, write_check
 pytest.importorskip("moto")
 
 SMALL = Model((Param("a.w", (30, 20)), Param("a.b", (20,)), Param("frozen", (5,), frozen=True)))
-LARGE = Model(tuple(Param(f"w{number}", (1000, 700)) for number in range(4)))
+LARGE = Model(tuple(Param(f"w{number}", (500, 700)) for number in range(4)))
 CONTENT = os.urandom(5 << 20)
 PASSING = ("429", "500", "503", "503 SlowDown", "reset", "truncate", "slow")
 
