@@ -197,18 +197,6 @@ def test_the_form_is_torchs(tmp_path: Path, layout: str) -> None:
     assert fsdp_run.train(model, optimizer, range(3, 5)) == fsdp_run.train(*fsdp_run.build(), range(5))[3:]
 
 
-def test_torchtitans_form(tmp_path: Path) -> None:
-    """Its CheckpointManager asks for the weights on top and for ``optimizer``, flattened."""
-    folder = save_trained(tmp_path, Topology(1, 2), layout="torchtitan")
-    model, optimizer = fsdp_run.build(seed=1)
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    tree = {**model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer, options=flat)}
-    dcp.load(tree, checkpoint_id=folder, no_dist=True)
-    set_optimizer_state_dict(model, optimizer, tree.pop("optimizer"), options=flat)
-    model.load_state_dict(tree)
-    assert fsdp_run.train(model, optimizer, range(3, 5)) == fsdp_run.train(*fsdp_run.build(), range(5))[3:]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_scheduler_made_before_the_load_finds_its_rate(tmp_path: Path, layout: str, scheduled: bool) -> None:

@@ -123,13 +123,6 @@ def test_checkpoints_of_megatron_core_are_refused(tmp_path: Path, kept: Sequence
         open_checkpoint(str(tmp_path), Comm())
 
 
-def test_folders_of_accelerate(tmp_path: Path, trained: Any) -> None:
-    weights, states = get_state_dict(*trained)
-    for name, tree in (("pytorch_model_fsdp_0", {"model": weights}), ("optimizer_0", {"optimizer": states})):
-        dcp.save(tree, checkpoint_id=tmp_path / "it" / name, no_dist=True)
-    check_index(open_it(tmp_path / "it"), trained)
-
-
 def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
     index = open_it(save_dcp(tmp_path / "it", trained, outer=lambda weights, _: {"model": weights}))
     assert {key.state for key in index.stored.atoms} == {MODULE}

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.io import scan
 from deepspeed_ucp.io.scan import ScanFile, scan_files
 from tests.support.reshard import examples, temporary_folder
 
@@ -36,19 +35,6 @@ def test_checksums_of_any_ranges(ranges: list[tuple[int, int]], threads: int, wi
     assert [each.nbytes for each in found] == [len(DATA), 0]
     assert sum(told) == len(DATA)
     assert not found[0].errors
-
-
-def test_a_file_that_ends_early_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "CHUNK", 4096)
-    (tmp_path / "a").write_bytes(DATA[:10_000])
-    (tmp_path / "b").write_bytes(DATA)
-    ranges = ((0, 4000), (9000, 2000), (20_000, 10))
-    files = [ScanFile(str(tmp_path / name), len(DATA), ranges) for name in ("a", "b")]
-    cut, whole = scan_files(files, threads=2)
-    assert cut.crcs == [zlib.crc32(DATA[:4000]), None, None]
-    assert cut.errors[0] == (10_000, "ends at byte 10000; it was cut off while it was read")
-    assert (cut.nbytes, whole.nbytes, whole.errors) == (10_000, len(DATA), [])
-    assert None not in whole.crcs
 
 
 @pytest.mark.parametrize(

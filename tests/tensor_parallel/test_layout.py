@@ -118,15 +118,6 @@ def test_part_of_a_source_shard(pair, data):
     assert writes.max(initial=0) <= 1
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
-@settings(max_examples=60)
-def test_rows_that_only_one_side_has_are_left_out(have, want, columns):
-    rows = min(have, want)
-    source, target = whole((have, columns)), whole((want, columns))
-    runs = copy_runs(source, 0, target, 0, 0, want * columns)
-    assert runs == (Run(0, 0, rows * columns),)
-
-
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.sampled_from([(0, 1), (1, 2)]), st.data())
 @settings(max_examples=100)
 def test_layouts_with_different_views_meet(view, joined, data):
