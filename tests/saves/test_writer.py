@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,30 +83,33 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return attempts
 
 
-@pytest.mark.parametrize("value", [6.5, "6"])
+def cut_model_states(tag: Path) -> None:
+    path = next(tag.glob("*model_states.pt"))
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "fraction": (lambda tag: set_counter(tag, "global_samples", 6.5), "global_samples"),
+    "text": (lambda tag: set_counter(tag, "global_samples", "6"), "global_samples"),
+    "damage": (cut_model_states, "model_states.pt"),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
 def test_a_fault_that_no_retry_can_mend_is_reported_once_and_not_retried(
-    value: object, run: Run, attempts: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
+    kind: str, run: Run, attempts: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    bad = run.save("one", "other")
-    set_counter(Path(bad.folder) / TAG, "global_samples", value)
+    bad, (spoil, named) = run.save("one", "other"), FAULTS[kind]
+    spoil(Path(bad.folder) / TAG)
     write_all(run)
     assert sorted(attempts) == [(TAG, "one"), (TAG, "other")]
     lines = [each for each in caplog.messages if "no retry can mend" in each]
-    assert len(lines) == 2 and all("global_samples" in line and "damage" not in line for line in lines)
+    assert len(lines) == 2 and all(named in line and ("damage" not in line or kind == "damage") for line in lines)
     assert sorted(bad.list_refused()) == [str(run.folder / each) for each in ("one", "other")]
     assert len(bad.list_pending()) == 2  # memory keeps it
     good = run.save("one", tag="global_step4")
     write_all(run)
     assert not good.list_pending() and is_whole(str(run.folder / "one" / "global_step4"))
-
-
-def test_a_save_that_is_damaged_in_memory_is_not_retried(
-    run: Run, attempts: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
-) -> None:
-    path = next((Path(run.save().folder) / TAG).glob("*model_states.pt"))
-    path.write_bytes(path.read_bytes()[:-100])
-    write_all(run)
-    assert attempts == [(TAG, "place")] and "no retry can mend" in caplog.text and path.name in caplog.text
 
 
 def test_a_file_that_is_damaged_on_its_way_is_written_again(
