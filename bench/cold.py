@@ -1,4 +1,4 @@
-"""A cold page cache, with the proof that it is cold, and memory that was in use a moment ago."""
+"""Prepare a measurement: an empty page cache, which is checked, and memory that the host has already provided."""
 
 from __future__ import annotations
 
@@ -7,100 +7,82 @@ import mmap
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class StillWarm(RuntimeError):
-    """The page cache keeps the checkpoint although everything permitted was done to drop it."""
+class StillCached(RuntimeError):
+    """The page cache keeps the files although everything permitted was done to drop them."""
 
 
-def make_cold(*roots: Path) -> int:
-    """Use memory, and drop every file below `roots` from the page cache; the bytes that stay cached (normally 0).
+def make_cold(*roots: Path) -> None:
+    """Touch memory, and drop all files below `roots` from the page cache.
 
-    Raises StillWarm when more than 1 % of the bytes stay: a load measured then would not come from the storage.
+    Raises:
+        StillCached: more than 1 % of the bytes stay cached, so a load would not read from the storage.
     """
     files = list_files(*roots)
     touch_memory(files)
     for file in files:
         _drop(file)
-    resident = sum(resident_bytes(file) for file in files)
-    if resident:
-        _drop_all_caches()
-        resident = sum(resident_bytes(file) for file in files)
-    total = sum(file.stat().st_size for file in files)
-    if resident > total // 100:
-        raise StillWarm(
-            f"{resident} of {total} bytes below {', '.join(map(str, roots))} are still cached; as root "
-            "/proc/sys/vm/drop_caches would empty the cache"
+    if any(map(count_cached, files)):
+        with suppress(OSError):  # only root may empty the whole cache
+            Path("/proc/sys/vm/drop_caches").write_text("3\n")
+    cached, total = sum(map(count_cached, files)), sum(file.stat().st_size for file in files)
+    if cached > total // 100:
+        names = ", ".join(map(str, roots))
+        raise StillCached(
+            f"{cached} of {total} bytes below {names} are still cached. Run as root, which can drop them."
         )
-    return resident
 
 
 def list_files(*roots: Path) -> list[Path]:
-    """All files below folders."""
     return [file for root in roots for file in sorted(root.rglob("*")) if file.is_file()]
 
 
 def touch_memory(files: Sequence[Path]) -> None:
-    """Use as much memory as four times the files' bytes once, but leave a quarter of what is free, and free it.
+    """Use four times as much memory as the files have bytes, but at most three quarters of the free memory; free it.
 
-    A virtual machine's host takes back what has been free for some seconds. Whoever uses it next would wait for it:
-    a case that follows smaller ones would take up to twice as long. Every processor waits for a share of it.
+    The host of a virtual machine reclaims memory that has been free for some seconds. The next process to use it would
+    wait for it, up to the duration of a load.
     """
     wanted = min(4 * sum(file.stat().st_size for file in files), psutil.virtual_memory().available * 3 // 4)
     with map_memory(wanted) as memory, ThreadPoolExecutor() as pool:
         parts = np.array_split(np.frombuffer(memory, np.uint8)[::_PAGE], os.cpu_count() or 1)
         list(pool.map(lambda part: np.copyto(part, 1), parts))
-        del parts  # memory that something looks at cannot be freed
+        del parts  # a memory map with views cannot be closed
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
-    """Memory that nobody has touched, page by page; a byte at least."""
+    """Return new, untouched memory; at least one byte."""
     return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def resident_bytes(file: Path) -> int:
-    """How many bytes of `file` the page cache holds, by mincore(2)."""
+def count_cached(file: Path) -> int:
+    """Return the number of the file's bytes in the page cache (mincore(2))."""
     size = file.stat().st_size
     if not size:
         return 0
-    with file.open("rb") as handle:
-        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle.fileno(), 0)
-    if address == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), "mmap", str(file))
     pages = (ctypes.c_ubyte * -(-size // _PAGE))()
-    failed = _libc.mincore(address, size, pages)
-    error = ctypes.get_errno()
-    _libc.munmap(address, size)
-    if failed:
-        raise OSError(error, "mincore", str(file))
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapped:
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        if _libc.mincore(address, size, pages):
+            raise OSError(ctypes.get_errno(), "mincore", str(file))
     return sum(page & 1 for page in bytes(pages)) * _PAGE
 
 
 def _drop(file: Path) -> None:
-    """Dirty pages cannot be dropped, so they are written out first."""
+    """Drop a file's pages from the cache; dirty ones are written first."""
     descriptor = os.open(file, os.O_RDONLY)
     try:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
-
-
-def _drop_all_caches() -> None:
-    try:
-        _DROP_CACHES.write_text("3\n")
-    except OSError:
-        return  # not root: make_cold tells whether it mattered

@@ -1,6 +1,6 @@
-"""What one rank of thousands hears in each collective: the other ranks' words are known beforehand, bytes are counted.
+"""Communication of one rank of thousands in one process: messages of its peers are prepared, received bytes counted.
 
-Bytes are those that `comm.TorchComm` has a rank receive.
+Bytes are those that `comm.TorchComm` receives.
 """
 
 from __future__ import annotations
@@ -11,117 +11,114 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from deepspeed_ucp import comm as comm_module
 from deepspeed_ucp.comm import Comm
 
 ROW = 256
-"""Bytes of a short word, as `TorchComm` sends it."""
-
-
-@dataclass
-class Step:
-    """What one function asks of the others: how often, and the bytes that this rank receives and sends."""
-
-    calls: int = 0
-    received: int = 0
-    sent: int = 0
+"""Size of a short message of `TorchComm` in bytes."""
 
 
 def find_step() -> str:
-    """The function that has called a collective, as `module.function`."""
+    """Return the function that called a collective, as `module.function`."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename in (comm_module.__file__, __file__) or frame.f_code.co_name.startswith("<"):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
 
 
-class ToldComm(Comm):
-    """One rank among peers whose words are known.
+class ScriptedComm(Comm):
+    """One rank among peers with prepared messages.
 
     Args:
-        told: by step what all ranks say, pickled; where nothing is known the others say what this rank says.
-        swapped: by step what comes back from each exchange of tables, by what this rank sends.
-        masks: by step what some rank says yes to.
+        messages: pickled messages of all ranks by step; in other steps the peers send the message of this rank.
+        exchanges: of each exchange of tables the function from the sent tables to the received ones.
+        masks: by step the mask of all ranks.
+
+    Attributes:
+        received: bytes by step.
     """
 
     def __init__(
         self,
         rank: int,
         size: int,
-        told: dict[str, Sequence[bytes]],
-        swapped: Sequence[Callable[[list[Any]], list[Any]]] = (),
-        masks: Mapping[str, Any] = MappingProxyType({}),
+        messages: Mapping[str, Sequence[bytes]],
+        exchanges: Sequence[Callable[[list[Any]], list[Any]]],
+        masks: Mapping[str, Any],
     ) -> None:
-        self.rank, self.size, self.told, self.masks = rank, size, told, masks
-        self.steps: dict[str, Step] = defaultdict(Step)
-        self._swapped = iter(swapped)
-
-    def note(self, step_name: str, received: int, sent: int) -> None:
-        """Count a collective that this class has no part in."""
-        step = self.steps[step_name]
-        step.calls += 1
-        step.received += received
-        step.sent += sent
+        self.rank, self.size, self.messages, self.masks = rank, size, messages, masks
+        self.received: dict[str, int] = defaultdict(int)
+        self._exchanges = iter(exchanges)
 
     def gather(self, value: Any) -> list[Any]:
-        own = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        blobs = self.told.get(find_step()) or [own] * self.size
-        self.note(find_step(), self.size * ROW + sum(len(blob) for blob in blobs if len(blob) > ROW - 8), len(own))
-        return [pickle.loads(blob) for blob in blobs]  # noqa: S301 (of this program)
+        step, own = find_step(), pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        messages = self.messages.get(step) or [own] * self.size
+        self.received[step] += self.size * ROW + sum(_count_long(message) for message in messages)
+        return [pickle.loads(message) for message in messages]  # noqa: S301 (of this program)
 
     def once(self, work: Callable[[], Any], src: int = 0) -> Any:
-        """Whatever one rank does takes its time on the others too: they wait for it."""
+        """Do the work of another rank too: this rank would wait for it."""
         value = work()
-        size = len(pickle.dumps((pickle.dumps(value), None)))
-        self.note(find_step(), ROW + (size if size > ROW - 8 else 0), 0)
+        self.received[find_step()] += ROW + _count_long(pickle.dumps((pickle.dumps(value), None)))
         return value
 
     def swap_tables(self, tables: list[Any]) -> list[Any]:
-        received = next(self._swapped)(tables)
-        came, went = (8 * self.size + sum(table.nbytes for table in each) for each in (received, tables))
-        self.note(find_step(), came, went)
+        received = next(self._exchanges)(tables)
+        self.received[find_step()] += 8 * self.size + sum(table.nbytes for table in received)
         return received
 
     def any_of(self, mask: Any) -> Any:
-        self.note(find_step(), len(mask), len(mask))
-        return self.masks.get(find_step(), mask) if len(mask) > 1 else mask
+        step = find_step()
+        self.received[step] += len(mask)
+        return self.masks.get(step, mask) if len(mask) > 1 else mask
 
 
-class _Told(Exception):
-    """Ends a function that has said what was asked."""
+def _count_long(message: bytes) -> int:
+    """Return the size of a message that needs a second collective, else 0."""
+    return len(message) if len(message) > ROW - 8 else 0
 
 
-class Overhearing(Comm):
-    """Takes down what a rank says first."""
+class _Stopped(Exception):
+    """Ends a function after its first message."""
 
-    said: Any = None
+
+class _FirstMessage(Comm):
+    """Records the first message of a rank."""
+
+    message: Any = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
     def gather(self, value: Any) -> list[Any]:
-        self.said = value
-        raise _Told
+        self.message = value
+        raise _Stopped
 
 
-def overhear(rank: int, size: int, work: Callable[[Comm], Any]) -> bytes:
-    """What a rank says first in `work`, pickled."""
-    comm = Overhearing(rank, size)
+def record_message(rank: int, size: int, work: Callable[[Comm], Any]) -> bytes:
+    """Return the first message of a rank in `work`, pickled."""
+    comm = _FirstMessage(rank, size)
     try:
         work(comm)
-    except _Told:
-        return pickle.dumps(comm.said, pickle.HIGHEST_PROTOCOL)
-    raise AssertionError("nothing was said")
+    except _Stopped:
+        return pickle.dumps(comm.message, pickle.HIGHEST_PROTOCOL)
+    raise AssertionError("the work sent no message")
+
+
+def make_empty_messages(size: int) -> list[bytes]:
+    """Return the messages of ranks without a result in `Comm.each`."""
+    return [pickle.dumps((pickle.dumps(None), None))] * size
 
 
 @dataclass
 class AllRanks(Comm):
-    """Stands for all ranks in one: each one's share of work that is shared is done, and kept as it is told."""
+    """All ranks in one: does the shares of all of them.
+
+    Attributes:
+        shared: pickled messages of the ranks by step.
+    """
 
     rank: int
     size: int
@@ -142,12 +139,3 @@ class AllRanks(Comm):
         packed = [pickle.dumps(part, pickle.HIGHEST_PROTOCOL) for part in parts]
         self.shared[find_step()] = [pickle.dumps((part, None), pickle.HIGHEST_PROTOCOL) for part in packed]
         return [parts[(at + first) % self.size][at // self.size] for at in range(len(items))]
-
-
-def silence(size: int) -> list[bytes]:
-    """Of ranks that have nothing to tell in `Comm.each`."""
-    return [pickle.dumps((pickle.dumps(None), None))] * size
-
-
-def count_rows(tables: Sequence[Any]) -> int:
-    return int(np.sum([len(table) for table in tables]))

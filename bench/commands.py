@@ -1,27 +1,25 @@
-"""Commands as a user types them, measured from outside: time with the interpreter's start, bytes, memory."""
+"""Commands as a user runs them, measured from outside: time with the interpreter's start, bytes, memory."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meters import Io
+from meters import Io, read_fields
 
-_PERIOD = 0.05  # seconds between two looks at a command's memory
+_PERIOD = 0.05  # seconds between two samples of a command's memory
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Output, exit code and resource use of a command."""
+    """Exit code, output and resource use of a command."""
 
     code: int
     output: str
@@ -29,53 +27,32 @@ class CommandResult:
     io: Io
     peak_bytes: int
 
-    def data(self) -> dict[str, Any]:
-        """The JSON object that it printed last."""
-        lines = self.output.strip().splitlines()
-        starts = [number for number, line in enumerate(lines) if line.startswith("{")]
-        return dict(json.loads("\n".join(lines[starts[-1] :]))) if starts else {}
 
-
-def run_command(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> CommandResult:
-    """Run a command to its end; its errors go to the end of `log`."""
+def run_command(command: Sequence[str], log: Path, **options: Any) -> CommandResult:
+    """Run a command to its end and append its errors to `log`; `options` are those of `subprocess.Popen`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, **(environment or {})}
-    with tempfile.TemporaryFile() as output, log.open("ab") as errors:
-        io, began = Io.now(), time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, stderr=errors, env=variables, start_new_session=True)
-        with PeakWatch(process.pid) as watch:
-            code = process.wait()
-        seconds, io = time.perf_counter() - began, Io.now() - io
-        output.seek(0)
-        return CommandResult(code, output.read().decode(errors="replace"), seconds, io, watch.peak_bytes)
+    with log.open("ab") as errors:
+        io, start = Io.now(), time.perf_counter()
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True, **options
+        )
+        with PeakMemory(process.pid) as memory:
+            output, _ = process.communicate()
+        return CommandResult(process.returncode, output, time.perf_counter() - start, Io.now() - io, memory.peak_bytes)
 
 
-def sync_folder(folder: Path) -> float:
-    """Make every file below a folder durable; seconds."""
-    began = time.perf_counter()
-    for path in [*sorted(folder.rglob("*")), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    return time.perf_counter() - began
+class PeakMemory:
+    """Context manager that samples the memory of a session's processes.
 
-
-class PeakWatch:
-    """Watches the memory of a session's processes; a context manager."""
+    Attributes:
+        peak_bytes: peak resident size of a single process, or the highest sum of proportional sizes of several.
+    """
 
     def __init__(self, session: int) -> None:
-        self._session, self._stop = session, threading.Event()
-        self._sums, self._highest, self._seen = 0, 0, set[int]()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._session, self._stop, self.peak_bytes = session, threading.Event(), 0
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory: VmHWM of a single process, or the highest sum of private and shared pages of several."""
-        return self._sums if len(self._seen) > 1 else self._highest
-
-    def __enter__(self) -> PeakWatch:
+    def __enter__(self) -> PeakMemory:
         self._thread.start()
         return self
 
@@ -83,30 +60,25 @@ class PeakWatch:
         self._stop.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _sample(self) -> None:
         while not self._stop.wait(_PERIOD):
             members = list_members(self._session)
-            self._seen |= {*members}
-            if len(members) > 1:
-                self._sums = max(self._sums, sum(_read_kib(pid, "smaps_rollup", "Pss:") for pid in members) << 10)
-            self._highest = max([self._highest, *(_read_kib(pid, "status", "VmHWM:") << 10 for pid in members)])
+            file, key = ("smaps_rollup", "Pss") if len(members) > 1 else ("status", "VmHWM")
+            self.peak_bytes = max(self.peak_bytes, sum(read_bytes(pid, file, key) for pid in members))
 
 
 def list_members(session: int) -> list[int]:
-    """The processes of a session."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            fields = path.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                found.append(int(path.parent.name))
-    return found
+    """List the processes of a session."""
+    members = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getsid(int(folder.name)) == session:
+                members.append(int(folder.name))
+    return members
 
 
-def _read_kib(pid: int, file: str, key: str) -> int:
-    """0 where the process has ended meanwhile."""
+def read_bytes(pid: int, file: str, key: str) -> int:
+    """Read a size of a process in bytes; 0 if it has ended."""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
-            if line.startswith(key):
-                return int(line.split()[1])
+        return read_fields(Path("/proc", str(pid), file)).get(key, 0) << 10
     return 0

@@ -1,9 +1,8 @@
-"""What an engine's optimizer holds, as one number per parameter and state that no topology changes.
+"""A checksum per parameter and optimizer state that does not depend on the topology.
 
-The number is the sum over the elements of their 32 bits, taken as an integer, times a number that only the element's
-place in the whole parameter decides, modulo 2^64. So it is the same however the parameter is partitioned or cut, and
-another one as soon as a bit differs or two unequal elements have changed places. Where elements lie is asked of
-DeepSpeed's own bookkeeping and of the model's, never of the plugin.
+Each element's 32 bits, as an integer, are multiplied by a number derived from the element's position in the whole
+parameter; the sum is taken modulo 2^64. It is the same for any partitioning, and differs if a bit differs or two
+unequal elements are swapped. Positions come from the bookkeeping of DeepSpeed and of the model, not of the plugin.
 """
 
 from __future__ import annotations
@@ -21,130 +20,107 @@ MODULUS = 1 << 64
 _FACTOR = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, odd, as a signed number
 
 Sums = dict[str, int]
-"""By state."""
+"""Checksum by state."""
 
-Place = Callable[[torch.Tensor], torch.Tensor]
-"""Of each element of a rank's tensor, flattened, the place in the flattened whole."""
+FindPositions = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the position of each element of a rank's flattened tensor in the flattened whole parameter."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a parameter.
+    """One rank's part of a parameter.
 
     Attributes:
-        name: the parameter's name in the saved model.
-        stage, shard: the pipeline stage, and the tensor-parallel rank where the parameter is cut, else 0.
-        mirror: the tensor-parallel rank where it is not cut, else 0: of a mirror it is a copy.
-        sums: of this rank's elements.
+        name: name of the parameter in the saved model.
+        stage: pipeline stage.
+        replica: tensor-parallel rank if the parameter is replicated, else 0.
+        sums: checksums of this rank's elements.
     """
 
     name: str
     stage: int
-    shard: int
-    mirror: int
+    replica: int
     sums: Sums
 
 
-@dataclass(frozen=True)
-class Local:
-    """Elements [start, start + numel) of a rank's flattened parameter, by state."""
-
-    parameter: torch.Tensor
-    start: int
-    states: dict[str, torch.Tensor]
+_Local = tuple[torch.Tensor, int, dict[str, torch.Tensor]]
+"""A parameter, the first element of a rank's part of it, and the states of the part."""
 
 
-def hold_whole(parameter: torch.Tensor) -> torch.Tensor:
-    """The place of each element where no tensor is cut."""
+def count_up(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the positions in a parameter that tensor parallelism does not cut."""
     return torch.arange(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def sum_parts(engine: Any, place: Place) -> dict[int, Sums]:
-    """By the id of each parameter, the sums of what this rank's optimizer holds of it."""
-    find = {0: _find_whole, 3: _find_zero3}.get(engine.zero_optimization_stage(), _find_zero12)
+def sum_parts(engine: Any, find_positions: FindPositions) -> dict[int, Sums]:
+    """Return the checksums of this rank's elements, by the parameter's id; for engines at ZeRO 1 to 3."""
+    list_locals = _list_zero3 if engine.zero_optimization_stage() == 3 else _list_zero12
     sums = {}
-    for local in find(engine.optimizer):
-        places = place(local.parameter)
-        sums[id(local.parameter)] = {
-            state: _sum_bits(values, places[local.start : local.start + values.numel()])
-            for state, values in local.states.items()
-        }
+    for parameter, start, states in list_locals(engine.optimizer):
+        positions = find_positions(parameter)[start:]
+        sums[id(parameter)] = {name: _sum_bits(each, positions[: each.numel()]) for name, each in states.items()}
     return sums
 
 
-def _find_whole(optimizer: Any) -> Iterator[Local]:
-    """Stage 0 in 16 bit: every rank has a master of every parameter."""
-    for parameters, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        for parameter, master in zip(parameters, masters, strict=True):
-            yield Local(parameter, 0, _cut_states(optimizer, master, 0, master.numel()))
-
-
-def _find_zero12(optimizer: Any) -> Iterator[Local]:
+def _list_zero12(optimizer: Any) -> Iterator[_Local]:
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in group:
             mapping = getattr(parameter, "_hp_mapping", None)
-            if mapping is None:  # of no element here
+            if mapping is None:  # this rank has none of its elements
                 continue
-            low, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
-            states = _cut_states(optimizer, flat, low, numel)
-            yield Local(parameter, mapping.lp_fragment_address.start, states)
+            start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+            yield (parameter, mapping.lp_fragment_address.start, _cut_states(optimizer, flat, start, numel))
 
 
-def _find_zero3(optimizer: Any) -> Iterator[Local]:
-    groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
-    rank, world = (ask(group=optimizer.dp_process_group) for ask in (dist.get_rank, dist.get_world_size))
-    for group, flat in groups:
-        low = 0
-        for parameter in group:
-            part = -(-parameter.ds_numel // world)
-            start = min(rank * part, parameter.ds_numel)
-            numel = min(part, parameter.ds_numel - start)
-            yield Local(parameter, start, _cut_states(optimizer, flat, low, numel))
-            low += part
+def _list_zero3(optimizer: Any) -> Iterator[_Local]:
+    group = optimizer.dp_process_group
+    rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
+    for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        offset = 0
+        for parameter in parameters:
+            partition = -(-parameter.ds_numel // world)
+            start = min(rank * partition, parameter.ds_numel)
+            numel = min(partition, parameter.ds_numel - start)
+            yield (parameter, start, _cut_states(optimizer, flat, offset, numel))
+            offset += partition
 
 
-def _cut_states(optimizer: Any, flat: torch.Tensor, low: int, numel: int) -> dict[str, torch.Tensor]:
-    state = optimizer.optimizer.state[flat]
-    held = {name: (flat if name == "fp32" else state[name]).detach().flatten() for name in STATES}
-    return {name: values[low : low + numel] for name, values in held.items()}
+def _cut_states(optimizer: Any, flat: torch.Tensor, start: int, numel: int) -> dict[str, torch.Tensor]:
+    state = {"fp32": flat, **optimizer.optimizer.state[flat]}
+    return {name: state[name].detach().flatten()[start : start + numel] for name in STATES}
 
 
-def _sum_bits(values: torch.Tensor, places: torch.Tensor) -> int:
+def _sum_bits(values: torch.Tensor, positions: torch.Tensor) -> int:
     bits = values.contiguous().view(torch.int32).long()
-    return int((bits * (places + 1).mul_(_FACTOR)).sum()) % MODULUS
+    return int((bits * (positions + 1).mul_(_FACTOR)).sum()) % MODULUS
 
 
 def sum_whole(values: torch.Tensor) -> int:
-    """The number of a whole parameter's state."""
-    return sum_range(values, 0)
-
-
-def sum_range(values: torch.Tensor, start: int) -> int:
-    """That of elements from ``start`` on."""
-    return _sum_bits(values.detach().flatten(), torch.arange(start, start + values.numel()))
+    """Return the checksum of a whole parameter's state."""
+    return _sum_bits(values.detach().flatten(), torch.arange(values.numel()))
 
 
 def join_parts(parts: Iterable[Part]) -> dict[str, Sums]:
-    """The fingerprint of a model from all ranks' parts, by parameter.
+    """Join the parts of all ranks to one fingerprint of the model, by parameter.
 
-    Of what several pipeline stages hold under one name the first stage's counts.
+    If several pipeline stages have a parameter of one name, the first stage's is used.
 
     Raises:
-        ValueError: tensor-parallel ranks hold different copies of a parameter.
+        ValueError: replicas of a parameter on tensor-parallel ranks differ.
     """
-    held: dict[tuple[str, int], dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: dict.fromkeys(STATES, 0)))
+    joined: dict[tuple[str, int], dict[int, Sums]] = defaultdict(lambda: defaultdict(lambda: dict.fromkeys(STATES, 0)))
     for part in parts:
-        sums = held[part.name, part.stage][part.mirror]
+        sums = joined[part.name, part.stage][part.replica]
         for state, value in part.sums.items():
             sums[state] = (sums[state] + value) % MODULUS
-    found: dict[str, Sums] = {}
-    for (name, _), copies in sorted(held.items(), key=lambda item: item[0]):
-        if any(sums != copies[0] for sums in copies.values()):
-            raise ValueError(f"{name}: its copies on tensor-parallel ranks differ")
-        found.setdefault(name, copies[0])
-    return found
+    fingerprint: dict[str, Sums] = {}
+    for (name, _), replicas in sorted(joined.items(), key=lambda item: item[0]):
+        if any(sums != replicas[0] for sums in replicas.values()):
+            raise ValueError(f"{name}: its replicas on tensor-parallel ranks differ")
+        fingerprint.setdefault(name, replicas[0])
+    return fingerprint
 
 
-def find_differing(found: dict[str, Sums], saved: dict[str, Sums]) -> list[str]:
-    """Parameters with other bits than saved, or that only one side has."""
-    return sorted(name for name in found.keys() | saved.keys() if found.get(name) != saved.get(name))
+def find_differing(loaded: dict[str, Sums], saved: dict[str, Sums]) -> list[str]:
+    """Return the parameters with other bits than saved, or that only one side has."""
+    return sorted(name for name in loaded.keys() | saved.keys() if loaded.get(name) != saved.get(name))

@@ -1,9 +1,8 @@
-"""Sizes and structure of the package, as figures by which two commits can be compared.
+"""Sizes and structure of the package, to compare two commits (`make house`).
 
-``python bench/house.py`` (`make house`) measures this checkout, ``--root DIR`` another one. Nearly all figures come
-from parsed source. The files and types of a resume are counted in a real one: 2 ranks save at ZeRO 1, 3 ranks load, and
-each notes the files of the package whose functions run during `load_checkpoint`, and the classes whose methods run
-(`types`). Functions are measured without docstrings.
+Nearly all figures come from parsed source; functions are measured without docstrings. The files and types of a resume
+are counted in a real one: 2 ranks save at ZeRO 1, 3 ranks load, and each records the files of the package whose
+functions run during `load_checkpoint`, and the classes whose methods run (`types`).
 """
 
 import argparse
@@ -24,7 +23,7 @@ from pathlib import Path
 PACKAGE = "deepspeed_ucp"
 SAVED_BY, LOADED_BY = 2, 3
 IN_FUNCTION = 0x1
-"""Flag of a code object that modules and class bodies lack: importing a file is not passing it."""
+"""Flag of code objects of functions; modules and class bodies run when a file is imported."""
 
 CONCEPTS = {
     "a byte range": """Answers Arrived Claim CopyItem Cut Elements Extent Extents Fragment Fragments Held Item Part
@@ -34,14 +33,14 @@ CONCEPTS = {
     "a file": """Entry FileBatch FileHeader FileRecord FileRef FileTable Listing Record Records RecordTable Save
         SaveFiles Stored""",
 }
-"""Names of classes that describe the same thing, past and planned ones included; a leading underscore is ignored."""
+"""Names of classes that describe the same thing, including past and planned ones, without a leading underscore."""
 
 INVERTED = re.compile(r"(What|Who|Which|Of|The same)\b")
-"""Beginning of a docstring that has no verb and no noun of its own."""
+"""Beginning of a docstring without its own verb and noun."""
 
 
 class Module:
-    """One file of the package, parsed. A package's file is `….__init__`, so that relative imports resolve."""
+    """A parsed file of the package. A package's file is `….__init__`, so that relative imports resolve."""
 
     def __init__(self, root: Path, file: Path) -> None:
         self.name = ".".join(file.relative_to(root).with_suffix("").parts)
@@ -57,21 +56,13 @@ class Module:
         nodes = [self.nodes[0], *self.classes, *self.functions]
         return [text for node in nodes if (text := ast.get_docstring(node)) is not None]
 
-    def names_experts(self) -> bool:
-        """Return True if the word "expert" occurs outside the extensions."""
-        return "expert" in self.text.lower() and self.room != "extensions"
-
 
 def measure_docstring(node: ast.AST) -> int:
     return 0 if ast.get_docstring(node, clean=False) is None else node.body[0].end_lineno - node.body[0].lineno + 1
 
 
-def measure(function: ast.FunctionDef, first: ast.AST) -> int:
-    return function.end_lineno - first.lineno + 1 - measure_docstring(function)
-
-
 def list_imported(node: ast.AST, module: str) -> list[str]:
-    """Names that it imports, those inside functions and for types too; relative ones resolved."""
+    """Return the names that a node imports; relative ones are resolved."""
     if not isinstance(node, ast.ImportFrom):
         return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
     outer = module.split(".")[: -node.level] if node.level else []
@@ -79,7 +70,7 @@ def list_imported(node: ast.AST, module: str) -> list[str]:
 
 
 def link(modules: list[Module]) -> dict[str, set[str]]:
-    """Which modules each imports: `a.b.c` may be the module c, the package c, or a name of module or package b."""
+    """Return the imports of each module: `a.b.c` may be the module c, the package c, or a name in b."""
     known = {module.name for module in modules}
 
     def find(name: str) -> str | None:
@@ -90,7 +81,7 @@ def link(modules: list[Module]) -> dict[str, set[str]]:
 
 
 def find_circles(links: dict[str, set[str]]) -> list[tuple[str, ...]]:
-    """Modules that import each other, directly or over others."""
+    """Return the groups of modules that import each other, directly or indirectly."""
     reach = {name: set(others) for name, others in links.items()}
     for middle, onward in reach.items():
         for others in reach.values():
@@ -100,7 +91,7 @@ def find_circles(links: dict[str, set[str]]) -> list[tuple[str, ...]]:
 
 
 def count_upward(root: Path, links: dict[str, set[str]]) -> int:
-    """Imports of a layer above, by the layers that setup.cfg states."""
+    """Count the imports of a higher layer of setup.cfg."""
     parser = configparser.ConfigParser()
     parser.read(root / "setup.cfg")
     lines = parser["importlinter:contract:layers"]["layers"].splitlines()
@@ -110,8 +101,9 @@ def count_upward(root: Path, links: dict[str, set[str]]) -> int:
 
 
 def describe(modules: list[Module], passed: dict[str, set[str]]) -> dict[str, object]:
-    """One row of the table of rooms."""
-    lengths = sorted(measure(each, each) for module in modules for each in module.functions) or [0]
+    """Make a row of the table of rooms."""
+    functions = [function for module in modules for function in module.functions]
+    lengths = sorted(each.end_lineno - each.lineno + 1 - measure_docstring(each) for each in functions) or [0]
     lines = sum(m.lines for m in modules)
     docs = sum(measure_docstring(node) for m in modules for node in [m.nodes[0], *m.classes, *m.functions])
     types = {name for name in passed["types"] if name.rpartition(".")[0] in {m.name for m in modules}}
@@ -129,7 +121,7 @@ def describe(modules: list[Module], passed: dict[str, set[str]]) -> dict[str, ob
 
 
 def summarise(root: Path, modules: list[Module]) -> dict[str, str]:
-    """Figures of the whole checkout that the table of rooms lacks."""
+    """Return the figures of the whole checkout."""
     homes = defaultdict[str, list[str]](list)
     for module in modules:
         for each in module.classes:
@@ -138,7 +130,7 @@ def summarise(root: Path, modules: list[Module]) -> dict[str, str]:
     inverted = sum(bool(INVERTED.match(text)) for text in docstrings)
     links = link(modules)
     circles, twice = find_circles(links), sorted(name for name, files in homes.items() if len(files) > 1)
-    experts = [module.path for module in modules if module.names_experts()]
+    experts = [module.path for module in modules if "expert" in module.text.lower() and module.room != "extensions"]
     figures = {}
     for concept, names in CONCEPTS.items():
         known = [name for name in names.split() if {name, f"_{name}"} & homes.keys()]
@@ -168,7 +160,7 @@ def count_words(root: Path) -> int:
 
 @contextmanager
 def note_passed(root: Path, files: set[str], types: set[str]) -> Iterator[None]:
-    """Record the package's files and types that run meanwhile, on this thread and on threads that start."""
+    """Record the package's files and types that run inside the context, on this thread and on new ones."""
     package = f"{root / PACKAGE}{os.sep}"
 
     def note(frame: object, event: str, _: object) -> None:
@@ -212,7 +204,7 @@ def run_rank(root: Path, folder: Path) -> None:
 
 
 def trace_resume(root: Path) -> dict[str, set[str]]:
-    """Files and types that a resume passes, over all of its ranks."""
+    """Return the files and types of a resume, of all its ranks."""
     environment = {**os.environ, "PYTHONPATH": str(root), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         for world in (SAVED_BY, LOADED_BY):
@@ -220,7 +212,7 @@ def trace_resume(root: Path) -> dict[str, set[str]]:
             command = [sys.executable, *launch, "--root", str(root), "--rank", folder]
             subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
         counted = [json.loads(file.read_text()) for file in Path(folder).glob("passed-*.json")]
-    return {what: set().union(*(each[what] for each in counted)) for what in ("files", "types")}
+    return {kind: set().union(*(each[kind] for each in counted)) for kind in ("files", "types")}
 
 
 def main() -> None:

@@ -1,17 +1,16 @@
-"""Real engines of the GPT in `examples/megatron_gpt`, under any tensor, pipeline and data parallelism."""
+"""Engines of the GPT in `examples/megatron_gpt` under tensor, pipeline and data parallelism."""
 
 from __future__ import annotations
 
-import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import deepspeed
 import torch
-from engines import Made
+from engines import Made, make_config
 from fingerprint import Part, sum_parts
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "megatron_gpt"))
@@ -20,58 +19,32 @@ import layers
 from config import PRESETS, Degrees, GPTConfig
 from training import Trainer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-CONTEXT = 128  # tokens; a step need not take long, and positions are a small part of the parameters
-_LAYERS = r"language_model\.encoder\.layers\.(\d+)\.(.*)"
-RENAME = [
-    {"from": r"tied_modules\.embed\.(?P<rest>.*)", "to": "language_model.embedding.{rest}"},
-    {"from": r"(?P<n>\d+)\.(?P<rest>.+\..+)", "to": "language_model.encoder.layers.{n-2}.{rest}"},
-    {"from": r"\d+\.(?P<rest>[^.]+)", "to": "language_model.encoder.final_layernorm.{rest}"},
-]
-"""From the pipeline's names to those of the plain build."""
+CONTEXT = 128  # tokens; a step is short, and positions are a small part of the parameters
 
 
 @dataclass(frozen=True)
-class Topology:
-    """Ranks, their grid, ZeRO stage, and the `checkpoint` section of the configuration."""
+class MegatronEngine:
+    """Ranks, their degrees, and the `checkpoint` section of the ds_config; at ZeRO 1."""
 
     ranks: int
     tp: int = 1
     pp: int = 1
-    stage: int = 1
     checkpoint: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def degrees(self) -> Degrees:
-        return Degrees(tp=self.tp, pp=self.pp, pipeline=self.stage < 3)
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "steps_per_print": 1 << 30,
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": self.stage},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1, "torch_adam": True}},
-            "checkpoint": self.checkpoint,
-        }
-
     def make(self, params_m: float, *, trains: bool) -> Made:
-        """Make an engine; without ``trains`` all weights have a value that no load writes."""
-        deepspeed.init_distributed("gloo")
+        """Make an engine; without `trains` all weights are 0.5, a value that no checkpoint has."""
+        draw = [module.draw_weight for module in (gpt, layers)]
         if not trains:
-            for module in (gpt, layers):
-                module.draw_weight = _fill_weight
+            gpt.draw_weight = layers.draw_weight = _fill_weight
         config = choose_sizes(params_m)
-        trainer = Trainer(config, self.degrees, self.config())
+        trainer = Trainer(config, Degrees(tp=self.tp, pp=self.pp, pipeline=True), make_config(1, self.checkpoint))
+        gpt.draw_weight, layers.draw_weight = draw
         parts = partial(list_parts, trainer)
         return Made(trainer.engine, trainer.train_step, trainer.save, parts, count_parameters(config))
 
 
 def choose_sizes(params_m: float) -> GPTConfig:
-    """A GPT of about `params_m` million parameters; its vocabulary needs no padding under any of the degrees."""
+    """Choose a GPT of about `params_m` million parameters, whose vocabulary needs no padding at degrees up to 4."""
     base = replace(PRESETS["gpt3-medium"], context=CONTEXT, vocabulary=1024, vocabulary_divisor=128)
     if params_m < 50:
         base = replace(base, hidden=256, heads=8)
@@ -80,7 +53,7 @@ def choose_sizes(params_m: float) -> GPTConfig:
 
 
 def count_parameters(config: GPTConfig) -> int:
-    """Elements of all parameters, the tied embedding counted once."""
+    """Count the elements of all parameters, the tied embedding once."""
     hidden, ffn = config.hidden, config.ffn_width
     block = 4 * hidden * (hidden + 1) + 2 * hidden * ffn + ffn + hidden + 4 * hidden
     return config.layers * block + (config.vocabulary + config.context + 2) * hidden
@@ -91,35 +64,21 @@ def _fill_weight(_seed: int, _name: str, shape: Sequence[int], _std: float) -> t
 
 
 def list_parts(trainer: Trainer) -> list[Part]:
-    """What this rank's optimizer holds, under the pipeline's names."""
-    line, stage = trainer.parallel.tensor, trainer.parallel.pipe.rank
-    sums = sum_parts(trainer.engine, lambda parameter: _find_places(parameter, line))
-    parts = []
-    for name, parameter in trainer.engine.module.named_parameters():
-        if id(parameter) in sums:
-            cut = parameter.tensor_model_parallel
-            shard, mirror = (line.rank, 0) if cut else (0, line.rank)
-            saved = name_in_pipeline(name, trainer.config.layers)
-            parts.append(Part(saved, stage, shard, mirror, sums[id(parameter)]))
-    return parts
+    """List this rank's parts of the parameters in the optimizer."""
+    tensor, stage = trainer.parallel.tensor, trainer.parallel.pipe.rank
+    sums = sum_parts(trainer.engine, lambda parameter: _find_positions(parameter, tensor))
+    named = [(name, p) for name, p in trainer.engine.module.named_parameters() if id(p) in sums]
+    return [Part(name, stage, 0 if p.tensor_model_parallel else tensor.rank, sums[id(p)]) for name, p in named]
 
 
-def _find_places(parameter: Any, line: Any) -> torch.Tensor:
-    """Of each element of a rank's parameter the place in the whole, by cutting the whole's places as the model does."""
-    shape = list(getattr(parameter, "ds_shape", parameter.shape))
+def _find_positions(parameter: Any, tensor: Any) -> torch.Tensor:
+    """Return the positions of a rank's elements in the whole parameter, cut in the way of the model."""
+    shape = list(parameter.shape)
     if not parameter.tensor_model_parallel:
-        return torch.arange(torch.Size(shape).numel())
+        return torch.arange(parameter.numel())
     dim, stride = parameter.partition_dim, parameter.partition_stride
-    shape[dim] *= line.size
-    widths = [width * line.size for width in getattr(parameter, "partition_sizes", ())]
+    shape[dim] *= tensor.size
+    widths = [width * tensor.size for width in getattr(parameter, "partition_sizes", ())]
     widths = widths or [shape[dim] // stride] * stride
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    return layers.cut_weight(whole, line, dim, widths).flatten()
-
-
-def name_in_pipeline(name: str, depth: int) -> str:
-    """The pipeline's name of a parameter of either build."""
-    if match := re.fullmatch(_LAYERS, name):
-        return f"{int(match[1]) + 2}.{match[2]}"
-    name = name.replace("language_model.embedding.", "tied_modules.embed.")
-    return name.replace("language_model.encoder.final_layernorm.", f"{depth + 2}.")
+    return layers.cut_weight(whole, tensor, dim, widths).flatten()

@@ -1,45 +1,47 @@
-"""What the kernel counts for a process: bytes read and memory held."""
+"""Kernel counters of a process: bytes read and written, and memory."""
 
 from __future__ import annotations
 
-import os
+import ctypes
+import gc
 import threading
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 _SELF = Path("/proc/self")
-_SAMPLED = 0.01  # seconds between two looks at a process's memory
+_PERIOD = 0.01  # seconds between two samples of a process's memory
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
 class Io:
-    """Bytes: `storage` came from the storage, `requested` were asked of read calls (cached or not), `written` will
-    go to the storage (the kernel counts a page when it becomes dirty). `busy`: seconds of processors.
+    """Byte counters (proc(5), io).
+
+    Attributes:
+        storage: bytes read from the storage.
+        written: bytes of pages that became dirty.
     """
 
     storage: int
-    requested: int
-    written: int = 0
-    busy: float = 0.0
+    written: int
 
     @classmethod
     def now(cls) -> Io:
-        """The counters of this process and of the children that it has waited for."""
-        fields = _fields("io")
-        return cls(fields["read_bytes"], fields["rchar"], fields["write_bytes"], sum(os.times()[:4]))
+        """Read the counters of this process and of the children that it has waited for."""
+        fields = read_fields(_SELF / "io")
+        return cls(fields["read_bytes"], fields["write_bytes"])
 
     def __sub__(self, other: Io) -> Io:
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Io(*(now - then for now, then in pairs))
+        return Io(*(after - before for after, before in zip(astuple(self), astuple(other), strict=True)))
 
 
 def resident_bytes() -> int:
-    return _fields("status")["VmRSS"] << 10
+    return read_fields(_SELF / "status")["VmRSS"] << 10
 
 
 def peak_resident_bytes() -> int:
-    """The highest resident size since `reset_peak`."""
-    return _fields("status")["VmHWM"] << 10
+    """Return the highest resident size since `reset_peak`."""
+    return read_fields(_SELF / "status")["VmHWM"] << 10
 
 
 def reset_peak() -> None:
@@ -47,40 +49,43 @@ def reset_peak() -> None:
     (_SELF / "clear_refs").write_text("5")
 
 
+def release_free_memory() -> None:
+    """Return freed memory to the system, so that the resident size is the memory in use."""
+    gc.collect()
+    _libc.malloc_trim(0)
+
+
 class AnonymousPeak:
-    """The largest anonymous memory of a process while this is entered: neither files' nor what it shares.
+    """Context manager that samples the anonymous memory of a process, without files and shared memory.
 
     Attributes:
         before, peak: bytes.
     """
 
     def __init__(self, process: int | str = "self") -> None:
-        self._folder, self._ended = Path("/proc", str(process)), threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._status, self._stop = Path("/proc", str(process), "status"), threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self.before = self.peak = 0
 
     def __enter__(self) -> AnonymousPeak:
-        self.before = self.peak = self._count()
+        self.before = self.peak = self._read()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stop.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        while not self._ended.wait(_SAMPLED):
-            self.peak = max(self.peak, self._count())
+    def _sample(self) -> None:
+        while not self._stop.wait(_PERIOD):
+            self.peak = max(self.peak, self._read())
 
-    def _count(self) -> int:
-        return _fields("status", self._folder)["RssAnon"] << 10
+    def _read(self) -> int:
+        return read_fields(self._status)["RssAnon"] << 10
 
 
-def _fields(name: str, folder: Path = _SELF) -> dict[str, int]:
-    fields = {}
-    for line in (folder / name).read_text().splitlines():
-        key, _, value = line.partition(":")
-        number = value.split()[:1]
-        if number and number[0].isdigit():
-            fields[key] = int(number[0])
-    return fields
+def read_fields(file: Path) -> dict[str, int]:
+    """Read the numbers of a file of lines `key: number`."""
+    pairs = (line.partition(":")[::2] for line in file.read_text().splitlines())
+    numbers = {key: value.split()[:1] for key, value in pairs}
+    return {key: int(value[0]) for key, value in numbers.items() if value and value[0].isdigit()}

@@ -1,29 +1,23 @@
-"""What saves cost that do not stop training, each against a floor and against others, on the same engine.
+"""Measure saves that do not stop training, and resumes from memory, against floors and other programs.
 
-    python bench/saves.py --params-m 20 --rounds 2     prints a table: does everything run?
-    python bench/saves.py                              writes its section of docs/benchmarks.md
+    python bench/saves.py --quick     a tiny model and one round: does everything run?
+    python bench/saves.py             writes its section of docs/benchmarks.md
 
-`--dlrover FOLDER` measures DLRover's flash checkpoint as well, which is no dependency of anything here:
-`pip install --target FOLDER dlrover==0.6.1`. Nothing else may run on the machine meanwhile.
+Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
-import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
@@ -33,111 +27,123 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[:2], os.envir
 import psutil  # noqa: E402
 import saves_ranks  # noqa: E402
 from cold import make_cold  # noqa: E402
-from peers import remove_flash  # noqa: E402
-from report import SAVES, describe_machine, put_part  # noqa: E402
+from harness import log  # noqa: E402
+from report import MIB, Ratio, describe_machine, format_limit, format_range, make_table, write_part  # noqa: E402
 from saves_ranks import Figures, Plan  # noqa: E402
-from saves_report import make_section  # noqa: E402
 
-from deepspeed_ucp.config import SaveOptions  # noqa: E402
 from deepspeed_ucp.testing import WorldPool  # noqa: E402
 
+RANKS = 4
 TARGETS = {"2 ranks ZeRO-1": (2, 1), "4 ranks ZeRO-3": (4, 3)}
-"""Ranks and ZeRO stage of what resumes."""
+"""Ranks and ZeRO stage of the engines that resume."""
 
-RANKS, PARAMS_M, ROUNDS = 4, 300.0, 5
+SAVES = (
+    ("stall", "one copy of the state", "copy", 1.3),
+    ("stall", "DeepSpeed's own save, durable", "deepspeed", 0.15),
+    ("stall", "torch's `async_save`, by a process", "torch", 1.0),
+    ("durable", "`cp` and `sync`", "cp", 1.15),
+)
+"""Rows of the table: the figure, and the title, the figure and the limit of its comparison."""
 
-
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+RESUMES = (
+    ("seconds", "one copy of the state", "again", 2.0),
+    ("seconds", "one copy into new memory", "new", None),
+    ("seconds", "from the disk, cache cold", "cold seconds", 0.6),
+)
+MEMORY = (("extra", "a save", 64), ("writer", "the writer", None))
+"""Anonymous memory: the figure, its title, and its limit in MiB."""
 
 
 def measure_resumes(
     worlds: WorldPool, plan: Plan, ranks: int, targets: Mapping[str, tuple[int, int]]
-) -> dict[str, Any]:
-    """Loads of one save, from memory and from a disk whose cache is cold, beside each other in each round."""
+) -> dict[str, list[Figures]]:
+    """Load one save from memory, and from a disk with a cold cache, in each round."""
     worlds.get(ranks).run(saves_ranks.save_once, plan)
-    found: dict[str, list[Figures]] = {name: [] for name in targets}
-    for round_ in range(plan.rounds):
+    figures: dict[str, list[Figures]] = {name: [] for name in targets}
+    for number in range(plan.rounds):
         for name, (count, stage) in targets.items():
-            told: Figures = {}
-            for cold in random.Random(round_).sample([False, True], 2):
-                worlds.close()  # DeepSpeed keeps the memory of engines at ZeRO 3 that have been destroyed
+            merged: Figures = {}
+            for from_memory in random.Random(number).sample([False, True], 2):
+                worlds.close()  # DeepSpeed keeps the memory of destroyed engines at ZeRO 3
                 make_cold(Path(plan.folder))
-                loaded = worlds.get(count).run(saves_ranks.resume, plan, stage, cold=cold)[0]
-                told |= {f"cold {key}": value for key, value in loaded.items()} if cold else loaded
-            found[name].append(told)
-    return found
-
-
-def measure_lost_node(worlds: WorldPool, plan: Plan) -> list[Figures]:
-    """Two nodes save, one's memory is gone, and the other one resumes alone; both are on this machine, whose memory has
-    four copies and two engines."""
-    found = []
-    for round_ in range(plan.rounds):
-        with tempfile.TemporaryDirectory(dir=plan.memory) as memory:
-            part = replace(
-                plan, memory="$NODE_MEMORY", folder=f"{plan.folder}/lost{round_}", options={"copies": 1, "wait_s": 600}
-            )
-            for node in range(2):
-                Path(memory, f"node{node}").mkdir()
-            worlds.get(2).run(saves_ranks.on_node, saves_ranks.save_once, memory, part)
-            end_writers(memory)
-            subprocess.run(["rm", "-r", f"{memory}/node1"], check=True)
-            loaded = worlds.get(1).run(saves_ranks.on_node, saves_ranks.resume, memory, part, 1)
-        found.append(loaded[0])
-    return found
+                loaded = worlds.get(count).run(saves_ranks.resume, plan, stage, from_memory=from_memory)[0]
+                merged |= loaded if from_memory else {f"cold {key}": value for key, value in loaded.items()}
+            figures[name].append(merged)
+            log(f"round {number + 1}/{plan.rounds}  {name}: {merged['seconds']:.2f} s")
+    return figures
 
 
 def end_writers(memory: str) -> None:
-    """End the processes that write what lies below a folder: they outlive their ranks."""
+    """End the writer processes of saves below a folder, which outlive their ranks."""
     for process in psutil.process_iter(["cmdline"]):
         if any(argument.startswith(memory) for argument in process.info["cmdline"] or ()):
             process.kill()
             process.wait(10)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    run = f"ucp-bench-{uuid.uuid4().hex[:8]}"
+def measure(params_m: float, rounds: int, memory_root: str) -> tuple[list[Figures], dict[str, list[Figures]]]:
+    """Return the figures of saves by round, and of resumes by target and round."""
     out = ROOT / "bench_out"
     out.mkdir(exist_ok=True)
     with ExitStack() as stack:
-        memory = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{run}-", dir=args.memory))
+        memory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ucp-bench-", dir=memory_root))
         stack.callback(end_writers, memory)
-        stack.callback(remove_flash, run)
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{run}-", dir=out))
-        flash = str(args.dlrover.resolve()) if args.dlrover else ""
-        plan = Plan(args.params_m, args.rounds, memory, folder, flash, run)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ucp-bench-", dir=out))
+        plan = Plan(params_m, rounds, memory, folder)
         with WorldPool(timeout=3600) as worlds:
-            say("saves")
-            found: dict[str, Any] = {"saves": worlds.get(args.ranks).run(saves_ranks.measure_saves, plan)[0]}
+            log("saves")
+            saves = worlds.get(RANKS).run(saves_ranks.measure_saves, plan)[0]
         with WorldPool(timeout=3600) as worlds:
-            say("resumes")
-            found["resumes"] = measure_resumes(worlds, replace(plan, folder=f"{folder}/resumed"), args.ranks, TARGETS)
-            if "copies" in SaveOptions.model_fields:
-                say("a lost node")
-                found["lost"] = measure_lost_node(worlds, replace(plan, params_m=plan.params_m / 3))
-    return found
+            log("resumes")
+            return saves, measure_resumes(worlds, replace(plan, folder=f"{folder}/resumed"), RANKS, TARGETS)
+
+
+def make_rows(title: str, rounds: Sequence[Figures], comparisons: Sequence[tuple]) -> list[list[str]]:
+    rows = []
+    for figure, other_title, other, limit in comparisons:
+        values, others = ([each[name] for each in rounds] for name in (figure, other))
+        ratio = str(Ratio(values, others, limit))
+        rows.append([title.format(figure), format_range(values), other_title, format_range(others), ratio])
+    return rows
+
+
+def make_section(saves: Sequence[Figures], resumes: Mapping[str, Sequence[Figures]], command: str) -> str:
+    """Make the section of docs/benchmarks.md."""
+    rows = make_rows("{}", saves, SAVES)
+    for name, rounds in resumes.items():
+        rows += make_rows(f"resume from memory, → {name}", rounds, RESUMES)
+    memory = [
+        f"{title} {format_range([each[key] / MIB for each in saves], 0)} MiB{format_limit(limit, ' MiB')}"
+        for key, title, limit in MEMORY
+    ]
+    return f"""## Saves that do not stop training
+
+`{command}` on {describe_machine()}.
+{RANKS} ranks, ZeRO-1 in bf16, AdamW; {len(saves)} rounds.
+
+*Stall*: until `save_checkpoint` returns on all ranks, with reused memory. torch's `async_save` keeps its shared memory,
+which is faster than its default. *Durable*: from there until the seal is in the folder.
+
+{make_table(("ours", "seconds", "compared with", "seconds", "ratio"), rows)}
+
+Anonymous memory: {", ".join(memory)}."""
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print, and write unless the model is tiny."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params-m", type=float, default=PARAMS_M)
-    parser.add_argument("--ranks", type=int, default=RANKS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--params-m", type=float, help="millions of parameters (default 300, with --quick 20)")
+    parser.add_argument("--rounds", type=int, help="default 5, with --quick 1")
     parser.add_argument("--memory", default="/dev/shm", help="folder in memory")
-    parser.add_argument("--dlrover", type=Path, metavar="FOLDER", help="that DLRover is installed in")
+    parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    found = measure(args)
-    command = " ".join(["python", *sys.argv]).replace(str(args.dlrover), "FOLDER")
-    found |= {"command": command, "machine": describe_machine(), "params_m": args.params_m, "ranks": args.ranks}
-    (ROOT / "bench_out" / "saves.json").write_text(json.dumps(found, indent=1))
-    section = make_section(found)
-    is_whole = args.params_m >= PARAMS_M and args.ranks == RANKS and args.rounds >= 3
-    page = (ROOT / "docs" if is_whole else ROOT / "bench_out") / "benchmarks.md"
-    page.write_text(put_part(page.read_text() if page.exists() else "", SAVES, section))
-    print(f"{section}\n\nwritten to {page}")
+    size, rounds = args.params_m or (20 if args.quick else 300), args.rounds or (1 if args.quick else 5)
+    saves, resumes = measure(size, rounds, args.memory)
+    section = make_section(saves, resumes, " ".join(["bench/saves.py", *sys.argv[1:]]))
+    print(section)
+    if not args.quick:
+        write_part("saves: written by bench/saves.py", section)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ranks do in `saves.py`: an engine that saves in every way there is, and engines that resume."""
+"""Functions of the ranks in `saves.py`: an engine that saves in every way, and engines that resume."""
 
 from __future__ import annotations
 
@@ -7,96 +7,45 @@ import random
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import deepspeed
 import psutil
 import torch
 import torch.distributed as dist
-from cold import list_files
-from meters import AnonymousPeak
-from peers import FlashSaver, Peer, TorchSaver, start_flash
-from ranks import release_free_memory
-from torch import nn
+from engines import Engine
+from meters import AnonymousPeak, release_free_memory
+from torch.distributed.checkpoint import _async_process_executor, async_save
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import deepspeed_ucp
-import deepspeed_ucp.load.resume  # what a process's first load imports is not timed
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves.saver import finish_saves, keep_memory
 
-WIDTH, ROWS = 2048, 8
 Figures = dict[str, float]
-"""By what was measured: seconds, or bytes."""
+"""Seconds or bytes, by name."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and where.
-
-    Attributes:
-        memory: folder in memory; it may name variables.
-        folder: on the disk.
-        flash: folder that DLRover is installed in; empty: it is left out.
-        run: a name that nothing else has.
-        options: further ones of saves.
-    """
+    """The size of a measurement and its folders: in memory, and on the disk."""
 
     params_m: float
     rounds: int
     memory: str
     folder: str
-    flash: str = ""
-    run: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def universal(self) -> dict[str, Any]:
-        return {"save": {"memory": self.memory, **self.options}}
+    def make_engine(self, stage: int, *, with_memory: bool = True) -> Any:
+        """Make a trained engine in bf16 at ZeRO 1, or an untrained one to resume."""
+        universal = {"save": {"memory": self.memory}} if with_memory else True
+        return Engine(dist.get_world_size(), stage, {"universal": universal}).make(self.params_m, trains=True)
 
 
-def make_engine(params_m: float, stage: int, universal: Mapping[str, Any] | bool) -> Any:
-    """An engine in bf16 over square layers, with torch's AdamW."""
-    layers = max(1, round(params_m * 1e6 / WIDTH**2))
-    with torch.device("meta"):
-        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    module = module.to(torch.bfloat16).to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(1 / WIDTH)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "steps_per_print": 1 << 30,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"universal": universal},
-    }
-    return deepspeed.initialize(model=module, optimizer=torch.optim.AdamW(module.parameters()), config=config)[0]
-
-
-def run_passes(engine: Any, count: int) -> None:
-    """Forward and backward passes of so many micro batches, the last one's with the reduction of gradients."""
-    for number in range(count):
-        engine.set_gradient_accumulation_boundary(number == count - 1)
-        engine.backward(engine(torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)).float().square().mean())
-
-
-def list_state(engine: Any, *, weights: bool) -> list[torch.Tensor]:
-    """This rank's masters and moments, and the 16-bit weights that it holds."""
-    found = []
-    for master, states in engine.optimizer.optimizer.state.items():
-        found += [master, *(each for each in states.values() if each.dim())]
-    if weights:
-        found += [getattr(each, "ds_tensor", each) for each in engine.module.parameters()]
-    return [each.detach() for each in found]
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds until all ranks have done it."""
+def measure(work: Callable[[], object]) -> float:
+    """Return the seconds until all ranks have done the work (collective)."""
     dist.barrier()
     start = time.perf_counter()
     work()
@@ -104,195 +53,173 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def copy_state(engine: Any, *, weights: bool) -> tuple[float, float]:
-    """Seconds of copying a rank's state into new memory, and into memory that was there before."""
-    state, held = list_state(engine, weights=weights), list[torch.Tensor]()
-    fresh = timed(lambda: held.extend(each.clone() for each in state))
-    again = timed(lambda: [to.copy_(each) for to, each in zip(held, state, strict=True)])
-    return fresh, again
+def run_on_first(work: Callable[[], object]) -> None:
+    if dist.get_rank() == 0:
+        work()
 
 
-def largest(value: float) -> float:
-    """Of all ranks'."""
-    told = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return float(told)
+def find_largest(value: float) -> float:
+    """Return the largest value of all ranks (collective)."""
+    largest = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
-def on_first(work: Callable[[], object]) -> Callable[[], object]:
-    """What only rank 0 does."""
-    return work if dist.get_rank() == 0 else lambda: None
+def list_state(engine: Any, *, with_weights: bool) -> list[torch.Tensor]:
+    """List this rank's masters and moments, and its 16-bit weights."""
+    state = []
+    for master, states in engine.optimizer.optimizer.state.items():
+        state += [master, *(each for each in states.values() if each.dim())]
+    if with_weights:
+        state += [getattr(each, "ds_tensor", each) for each in engine.module.parameters()]
+    return [each.detach() for each in state]
+
+
+def copy_state(engine: Any, *, with_weights: bool) -> tuple[float, float]:
+    """Copy a rank's state into new memory, then into the same memory again; return the seconds of both."""
+    state, copies = list_state(engine, with_weights=with_weights), list[torch.Tensor]()
+    new = measure(lambda: copies.extend(each.clone() for each in state))
+    again = measure(lambda: [copy.copy_(each) for copy, each in zip(copies, state, strict=True)])
+    return new, again
 
 
 class Saves:
-    """One engine, and each way to save it: fills `found` with what it has measured in a round."""
+    """One engine, and the ways to save it; each method adds its figures of the round to `figures`."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.number, self.found = plan, 0, Figures()
-        if plan.flash:
-            start_flash(plan.flash, plan.run)
-        self.engine = make_engine(plan.params_m, 1, plan.universal)
-        for _ in range(2):  # the first ones find their memory
-            run_passes(self.engine, 1)
-            self.engine.step()
-        self.kinds: list[Callable[[], None]] = [self.copy, self.own, self.ours]
-        self.torch = TorchSaver(self.name_tensors, f"{plan.folder}/torch")
-        self.kinds.append(lambda: self.peer("torch", self.torch))
-        if plan.flash:
-            flash = FlashSaver(self.engine, f"{plan.folder}/flash")
-            self.kinds.append(lambda: self.peer("flash", flash))
+        self.folder, self.number, self.figures = plan.folder, 0, Figures()
+        made = plan.make_engine(1)
+        self.engine = made.engine
+        for _ in range(2):  # the first steps allocate memory
+            made.step()
 
     def run_round(self, number: int) -> Figures:
-        """All kinds, in an order that is drawn for the round."""
-        self.found = Figures()
-        for kind in random.Random(number).sample(self.kinds, len(self.kinds)):
-            kind()
-            on_first(self.tidy)()
+        """Run all methods in an order that is drawn for the round; each starts without files of the others."""
+        self.figures = Figures()
+        methods = [self.copy, self.save_by_deepspeed, self.save, self.save_by_torch]
+        for method in random.Random(number).sample(methods, len(methods)):
+            method()
+            run_on_first(self._remove_files)
             dist.barrier()
-        return self.found
+        return self.figures
 
-    def tidy(self) -> None:
-        """Nothing that a kind has written is left, or waits to go to the disk, when the next one begins."""
-        for folder in Path(self.plan.folder).iterdir():
+    def _remove_files(self) -> None:
+        for folder in Path(self.folder).iterdir():
             shutil.rmtree(folder)
         os.sync()
 
-    def note(self, name: str, work: Callable[[], object]) -> None:
-        self.found[name] = timed(work)
-
-    def next_tag(self) -> str:
+    def _save_checkpoint(self, name: str) -> Path:
         self.number += 1
-        return f"step{self.number}"
-
-    def name_tensors(self) -> dict[str, torch.Tensor]:
-        rank = dist.get_rank()
-        return {f"{rank}.{number}": each for number, each in enumerate(list_state(self.engine, weights=rank == 0))}
-
-    # -- kinds
+        self.engine.save_checkpoint(f"{self.folder}/{name}", tag=f"step{self.number}")
+        return Path(self.folder, name, f"step{self.number}")
 
     def copy(self) -> None:
-        _, self.found["copy"] = copy_state(self.engine, weights=dist.get_rank() == 0)
+        _, self.figures["copy"] = copy_state(self.engine, with_weights=dist.get_rank() == 0)
 
-    def own(self) -> None:
+    def save_by_deepspeed(self) -> None:
         deepspeed_ucp.uninstall()
         try:
-            self.note("own", lambda: self.engine.save_checkpoint(f"{self.plan.folder}/own", tag=self.next_tag()))
+            saved = measure(lambda: self._save_checkpoint("deepspeed"))
         finally:
             deepspeed_ucp.install()
-        self.note("own sync", on_first(lambda: sync_files(f"{self.plan.folder}/own")))
+        self.figures["deepspeed"] = saved + measure(lambda: run_on_first(os.sync))
 
-    def peer(self, name: str, peer: Peer) -> None:
-        """Its second save: the first one finds memory."""
-        for _ in range(2):
-            self.next_tag()
-            self.note(name, lambda: peer.save(self.number))
-            peer.finish()
+    def save_by_torch(self) -> None:
+        """Measure the second `async_save` of torch; the first one allocates memory.
+
+        This is its fastest configuration: a process, and shared memory that is kept. By default it stages each save
+        into new memory, and copies that again for its process.
+        """
+        rank, kind = dist.get_rank(), AsyncCheckpointerType.PROCESS
+        tensors = list_state(self.engine, with_weights=rank == 0)
+        state = {f"{rank}.{number}": tensor for number, tensor in enumerate(tensors)}
+        stager = DefaultStager(StagingOptions(False, True, False, False))
+        for number in range(2):
+            options = {"checkpoint_id": f"{self.folder}/torch{number}", "async_checkpointer_type": kind}
+            pending = list[Any]()
+            self.figures["torch"] = measure(
+                lambda pending=pending, options=options: pending.append(
+                    async_save(dict(state), **options, async_stager=stager)
+                )
+            )
+            pending[0].result()
             dist.barrier()
-        peer.free()
+        stager.close()
+        _async_process_executor._CHECKPOINT_PROCESS = None  # ends the process
         release_free_memory()
 
-    def ours(self) -> None:
-        """Two saves find memory, as the newest whole one stays while the next one is made."""
-        place = f"{self.plan.folder}/ours"
+    def save(self) -> None:
+        """Measure the third save: two allocate memory, as the last complete save stays during the next one."""
         for _ in range(2):
-            self.engine.save_checkpoint(place, tag=self.next_tag())
+            self._save_checkpoint("ours")
             finish_saves(self.engine)
-        self.save_eagerly(place)
-        self.copy_files()
-        self.free()
-
-    def save_eagerly(self, place: str) -> None:
-        tag, writer = self.next_tag(), self.find_writer()
-        seal = Path(place, tag, "ucp_seal.json")
-        with AnonymousPeak() as own, AnonymousPeak(writer) as writers:
-            self.note("eager", lambda: self.engine.save_checkpoint(place, tag=tag))
-            self.note("durable", on_first(lambda: wait_for_file(seal)))
-        self.found["extra"] = largest(own.peak - own.before)
-        self.found["writer"] = largest(writers.peak if dist.get_rank() == 0 else 0)
+        folders = list[Path]()
+        with AnonymousPeak() as own, AnonymousPeak(self._find_writer()) as writer:
+            self.figures["stall"] = measure(lambda: folders.append(self._save_checkpoint("ours")))
+            self.figures["durable"] = measure(lambda: run_on_first(lambda: wait_for_file(folders[0] / "ucp_seal.json")))
+        self.figures["extra"] = find_largest(own.peak - own.before)
+        self.figures["writer"] = find_largest(writer.peak if dist.get_rank() == 0 else 0)
         finish_saves(self.engine)
+        self.figures["cp"] = measure(lambda: run_on_first(self._copy_files))
+        run_on_first(self._free_memory)
+        release_free_memory()
 
-    def find_writer(self) -> int | str:
-        """The number of the writer's process, on rank 0."""
+    def _find_writer(self) -> int | str:
+        """Return the process id of the writer, on rank 0."""
         job = find_state(self.engine).saver.job.folder
         found = (each.pid for each in psutil.process_iter(["cmdline"]) if job in (each.info["cmdline"] or ()))
         return next(found) if dist.get_rank() == 0 else "self"
 
-    def copy_files(self) -> None:
-        """What was saved last, from memory to the disk."""
-        folder, to = find_state(self.engine).saver.folder, f"{self.plan.folder}/cp"
+    def _copy_files(self) -> None:
+        """Copy the last save from memory to the disk."""
+        subprocess.run(["cp", "-r", find_state(self.engine).saver.folder, f"{self.folder}/cp"], check=True)
+        os.sync()
 
-        def copy() -> None:
-            subprocess.run(["cp", "-r", folder, to], check=True)
-            sync_files(to)
-
-        self.note("cp", on_first(copy))
-
-    def free(self) -> None:
-        """Give the memory of our saves back."""
-        if dist.get_rank() == 0:
-            job = find_state(self.engine).saver.job
-            for save in job.list_saves():
-                save.remove()
-            shutil.rmtree(job.spare, ignore_errors=True)
-        release_free_memory()
+    def _free_memory(self) -> None:
+        job = find_state(self.engine).saver.job
+        for save in job.list_saves():
+            save.remove()
+        shutil.rmtree(job.spare, ignore_errors=True)
 
 
 def measure_saves(plan: Plan) -> list[Figures]:
-    """Measure all kinds of saves, by round."""
+    """Measure all ways to save; return the figures by round (collective)."""
+    deepspeed_ucp.install()
     saves = Saves(plan)
-    found = [saves.run_round(number) for number in range(plan.rounds)]
-    if saver := find_state(saves.engine).saver:
-        saver.close()
-    saves.torch.close()
+    figures = [saves.run_round(number) for number in range(plan.rounds)]
+    find_state(saves.engine).saver.close()
     saves.engine.destroy()
-    return found
-
-
-# -- resumes
+    return figures
 
 
 def save_once(plan: Plan) -> None:
-    """Leave a save in memory, and on the disk."""
-    engine = make_engine(plan.params_m, 1, plan.universal)
-    run_passes(engine, 1)
-    engine.step()
-    engine.save_checkpoint(plan.folder)
-    finish_saves(engine)
+    """Leave a save in memory and on the disk (collective)."""
+    deepspeed_ucp.install()
+    made = plan.make_engine(1)
+    made.step()
+    made.save(plan.folder)
+    finish_saves(made.engine)
     keep_memory()  # for the resumes
-    find_state(engine).saver.close()
-    engine.destroy()
+    find_state(made.engine).saver.close()
+    made.engine.destroy()
 
 
-def resume(plan: Plan, stage: int, *, cold: bool = False) -> Figures:
-    """What a load takes, from memory or from the disk, and a copy of what it fills.
+def resume(plan: Plan, stage: int, *, from_memory: bool) -> Figures:
+    """Measure a load, and copies of the state that it fills (collective).
 
     Raises:
-        RuntimeError: it came from elsewhere.
+        RuntimeError: it was loaded from another place.
     """
-    engine = make_engine(plan.params_m, stage, True if cold else plan.universal)
+    deepspeed_ucp.install()
+    engine = plan.make_engine(stage, with_memory=from_memory).engine
     release_free_memory()
-    found: list[Any] = []
-    seconds = timed(lambda: found.append(engine.load_checkpoint(plan.folder)[0]))
-    if not found[0] or found[0].startswith(plan.folder) is not cold or engine.global_steps != 1:
-        raise RuntimeError(f"loaded {found[0]} of step {engine.global_steps}")
-    read = sum(count for path, (count, _) in engine.ucp_report.files.items() if path.startswith(plan.folder))
-    fresh, again = copy_state(engine, weights=True)
+    paths = list[Any]()
+    seconds = measure(lambda: paths.append(engine.load_checkpoint(plan.folder)[0]))
+    if not paths[0] or paths[0].startswith(plan.folder) is from_memory or engine.global_steps != 1:
+        raise RuntimeError(f"loaded {paths[0]} of step {engine.global_steps}")
+    new, again = copy_state(engine, with_weights=True)
     engine.destroy()
-    return {"seconds": seconds, "storage": float(read), "fresh": fresh, "again": again}
-
-
-def on_node(work: Callable[..., Any], memory: str, *args: Any, **options: Any) -> Any:
-    """`work` as if every rank were a node of its own, whose memory is another folder."""
-    node = os.path.join(memory, f"node{dist.get_rank()}")
-    with mock.patch.dict(os.environ, LOCAL_RANK="0", NODE_MEMORY=node):
-        return work(*args, **options)
-
-
-# -- files
-
-
-def sync_files(folder: str) -> None:
-    subprocess.run(["sync", *map(str, list_files(Path(folder)))], check=True)
+    return {"seconds": seconds, "new": new, "again": again}
 
 
 def wait_for_file(file: Path) -> None:

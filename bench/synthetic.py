@@ -1,280 +1,218 @@
-"""A Megatron-style GPT of any size as names and shapes, and the headers that a checkpoint of it would have: no bytes.
-
-The parameters, their names and how tensor parallelism cuts them are those of `examples/megatron_gpt`.
-"""
+"""Headers of checkpoints and ranks of engines without bytes, built from the param groups of a rank."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+
+from deepspeed_ucp.engine.base import Target
+from deepspeed_ucp.engine.parallel import Instance, Place
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
 from deepspeed_ucp.model import count
-from deepspeed_ucp.model.flat import FlatBuffer, join_parameters
+from deepspeed_ucp.model.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.torchsave.records import FileRecord
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
 Shape = tuple[int, ...]
-
-TIED = "tied_modules.embed."
 ALIGNMENT = 64  # bytes, of records in a torch.save file
 STEP = 1000
+SUB_GROUP = 1_000_000_000  # ZeRO 3's default sub_group_size
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False, "foreach": None}
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A parameter by its pipeline name; `dim` is the dimension that tensor parallelism cuts, None where it is whole.
+class Group:
+    """A param group of one rank: local shapes by name, and the number of ranks over which it is partitioned."""
 
-    `layer` is the pipeline's layer, -1 and -2 for the tied embedding at its beginning and at its end.
-    """
-
-    layer: int
-    name: str
-    shape: Shape
-    dim: int | None
-
-    def local_shape(self, tp: int) -> Shape:
-        return tuple(size // tp if axis == self.dim else size for axis, size in enumerate(self.shape))
+    tensors: Mapping[str, Shape]
+    parts: int
+    hyper: Mapping[str, Any]
 
     @property
-    def is_matrix(self) -> bool:
-        return len(self.shape) > 1
+    def shapes(self) -> list[Shape]:
+        return list(self.tensors.values())
+
+    def lay_out(self, number: int) -> FlatBuffer:
+        """Make ZeRO-1's flat buffer (stage_1_and_2.py: `nccl_start_alignment_factor` is 2)."""
+        numel = sum(map(count, self.shapes))
+        partition = -(-numel // (2 * self.parts)) * 2
+        return join_parameters(number, list(self.tensors), self.shapes, parts=self.parts, partition=partition)
+
+    def lay_out_sub_groups(self, number: int, sub_group: int) -> Iterator[FlatBuffer]:
+        """Make ZeRO-3's flat buffers: a sub-group ends with the parameter that reaches its size (stage3.py)."""
+        names, shapes, begin, size = list(self.tensors), self.shapes, 0, 0
+        for at, shape in enumerate(shapes):
+            size += -(-count(shape) // self.parts)
+            if size >= sub_group or at == len(shapes) - 1:
+                yield join_reserved(number, names[begin : at + 1], shapes[begin : at + 1], self.parts)
+                begin, size = at + 1, 0
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Depth, width, attention heads, vocabulary (with padding) and sequence length of a GPT."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int = 51200
-    sequence: int = 2048
-
-    @property
-    def parameters(self) -> int:
-        """Elements of all parameters, the tied embedding counted once."""
-        return sum(count(p.shape) for stage in self.stages(1) for p in stage)
-
-    def stages(self, pp: int) -> list[list[Parameter]]:
-        """The parameters of each of `pp` pipeline stages; the embedding's at both ends, unless they are one stage.
-
-        A stage's tied modules are in front of its layers, as `PipelineModule` registers them.
-        """
-        bounds = [self.layers * stage // pp for stage in range(pp + 1)]
-        stages = [[p for i in range(low, high) for p in self._block(i)] for low, high in pairwise(bounds)]
-        stages[0] = [*self._embedding(), *stages[0]]
-        stages[-1] += self._norm(self.layers + 2, "")
-        if pp > 1:
-            stages[-1] = [*self._embedding(), *stages[-1]]
-        return stages
-
-    def _embedding(self) -> list[Parameter]:
-        return [
-            Parameter(-1, f"{TIED}word_embeddings.weight", (self.vocabulary, self.hidden), 0),
-            Parameter(-1, f"{TIED}position_embeddings.weight", (self.sequence, self.hidden), None),
-        ]
-
-    def _norm(self, layer: int, name: str) -> list[Parameter]:
-        return [Parameter(layer, f"{layer}.{name}{kind}", (self.hidden,), None) for kind in ("weight", "bias")]
-
-    def _block(self, index: int) -> list[Parameter]:
-        layer, hidden = index + 2, self.hidden
-        columns = {"self_attention.query_key_value": 3 * hidden, "mlp.dense_h_to_4h": 4 * hidden}
-        rows = {"self_attention.dense": hidden, "mlp.dense_4h_to_h": 4 * hidden}
-        held = [*self._norm(layer, "input_layernorm."), *self._norm(layer, "post_attention_layernorm.")]
-        for name, width in columns.items():
-            held.append(Parameter(layer, f"{layer}.{name}.weight", (width, hidden), 0))
-            held.append(Parameter(layer, f"{layer}.{name}.bias", (width,), 0))
-        for name, width in rows.items():
-            held.append(Parameter(layer, f"{layer}.{name}.weight", (hidden, width), 1))
-            held.append(Parameter(layer, f"{layer}.{name}.bias", (hidden,), None))
-        return held
-
-    def client_state(self, tp: int, pp: int) -> dict[str, Any]:
-        """Return the client state that Megatron-DeepSpeed saves, as the index keeps it."""
-        whole = [
-            r"\d+\.input_layernorm\..*",
-            r"\d+\.post_attention_layernorm\..*",
-            rf"{self.layers + 2}\.(weight|bias)",
-        ]
-        whole += [r"\d+\.self_attention\.dense\.bias", r"\d+\.mlp\.dense_4h_to_h\.bias"]
-        whole += [r"tied_modules\.embed\.position_embeddings\.weight"]
-        fused = {"weight": [[self.hidden] * 3, self.hidden], "bias": [[self.hidden] * 3]}
-        return {
-            "args": {
-                "num_layers": self.layers,
-                "hidden_size": self.hidden,
-                "num_attention_heads": self.heads,
-                "padded_vocab_size": self.vocabulary,
-                "seq_length": self.sequence,
-                "tensor_model_parallel_size": tp,
-                "pipeline_model_parallel_size": pp,
-            },
-            "checkpoint_version": 3.0,
-            "iteration": STEP,
-            "universal_checkpoint_info": {
-                "universal_checkpoint_version": 0.4,
-                "original_vocab_size": self.vocabulary,
-                "vocabulary_parameter_patterns": [r"tied_modules\.embed\.word_embeddings\.weight"],
-                "tp_replicated_parameter_patterns": whole,
-                "parameter_with_row_parallelism_patterns": [
-                    r"\d+\.self_attention\.dense\.weight",
-                    r"\d+\.mlp\.dense_4h_to_h\.weight",
-                ],
-                "parameter_with_sub_params": [
-                    {"patterns": [rf"\d+\.self_attention\.query_key_value\.{kind}"], "shape": shape, "partition_dim": 0}
-                    for kind, shape in fused.items()
-                ],
-            },
-        }
+def make_group(tensors: Iterable[tuple[str, Shape]], parts: int, **hyper: Any) -> Group:
+    return Group(dict(tensors), parts, {**HYPER, **hyper})
 
 
-def split_groups(held: Iterable[Parameter]) -> tuple[list[Parameter], list[Parameter]]:
-    """Megatron's two param groups: matrices, and what is not decayed."""
-    held = list(held)
-    return [p for p in held if p.is_matrix], [p for p in held if not p.is_matrix]
+def split_groups(tensors: Iterable[tuple[str, Shape]], parts: int) -> list[Group]:
+    """Split into matrices with weight decay and vectors without."""
+    tensors = list(tensors)
+    matrices = [each for each in tensors if len(each[1]) > 1]
+    vectors = [each for each in tensors if len(each[1]) == 1]
+    return [make_group(matrices, parts, weight_decay=0.1), make_group(vectors, parts, weight_decay=0.0)]
 
 
-def pad_flat(numel: int, dp: int) -> int:
-    """Elements of ZeRO-1's flat buffer of a group (stage_1_and_2.py: `nccl_start_alignment_factor` is 2)."""
-    return -(-numel // (2 * dp)) * 2 * dp
+def make_config(batch: int) -> dict[str, Any]:
+    """Make a usual ds_config at ZeRO 1 in bf16."""
+    return {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 500_000_000},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100_000, "warmup_num_steps": 2000}},
+        "checkpoint": {"universal": True},
+    }
 
 
-@dataclass(frozen=True)
-class Source:
-    """A ZeRO-1 bf16 checkpoint of a GPT by `tp` × `pp` × `dp` ranks, as headers."""
-
-    sizes: Sizes
-    tp: int
-    pp: int
-    dp: int
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    def headers(self) -> list[FileHeader]:
-        """Of all files, the first rank's model states in front."""
-        stages = self.sizes.stages(self.pp)
-        found = [self._model(mp, stages[mp // self.tp]) for mp in range(self.pp * self.tp)]
-        for mp in range(self.pp * self.tp):
-            found += [self._optimizer(mp, rank, stages[mp // self.tp]) for rank in range(self.dp)]
-        return found + list(self._layers(stages))
-
-    @property
-    def _config(self) -> dict[str, Any]:
-        """The keys of a usual ds_config."""
-        return {
-            "train_batch_size": 2048,
-            "train_micro_batch_size_per_gpu": 1,
-            "steps_per_print": 10,
-            "zero_optimization": {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 500_000_000},
-            "bf16": {"enabled": True},
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100_000, "warmup_num_steps": 2000}},
-            "checkpoint": {"universal": True},
-        }
-
-    def _model(self, mp: int, held: list[Parameter]) -> FileHeader:
-        groups = split_groups(held)
-        counters = {"global_steps": STEP, "global_samples": STEP * 2048, "skipped_steps": 0}
-        model = ModelHeader(
-            module=None,
-            nested=False,
-            buffers=(),
-            param_shapes=tuple(tuple((p.name, p.local_shape(self.tp)) for p in group) for group in groups),
-            frozen_shapes={},
-            frozen={},
-            shared={},
-            counters={**counters, "dp_world_size": self.dp, "mp_world_size": self.tp * self.pp},
-            optim=None,
-            degrees=(self.pp, self.tp),
-            hints=self.sizes.client_state(self.tp, self.pp),
-        )
-        return FileHeader(f"mp_rank_{mp:02d}_model_states.pt", 20_000, model=model, config=self._config)
-
-    def _optimizer(self, mp: int, rank: int, held: list[Parameter]) -> FileHeader:
-        parts = []
-        for group, decay in zip(split_groups(held), (0.1, 0.0), strict=True):
-            shapes = [p.local_shape(self.tp) for p in group]
-            partition = pad_flat(sum(map(count, shapes)), self.dp) // self.dp
-            flat = join_parameters(0, [p.name for p in group], shapes, parts=self.dp, partition=partition)
-            parts.append((flat, rank, {**HYPER, "weight_decay": decay}))
-        name = f"bf16_zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
-        return make_optimizer(name, parts, self._config)
-
-    def _layers(self, stages: list[list[Parameter]]) -> Iterator[FileHeader]:
-        layers: dict[int, list[Parameter]] = {}
-        for p in (p for stage in stages for p in stage if p.layer >= 0):
-            layers.setdefault(p.layer, []).append(p)
-        layers[1] = layers[self.sizes.layers + 3] = [p for p in stages[0] if p.layer < 0]
-        for layer, held in sorted(layers.items()):
-            for tp in range(self.tp):
-                yield self._layer(layer, tp, held)
-
-    def _layer(self, layer: int, tp: int, held: list[Parameter]) -> FileHeader:
-        names = [p.name.removeprefix(TIED).removeprefix(f"{layer}.") for p in held]
-        tensors, end = make_tensors(zip(names, (p.local_shape(self.tp) for p in held), strict=True))
-        return FileHeader(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt", end, layer=tensors)
+def make_model_states(
+    number: int, groups: Sequence[Group], dp: int, mp: int, module: dict[str, Piece] | None, end: int, **fields: Any
+) -> FileHeader:
+    """Make the header of a rank's model states; `end` is the size of the file."""
+    batch = 2 * dp
+    model = ModelHeader(
+        module=module,
+        nested=False,
+        buffers=(),
+        param_shapes=tuple(tuple(group.tensors.items()) for group in groups),
+        frozen_shapes={},
+        frozen={},
+        shared={},
+        counters={
+            "global_steps": STEP,
+            "global_samples": STEP * batch,
+            "skipped_steps": 0,
+            "dp_world_size": dp,
+            "mp_world_size": mp,
+        },
+        optim=None,
+        **fields,
+    )
+    return FileHeader(f"mp_rank_{number:02d}_model_states.pt", end, model=model, config=make_config(batch))
 
 
-def make_optimizer(
-    name: str, parts: Iterable[tuple[FlatBuffer, int, Mapping[str, Any]]], config: Mapping[str, Any]
+def make_optimizer_states(
+    rank: int, mp_rank: int, groups: Sequence[tuple[Group, FlatBuffer, int]], config: Mapping[str, Any]
 ) -> FileHeader:
     """Make the header of a rank's optimizer states at ZeRO 1.
 
     Args:
-        parts: of each param group the flat buffer, the rank's part of it, and the hyper-parameters.
+        groups: param groups with their flat buffers and the rank's partition of each.
     """
-    masters, states, slices, paddings, groups, counts = [], [], [], [], [], []
+    masters, states, slices, paddings = [], [], [], []
     end = 0
-    for flat, part, hyper in parts:
-        partition, total = flat.partition, flat.offsets[-1] + count(flat.shapes[-1])
-        padding = min(max((part + 1) * partition - total, 0), partition)
+    for _, flat, part in groups:
+        total = flat.offsets[-1] + count(flat.shapes[-1])
+        padding = min(max((part + 1) * flat.partition - total, 0), flat.partition)
         pieces = []
-        for numel in (partition - padding, partition, partition):
-            pieces.append(make_piece(end, (numel,), "float32"))
-            end = align(end + 4 * numel)
+        for numel in (flat.partition - padding, flat.partition, flat.partition):
+            pieces.append(_make_piece(end, (numel,), "float32"))
+            end = _align(end + 4 * numel)
         masters.append(pieces[0])
         states.append(TensorStates({"exp_avg": pieces[1], "exp_avg_sq": pieces[2]}, {"step": float(STEP)}))
         slices.append(tuple((cut.name, cut.offset, cut.numel) for cut in flat.cuts(part)))
         paddings.append(padding)
-        groups.append(dict(hyper))
-        counts.append(flat.parts)
     optim = OptimHeader(
         kind="zero12",
         stage=1,
         masters=tuple(masters),
         tensors=tuple(states),
-        groups=tuple(groups),
+        groups=tuple(dict(group.hyper) for group, _, _ in groups),
         owners=tuple(range(len(groups))),
         slices=tuple(slices),
-        partition_count=tuple(counts),
+        partition_count=tuple(flat.parts for _, flat, _ in groups),
         paddings=tuple(paddings),
         clip_grad=1.0,
     )
+    name = f"bf16_zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
     return FileHeader(name, end, optim=optim, config=dict(config))
 
 
-def make_tensors(held: Iterable[tuple[str, Shape]]) -> tuple[dict[str, Piece], int]:
-    """Lay 16-bit tensors out in a file; return them and its size."""
-    tensors, end = {}, 0
-    for name, shape in held:
-        tensors[name] = make_piece(end, shape, "bfloat16")
-        end = align(end + 2 * count(shape))
-    return tensors, end
+def make_tensors(tensors: Iterable[tuple[str, Shape]]) -> tuple[dict[str, Piece], int]:
+    """Place 16-bit tensors in a file; return them and its size."""
+    pieces, end = {}, 0
+    for name, shape in tensors:
+        pieces[name] = _make_piece(end, shape, "bfloat16")
+        end = _align(end + 2 * count(shape))
+    return pieces, end
 
 
-def make_piece(offset: int, shape: Shape, dtype: str) -> Piece:
+def _make_piece(offset: int, shape: Shape, dtype: str) -> Piece:
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
     return Piece(FileRecord(f"data/{offset}", offset, itemsize * count(shape), offset % 0xFFFF_FFFF), 0, shape, dtype)
 
 
-def align(offset: int) -> int:
+def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+class SyntheticTarget(Target):
+    """One rank of a live engine: names, shapes and flat buffers on the meta device.
+
+    Args:
+        groups: the rank's param groups; a group of experts is partitioned over fewer ranks than the others.
+        sub_group: size of ZeRO-3's sub-groups; None at ZeRO 1.
+        marks: attributes of live parameters, by name.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        groups: Sequence[Group],
+        *,
+        sub_group: int | None = None,
+        marks: Mapping[str, SimpleNamespace] | None = None,
+        instances: Mapping[str, Instance] | None = None,
+        experts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.place, self.groups, self.sub_group = place, groups, sub_group
+        self.aliases, self.flats, self.layout = {}, [], []
+        self.experts, self._instances = dict(experts or {}), dict(instances or {})
+        parameters = list((marks or {}).items())
+        self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=lambda: parameters, named_modules=tuple))
+        self.collect()
+        tensors = defaultdict(list)
+        for flat in self.flats:
+            tensors[flat.group].append(flat.tensor)
+        self.wrapped = torch.optim.AdamW([{"params": tensors[group]} for group in sorted(tensors)], lr=1e-4)
+
+    @property
+    def dp(self) -> int:
+        return self.place.dp
+
+    def collect(self) -> None:
+        for number, group in enumerate(self.groups):
+            part = self.place.dp_rank // (self.place.dp // group.parts)
+            buffers = group.lay_out_sub_groups(number, self.sub_group) if self.sub_group else [group.lay_out(number)]
+            for buffer in buffers:
+                self.add_flat(buffer, part, torch.empty(buffer.partition, device="meta"))
+
+    def refresh_copies(self) -> None:
+        """Nothing is loaded."""
+
+    def owned_shapes(self) -> dict[str, Shape]:
+        buffers = [flat.buffer for flat in self.flats]  # experts have their numbers in the layer there
+        return {name: shape for each in buffers for name, shape in zip(each.names, each.shapes, strict=True)}
+
+    def list_names(self) -> dict[str, str]:
+        return {name: name for name in self.owned_shapes()}
+
+    def extras(self) -> list[Any]:
+        """Return no tensors: all are in the optimizer."""
+        return []
+
+    def instances(self) -> dict[str, Instance]:
+        return self._instances
