@@ -79,7 +79,7 @@ proofs: $(STAMP)
 
 bench: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/run.py
-	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -u bench/scale.py --quick
+	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -u bench/scale.py
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/saves.py
 
 HOUSE_ARGS ?=

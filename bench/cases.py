@@ -28,7 +28,7 @@ SOURCES = (DATA_PARALLEL, PARALLEL)
 
 @dataclass(frozen=True)
 class Section:
-    """A section of docs/benchmarks.md; `{size_m}` and `{state_gib}` in its text are filled in."""
+    """A section of docs/benchmarks.md; `about` may contain `{size_m}` and `{state_gib}`."""
 
     title: str
     about: str
@@ -86,6 +86,7 @@ def copy_states(bench: Bench) -> list[str]:
 
 
 def copy_weights(bench: Bench) -> list[str]:
+    """Copy the files of an export."""
     return ["cp", "-r", str(bench.weights), str(bench.output)]
 
 

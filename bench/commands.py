@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meters import Io, read_fields
-
-_PERIOD = 0.05  # seconds between two samples of a command's memory
+from meters import Io, Peak, read_fields
 
 
 @dataclass(frozen=True)
@@ -36,35 +33,16 @@ def run_command(command: Sequence[str], log: Path, **options: Any) -> CommandRes
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True, **options
         )
-        with PeakMemory(process.pid) as memory:
+        with Peak(lambda: read_session(process.pid), 0.05) as memory:
             output, _ = process.communicate()
-        return CommandResult(process.returncode, output, time.perf_counter() - start, Io.now() - io, memory.peak_bytes)
+        return CommandResult(process.returncode, output, time.perf_counter() - start, Io.now() - io, memory.peak)
 
 
-class PeakMemory:
-    """Context manager that samples the memory of a session's processes.
-
-    Attributes:
-        peak_bytes: peak resident size of a single process, or the highest sum of proportional sizes of several.
-    """
-
-    def __init__(self, session: int) -> None:
-        self._session, self._stop, self.peak_bytes = session, threading.Event(), 0
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._stop.wait(_PERIOD):
-            members = list_members(self._session)
-            file, key = ("smaps_rollup", "Pss") if len(members) > 1 else ("status", "VmHWM")
-            self.peak_bytes = max(self.peak_bytes, sum(read_bytes(pid, file, key) for pid in members))
+def read_session(session: int) -> int:
+    """Return the peak resident size of a session's only process, or the sum of proportional sizes of several."""
+    members = list_members(session)
+    file, key = ("smaps_rollup", "Pss") if len(members) > 1 else ("status", "VmHWM")
+    return sum(read_bytes(pid, file, key) for pid in members)
 
 
 def list_members(session: int) -> list[int]:

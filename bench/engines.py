@@ -12,7 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from cold import make_cold
-from fingerprint import STATES, Part, count_up, sum_parts
+from fingerprint import Part, count_up, sum_parts
 from meters import Io, peak_resident_bytes, release_free_memory, reset_peak, resident_bytes
 from torch import nn
 
@@ -141,11 +141,6 @@ def list_parts(engine: Any) -> list[Part]:
     """List this rank's parts of the parameters in the optimizer."""
     sums, named = sum_parts(engine, count_up), engine.module.named_parameters()
     return [Part(name, 0, 0, sums[id(parameter)]) for name, parameter in named if id(parameter) in sums]
-
-
-def state_bytes(parameters: int) -> int:
-    """Return the size of fp32 masters and two moments, without padding."""
-    return parameters * 4 * len(STATES)
 
 
 def save(topology: Topology, params_m: float, folder: Path) -> dict[str, Any]:

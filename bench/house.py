@@ -220,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="a checkout; without it, this one")
     parser.add_argument("--list", action="store_true", help="name the files and types that a resume passes")
-    parser.add_argument("--no-resume", action="store_true", help="only what the text says")
+    parser.add_argument("--no-resume", action="store_true", help="only figures of the source")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     root = asked.root.resolve()

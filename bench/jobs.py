@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dense import DenseRanks, DenseSizes
@@ -41,14 +41,14 @@ def make_moe(source: MoeRanks, target: MoeRanks) -> Job:
 DENSE, MOE = DenseSizes(128, 25600, 160), MoeSizes(128, 6144, 1664, 256)
 QUICK_DENSE, QUICK_MOE = DenseSizes(16, 1024, 16, 8192, 512), MoeSizes(8, 512, 256, 16, 8000)
 
-JOBS: dict[str, Callable[[], Job]] = {
-    "dense1-10k": lambda: make_dense(DenseRanks(DENSE, 8, 64, 20), DenseRanks(DENSE, 8, 64, 16)),
-    "dense3-10k": lambda: make_dense(DenseRanks(DENSE, 8, 64, 20), DenseRanks(DENSE, 1, 1, 8192, SUB_GROUP)),
-    "moe-10k": lambda: make_moe(MoeRanks(MOE, 10_240, 256), MoeRanks(MOE, 8192, 256)),
+JOBS: dict[str, Job] = {
+    "dense1-10k": make_dense(DenseRanks(DENSE, 8, 64, 20), DenseRanks(DENSE, 8, 64, 16)),
+    "dense3-10k": make_dense(DenseRanks(DENSE, 8, 64, 20), DenseRanks(DENSE, 1, 1, 8192, SUB_GROUP)),
+    "moe-10k": make_moe(MoeRanks(MOE, 10_240, 256), MoeRanks(MOE, 8192, 256)),
 }
 
-QUICK_JOBS: dict[str, Callable[[], Job]] = {
-    "dense1-quick": lambda: make_dense(DenseRanks(QUICK_DENSE, 4, 8, 2), DenseRanks(QUICK_DENSE, 4, 4, 3)),
-    "dense3-quick": lambda: make_dense(DenseRanks(QUICK_DENSE, 4, 8, 2), DenseRanks(QUICK_DENSE, 1, 1, 48, 100_000)),
-    "moe-quick": lambda: make_moe(MoeRanks(QUICK_MOE, 64, 16), MoeRanks(QUICK_MOE, 48, 16)),
+QUICK_JOBS: dict[str, Job] = {
+    "dense1-quick": make_dense(DenseRanks(QUICK_DENSE, 4, 8, 2), DenseRanks(QUICK_DENSE, 4, 4, 3)),
+    "dense3-quick": make_dense(DenseRanks(QUICK_DENSE, 4, 8, 2), DenseRanks(QUICK_DENSE, 1, 1, 48, 100_000)),
+    "moe-quick": make_moe(MoeRanks(QUICK_MOE, 64, 16), MoeRanks(QUICK_MOE, 48, 16)),
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 _SELF = Path("/proc/self")
-_PERIOD = 0.01  # seconds between two samples of a process's memory
 _libc = ctypes.CDLL(None)
 
 
@@ -55,19 +55,19 @@ def release_free_memory() -> None:
     _libc.malloc_trim(0)
 
 
-class AnonymousPeak:
-    """Context manager that samples the anonymous memory of a process, without files and shared memory.
+class Peak:
+    """Context manager that samples a size in bytes every `period` seconds.
 
     Attributes:
-        before, peak: bytes.
+        before, peak: the first and the largest sample.
     """
 
-    def __init__(self, process: int | str = "self") -> None:
-        self._status, self._stop = Path("/proc", str(process), "status"), threading.Event()
+    def __init__(self, read: Callable[[], int], period: float) -> None:
+        self._read, self._period, self._stop = read, period, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self.before = self.peak = 0
 
-    def __enter__(self) -> AnonymousPeak:
+    def __enter__(self) -> Peak:
         self.before = self.peak = self._read()
         self._thread.start()
         return self
@@ -77,11 +77,13 @@ class AnonymousPeak:
         self._thread.join()
 
     def _sample(self) -> None:
-        while not self._stop.wait(_PERIOD):
+        while not self._stop.wait(self._period):
             self.peak = max(self.peak, self._read())
 
-    def _read(self) -> int:
-        return read_fields(self._status)["RssAnon"] << 10
+
+def watch_anonymous(process: int | str = "self") -> Peak:
+    """Sample the anonymous memory of a process, which excludes files and shared memory."""
+    return Peak(lambda: read_fields(Path("/proc", str(process), "status"))["RssAnon"] << 10, 0.01)
 
 
 def read_fields(file: Path) -> dict[str, int]:

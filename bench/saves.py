@@ -47,7 +47,6 @@ SAVES = (
 
 RESUMES = (
     ("seconds", "one copy of the state", "again", 2.0),
-    ("seconds", "one copy into new memory", "new", None),
     ("seconds", "from the disk, cache cold", "cold seconds", 0.6),
 )
 MEMORY = (("extra", "a save", 64), ("writer", "the writer", None))
@@ -73,6 +72,11 @@ def measure_resumes(
     return figures
 
 
+def join_ranks(ranks: Sequence[Sequence[Figures]]) -> list[Figures]:
+    """Return the first rank's figures by round, with the largest extra memory of all ranks."""
+    return [{**each[0], "extra": max(rank["extra"] for rank in each)} for each in zip(*ranks, strict=True)]
+
+
 def end_writers(memory: str) -> None:
     """End the writer processes of saves below a folder, which outlive their ranks."""
     for process in psutil.process_iter(["cmdline"]):
@@ -92,7 +96,7 @@ def measure(params_m: float, rounds: int, memory_root: str) -> tuple[list[Figure
         plan = Plan(params_m, rounds, memory, folder)
         with WorldPool(timeout=3600) as worlds:
             log("saves")
-            saves = worlds.get(RANKS).run(saves_ranks.measure_saves, plan)[0]
+            saves = join_ranks(worlds.get(RANKS).run(saves_ranks.measure_saves, plan))
         with WorldPool(timeout=3600) as worlds:
             log("resumes")
             return saves, measure_resumes(worlds, replace(plan, folder=f"{folder}/resumed"), RANKS, TARGETS)
@@ -107,7 +111,9 @@ def make_rows(title: str, rounds: Sequence[Figures], comparisons: Sequence[tuple
     return rows
 
 
-def make_section(saves: Sequence[Figures], resumes: Mapping[str, Sequence[Figures]], command: str) -> str:
+def make_section(
+    saves: Sequence[Figures], resumes: Mapping[str, Sequence[Figures]], command: str, params_m: float
+) -> str:
     """Make the section of docs/benchmarks.md."""
     rows = make_rows("{}", saves, SAVES)
     for name, rounds in resumes.items():
@@ -119,7 +125,7 @@ def make_section(saves: Sequence[Figures], resumes: Mapping[str, Sequence[Figure
     return f"""## Saves that do not stop training
 
 `{command}` on {describe_machine()}.
-{RANKS} ranks, ZeRO-1 in bf16, AdamW; {len(saves)} rounds.
+{params_m:g} M parameters, {RANKS} ranks, ZeRO-1 in bf16, AdamW; {len(saves)} rounds.
 
 *Stall*: until `save_checkpoint` returns on all ranks, with reused memory. torch's `async_save` keeps its shared memory,
 which is faster than its default. *Durable*: from there until the seal is in the folder.
@@ -140,10 +146,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     size, rounds = args.params_m or (20 if args.quick else 300), args.rounds or (1 if args.quick else 5)
     saves, resumes = measure(size, rounds, args.memory)
-    section = make_section(saves, resumes, " ".join(["bench/saves.py", *sys.argv[1:]]))
+    section = make_section(saves, resumes, " ".join(["bench/saves.py", *sys.argv[1:]]), size)
     print(section)
     if not args.quick:
-        write_part("saves: written by bench/saves.py", section)
+        write_part("bench/saves.py", section)
 
 
 if __name__ == "__main__":

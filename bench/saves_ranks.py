@@ -16,7 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from engines import Engine
-from meters import AnonymousPeak, release_free_memory
+from meters import release_free_memory, watch_anonymous
 from torch.distributed.checkpoint import _async_process_executor, async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -58,11 +58,9 @@ def run_on_first(work: Callable[[], object]) -> None:
         work()
 
 
-def find_largest(value: float) -> float:
-    """Return the largest value of all ranks (collective)."""
-    largest = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return float(largest)
+def wait_for_file(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.002)
 
 
 def list_state(engine: Any, *, with_weights: bool) -> list[torch.Tensor]:
@@ -75,12 +73,11 @@ def list_state(engine: Any, *, with_weights: bool) -> list[torch.Tensor]:
     return [each.detach() for each in state]
 
 
-def copy_state(engine: Any, *, with_weights: bool) -> tuple[float, float]:
-    """Copy a rank's state into new memory, then into the same memory again; return the seconds of both."""
-    state, copies = list_state(engine, with_weights=with_weights), list[torch.Tensor]()
-    new = measure(lambda: copies.extend(each.clone() for each in state))
-    again = measure(lambda: [copy.copy_(each) for copy, each in zip(copies, state, strict=True)])
-    return new, again
+def copy_state(engine: Any, *, with_weights: bool) -> float:
+    """Copy a rank's state into memory that is in use; return the seconds (collective)."""
+    state = list_state(engine, with_weights=with_weights)
+    copies = [each.clone() for each in state]
+    return measure(lambda: [copy.copy_(each) for copy, each in zip(copies, state, strict=True)])
 
 
 class Saves:
@@ -114,7 +111,7 @@ class Saves:
         return Path(self.folder, name, f"step{self.number}")
 
     def copy(self) -> None:
-        _, self.figures["copy"] = copy_state(self.engine, with_weights=dist.get_rank() == 0)
+        self.figures["copy"] = copy_state(self.engine, with_weights=dist.get_rank() == 0)
 
     def save_by_deepspeed(self) -> None:
         deepspeed_ucp.uninstall()
@@ -154,18 +151,17 @@ class Saves:
             self._save_checkpoint("ours")
             finish_saves(self.engine)
         folders = list[Path]()
-        with AnonymousPeak() as own, AnonymousPeak(self._find_writer()) as writer:
+        with watch_anonymous() as own, watch_anonymous(self._find_writer()) as writer:
             self.figures["stall"] = measure(lambda: folders.append(self._save_checkpoint("ours")))
             self.figures["durable"] = measure(lambda: run_on_first(lambda: wait_for_file(folders[0] / "ucp_seal.json")))
-        self.figures["extra"] = find_largest(own.peak - own.before)
-        self.figures["writer"] = find_largest(writer.peak if dist.get_rank() == 0 else 0)
+        self.figures |= {"extra": own.peak - own.before, "writer": writer.peak}
         finish_saves(self.engine)
         self.figures["cp"] = measure(lambda: run_on_first(self._copy_files))
         run_on_first(self._free_memory)
         release_free_memory()
 
     def _find_writer(self) -> int | str:
-        """Return the process id of the writer, on rank 0."""
+        """Return the process id of the writer on rank 0, whose figures are reported."""
         job = find_state(self.engine).saver.job.folder
         found = (each.pid for each in psutil.process_iter(["cmdline"]) if job in (each.info["cmdline"] or ()))
         return next(found) if dist.get_rank() == 0 else "self"
@@ -183,7 +179,7 @@ class Saves:
 
 
 def measure_saves(plan: Plan) -> list[Figures]:
-    """Measure all ways to save; return the figures by round (collective)."""
+    """Measure all ways to save; return this rank's figures by round (collective)."""
     deepspeed_ucp.install()
     saves = Saves(plan)
     figures = [saves.run_round(number) for number in range(plan.rounds)]
@@ -205,7 +201,7 @@ def save_once(plan: Plan) -> None:
 
 
 def resume(plan: Plan, stage: int, *, from_memory: bool) -> Figures:
-    """Measure a load, and copies of the state that it fills (collective).
+    """Measure a load, and a copy of the state that it fills (collective).
 
     Raises:
         RuntimeError: it was loaded from another place.
@@ -217,11 +213,6 @@ def resume(plan: Plan, stage: int, *, from_memory: bool) -> Figures:
     seconds = measure(lambda: paths.append(engine.load_checkpoint(plan.folder)[0]))
     if not paths[0] or paths[0].startswith(plan.folder) is from_memory or engine.global_steps != 1:
         raise RuntimeError(f"loaded {paths[0]} of step {engine.global_steps}")
-    new, again = copy_state(engine, with_weights=True)
+    again = copy_state(engine, with_weights=True)
     engine.destroy()
-    return {"seconds": seconds, "new": new, "again": again}
-
-
-def wait_for_file(file: Path) -> None:
-    while not file.exists():
-        time.sleep(0.002)
+    return {"seconds": seconds, "again": again}

@@ -17,6 +17,7 @@ from jobs import JOBS, QUICK_JOBS, Job
 from meters import peak_resident_bytes, release_free_memory, reset_peak, resident_bytes
 
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.extensions.registry import find_for_load
 from deepspeed_ucp.formats import places
 from deepspeed_ucp.formats.deepspeed import gather as gathering
 from deepspeed_ucp.formats.deepspeed.naming import Naming
@@ -34,6 +35,7 @@ from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.checks import find_answering, send_checks
+from deepspeed_ucp.tensor_parallel import from_config
 
 FOLDER = "/checkpoints/global_step1000"
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
@@ -170,6 +172,8 @@ class Planner:
             index = open_checkpoint(FOLDER, comm, Naming(*gather_groups(target, comm)))
             config, report = UniversalConfig(patterns=job.target.patterns), LoadReport(direct=True, reason="")
             load = LoadContext(None, comm, config, LoadArguments(), report)
+            rules = from_config(job.target.patterns)
+            load = replace(load, extensions=find_for_load(load, index, target, rules))
             work = prepare(load, index, target, with_states=True)
             choose_memory(work.destinations.buffers, WINDOW, comm, prefer_memory=False)
             near = np.arange(job.ranks) // PER_NODE == self.rank // PER_NODE
@@ -215,9 +219,9 @@ def exchange_checks(work: Work, plan: LoadPlan, comm: ScriptedComm) -> None:
 
 def make_job_script(name: str, ranks: Iterable[int]) -> Script:
     """Prepare the messages to some ranks of a named job."""
-    return make_script(ALL_JOBS[name](), ranks)
+    return make_script(ALL_JOBS[name], ranks)
 
 
 def plan_rank(name: str, script: Script, rank: int) -> Planned:
     """Plan one rank of a named job."""
-    return Planner(ALL_JOBS[name](), script, rank).plan()
+    return Planner(ALL_JOBS[name], script, rank).plan()

@@ -74,7 +74,6 @@ def make_config(batch: int) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100_000, "warmup_num_steps": 2000}},
-        "checkpoint": {"universal": True},
     }
 
 
@@ -182,7 +181,8 @@ class SyntheticTarget(Target):
         self.aliases, self.flats, self.layout = {}, [], []
         self.experts, self._instances = dict(experts or {}), dict(instances or {})
         parameters = list((marks or {}).items())
-        self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=lambda: parameters, named_modules=tuple))
+        module = SimpleNamespace(named_parameters=lambda: parameters, named_modules=tuple, modules=tuple)
+        self.engine = SimpleNamespace(module=module)
         self.collect()
         tensors = defaultdict(list)
         for flat in self.flats:

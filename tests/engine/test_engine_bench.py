@@ -51,27 +51,15 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.exhaustive  # no part of the package
 def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worlds: WorldPool, tmp_path: Path) -> None:
-    worlds, report = BenchWorlds(ucp_worlds), importlib.import_module("saves_report")
-    folder, memory = tmp_path / "disk", tmp_path / "memory"
+    worlds, folder, memory = BenchWorlds(ucp_worlds), tmp_path / "disk", tmp_path / "memory"
     for each in (folder, memory):
         each.mkdir()
     plan = bench.Plan(4, 1, str(memory), str(folder))
-    saves = worlds.get(2).run(bench.saves_ranks.measure_saves, plan)[0]
-    found = {
-        "saves": saves,
-        "resumes": bench.measure_resumes(worlds, bench.replace(plan, folder=f"{folder}/run"), 2, {"1 rank": (1, 3)}),
-        "lost": bench.measure_lost_node(worlds, plan),
-        "command": "a command",
-        "machine": "a machine",
-        "params_m": 4,
-        "ranks": 2,
-    }
-    rows = report.list_rows(found)
-    assert len({row.title for row in rows}) == 7
-    for row in rows:
-        assert row.unit != "s" or min(row.values) > 0, row
-        assert all(other > 0 for other in row.others), row
-    assert next(row for row in rows if row.unit == "bytes").value == 0
-    assert "DLRover was left out" in report.make_section(found)
-    assert {path.name for path in folder.iterdir()} == {"run", "lost0"}  # saves of other methods are deleted
+    saves = bench.join_ranks(worlds.get(2).run(bench.saves_ranks.measure_saves, plan))
+    resumed = bench.replace(plan, folder=f"{folder}/run")
+    resumes = bench.measure_resumes(worlds, resumed, 2, {"1 rank": (1, 3)})
+    rows = bench.make_rows("{}", saves, bench.SAVES) + bench.make_rows("resume", resumes["1 rank"], bench.RESUMES)
+    assert len(rows) == 6
+    assert all(value > 0 for each in (*saves, *resumes["1 rank"]) for key, value in each.items() if key != "extra")
+    assert {path.name for path in folder.iterdir()} == {"run"}  # saves of other methods are deleted
     assert not [each for each in memory.rglob("*.pt") if "/step" in str(each)]
