@@ -279,7 +279,7 @@ class PlaceWriter(threading.Thread):
         return not self._logged and any(self.folder in other.list_pending() for other in newer)
 
     def _note_written(self, save: Snapshot, mark: str) -> None:
-        with suppress(OSError):  # the next save of this job deletes what is left
+        with suppress(OSError):  # the save is complete: such files go with later saves, or with the tag
             end_save(save, self.folder)
         key = f"{self.folder}{_BY_ITSELF if save.by_itself else ''}"
         marks = (self.job.read("written") | self._written).get(key, {})

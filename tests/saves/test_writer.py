@@ -155,7 +155,7 @@ def test_a_disk_that_fails_leaves_the_former_files(code: int, run: Run) -> None:
 
 
 def test_coordination_files_that_cannot_be_deleted_do_not_undo_a_save(run: Run) -> None:
-    """The next save of the job deletes them."""
+    """The next save of the job deletes its record next to the tag."""
     run.save(tag="first")
     with mock.patch.object(writing, "end_save", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
         assert run.write() and list(run.job.read("written")[run.place]) == ["first"]
