@@ -19,7 +19,8 @@ from synthetic import (
     split_groups,
 )
 
-from deepspeed_ucp.engine.parallel import LocalExperts, Place
+from deepspeed_ucp.engine.parallel import Place
+from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader
 from deepspeed_ucp.model import count
 
@@ -97,9 +98,9 @@ class MoeRanks:
         groups = self.sizes.make_groups(self.dp, self.ep)
         flats = [group.lay_out(number) for number, group in enumerate(groups)]
         module, end = make_tensors(self.sizes.dense)
-        experts = (self.sizes.experts,) * self.sizes.layers
+        facts = {"experts": (self.sizes.experts,) * self.sizes.layers, "placements": {}}
         headers, config = (
-            [make_model_states(0, groups, self.dp, 1, module, end, experts=experts)],
+            [make_model_states(0, groups, self.dp, 1, module, end, facts=facts)],
             make_config(2 * self.dp),
         )
         for rank in range(self.dp):
@@ -123,9 +124,8 @@ class MoeRanks:
         local = self.sizes.experts // self.ep
         numbers = range(rank % self.ep * local, (rank % self.ep + 1) * local)
         replicas = range(rank % self.ep, self.dp, self.ep)
-        experts = LocalExperts(numbers, self.ep, replicas, over_tp=False, is_first_replica=rank < self.ep)
-        return SyntheticTarget(
-            self.find_place(rank),
-            self.sizes.make_groups(self.dp, self.ep),
-            experts={f"layers.{layer}.{EXPERTS}": experts for layer in range(self.sizes.layers)},
-        )
+        experts = LocalExperts(self.ep, replicas, unsharded=False, is_first_replica=rank < self.ep, numbers=numbers)
+        extension = LiveExperts()
+        extension.set_layers({f"layers.{layer}.{EXPERTS}": experts for layer in range(self.sizes.layers)})
+        groups = self.sizes.make_groups(self.dp, self.ep)
+        return SyntheticTarget(self.find_place(rank), groups, extensions=[extension])

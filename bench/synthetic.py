@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_ucp.engine.base import Target
 from deepspeed_ucp.engine.parallel import Instance, Place
+from deepspeed_ucp.extensions.registry import Extension
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
 from deepspeed_ucp.model import count
 from deepspeed_ucp.model.flat import FlatBuffer, join_parameters, join_reserved
@@ -175,11 +176,11 @@ class SyntheticTarget(Target):
         sub_group: int | None = None,
         marks: Mapping[str, SimpleNamespace] | None = None,
         instances: Mapping[str, Instance] | None = None,
-        experts: Mapping[str, Any] | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         self.place, self.groups, self.sub_group = place, groups, sub_group
         self.aliases, self.flats, self.layout = {}, [], []
-        self.experts, self._instances = dict(experts or {}), dict(instances or {})
+        self.extensions, self._instances = extensions, dict(instances or {})
         parameters = list((marks or {}).items())
         module = SimpleNamespace(named_parameters=lambda: parameters, named_modules=tuple, modules=tuple)
         self.engine = SimpleNamespace(module=module)

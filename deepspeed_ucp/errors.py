@@ -267,7 +267,7 @@ def fold_names(items: Iterable[tuple[str, T]], same: Callable[[T], Hashable]) ->
 
 
 def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
-    """Return one entry if all combinations of numbers exist (layers × experts), else split by the first number."""
+    """Return one entry if all combinations of numbers exist (layers × parts), else split by the first number."""
     numbers = {name: tuple(map(int, _NUMBER.findall(name))) for name in group}
     places = [sorted(set(values)) for values in zip(*numbers.values(), strict=True)]
     if len(group) == prod(map(len, places)):

@@ -38,7 +38,7 @@ from ..io.staging import MANIFEST, Staging
 from ..io.upload import open_staging
 from ..model import AtomicIndex
 from ..plan.conversion import Batch, Output, Range, plan_conversion
-from ..plan.derive import fuse_experts
+from ..plan.derive import fuse
 from ..plan.settling import describe_irregular, refuse_stateless, refuse_unreadable
 from ..stream.checks import Checks
 from ..stream.duplicates import check_samples
@@ -191,7 +191,7 @@ def _plan(
     refuse_scattered(index, "every node of a conversion reads its part of each")
     if text := describe_irregular(index):
         raise UnsupportedError(f"{text} The weights alone can be had with `ds_ucp export`.")
-    index = fuse_experts(index)  # as upstream's loader knows them
+    index = fuse(index)  # as upstream's loader knows them
     full = assemble_full_tensors(index, rules, live=live)
     staging = open_staging(report.destination, report.source, CONVERSION)
     files, steps = list_files(full, index.model.fused), list_steps(index)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..errors import UnsupportedError
+from ..extensions.registry import Extension, find_for_names
 from ..formats.deepspeed.files import ZERO
 from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import LONGEST, is_path, place_file
-from ..formats.universal.upstream import expert_keys, upstream_keys
+from ..formats.universal.upstream import upstream_keys
 from ..io.disk import explain_full, write_at, write_parts
 from ..io.staging import MANIFEST, OutputKind
 from ..io.store import exists, is_folder
 from ..model import AtomicIndex, AtomKey
-from ..model.experts import find_expert
 from ..stream.full_tensors import FullTensor, FullTensors
 from ..tensor_parallel import Partial, Replicate, Unique
 from ..torchsave.zipframe import ZipImage, dump_value, make_image
@@ -108,19 +108,18 @@ def list_files(full: FullTensors, fused: Mapping[str, int]) -> list[OutputFile]:
     """Return the files of the atoms in a fixed order.
 
     Args:
-        fused: name → number of experts, of parameters that hold several experts each.
+        fused: name → number of atoms that are joined in a parameter.
     """
-    return [_make_file(full, full.tensors[key], fused.get(key.name, 0)) for key in sorted(full.tensors)]
+    extensions = find_for_names([key.name for key in full.tensors])
+    return [_make_file(full, full.tensors[key], fused.get(key.name, 0), extensions) for key in sorted(full.tensors)]
 
 
-def _make_file(full: FullTensors, atom: FullTensor, experts: int) -> OutputFile:
+def _make_file(full: FullTensors, atom: FullTensor, count: int, extensions: Iterable[Extension]) -> OutputFile:
     """Return the file of an atom, with the keys by which upstream's loader cuts it."""
     pattern = full.patterns.get(atom.name)
     keys = upstream_keys(pattern, atom.shape, atom.name)
-    # Upstream numbers the experts of each rank's layers from 0, so at degrees above 1 it would load other ranks'
-    # experts. A count of 0 makes it refuse them there.
-    if experts or find_expert(atom.name):
-        keys = expert_keys(experts)
+    for extension in extensions:
+        keys = extension.make_upstream_keys(atom.name, count) or keys
     image = make_image(keys, atom.dtype, atom.numel, full.cut_padding(atom))
     return OutputFile(atom, place_file(atom.atom.key), image)
 

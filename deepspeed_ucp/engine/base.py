@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,15 +18,14 @@ from ..engine_state import find_state
 from ..errors import UnsupportedError
 from ..extensions.registry import Extension, find_for_engine
 from ..model import AtomicIndex, ParamKey, count, strip_compiled
-from ..model.experts import drop_fixed, find_layer, is_expert, name_experts
 from ..model.flat import FlatBuffer, join_parameters, join_reserved
-from ..model.topology import Topology
+from ..model.topology import Topology, drop_labels
 from ..model.view import EngineBuffer
 from ..model.wrappers import Wrapper, find_wrapper
 from ..plan.wants import find_states
 from .coverage import find_declared, name_device
 from .optimizer import find_other_kind, to_plain
-from .parallel import Instance, LocalExperts, find_experts, find_instances, find_place, find_unfiled
+from .parallel import Instance, Share, find_instances, find_place, find_unfiled
 from .rule import find_doubt, find_other_rule, read_configured
 
 
@@ -38,19 +36,17 @@ def _find_shape(param: Any) -> tuple[int, ...]:
 class Target(ABC):
     """A live engine. Only its subclasses, one per kind of optimizer wrapper, access DeepSpeed's internals.
 
-    Names and shapes are those of this rank's pipeline stage and tensor-parallel rank. Experts have their numbers in the
-    whole layer.
+    Names and shapes are those of this rank's pipeline stage and tensor-parallel rank, with names of the whole model.
 
     Attributes:
         wrapper: name in :mod:`deepspeed_ucp.model.wrappers`.
-        experts: layers of experts by the prefix of their parameters' names.
-        experts_over_tp: parameters and buffers of experts that are distributed, uncut, over tensor-parallel ranks too.
-        ep: the largest expert-parallel degree.
+        unsharded: parameters and buffers that tensor-parallel ranks do not cut.
+        ep: the largest degree of a :class:`~.parallel.Share`.
         wrapped: the engine's optimizer wrapper.
         names: id of a parameter → its first name in the module.
         aliases: further names of tied parameters → the first one.
-        params: the module's parameters by name; experts in a fused parameter have a name each.
-        places: index of such an expert in its parameter.
+        params: the module's parameters by name; a fused one has several names.
+        places: name → index in a fused parameter.
         flats: this rank's flat buffers.
         layout: the same over all ranks, under the names in a checkpoint.
         owned: parameters that the optimizer trains.
@@ -58,8 +54,7 @@ class Target(ABC):
     """
 
     wrapper: str
-    experts: Mapping[str, LocalExperts] = MappingProxyType({})
-    experts_over_tp: Set[str] = frozenset()
+    unsharded: Set[str] = frozenset()
     ep = 1
     extensions: Sequence[Extension] = ()
 
@@ -70,8 +65,9 @@ class Target(ABC):
         self.wrapped = engine.optimizer
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
-        self.experts = find_experts(engine, self.place)
-        self.experts_over_tp = set()
+        self.unsharded = set()
+        for extension in self.extensions:
+            extension.find_shares(self)
         for name, param in engine.module.named_parameters(remove_duplicate=False):
             first = self.names.setdefault(id(param), name)
             if first != name:
@@ -99,28 +95,42 @@ class Target(ABC):
         return self.traits.has_copies
 
     def _add_parameter(self, param: Any) -> None:
-        """Register a parameter of the module; a fused one as the parameters of its experts, with their indices."""
+        """Register a parameter of the module; a fused one under several names, with their indices."""
         shape, raw = _find_shape(param), self.names[id(param)]
-        layer = find_layer(raw, self.experts)
+        share = self.get_share(raw)
         for place, (name, part) in enumerate(self._name_parts(raw, shape).items()):
             self.params[strip_compiled(name)] = param
             if part != shape:
                 self.places[strip_compiled(name)] = place
-            if layer is not None and self.experts[layer].over_tp:
-                self.experts_over_tp |= {strip_compiled(name)}
+            if share is not None and share.unsharded:
+                self.unsharded |= {strip_compiled(name)}
 
     def _name_parts(self, name: str, shape: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
-        """Map a name of this rank's module to names and shapes in the whole model, which differ for experts."""
-        return name_experts(name, shape, {layer: experts.numbers for layer, experts in self.experts.items()})
+        """Map a name of this rank's module to names and shapes in the whole model."""
+        named = (extension.name_parts(name, shape) for extension in self.extensions)
+        return next((parts for parts in named if parts is not None), {name: shape})
+
+    def get_share(self, name: str) -> Share | None:
+        """Return the ranks with a distributed parameter, by its name in the module; None for other parameters."""
+        return next(filter(None, (extension.get_share(name) for extension in self.extensions)), None)
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if data-parallel ranks hold different parameters."""
+        return any(extension.is_uneven for extension in self.extensions)
+
+    def is_distributed(self, name: str) -> bool:
+        """Return True for the name of a distributed parameter in the whole model."""
+        return any(extension.is_distributed(name) for extension in self.extensions)
 
     @property
     def is_first_replica(self) -> bool:
-        """True if this rank reports tensors for its replicas, or for those of its experts."""
-        return self.place.dp_rank == 0 or any(layer.is_first_replica for layer in self.experts.values())
+        """True if this rank reports tensors for its replicas, all or those with its distributed parameters."""
+        return self.place.dp_rank == 0 or any(extension.is_first_replica for extension in self.extensions)
 
     def reports(self, name: str) -> bool:
-        """Return True if such a rank reports a tensor: the first data-parallel rank does for dense ones."""
-        return self.place.dp_rank == 0 or is_expert(strip_compiled(name))
+        """Return True if such a rank reports a tensor: all others than the first only distributed parameters."""
+        return self.place.dp_rank == 0 or self.is_distributed(strip_compiled(name))
 
     def _find_empty(self) -> set[str]:
         """List trained parameters without an element on this tensor-parallel rank (AutoTP: more ranks than heads).
@@ -143,9 +153,8 @@ class Target(ABC):
         self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, whole: frozenset[str] = frozenset()
     ) -> None:
         """Register a live buffer; its names are those in the module, as in a checkpoint of this engine."""
-        if layer := next(filter(None, (find_layer(name, self.experts) for name in buffer.names)), None):
-            experts = self.experts[layer]
-            buffer, self.ep = replace(buffer, ranks=experts.ranks), max(self.ep, experts.degree)
+        if share := next(filter(None, map(self.get_share, buffer.names)), None):
+            buffer, self.ep = replace(buffer, ranks=share.ranks), max(self.ep, share.degree)
         named = zip(buffer.names, buffer.shapes, strict=True)
         buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
         self.layout.append(buffer)
@@ -219,11 +228,13 @@ class Target(ABC):
 
     def unfiled(self) -> list[str]:
         """List trained parameters that DeepSpeed's load of a pipeline's layers does not restore."""
+        if any(extension.saves_modules for extension in self.extensions):
+            return []
         return sorted(find_unfiled(self.engine) & self.owned)
 
     def tp_shard_of(self, name: str) -> int:
-        """Return this rank's shard number of a parameter or buffer; uncut experts have one shard."""
-        return 0 if name in self.experts_over_tp else self.place.tp_rank
+        """Return this rank's shard number of a parameter or buffer."""
+        return 0 if name in self.unsharded else self.place.tp_rank
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the unpartitioned shape of a parameter's shard on this tensor-parallel rank."""
@@ -267,7 +278,7 @@ class Target(ABC):
     def live_hyper(self) -> list[dict[str, Any]]:
         """Return the hyper-parameters of the live groups; only the type of values that are not plain data."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [{k: to_plain(value) for k, value in drop_fixed(group).items() if k != "params"} for group in groups]
+        return [{k: to_plain(value) for k, value in drop_labels(group).items() if k != "params"} for group in groups]
 
     def list_keys(self) -> dict[str, str]:
         """Map keys of the module's state dict to names of parameters or buffers, if they differ."""
@@ -283,8 +294,8 @@ class Target(ABC):
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
                 (part,) = self._name_parts(name)
-                if (layer := find_layer(name, self.experts)) and self.experts[layer].over_tp:
-                    self.experts_over_tp |= {strip_compiled(part)}
+                if (share := self.get_share(name)) and share.unsharded:
+                    self.unsharded |= {strip_compiled(part)}
                 extras.append(self.make_whole(strip_compiled(part), buffer, is_buffer=True))
         for extension in self.extensions:
             extras = extension.complete_extras(self, extras)
@@ -295,11 +306,6 @@ class Target(ABC):
         partition = getattr(param, "ds_tensor", None)
         if partition is None:
             return self.make_whole(name, param if place is None else param[place])
-        if place is not None:
-            raise UnsupportedError(
-                f"{name}: ZeRO 3 does not save frozen parameters of AutoEP's experts. Resume at ZeRO 0 to 2, or "
-                "without freezing it."
-            )
         if hasattr(partition, "ds_quant_scale"):
             raise UnsupportedError(
                 f"{name}: a quantized parameter without optimizer cannot be filled. Switch "

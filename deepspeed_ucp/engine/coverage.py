@@ -10,14 +10,11 @@ from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeed
 
 from ..engine_state import RANDOM_STATES, is_carried
 from ..errors import UnsupportedError, shorten
+from ..extensions.registry import REGISTRY, find_for_engine
 from ..model.wrappers import find_live
 
 OWN_LOAD = 'To use DeepSpeed\'s own load anyway, set "checkpoint": {"universal": false}.'
 """Remedy at the end of refusals."""
-
-
-PLACEMENT = "expert_placement_descriptor"
-"""Attribute of AutoEP's layers (``module_inject/auto_ep_layer.py``): the experts of each rank."""
 
 
 class UnknownLayoutError(UnsupportedError):
@@ -138,17 +135,17 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
     """
     load_dir, tag = os.path.split(os.path.abspath(folder))
     model, wrapped = engine._get_ckpt_name(load_dir, tag), engine.optimizer
-    layers = [child for child in engine.module.modules() if hasattr(child, PLACEMENT)]
     facts = {
         "ZeRO stage": int(engine.zero_optimization_stage()),
         "precision": find_declared(engine),
         "model-parallel ranks": int(engine.mp_world_size),
-        "experts per layer": list(engine.num_experts),
-        "use_data_before_expert_parallelism": bool(engine._config.use_data_before_expert_parallel_),
-        "AutoEP placement": [getattr(layer, PLACEMENT) for layer in layers],
+        **{flag: bool(engine._config._param_dict.get(flag, False)) for row in REGISTRY for flag in row.flags},
+        **{fact: value for row in REGISTRY for fact, value in row.facts.items()},
     }
+    for extension in find_for_engine(engine):
+        facts |= extension.describe_engine(engine)
     if not hasattr(wrapped, "partition_count"):
-        return model, None, facts | _describe_stage0(engine)
+        return model, None, {**facts, "order of parameters": list(engine.module.state_dict())}
     counts, shapes = wrapped.partition_count, engine._get_zero_param_shapes()
     describe_groups = getattr(wrapped, "_zero3_partition_group_metadata", lambda: None)
     facts |= {
@@ -163,14 +160,3 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
 def find_declared(engine: Any) -> str:
     """Return the result of :func:`deepspeed_ucp.model.topology.find_precision` for the engine's ds_config."""
     return "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
-
-
-def _describe_stage0(engine: Any) -> dict[str, Any]:
-    """Describe stage 0: dense parameters have any number of replicas, experts are distributed over ranks."""
-    order = {"order of parameters": list(engine.module.state_dict())}
-    if not engine.has_moe_layers:
-        return order
-    sizes = sorted({layer.ep_size for layer in engine.module.modules() if hasattr(layer, "ep_size")})
-    facts = {**order, "data-parallel ranks": int(engine.seq_dp_world_size), "expert-parallel ranks": sizes[-1]}
-    # With several degrees the files contain only the largest.
-    return facts if len(sizes) == 1 else {**facts, "expert-parallel degrees": sizes}

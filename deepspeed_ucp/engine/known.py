@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..model import MODULE, AtomicIndex, AtomKey
-from ..model.experts import is_expert
 from .base import Target
 from .coverage import has_drawn
 
-_PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters", "experts"})
+_PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters"})
 _OFFLOAD = frozenset({"offload cpu/none", "offload cpu/cpu"})
 
 KNOWN: dict[tuple[str, int], frozenset[str]] = {
@@ -25,7 +24,7 @@ KNOWN: dict[tuple[str, int], frozenset[str]] = {
     ("zero3", 3): _OFFLOAD | {"16 bit", "frozen parameters", "zero_optimization.zero_hpz_partition_size"},
 }
 """Known options of an engine by optimizer wrapper and ZeRO stage, for a strict load of all states of a ``torch.save``.
-Tests: ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_parallel.py``,
+Tests: ``test_engine_hook.py`` (all rows, offload, frozen parameters), ``test_engine_parallel.py``,
 ``test_engine_muon.py`` and ``test_engine_resumes.py`` (hpZ)."""
 
 _HARMLESS = """
@@ -76,11 +75,9 @@ def _list_options(target: Target) -> Iterator[str]:
         "tensor parallelism": topology.tp > 1,
         "a pipeline": pipeline,
         "frozen parameters": bool(frozen),
-        "frozen experts": any(map(is_expert, frozen)),  # at ZeRO 2 every rank gets the first rank's
-        _describe_experts(target): bool(target.experts),
         f"offload {topology.offload}": topology.offload != "none/none",
-        # One node writes layer and expert files that others read.
-        "node-local files": engine.use_node_local_storage() and (pipeline or bool(target.experts)),
+        "node-local files": engine.use_node_local_storage() and pipeline,  # one node writes files that others read
+        **{option: True for extension in target.extensions for option in extension.list_unknown(target)},
         "a data sampler that has drawn": has_drawn(engine),
         f"a {type(engine.checkpoint_engine).__name__}": type(engine.checkpoint_engine).__name__ != _READER,
     }
@@ -95,14 +92,3 @@ def _list_options(target: Target) -> Iterator[str]:
 
 _READER = "TorchCheckpointEngine"
 """The only reader without torch's ``weights_only``, which refuses objects in ZeRO's files."""
-
-
-def _describe_experts(target: Target) -> str:
-    """Return ``experts`` if each process finds the files of its experts by its rank.
-
-    It looks for them under its tensor-parallel rank, which is right if that degree divides the expert-parallel degree.
-    """
-    layers = target.experts.values()
-    is_regular = all(not layer.over_tp or layer.degree % target.place.tp == 0 for layer in layers)
-    is_regular = is_regular and len({layer.degree for layer in layers}) <= 1
-    return "experts" if is_regular else "experts of other ranks or degrees"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..model.experts import drop_fixed
+from ..model.topology import drop_labels
 from ..model.wrappers import MOMENTUM, USE_MUON
 
 _SIZES = (5, 3, 2)
@@ -184,7 +184,7 @@ def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_same_class(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    return set(drop_fixed(live)) - {"params", *_ALWAYS_KEPT} <= set(saved)
+    return set(drop_labels(live)) - {"params", *_ALWAYS_KEPT} <= set(saved)
 
 
 def to_plain(value: Any) -> Any:

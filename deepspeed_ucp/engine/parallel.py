@@ -6,16 +6,14 @@ DeepSpeed gets model parallelism from a Megatron-like ``mpu``, the grid of a ``P
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as ds_comm
-from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
     bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_rank,
@@ -24,7 +22,7 @@ from deepspeed.utils.bwc import (
 
 from ..model import strip_compiled
 from ..tensor_parallel.metadata import INFO
-from .coverage import PLACEMENT, UnknownLayoutError
+from .coverage import UnknownLayoutError
 
 CUT_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes")
 """Megatron's attributes of a parameter (``core/tensor_parallel/layers.py``; sizes of unequal parts: ``core/ssm``)."""
@@ -132,8 +130,6 @@ def find_unfiled(engine: Any) -> set[str]:
     A use with a ``forward_fn`` has no layer file. After the files are read, a tied weight is copied from the first
     stage that uses the module (``_synchronize_tied_weights``); other parameters keep their stage's values.
     """
-    if getattr(engine, "has_moe_layers", False):
-        return set()  # each rank saves its whole module instead of layers
     names = set()
     for tie in _list_ties(engine.module):
         for name, param in tie.copy.named_parameters():
@@ -173,82 +169,20 @@ def _list_ties(module: Any) -> Iterator[_Tie]:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalExperts:
-    """A rank's experts of a mixture-of-experts layer.
+class Share:
+    """The ranks that hold the same distributed parameters: parameters that only some data-parallel ranks hold.
 
     Attributes:
-        numbers: numbers of the experts in the whole layer, in the rank's order.
-        degree: expert-parallel degree.
-        ranks: ranks of the pipeline stage with the same experts; None if these are all data-parallel peers.
-        over_tp: the experts are distributed over all ranks of the stage, including tensor-parallel ranks.
-        is_first_replica: the rank is the first with these experts.
+        degree: number of such sets of ranks.
+        ranks: of the pipeline stage; None if these are all data-parallel peers.
+        unsharded: tensor-parallel ranks do not cut the parameters, and may be among the ranks.
+        is_first_replica: this rank is the first of them.
     """
 
-    numbers: Sequence[int]
     degree: int
     ranks: range | None
-    over_tp: bool
+    unsharded: bool
     is_first_replica: bool
-
-
-def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:
-    """Return this rank's experts of each layer, by the prefix of their parameters' names.
-
-    Raises:
-        UnknownLayoutError: ranks with the same experts are not evenly spaced, or tensor-parallel ranks not adjacent.
-    """
-    if not getattr(engine, "has_moe_layers", False):
-        return {}
-    layers = {}
-    for name, module in engine.module.named_modules(remove_duplicate=False):  # tied layers under every name
-        prefix = f"{name}." if name else ""
-        if isinstance(module, MoE):
-            group, end = module.expert_group_name, "deepspeed_moe.experts.deepspeed_experts."
-            first = groups._get_expert_parallel_rank(group) * module.num_local_experts
-            numbers: Sequence[int] = range(first, first + module.num_local_experts)
-        elif getattr(module, "_is_autoep_layer", False):
-            group, end = module.ep_group_name, "experts."
-            numbers = _list_fused(module)
-        else:
-            continue
-        peers = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
-        replicas = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
-        sharing = ds_comm.get_all_ranks_from_group(groups._get_expert_parallel_group(group))
-        over_tp = not {*replicas, *sharing} <= {*peers}
-        stage_ranks = _number_ranks(replicas, peers, place, over_tp=over_tp)
-        ranks = None if not over_tp and len(stage_ranks) == len(peers) else stage_ranks
-        is_first = replicas[0] == ds_comm.get_rank()
-        layers[f"{prefix}{end}"] = LocalExperts(numbers, len(sharing), ranks, over_tp, is_first)
-    return layers
-
-
-def _list_fused(layer: Any) -> Sequence[int]:
-    """List this rank's experts of an AutoEP layer; up to 0.19.5 there is no placement and they are in order."""
-    placement = getattr(layer, PLACEMENT, None)
-    if placement is None:
-        first = layer.ep_rank * layer.num_local_experts
-        return range(first, first + layer.num_local_experts)
-    return tuple({entry["rank"]: entry["experts"] for entry in placement["ranks"]}[layer.ep_rank])
-
-
-def _number_ranks(ranks: Sequence[int], peers: Sequence[int], place: Place, *, over_tp: bool) -> range:
-    """Convert global ranks to ranks of their pipeline stage.
-
-    Args:
-        peers: this rank's data-parallel group.
-        over_tp: ``ranks`` may contain ranks of other data-parallel groups.
-    """
-    first = peers[0] - place.tp_rank
-    if over_tp and peers != [first + rank * place.tp + place.tp_rank for rank in range(place.dp)]:
-        raise UnknownLayoutError(
-            f"experts are distributed over tensor-parallel ranks, and data-parallel ranks are numbered {peers}. Number "
-            f"tensor-parallel ranks side by side (every {place.tp}th rank in this rank's data-parallel group)"
-        )
-    places = [rank - first if over_tp else peers.index(rank) * place.tp + place.tp_rank for rank in ranks]
-    spaced = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
-    if list(spaced) != places:
-        raise UnknownLayoutError(f"ranks {places} of a stage have the same experts, but are not evenly spaced")
-    return spaced
 
 
 def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import shorten
-from ..model.experts import drop_fixed
+from ..model.topology import drop_labels
 from ..model.wrappers import USE_MUON
 from .optimizer import adopt_hyper
 
@@ -152,7 +152,7 @@ def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> st
     """
     added, dropped = dict[str, None](), dict[str, None]()
     for live, saved in pairs:
-        adopted, kept = adopt_hyper(live, saved), drop_fixed(live)
+        adopted, kept = adopt_hyper(live, saved), drop_labels(live)
         keys = [key for key in ("lr", *list_given(optimizer, kept)) if key in kept and key not in adopted]
         added |= dict.fromkeys(key for key in keys if _is_added(kept[key], known=False))
         idle = {*kept, *adopted, *_IDLE, *((*_SWITCHES, _DECOUPLED) if "lr" in saved else ())}
@@ -190,7 +190,7 @@ def _copy_groups(engine: Any) -> list[dict[str, Any]]:
     groups = getattr(getattr(engine, "optimizer", None), "param_groups", ())  # an engine may have none
     return [
         {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in group.items()}
-        for group in map(drop_fixed, groups)
+        for group in map(drop_labels, groups)
     ]
 
 

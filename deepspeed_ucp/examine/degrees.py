@@ -18,7 +18,7 @@ class Degrees:
     """The topology of a planned run.
 
     Attributes:
-        dp, tp, pp, sp, ep: data-, tensor-, pipeline-, sequence- and expert-parallel degrees.
+        dp, tp, pp, sp, ep: degrees, as in :class:`~deepspeed_ucp.model.topology.Topology`; ``dp`` without ``sp``.
         zero: ZeRO stage.
         wrapper, precision: as in :class:`~deepspeed_ucp.model.topology.Topology`.
     """

@@ -17,8 +17,8 @@ from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..model import Atom, AtomicIndex, ParamKey
 from ..model.topology import find_differences
-from ..plan.autoep import adapt_experts
 from ..plan.conversion import Batch, Output, Range, cut_batches
+from ..plan.derive import recast
 from ..plan.settling import list_shapes
 from ..stream.full_tensors import WorkOptions, stream
 from ..stream.reader import AtomReader
@@ -178,7 +178,7 @@ def diff_checkpoints(
         ConfigError: ``only`` is no regular expression.
     """
     comm = comm or Comm()
-    left = adapt_experts(left, list_shapes(right))
+    left = recast(left, list_shapes(right))
     pairs = comm.run(lambda: pair_atoms(left, right, rules, options.wants))
     shares = comm.each(lambda: _compare_share(left, right, pairs.both, options, comm))
     values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))

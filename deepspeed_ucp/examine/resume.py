@@ -9,9 +9,9 @@ from typing import Any
 
 from ..config import choose_batch
 from ..errors import MismatchError, Objections
+from ..extensions.registry import find_for_names
 from ..formats.deepspeed.ownfiles import read_saved_config
 from ..model import MASTER, MODULE, AtomicIndex, AtomKey, to_integer
-from ..model.experts import read_name
 from ..model.flat import join_parameters
 from ..model.topology import find_differences
 from ..model.view import EngineBuffer, EngineView, Shapes
@@ -80,8 +80,8 @@ def check_resume(
         renamed = {new: old for old, new in names.items() if new != old}
         if renamed:
             check.differences.append("parameters under other names by rename rules")
-        if not check.differences and any(read_name(key.name) for key in index.stored.atoms):
-            check.differences.append("experts, whose ranks are known only to a load")
+        for extension in find_for_names(names) if not check.differences else ():
+            check.differences += extension.list_unforeseen(names)
         if not check.differences:
             check.loader = DEEPSPEED
         else:
@@ -103,22 +103,11 @@ def _check_load(
         objections.errors.append(MismatchError(f"{text} Pass load_optimizer_states=False to load the weights alone."))
     if degrees.pp > 1 and degrees.zero > 1:
         objections.errors.append(MismatchError("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism."))
-    with objections:
-        _check_experts(named, degrees)
+    for extension in find_for_names([key.name for key in named.stored.atoms], degrees):
+        with objections:
+            extension.check_degrees(named, degrees)
     with objections:
         _measure(index, named, renamed, check, rules)
-
-
-def _check_experts(index: AtomicIndex, degrees: Degrees) -> None:
-    """Check the degrees as DeepSpeed's expert layers do."""
-    names, ep = [read for key in index.stored.atoms if (read := read_name(key.name))], degrees.ep
-    layers = {read.layer: read.number + 1 for read in sorted(names)}  # the highest number of a layer is the last
-    if ep > 1 and not names:
-        raise MismatchError(f"The checkpoint has no experts that ep={ep} could distribute.")
-    if degrees.zero > 2 and not all(read.fused for read in names):
-        raise MismatchError("DeepSpeed's own experts can be resumed under ZeRO 0, 1 and 2 only.")
-    if wrong := [layer.rstrip(".") for layer, number in layers.items() if degrees.shards % ep or number % ep]:
-        raise MismatchError(f"ep={ep} must divide the data-parallel ranks and the experts of each layer ({wrong[0]}).")
 
 
 def _measure(

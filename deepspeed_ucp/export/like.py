@@ -21,8 +21,7 @@ from ..hub import find_cached
 from ..io.disk import explain_full
 from ..io.jsonfile import read_json
 from ..model import AtomicIndex, count
-from ..plan.autoep import adapt_experts
-from ..plan.derive import derive
+from ..plan.derive import derive, recast
 from ..plan.match import are_same
 from ..plan.settling import list_shapes
 from ..tensor_parallel import Rename, advise_family
@@ -125,7 +124,7 @@ class LikeModel:
         known = {name for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
             files, weights = self.shapes or _list_files(model), model.state_dict()
-            index = adapt_experts(index, {name: (tuple(weight.shape),) for name, weight in weights.items()})
+            index = recast(index, {name: (tuple(weight.shape),) for name, weight in weights.items()})
             known |= {param.name for param in index.stored.atoms.storages} - saved
             try:
                 reading = convert(model, files, weights)

@@ -35,7 +35,7 @@ class CustomLoad(Extension):
         if target.flats and any(extension.name == "nvme" for extension in target.extensions):
             raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
         degrees = index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp
-        if max(degrees) > 1 or any(experts.ranks for experts in target.experts.values()):
+        if max(degrees) > 1 or target.is_uneven:
             raise UnsupportedError(
                 "custom_load_fn is given the whole module; with tensor, pipeline or expert parallelism no rank has it. "
                 "Load without custom_load_fn, or in the topology that saved the checkpoint."

@@ -6,9 +6,9 @@ The common code knows :class:`Extension` alone, and calls the hooks of the activ
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -18,16 +18,25 @@ class Extension:
 
     A save, an engine and a load have an instance each, which may keep state. The hooks in the order of a resume:
 
-    1. of an engine (:func:`find_for_engine`): :meth:`complete_target`
-    2. of a save (:func:`find_for_save`): :meth:`list_hosts`, :meth:`add_files`, :meth:`verify_save`
-    3. of an engine and its load: :meth:`prepare`, :meth:`complete_extras`, :meth:`commit`, :meth:`open_masters`,
+    1. of an engine (:func:`find_for_engine`): :meth:`find_shares`, :meth:`complete_target`
+    2. of a state file (:func:`find_for_tree`): :meth:`read_facts`
+    3. of a save (:func:`find_for_save`): :meth:`open_save`, :meth:`identify`, :meth:`name_files`, :meth:`list_hosts`,
+       :meth:`arrange`, :meth:`add_files`, :meth:`verify_save`, :meth:`check_save`, and the hooks of its index
+    4. of an engine and its load: :meth:`prepare`, :meth:`complete_extras`, :meth:`commit`, :meth:`open_masters`,
        :meth:`relink`; at the end, and after an error, :meth:`discard`
 
     Attributes:
-        name: of its row in the registry.
+        name, row: of the registry.
+        is_first_replica: of an engine: this rank reports some distributed parameters.
+        is_uneven: of a save or an engine: data-parallel ranks hold different parameters.
+        saves_modules: of an engine: a pipeline's ranks save their whole modules instead of layers.
     """
 
     name = ""
+    row: Row | None = None
+    is_first_replica = False
+    is_uneven = False
+    saves_modules = False
 
     # -- a save (:class:`deepspeed_ucp.formats.deepspeed.save.Save`) and its index
 
@@ -43,7 +52,135 @@ class Extension:
         """Return findings about a save whose headers have been read and compared (collective)."""
         return []
 
+    # -- files of a save
+
+    def open_save(self, save: Any) -> None:
+        """Add the names of further files to a save whose first headers have been read."""
+
+    def read_facts(
+        self, tree: Mapping[Any, Any], read: Callable[[str, Callable[[Any], Any]], Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the facts in a state file's tree, and the rank that wrote it; ``read`` reads one entry."""
+        return {}, {}
+
+    def identify(self, save: Any, find: Callable[[str, Iterable[Any]], Any]) -> None:
+        """Complete ``save.first``; ``find`` returns the first readable header of a role's keys."""
+
+    def name_files(self, save: Any) -> Iterable[str]:
+        """Return the names of further files that a save must have."""
+        return ()
+
+    def explain_missing(self, save: Any) -> dict[str, str]:
+        """Return file → reason for which DeepSpeed may not have written it."""
+        return {}
+
+    def arrange(self, save: Any, headers: Mapping[str, Any]) -> None:
+        """Take further headers, by file name, of a save whose headers are sorted by role."""
+
+    def list_comparisons(self, save: Any) -> Iterable[Any]:
+        """Return values that are equal in further files, as :mod:`deepspeed_ucp.formats.deepspeed.compare` does."""
+        return ()
+
+    def describe_own_files(self, tree: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return facts in the tree of a rank's model states at a path, which are compared with the engine's."""
+        return {}
+
+    # -- the index of a save
+
+    def check_save(self, save: Any) -> None:
+        """Refuse a save that cannot be resharded."""
+
+    def deal_group(self, save: Any, mp: int, number: int, group: Any) -> list[Any]:
+        """Return which ranks hold which parameters of a model-parallel rank's group, if not all hold all."""
+        return []
+
+    def check_share(self, save: Any, stage: int, place: int, share: Any) -> None:
+        """Verify the files of the ranks that share parameters."""
+
+    def list_group_files(self, save: Any, mp: int, group: int) -> list[Any]:
+        """Return the optimizer files of a group if they are not those of its model-parallel rank."""
+        return []
+
+    def find_shapes(self, save: Any, mp: int, name: str) -> set[Any]:
+        """Return the shapes that further files give a parameter."""
+        return set()
+
+    def name_optimizers(self, save: Any, naming: Any, live: Any) -> list[Any]:
+        """Name the parameters of all optimizers of stage 0, if there are several per model-parallel rank."""
+        return []
+
+    def add_optimizers(self, builder: Any, parts: Any, owned: Any) -> bool:
+        """Add the states of these optimizers; return False if the common code adds them."""
+        return False
+
+    def find_ties(self, save: Any, header: Any, module: Mapping[str, Any]) -> dict[str, str]:
+        """Return further ties in model states, alias → name."""
+        return {}
+
+    def add_tensors(self, builder: Any, optimized: set[str]) -> None:
+        """Add the model's tensors in further files."""
+
+    def list_unnoticed(self, builder: Any, topology: Any, atoms: Any) -> Iterable[str]:
+        """Describe state that DeepSpeed's load does not restore without notice."""
+        return ()
+
+    def list_fused(self, save: Any, atoms: Any) -> dict[str, int]:
+        """Return parameter → number of atoms that DeepSpeed's universal format joins to it."""
+        return {}
+
+    # -- an index, with the live model's names
+
+    def recast(self, index: Any, live: Any) -> Any:
+        """Return the index with parameters in the live model's form; ``live``: shapes by name."""
+        return index
+
+    def fold_faults(self, saved: Iterable[str], live: Iterable[str], faults: Any) -> tuple[Any, str]:
+        """Return the differences between saved and live names, joined if they have one cause, and a remedy."""
+        return faults, ""
+
+    def cuts_groups(self, names: Iterable[str]) -> bool:
+        """Return True if DeepSpeed may cut a param group of these parameters at every degree differently."""
+        return False
+
+    def list_unforeseen(self, names: Iterable[str]) -> list[str]:
+        """Return the reasons for which DeepSpeed's load cannot be foreseen without an engine."""
+        return []
+
+    def check_degrees(self, index: Any, degrees: Any) -> None:
+        """Refuse the degrees of a planned run that do not fit the checkpoint."""
+
+    def count_fused(self, tree: Mapping[Any, Any], shape: Any, path: str) -> int:
+        """Return the number of atoms in a parameter of DeepSpeed's universal format; 0 if it is a single one."""
+        return 0
+
+    def make_upstream_keys(self, name: str, count: int) -> dict[str, Any]:
+        """Return the entries by which DeepSpeed cuts a parameter of ``count`` atoms; empty for other parameters."""
+        return {}
+
     # -- an engine (:class:`deepspeed_ucp.engine.Target`)
+
+    def find_shares(self, target: Any) -> None:
+        """Find the distributed parameters of an engine, before its parameters are listed."""
+
+    def get_share(self, name: str) -> Any:
+        """Return the :class:`~deepspeed_ucp.engine.parallel.Share` of a parameter of the module, by name, or None."""
+        return None
+
+    def name_parts(self, name: str, shape: Any) -> dict[str, Any] | None:
+        """Return the whole model's parameters in a parameter of the module, with shapes; None for the same name."""
+        return None
+
+    def is_distributed(self, name: str) -> bool:
+        """Return True for the name of a distributed parameter in the whole model."""
+        return False
+
+    def list_unknown(self, target: Any) -> Iterable[str]:
+        """Describe features with which DeepSpeed's load is not known to be right."""
+        return ()
+
+    def describe_engine(self, engine: Any) -> dict[str, Any]:
+        """Return facts about an engine that its own files have too."""
+        return {}
 
     def complete_target(self, target: Any) -> None:
         """Complete the description of an engine whose buffers have been collected."""
@@ -113,6 +250,11 @@ class Row:
         in_engine: gate of a DeepSpeed engine.
         in_rules: gate of the user's sets of rules.
         in_load: gate of a load's context, index and target.
+        keys: gate of a file's tree: keys that have facts.
+        in_names: gate of an index or a model, by its parameters' names.
+        in_degrees: gate of a planned run.
+        sections, flags: parts of a ds_config that the headers keep.
+        facts: of engines and files without the special case (:meth:`Extension.describe_engine`).
     """
 
     name: str
@@ -121,12 +263,18 @@ class Row:
     in_engine: Callable[[Any], bool] = _never
     in_rules: Callable[[Any], bool] = _never
     in_load: Callable[[Any, Any, Any], bool] = _never
+    keys: tuple[str, ...] = ()
+    in_names: Callable[[Collection[str]], bool] = _never
+    in_degrees: Callable[[Any], bool] = _never
+    sections: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self) -> Extension:
         """Import the module and return a new instance."""
         module, _, kind = self.source.partition(":")
         extension: Extension = getattr(import_module(f"{__package__}.{module}"), kind)()
-        extension.name = self.name
+        extension.name, extension.row = self.name, self
         return extension
 
 
@@ -184,11 +332,26 @@ def _loads_by_function(job: Any, *_: Any) -> bool:
     return job.arguments.custom_load_fn is not None
 
 
-def _holds_experts(_: Any, index: Any, __: Any) -> bool:
-    return any(".experts." in param.name for param in index.stored.atoms.storages)
+def _has_experts(save: Any) -> bool:
+    model = save.first[0].model
+    return model is not None and any(map(model.facts.get, ("experts", "placements")))
+
+
+def _names_experts(names: Collection[str]) -> bool:
+    return any("experts." in name for name in names)
 
 
 REGISTRY = [
+    Row(
+        "experts",
+        "experts.saved:SavedExperts",
+        in_save=_has_experts,
+        keys=("num_experts", "ds_autoep_layers", "autoep_layers", "folding"),
+        sections=("expert_parallel",),
+        flags=("use_data_before_expert_parallelism",),
+        facts={"experts per layer": [], "AutoEP placement": []},
+    ),
+    Row("experts", "experts.engine:LiveExperts", in_engine=lambda engine: getattr(engine, "has_moe_layers", False)),
     Row("nvme", "swapped:Swapped", in_save=_saves_swap_files),
     Row("seal", "seal:SealedSave", in_save=_is_sealed),
     Row("nvme", "nvme:Nvme", in_engine=_swaps_to_nvme),
@@ -196,21 +359,41 @@ REGISTRY = [
     Row("state_dict", "statedict:ModuleStateDict", in_engine=_has_own_state_dict),
     Row("custom load", "custom_load:CustomLoad", in_load=_loads_by_function),
     Row("hugging face", "huggingface:HuggingFace", in_load=_is_pretrained),
-    Row("experts", "autoep:FusedExperts", in_load=_holds_experts),
+    Row(
+        "experts",
+        "experts.index:IndexedExperts",
+        keys=("is_expert_param",),
+        in_names=_names_experts,
+        in_degrees=lambda degrees: degrees.ep > 1,
+        in_load=lambda _, index, __: _names_experts([param.name for param in index.stored.atoms.storages]),
+    ),
     Row("rename", "rename:Renames", in_rules=_renames),
     Row("resize", "resize:ResizedRows", in_rules=_resizes),
 ]
 """All special cases. Hooks run in this order."""
 
 
+def find_for_tree(tree: Mapping[Any, Any]) -> list[Extension]:
+    """Return new extensions for the facts in a state file."""
+    return [row.make() for row in REGISTRY if any(tree.get(key) for key in row.keys)]
+
+
 def find_for_save(save: Any) -> list[Extension]:
     """Return new extensions for a save whose first headers have been read."""
-    return [row.make() for row in REGISTRY if row.in_save(save)]
+    extensions = [row.make() for row in REGISTRY if row.in_save(save)]
+    for extension in extensions:
+        extension.open_save(save)
+    return extensions
 
 
 def find_for_engine(engine: Any) -> list[Extension]:
     """Return new extensions for a DeepSpeed engine."""
     return [row.make() for row in REGISTRY if row.in_engine(engine)]
+
+
+def find_for_names(names: Collection[str], degrees: Any = None) -> list[Extension]:
+    """Return new extensions for an index or a model with parameters of these names, and for a planned run."""
+    return [row.make() for row in REGISTRY if row.in_names(names) or (degrees and row.in_degrees(degrees))]
 
 
 def find_for_rules(rules: Any) -> list[Extension]:
@@ -220,9 +403,9 @@ def find_for_rules(rules: Any) -> list[Extension]:
 
 def find_for_load(job: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
     """Return the extensions of a load: the engine's, and new ones for the user's rules and the load's context."""
-    known = {extension.name: extension for extension in target.extensions}
-    active = (row for row in REGISTRY if row.name in known or row.in_rules(rules) or row.in_load(job, index, target))
-    return [known.get(row.name) or row.make() for row in active]
+    known = {id(extension.row): extension for extension in target.extensions}
+    active = (row for row in REGISTRY if id(row) in known or row.in_rules(rules) or row.in_load(job, index, target))
+    return [known.get(id(row)) or row.make() for row in active]
 
 
 def name_active(extensions: Iterable[Extension], more: Iterable[str] = ()) -> tuple[str, ...]:

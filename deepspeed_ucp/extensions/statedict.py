@@ -13,7 +13,6 @@ import torch
 from ..engine import Target
 from ..errors import shorten
 from ..model import strip_compiled
-from ..model.experts import is_expert
 from ..model.view import EngineBuffer
 from .registry import Extension
 
@@ -21,21 +20,21 @@ from .registry import Extension
 class ModuleStateDict(Extension):
     """A module with a state dict that is not torch's own."""
 
-    module: torch.nn.Module
+    target: Target
 
     def complete_target(self, target: Target) -> None:
-        """Keep the module, whose state dict is asked when it is needed."""
-        self.module = target.engine.module
+        """Keep the engine, whose module's state dict is asked when it is needed."""
+        self.target = target
 
     @cached_property
     def state_dict(self) -> StateDict:
         """Differences of the state dict before the load."""
-        return ask_state_dict(self.module)
+        return ask_state_dict(self.target.engine.module)
 
     def list_keys(self) -> dict[str, str]:
         """Map keys to names of parameters or buffers, if they differ."""
         named = ((strip_compiled(key), strip_compiled(name)) for key, name in self.state_dict.keys.items())
-        return {key: name for key, name in named if not is_expert(name)}
+        return {key: name for key, name in named if not self.target.is_distributed(name)}
 
     def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
         """Add the tensors that are neither parameters nor buffers."""
@@ -44,7 +43,7 @@ class ModuleStateDict(Extension):
 
     def describe_differences(self) -> str:
         """Describe tensors that the state dict computes with another result than the saved one."""
-        changed = find_changed(self.module, self.state_dict)
+        changed = find_changed(self.target.engine.module, self.state_dict)
         return f"{shorten(changed)}: the module computes them, with other values than saved" if changed else ""
 
 

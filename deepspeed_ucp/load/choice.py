@@ -92,8 +92,8 @@ def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
         check_states(job.engine, with_states=job.arguments.with_states)
         target = open_target(job.engine)
         opened.append(target)
-        # Without pipeline and experts all ranks have the same groups.
-        groups = list_stage_groups(target) if target.place.pp > 1 or target.experts else None
+        # Without pipeline and distributed parameters all ranks have the same groups.
+        groups = list_stage_groups(target) if target.place.pp > 1 or target.is_uneven else None
         return bool(target.flats), target.list_keys(), groups
 
     answers = job.comm.each(look)

@@ -47,16 +47,16 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Com
             counts={name: total for name, (_, total) in ordinals.items()},
             attributes=live_attributes(target.engine) if not place.dp_rank else {},
             info=live_universal_info(target.engine),
-            experts_over_tp=target.experts_over_tp,
+            unsharded=target.unsharded,
         )
 
     reports = [answer for answer in comm.each(report) if answer is not None]
     views = [view for _, view in reports]
-    experts = {name for view in views for name in view.experts_over_tp}
+    unsharded = {name for view in views for name in view.unsharded}
 
     def join() -> EngineView:
-        owned = _join_shapes([(rank, view.owned) for rank, view in reports], place.tp, experts)
-        unowned = _join_shapes([(rank, view.unowned or {}) for rank, view in reports], place.tp, experts)
+        owned = _join_shapes([(rank, view.owned) for rank, view in reports], place.tp, unsharded)
+        unowned = _join_shapes([(rank, view.unowned or {}) for rank, view in reports], place.tp, unsharded)
         return EngineView(
             owned,
             None if extras is None else unowned,
@@ -68,18 +68,18 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Com
             attributes=dict(chain.from_iterable(view.attributes.items() for view in views)),
             info=next((view.info for view in views if view.info), None),
             tp=place.tp,
-            experts_over_tp=experts,
+            unsharded=unsharded,
         )
 
     return comm.run(join)
 
 
-def _join_shapes(reports: Iterable[tuple[int, Shapes]], tp: int, experts_over_tp: Set[str]) -> Shapes:
+def _join_shapes(reports: Iterable[tuple[int, Shapes]], tp: int, unsharded: Set[str]) -> Shapes:
     by_rank: dict[str, dict[int, Shape]] = {}
     for tp_rank, shapes in reports:
         for name, (shape,) in shapes.items():
-            by_rank.setdefault(name, {})[0 if name in experts_over_tp else tp_rank] = shape
-    partial = [name for name, ranks in by_rank.items() if len(ranks) != tp and name not in experts_over_tp]
+            by_rank.setdefault(name, {})[0 if name in unsharded else tp_rank] = shape
+    partial = [name for name, ranks in by_rank.items() if len(ranks) != tp and name not in unsharded]
     if partial:
         raise MismatchError(
             f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks. "
@@ -117,7 +117,7 @@ StageGroups = tuple[int, list[Group], list[dict[str, Any]], dict[str, str]]
 def list_stage_groups(target: Target) -> StageGroups | None:
     """Return this rank's param groups, or None if another rank reports the same ones."""
     place = target.place
-    if not (target.is_first_replica and (place.tp_rank == 0 or target.experts_over_tp)):
+    if not (target.is_first_replica and (place.tp_rank == 0 or target.unsharded)):
         return None
     groups = [[item for item in group if target.reports(item[0])] for group in target.live_groups()]
     return place.pp_rank, groups, target.live_hyper(), target.list_names()
@@ -137,7 +137,7 @@ def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
     for stage, pairs, hyper, names in filter(None, reports):
         order.update(names)
         known, _ = stages.setdefault(stage, ([{} for _ in pairs], hyper))
-        for members, more in zip(known, pairs, strict=True):  # ranks differ in their experts
+        for members, more in zip(known, pairs, strict=True):  # ranks differ in their distributed parameters
             members.update(more)
     if len(stages) == 1:
         ((only, hyper),) = stages.values()

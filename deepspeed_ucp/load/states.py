@@ -17,7 +17,7 @@ from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, li
 from ..errors import MismatchError, shorten
 from ..formats.deepspeed.headers import Unread
 from ..model import COPY, MASTER, MODULE, AtomicIndex, ParamKey, RunState
-from ..model.experts import drop_fixed
+from ..model.topology import drop_labels
 from ..model.view import EngineBuffer
 from ..model.wrappers import USE_MUON
 from ..plan.match import Match
@@ -271,7 +271,7 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
         return []
     engine, optimizer, takes_saved = job.engine, target.optimizer, job.config.param_groups == "saved"
     groups = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
-    saved = {number: drop_fixed(run.groups[number].hyper) for numbers in match.groups.values() for number in numbers}
+    saved = {number: drop_labels(run.groups[number].hyper) for numbers in match.groups.values() for number in numbers}
     pairs = [(groups[live], saved[number]) for live, numbers in sorted(match.groups.items()) for number in numbers]
     with_scheduler, scheduler = job.arguments.load_lr_scheduler_states, engine.lr_scheduler
     notes = [

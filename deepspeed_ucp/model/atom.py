@@ -15,7 +15,7 @@ from .storage import Fragment, Fragments, ParamStorage
 class Atom:
     """One state of one parameter: its stored dtype, and the parameter's shards on the source's tensor-parallel ranks.
 
-    Whole experts that are spread over all ranks of a pipeline stage have a single shard. The files do not record how
+    Parameters that tensor-parallel ranks do not cut have a single shard. The files do not record how
     shards form the whole; patterns decide that once the target is known. ``instance`` as in :class:`ParamKey`.
     """
 

@@ -38,7 +38,7 @@ class FlatBuffer:
         partition: elements of one partition, including padding.
         parts: number of partitions; 1 if every rank has the whole buffer.
         by_parameter: every parameter is cut into ``parts`` (ZeRO 3), instead of the buffer.
-        ranks: ranks of the pipeline stage (``dp_rank * tp + tp_rank``) with this buffer, for expert parallelism; None
+        ranks: ranks of the pipeline stage (``dp_rank * tp + tp_rank``) with this buffer of distributed parameters; None
             for all data-parallel ranks of the tensor-parallel rank.
         tensors: for each parameter its first element in the engine's tensor, which ZeRO 3 cuts as a whole, and the
             number of elements of this tensor; empty if every parameter is a tensor of its own.
@@ -143,7 +143,7 @@ class FlatBuffer:
 
 
 def count_degree(buffers: Iterable[FlatBuffer]) -> int:
-    """Return the largest expert-parallel degree: the number of sets of ranks that share a param group."""
+    """Return the largest number of sets of ranks that share a param group, which is the degree ``ep``."""
     holders = {(buffer.group, buffer.ranks) for buffer in buffers if buffer.ranks is not None}
     return max(Counter(group for group, _ in holders).values(), default=1)
 

@@ -208,8 +208,8 @@ class ModelInfo:
         hints: plain data about the model from the client state: ``universal_checkpoint_info``, ``args``,
             ``checkpoint_version``, ``iteration``.
         recorded: parameter → pattern in the manifest of an atomic checkpoint, as plain data.
-        fused: name → number of experts, for AutoEP's parameters that hold all experts of a layer in DeepSpeed's
-            universal checkpoints; each expert has an atom.
+        fused: name → number of atoms (``name.0``, ``name.1``, …), for parameters that DeepSpeed's universal checkpoints
+            stack along a new first dimension.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)

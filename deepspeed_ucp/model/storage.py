@@ -200,7 +200,9 @@ class Fragments:
         if not row or low % row or high % row:
             return None
         low, high = low // row, high // row
-        dropped = 1 if (high - low, shape) == (1, self.shape[1:]) else 0  # one expert of many has no first dimension
+        dropped = (
+            1 if (high - low, shape) == (1, self.shape[1:]) else 0
+        )  # one of many stacked tensors lacks a dimension
         if not dropped and shape != (high - low, *self.shape[1:]):
             return None
         cut = []
@@ -229,7 +231,7 @@ class Fragments:
 class PartitionedState:
     """One state of all parameters of a flat buffer, with one record per partition.
 
-    Experts' tensors of equal size in a record each are stored likewise, as a buffer with one partition per expert.
+    Tensors of equal size in a record each are stored likewise, as a buffer with one partition per tensor.
 
     Attributes:
         buffer: its parameters under the whole model's names.

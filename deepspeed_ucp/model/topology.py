@@ -80,6 +80,16 @@ def number_groups(stages: Sequence[Sequence[Mapping[str, Any]]], ignored: Collec
     return numbered
 
 
+def drop_labels(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyper-parameters of a param group, without DeepSpeed's label of a group that only some ranks hold."""
+    return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in ("moe", "name"))}
+
+
+def find_label(hyper: Mapping[str, Any]) -> str:
+    """Return this label of a param group; empty for a group that all ranks hold."""
+    return str(hyper.get("name")) if hyper.get("moe") else ""
+
+
 _SWITCHES = {"bfloat16": ("bf16", "bfloat16"), "float16": ("fp16",)}
 
 

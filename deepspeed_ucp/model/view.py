@@ -101,7 +101,7 @@ class EngineView:
         declared_new: names of tensors that the user has declared to be new: the checkpoint need not have them.
         info: the model's ``universal_checkpoint_info``.
         tp: tensor-parallel degree.
-        experts_over_tp: names of experts' parameters that are distributed whole over the tensor-parallel ranks too.
+        unsharded: names of tensors that tensor-parallel ranks do not cut.
 
     Example:
         >>> flat = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
@@ -121,7 +121,7 @@ class EngineView:
     declared_new: frozenset[str] = frozenset()
     info: Mapping[str, Any] | None = None
     tp: int = 1
-    experts_over_tp: Set[str] = frozenset()
+    unsharded: Set[str] = frozenset()
 
     @property
     def shapes(self) -> Shapes:

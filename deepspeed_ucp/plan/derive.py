@@ -1,7 +1,7 @@
 """An index of parameters that are derived from saved ones: joined from several, cut out of one, or left out.
 
 A :class:`DerivedParam` consists of slices of saved parameters, and its fragments of theirs: users of the index cannot
-tell it from a saved one. AutoEP's universal form and Hugging Face folders are read in this way.
+tell it from a saved one. Fused parameters and Hugging Face folders are read in this way.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import chain
 from math import prod
 
 from ..errors import MismatchError, shorten
+from ..extensions.registry import find_for_names
 from ..model import (
     ITEMSIZE,
     Atom,
@@ -27,6 +28,7 @@ from ..model import (
     Storage,
 )
 from ..model.flat import Shape
+from ..model.view import Shapes
 
 Repeated = tuple[tuple[int, Fragment], ...]
 
@@ -71,25 +73,41 @@ class DerivedParam:
         return (*self.lead, numel // (prod((*self.lead, *rest)) or 1), *rest)
 
 
-def fuse_experts(index: AtomicIndex) -> AtomicIndex:
-    """Return the index with one parameter [experts, …] for all experts of a layer that is in ``fused``."""
-    dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
+MOST_FUSED = 1 << 14
+"""Limit of atoms in a fused parameter of a file."""
+
+
+def can_fuse(shape: Shape, parts: int) -> bool:
+    """Return True if a tensor of this shape can contain so many atoms."""
+    return 0 < parts <= MOST_FUSED and shape[:1] == (parts,) and prod(shape) > 0
+
+
+def fuse(index: AtomicIndex) -> AtomicIndex:
+    """Return the index with one parameter [count, …] for the atoms of each that is in ``fused``."""
+    dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items() if index.model.fused}
     made = {}
     for name, count in index.model.fused.items():
-        experts = tuple(Slice(f"{name}.{expert}") for expert in range(count))
-        made[name] = DerivedParam(experts, dims.get(experts[0].name, 0) + 1, (count,))
+        parts = tuple(Slice(f"{name}.{number}") for number in range(count))
+        made[name] = DerivedParam(parts, dims.get(parts[0].name, 0) + 1, (count,))
     return derive(index, made)
 
 
-def split_experts(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
-    """Return the index with an atom for each expert of parameters that concatenate so many of them."""
+def split(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
+    """Return the index with so many atoms for each fused parameter, which concatenates them."""
     shapes = {key.name: atom.shape for key, atom in index.stored.atoms.items() if key.name in fused}
     made = {
-        f"{name}.{expert}": DerivedParam((Slice(name, expert, fused[name]),), len(shape) - 1)
+        f"{name}.{number}": DerivedParam((Slice(name, number, fused[name]),), len(shape) - 1)
         for name, shape in shapes.items()
-        for expert in range(fused[name])
+        for number in range(fused[name])
     }
     return derive(index, made).change(fused=dict(fused))
+
+
+def recast(index: AtomicIndex, live: Shapes) -> AtomicIndex:
+    """Return the index with parameters in the live model's form, as extensions derive them."""
+    for extension in find_for_names([*(param.name for param in index.stored.atoms.storages), *live]):
+        index = extension.recast(index, live)
+    return index
 
 
 def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:

@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import MismatchError, shorten, suggest
+from ..extensions.registry import find_for_names
 from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
-from ..model.experts import is_expert
 from ..model.flat import Shape
 from ..model.view import EngineView
 from ..tensor_parallel import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
 from ..tensor_parallel.adapters import is_added
-from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, list_faults
+from .faults import EXTRA, MISSING, SHAPE, Fault, list_faults
 
 FIRST = (0, 1)
 
@@ -28,8 +28,8 @@ class Match:
 
     Attributes:
         params: live name → the saved parameter; if several pipeline stages hold it, the copy for this stage.
-        groups: live param group → the saved ones with its parameters: one; several for experts cut by size, or for a
-            group that keeps its hyper-parameters and joins several. Groups without any are left out.
+        groups: live param group → the saved ones with its parameters: one; several if an extension cuts groups, or for
+            a group that keeps its hyper-parameters and joins several. Groups without any are left out.
         skipped: differences that a lenient load ignores.
         untouched: frozen parameters and buffers that the checkpoint lacks: a lenient load leaves them as they are.
         kept: tensors that keep their initial value because the source's converter dropped them.
@@ -206,17 +206,21 @@ class _Matcher:
         if saved and not match.params:
             match.fault = _describe_foreign(list(self.missing), extra)
         elif self.faults or match.resized or match.skipped:
-            self._judge(ExpertCounts.of(saved, live.shapes), extra)
+            self._judge(saved, extra)
 
     def _are_same(self, alias: str, name: str) -> bool | None:
         """Return True if two saved tensors that are one here have equal values; None if that is unknown."""
         one, other = (pick_weight(self.index, ParamKey(either), True, True) for either in (name, alias))
         return are_same(self.index, one, other)
 
-    def _judge(self, experts: ExpertCounts, extra: Sequence[str]) -> None:
-        match, faults = self.match, self.faults
+    def _judge(self, saved: set[str], extra: Sequence[str]) -> None:
+        match, faults, live = self.match, self.faults, self.live.shapes
+        skipped, remedies = match.skipped, ""
+        for extension in find_for_names([*saved, *live]):
+            skipped, remedy = extension.fold_faults(saved, live, skipped)
+            remedies += remedy
         if self.strict:
-            faults += experts.fold(match.skipped)
+            faults += skipped
         else:
             match.untouched = [name for name, is_trained in self.missing.items() if not is_trained]
             match.skipped = [fault for fault in match.skipped if fault.name not in match.untouched]
@@ -230,9 +234,7 @@ class _Matcher:
             hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}{padded}"
         if self.strict and match.skipped:
             hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
-        if experts.differing:
-            hint += " Resume with the number of experts that was saved."
-        match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}"
+        match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}{remedies}"
 
     def _advise_missing(self) -> str:
         """Suggest a remedy for names that one side lacks."""
@@ -372,11 +374,9 @@ def match_groups(
             match.hyper[number] = _join_steps(index, sources)
             match.groups.update({number: groups} if (groups := tuple(sorted(sources - {-1}))) else {})
             continue
-        # Groups of experts are cut by size (``max_group_size``): their number changes with the topology.
-        experts = all(map(is_expert, names)) and -1 not in sources
-        same = experts and all(
-            index.run.groups[source].hyper == index.run.groups[min(sources)].hyper for source in sources
-        )
+        hypers = [index.run.groups[source].hyper for source in sources if source >= 0]
+        same = -1 not in sources and all(hyper == hypers[0] for hyper in hypers)
+        same = same and any(extension.cuts_groups(names) for extension in find_for_names(names))
         if not same and (len(sources) != 1 or -1 in sources or taken.setdefault(min(sources), number) != number):
             raise MismatchError(
                 "The optimizer's param groups differ from the checkpoint's. Checkpoint: "

@@ -177,7 +177,7 @@ def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[st
 def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[View | None, ...]:
     """Return the views that make a target shard from the source's: one, or for a mean one per replica.
 
-    An atom with a single shard (experts distributed over tensor-parallel ranks) is the same for every rank.
+    An atom with a single shard is the same for every rank.
     """
     if layouts is None:
         return (None,)

@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from deepspeed_ucp.engine.known import KNOWN, list_unknown
+from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts
 
 
 class Zero(BaseModel):
@@ -34,7 +35,15 @@ def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
     topology |= {"offload": "none/none", **differs.pop("topology", {})}
     engine: dict[str, Any] = {"checkpoint_engine": TorchCheckpointEngine(), "use_node_local_storage": lambda: False}
     engine |= {"_config": SimpleNamespace(zero_config=differs.pop("zero", Zero())), **differs.pop("engine", {})}
-    plain: dict[str, Any] = {"experts": {}, "params": {"a": 0}, "owned": {"a"}, "unfiled": list, "has_copies": True}
+    live = LiveExperts()
+    live.set_layers(differs.pop("experts", {}))
+    plain: dict[str, Any] = {
+        "extensions": [live] if live.layers else [],
+        "params": {"a": 0},
+        "owned": {"a"},
+        "unfiled": list,
+        "has_copies": True,
+    }
     return SimpleNamespace(
         topology=SimpleNamespace(**topology),
         engine=SimpleNamespace(**engine),
@@ -43,8 +52,8 @@ def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
     )
 
 
-def hold(degree: int, over_tp: bool = False) -> Any:
-    return SimpleNamespace(degree=degree, over_tp=over_tp)
+def hold(degree: int, unsharded: bool = False) -> LocalExperts:
+    return LocalExperts(degree, None, unsharded, True, ())
 
 
 UNKNOWN: dict[str, tuple[Any, str]] = {

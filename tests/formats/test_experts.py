@@ -10,30 +10,33 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.extensions.experts.files import (
+    NO_LAYER,
+    ROLES,
+    ExpertFiles,
+    count_tp_shards,
+    name_unwritten_models,
+)
+from deepspeed_ucp.extensions.experts.saved import SavedExperts
+from deepspeed_ucp.formats.deepspeed.files import sort_roles
 from deepspeed_ucp.formats.deepspeed.headers import (
     Batches,
-    ExpertTensors,
     FileHeader,
     HeaderCodec,
     HeaderDelta,
     ModelHeader,
     OptimHeader,
     Piece,
+    PrefixedTensors,
     TensorStates,
-    count_filed,
 )
-from deepspeed_ucp.formats.deepspeed.save import (
-    Save,
-    count_expert_tp_shards,
-    name_expected_files,
-    name_unwritten_models,
-)
-from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_parameters
+from deepspeed_ucp.formats.deepspeed.save import Save, name_expected_files
+from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_group
 from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.torchsave.records import FileRecord
 
-EXPERTS = (2,)
+EXPERTS = {"experts": (2,)}
 
 
 def make_group(degree: int) -> dict[str, Any]:
@@ -49,15 +52,14 @@ def make_model(name: str, ranks: int, tp: int, dp: int, optim: OptimHeader | Non
     counters = {"mp_world_size": ranks, "dp_world_size": dp}
     module: dict[str, Any] = {}
     degrees = (ranks // tp, tp)
-    model = ModelHeader(
-        module, False, (), None, {}, {}, {}, counters, optim, experts=EXPERTS, degrees=degrees, **fields
-    )
+    model = ModelHeader(module, False, (), None, {}, {}, {}, counters, optim, facts=EXPERTS, degrees=degrees, **fields)
     return FileHeader(name, 1, model=model)
 
 
 def list_files(first: list[FileHeader], *names: str) -> Save:
     save = Save.of(FileTable.of("folder", dict.fromkeys(names, Entry(1, 0.0))))
-    save.first = first
+    save.first, save.extensions = first, [SavedExperts()]
+    save.names |= sort_roles(ROLES, {name: name for name in names})
     return save
 
 
@@ -74,6 +76,15 @@ FOLDED = [expert(0, 0), expert(1, 1)]
 CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
 
 
+def test_files_get_their_roles() -> None:
+    layer, expert = "layer_2_expert_13_mp_rank_01", "expert_3_mp_rank_00"
+    optim = "expp_rank_5_mp_rank_01_optim_states.pt"
+    names = [f"{layer}_model_states.pt", f"{expert}_model_states.pt", optim]
+    found = sort_roles(ROLES, {name: name for name in names})
+    assert found == {"expert": {(2, 13, 1): names[0], (NO_LAYER, 3, 0): names[1]}, "expert_optim": {(1, 5): optim}}
+    assert {ROLES["expert"].make_name(*key) for key in found["expert"]} == {*names[:2]}
+
+
 @pytest.mark.parametrize(
     ("files", "degree", "counts", "lanes"),
     [
@@ -86,8 +97,8 @@ CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
 def test_lanes_by_the_partitions_of_a_group(files: list[str], degree: int, counts: tuple[int, ...], lanes: int) -> None:
     first = [make_model(MODELS[0], 2, 2, 2), FileHeader("optim", 1, optim=make_optim(degree, counts))]
     save = list_files(first, *MODELS, *files)
-    assert count_expert_tp_shards(save, 2) == lanes
-    assert count_expert_tp_shards(save, 1) == 1
+    assert count_tp_shards(save, 2) == lanes
+    assert count_tp_shards(save, 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -101,7 +112,7 @@ def test_lanes_by_the_partitions_of_a_group(files: list[str], degree: int, count
 )
 def test_lanes_by_the_names_of_files(files: list[str], lanes: int) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
-    assert count_expert_tp_shards(list_files(first, *MODELS, *files), 2) == lanes
+    assert count_tp_shards(list_files(first, *MODELS, *files), 2) == lanes
 
 
 @pytest.mark.parametrize("files", [FOLDED, CUT])
@@ -121,7 +132,9 @@ def test_every_stage_counts_its_own_layers() -> None:
     shards = [f"zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt" for mp in (0, 1) for dp in (0, 1)]
     files = [*MODELS, *shards, *(expert(number, mp) for mp in (0, 1) for number in (0, 1))]
     second = make_model(MODELS[1], 2, 1, 2)
-    assert sorted(name_expected_files(list_files([first, optim], *files), [second])) == sorted(files)
+    save = list_files([first, optim], *files)
+    save.extensions[0].stages = [second]  # type: ignore[attr-defined]
+    assert sorted(name_expected_files(save)) == sorted(files)
     assert expert(0, 1) not in name_expected_files(list_files([first, optim], *files))
 
 
@@ -164,22 +177,25 @@ def make_save(
     """A save of four data-parallel ranks; the first one's model states name its parameters."""
     shard = SimpleNamespace(name="first", optim=SimpleNamespace(partition_count=counts))
     shapes = [[(name, (2, 3)) for name in group] for group in groups]
-    model = SimpleNamespace(param_shapes=shapes, placements=placements or {})
+    model = SimpleNamespace(param_shapes=shapes, facts={"placements": placements or {}})
+    extension = SavedExperts()
+    files = {(0, e, 0): SimpleNamespace(layer={f"{FIRST}{e}.w": None}) for e in range(experts)}
+    extension.files, extension.tp_shards = files, 1 if folded else tp  # type: ignore[assignment]
     return SimpleNamespace(
         shards=[[shard] * 4] * tp,
         models=[[shard] * 4] * tp,
         path=lambda header: "model states",
         main=SimpleNamespace(config={}),
-        experts={(0, e, 0): SimpleNamespace(layer={f"{FIRST}{e}.w": None}) for e in range(experts)},
+        extensions=[extension],
+        list_ranks=lambda mp: range(4),
         model=lambda mp: model,
         tp=tp,
         dp=4,
-        experts_over_tp=folded,
     )
 
 
 def deal(save: Any, mp: int) -> list[list[GroupShare]]:
-    return deal_parameters(save, mp, count_filed(save.experts.values()))
+    return [deal_group(save, mp, number, group) for number, group in enumerate(save.model(mp).param_shapes)]
 
 
 @pytest.mark.parametrize("count", [0, 3, 16])
@@ -234,7 +250,7 @@ def test_decoded_headers_equal_the_originals_and_share_a_template() -> None:
     assert all(isinstance(each, HeaderDelta) for each in short)
     again = list(map(codec.decode, pickle.loads(pickle.dumps(short))))
     assert [replace(each, layer=dict(each.layer or {})) for each in again] == headers
-    tensors = [each.layer for each in again if isinstance(each.layer, ExpertTensors)]
+    tensors = [each.layer for each in again if isinstance(each.layer, PrefixedTensors)]
     assert tensors[0].template is tensors[1].template
     assert LAYER.format(0) + "0.other" not in tensors[0]
 
@@ -251,14 +267,12 @@ PLAIN = make_tensors(0, "0")
 @pytest.mark.parametrize(
     "tensors",
     [
-        {**PLAIN, **make_tensors(0, "1")},
         {**PLAIN, "dense": next(iter(PLAIN.values()))},
-        make_tensors(0, "07"),
         change(PLAIN, shape=(0,)),
         change(PLAIN, fault="permuted"),
         {},
     ],
-    ids=["two experts", "dense too", "another spelling", "empty", "faulty", "nothing"],
+    ids=["no common prefix", "empty", "faulty", "nothing"],
 )
 def test_other_headers_are_not_encoded(tensors: dict[str, Piece]) -> None:
     header = make_expert(tensors)
@@ -270,7 +284,9 @@ def test_experts_are_counted_by_their_files() -> None:
     files = [make_expert(make_tensors(layer, number)) for layer, number in ((0, "0"), (0, "1"), (1, "0"))]
     short = [codec.decode(codec.encode(header)) for header in files]
     headers = [*short, make_expert(make_tensors(0, "2")), make_expert(PLAIN)]
-    assert count_filed(headers) == {LAYER.format(0): 3, LAYER.format(1): 1}
+    experts = ExpertFiles()
+    experts.files = dict(enumerate(headers))  # type: ignore[arg-type]
+    assert experts.counts == {LAYER.format(0): 3, LAYER.format(1): 1}
 
 
 def make_shard(rank: int, numel: int, dtype: str = "float32") -> FileHeader:

@@ -15,8 +15,6 @@ from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedEr
 from deepspeed_ucp.formats import check_tag, find_tags, open_checkpoint, read_latest
 from deepspeed_ucp.formats.deepspeed.files import (
     NO_AXIS,
-    NO_LAYER,
-    ROLES,
     SEAL,
     SwapName,
     list_entries,
@@ -53,7 +51,6 @@ def list_sizes(folder: Path) -> dict[str, int]:
 OPTIM = "zero_pp_rank_%d_mp_rank_00_optim_states.pt"
 BF16_OPTIM = "bf16_zero_pp_rank_1_mp_rank_07_optim_states.pt"
 OLD_OPTIM = "zero_pp_rank_2_mp_rank_00optim_states.pt"
-EXPERTS = ["layer_2_expert_13_mp_rank_01_model_states.pt", "expert_3_mp_rank_00_model_states.pt"]
 COPIES = {rank: f"{OPTIM % rank}-{of}" for rank, of in enumerate(("0.2", "0.1", "1.2", "0.1"))}
 SWAPS = [f"offloaded_tensors/rank03/{name}" for name in ("1_4.tensor.swp", "exp_avg-1_4.tensor.swp")]
 SORTED: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
@@ -69,13 +66,6 @@ SORTED: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
     (
         [MODEL, "layer_01-model_states.pt", "layer_120-model_11-model_states.pt"],
         {"layer": {(1, NO_AXIS): "layer_01-model_states.pt", (120, 11): "layer_120-model_11-model_states.pt"}},
-    ),
-    (
-        [MODEL, *EXPERTS, "expp_rank_5_mp_rank_01_optim_states.pt"],
-        {
-            "expert": {(2, 13, 1): EXPERTS[0], (NO_LAYER, 3, 0): EXPERTS[1]},
-            "expert_optim": {(1, 5): "expp_rank_5_mp_rank_01_optim_states.pt"},
-        },
     ),
     (  # of the fast writer on two sockets, with two ranks that write alone
         [*(f"{MODEL}-{of}" for of in ("0.1", "1.2", "0.2")), *COPIES.values()],
@@ -97,7 +87,6 @@ SORTED: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
 def test_files_get_their_roles(names: list[str], roles: dict[str, dict[Any, str]]) -> None:
     found, copies = sort_names("folder", names)
     assert {role: {**found, "copies": copies}[role] for role in roles} == roles
-    assert {ROLES["expert"].make_name(*key) for key in found["expert"]} == set(names) & set(EXPERTS)
 
 
 @pytest.mark.parametrize(

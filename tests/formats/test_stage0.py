@@ -12,10 +12,10 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import ConfigError, MismatchError
+from deepspeed_ucp.extensions.experts.names import is_expert, name_form
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import ModuleOrder, Naming, number_names
 from deepspeed_ucp.model import AtomicIndex
-from deepspeed_ucp.model.experts import is_expert
 from deepspeed_ucp.model.topology import find_differences
 from tests.support.reshard import FakeTarget, check_content, load, make_targets, open_for
 from tests.support.reshard3d import draw_state, make_pipeline
@@ -142,8 +142,10 @@ def test_a_reordered_state_dict_hides_the_order(wrapper: Topology, tmp_path: Pat
 
 def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[list[str]]:
     """Return the saved order of an optimizer with one group, from the modules' orders."""
-    places = [number_names(names, lambda name: int(name[0]) if options else is_expert(name)) for names in (now, before)]
-    order = ModuleOrder("path", *places, dict.fromkeys(places[1], ()), **options)
+    unit = (lambda name: int(name[0])) if options else is_expert
+    places = [number_names(map(name_form, names), unit) for names in (now, before)]
+    apart = "the places of experts among them are not known"
+    order = ModuleOrder("path", *places, dict.fromkeys(places[1], ()), form=name_form, apart=apart, **options)
     return [[name for name, _ in group] for group in order.follow([[(name, True) for name in now]], ())]
 
 

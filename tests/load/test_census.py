@@ -78,7 +78,7 @@ class Stage:
         self.place = Place(0, 1, pp_rank, 2, dp_rank, 1)
         self.is_first_replica = dp_rank == 0
         self.groups = groups
-        self.experts_over_tp: set[str] = set()
+        self.unsharded: set[str] = set()
 
     def list_names(self) -> dict[str, str]:
         return {name: name for _, names in self.groups for name in names} | {"tied": self.groups[0][1][0]}

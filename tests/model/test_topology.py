@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.model.flat import FlatBuffer, join_parameters
-from deepspeed_ucp.model.topology import Topology, find_differences
+from deepspeed_ucp.model.topology import Topology, drop_labels, find_differences
 from deepspeed_ucp.model.wrappers import BARE
 
 FLAT = join_parameters(0, ("a", "b"), ((3,), (1, 5)), parts=2, partition=6, gaps=(1, 0))
@@ -89,3 +89,8 @@ def test_the_description_is_one_phrase() -> None:
     assert BASE.describe() == "ZeRO-1 dp=2 bfloat16 (zero12)"
     assert replace(BASE, tp=2, pp=4).describe() == "ZeRO-1 dp=2 tp=2 pp=4 bfloat16 (zero12)"
     assert BARE_TOPOLOGY.describe() == "ZeRO-1 tp=2 bfloat16 (none)"
+
+
+def test_names_of_process_groups_are_not_hyper_parameters() -> None:
+    assert drop_labels({"lr": 1, "name": "ep_size_2", "moe": True}) == {"lr": 1}
+    assert drop_labels({"lr": 1, "name": "mine"}) == {"lr": 1, "name": "mine"}

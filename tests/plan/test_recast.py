@@ -20,7 +20,7 @@ from deepspeed_ucp.model import (
     ParamKey,
     Record,
 )
-from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse_experts, split_experts
+from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse, split
 from tests.plan import planning
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -63,13 +63,13 @@ def test_fusing_and_splitting_are_inverse() -> None:
     index, data = make_index(
         shapes, fused={"x.w1": 3}, scalars={key: {"step": 4} for key in members}, groups=(GroupInfo(members, {}),)
     )
-    fused = fuse_experts(index)
+    fused = fuse(index)
     for state in STATES:
         wanted = np.stack([read(index, data, f"x.w1.{expert}", state) for expert in range(3)])
         assert np.array_equal(read(fused, data, "x.w1", state), wanted)
     assert fused.run.scalars == {ParamKey("a"): {"step": 4}, ParamKey("x.w1"): {"step": 4}}
     assert fused.run.groups[0].names == ("a", "x.w1")
-    back = split_experts(fused, fused.model.fused)
+    back = split(fused, fused.model.fused)
     assert back.run == index.run and back.model == index.model
     assert set(back.stored.atoms) == set(index.stored.atoms)
     for name in shapes:

@@ -8,7 +8,7 @@ from math import gcd
 import torch
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model.experts import is_expert
+from deepspeed_ucp.extensions.experts.names import is_expert
 from tests.support.reshard import Case
 from tests.support.reshard3d import KINDS, Held, draw_state, expect, make_layer
 from tests.synth import (

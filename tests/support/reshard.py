@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine import Target
-from deepspeed_ucp.engine.parallel import Instance, LocalExperts, Place
+from deepspeed_ucp.engine.parallel import Instance, Place
+from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts
 from deepspeed_ucp.extensions.registry import find_for_load
 from deepspeed_ucp.extensions.resize import average_rows
 from deepspeed_ucp.formats import open_checkpoint
@@ -103,7 +104,9 @@ class FakeTarget(Target):
         self.model, self.kind, self.rank = model, topology, rank
         self.own = own_models(model, topology)[rank]
         self.place = place or Place(0, 1, 0, 1, rank, topology.dp)
-        self.experts = {layer.prefix: hold_experts(model, topology, layer, rank) for layer in held_layers(model)}
+        experts = LiveExperts()
+        experts.set_layers({layer.prefix: hold_experts(model, topology, layer, rank) for layer in held_layers(model)})
+        self.extensions = [experts] if experts.layers else []
         self.copies = dict(copies or {})
         self.layers: tuple[int, ...] = ()
         self.recorded: Callable[[], list[str]] | None = None
@@ -112,7 +115,7 @@ class FakeTarget(Target):
         self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module(), **stage)
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
         held = {name for param in self.own.owners for name in param.atoms}
-        self.experts_over_tp = {name for name in held if topology.folds_experts and find_layer(model, name)}
+        self.unsharded = {name for name in held if topology.folds_experts and find_layer(model, name)}
         self.params = {p.name: torch.zeros(0, requires_grad=not p.frozen) for p in model.owners if p.name in held}
         self.flats, self.made_from = [], []
         self.collect()
@@ -195,7 +198,7 @@ def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int
         else range(model.lane, topology.dp * topology.tp, topology.tp)[replicas.start : replicas.stop : replicas.step]
     )
     held = ranks if folded or degree > 1 else None
-    return LocalExperts(numbers, degree, held, folded, is_first_replica=replicas[0] == seat)
+    return LocalExperts(degree, held, folded, replicas[0] == seat, numbers)
 
 
 def lay_flat(own: Model, topology: Topology, flat: Flat) -> FlatBuffer:

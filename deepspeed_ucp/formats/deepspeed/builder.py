@@ -34,7 +34,6 @@ from ...model import (
     strip_compiled,
 )
 from ...model.access import ReadAccess
-from ...model.experts import cut_number, find_expert, find_layer
 from ...model.flat import Cut, FlatBuffer, Shape
 from ...model.topology import number_groups
 from ...torchsave.records import FileRecord
@@ -81,7 +80,7 @@ class SavedRank:
         empty: shapes of shards without elements, whose parameters other tensor-parallel ranks' optimizers have.
         flats: its flat buffers, with the module's names.
         groups: its param groups.
-        experts_over_tp: whole experts that are spread over all ranks of its pipeline stage: they have one shard.
+        unsharded: parameters that tensor-parallel ranks do not cut: they have one shard.
     """
 
     pp: int = 0
@@ -91,12 +90,12 @@ class SavedRank:
     empty: dict[str, Shape] = field(default_factory=dict)
     flats: tuple[FlatBuffer, ...] = ()
     groups: tuple[GroupInfo, ...] = ()
-    experts_over_tp: set[str] = field(default_factory=set)
+    unsharded: set[str] = field(default_factory=set)
     _params: dict[str, ParamKey] = field(default_factory=dict)
 
     def find_tp_shard(self, name: str, tp_shards: int) -> tuple[int, int]:
         """Return (number of the rank's shard of a parameter, number of shards); usually there are ``tp_shards``."""
-        return (0, 1) if name in self.experts_over_tp else (self.tp, tp_shards)
+        return (0, 1) if name in self.unsharded else (self.tp, tp_shards)
 
     def param(self, name: str) -> ParamKey:
         """Return the index's key of a parameter of this rank."""
@@ -160,10 +159,10 @@ def fill_param_shapes(save: Save) -> None:
 
 
 def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...]:
-    """Return the parameters of a param group in flat order; experts over tensor-parallel ranks need all files."""
-    shards, first = save.shards[mp], save.shards[mp][0].optim
-    if save.experts_over_tp and first and group < len(first.groups) and first.groups[group].get("moe"):
-        shards = [save.shard(mp // save.tp, rank) for rank in range(save.dp * save.tp)]
+    """Return the parameters of a param group in flat order."""
+    shards = save.shards[mp]
+    for extension in save.extensions:
+        shards = extension.list_group_files(save, mp, group) or shards
     numels: dict[str, int] = {}
     for slices in (shard.optim.slices for shard in shards if shard.optim):
         for name, _, numel in sorted(slices[group] if group < len(slices) else (), key=lambda entry: entry[1]):
@@ -178,7 +177,9 @@ def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Sha
         shapes = _look_into_layers(save.layers[mp % save.tp], name, set(map(strip_compiled, numels)))
     else:
         shapes = {module[name].shape} if name in module else set()
-    fitting = {shape for shape in shapes if count(shape) == numels[raw]} or _look_into_experts(save, mp, name)
+    fitting = {shape for shape in shapes if count(shape) == numels[raw]}
+    for extension in save.extensions if not fitting else ():
+        fitting = extension.find_shapes(save, mp, name)
     if len(fitting) == 1:
         return fitting.pop()
     raise CheckpointError(
@@ -198,18 +199,6 @@ def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[st
     else:
         fitting = [layer for layer in tensors if str(layer) == head]
     return {tensors[layer][key].shape for layer in fitting if key in tensors[layer]}
-
-
-def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
-    """Return the shapes that files of single experts give a rank's parameter; AutoEP's parameters hold several."""
-    files = [header for (_, _, rank), header in save.experts.items() if rank in save.list_expert_ranks(mp)]
-    pieces = {key: piece for header in files for key, piece in (header.layer or {}).items()}
-    placements = {strip_compiled(layer): experts for layer, experts in save.model(mp).placements.items()}
-    if layer := find_layer(name, placements):
-        fused = [piece for key, piece in pieces.items() if key.rpartition(".")[0] == name]
-        return {(len(numbers), *piece.shape) for numbers in placements[layer] for piece in fused}
-    wanted = cut_number(name)
-    return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
 
 def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:
@@ -264,7 +253,7 @@ class Builder:
 
     Args:
         save: headers of the checkpoint's files.
-        tp: tensor-parallel degree: the number of shards of each atom, except whole experts with one shard.
+        tp: tensor-parallel degree: the number of shards of each atom, except those with one shard.
     """
 
     def __init__(self, save: Save, tp: int = 1) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from ...engine_state import KEY
+from ...extensions.registry import REGISTRY
+from ...model.topology import find_label
 from ...torchsave.objects import PickledObject, has_more_parts
 from ..findings import FAULT, WARNING, Finding
 from .headers import FileHeader
@@ -24,7 +26,8 @@ DEEPSPEEDS = frozenset(
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
         *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "ds_config"),
         *("skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_version"),
-        *("checkpoint_parallel_dimensions", "num_experts", "autotp_config", "ds_autoep_layers"),
+        *("checkpoint_parallel_dimensions", "autotp_config"),
+        *(key for row in REGISTRY for key in row.keys),
     ]
 )
 """Keys of a model-states file that DeepSpeed writes (engine.py ``_common_checkpoint_state`` and similar functions)."""
@@ -102,14 +105,18 @@ def find_foreign_files(save: Save) -> list[Finding]:
 
 
 def _check_world_sizes(save: Save) -> Iterator[Finding]:
-    most = save.dp * save.tp
+    most, is_uneven = save.dp * save.tp, any(extension.is_uneven for extension in save.extensions)
     for header in chain(*save.shards):
         counts = header.optim.partition_count if header.optim else ()
         if all(count == save.dp for count in counts):
             continue
-        # Groups of experts are partitioned over fewer ranks. Experts are looked up last: the file may be missing.
-        if not all(0 < count <= most and not most % count for count in counts) or not save.model(0).experts:
+        if not is_uneven or not all(0 < count <= most and not most % count for count in counts):
             yield _describe_foreign(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
+
+
+def compare_optimizers(headers: Sequence[FileHeader]) -> Iterator[Comparison]:
+    """Yield the comparisons of fields that are equal in optimizer files of all ranks."""
+    yield from ((headers, name, _read_optim(name), FAULT) for name in _EVERYWHERE)
 
 
 def _list_comparisons(save: Save) -> Iterator[Comparison]:
@@ -117,20 +124,18 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     models, shards = list(chain(*save.models)), list(chain(*save.shards))
     files = [*models, *shards]
     yield models, "its step", _read_counters, FAULT
-    experts = list(save.expert_optims.values())
-    for headers in (models, shards, experts):
-        yield from ((headers, name, _read_optim(name), FAULT) for name in _EVERYWHERE)
-    yield experts, "the optimizer's step", _read_step, FAULT
+    yield from chain(compare_optimizers(models), compare_optimizers(shards))
+    for extension in save.extensions:
+        yield from extension.list_comparisons(save)
     for stage in range(save.pp):
         ranks = slice(stage * save.tp, (stage + 1) * save.tp)
-        of_stage = [header for (mp, _), header in save.expert_optims.items() if mp // save.tp == stage]
-        for same_stage in (of_stage, chain(*save.models[ranks]), chain(*save.shards[ranks])):
-            yield same_stage, "groups", _read_groups, FAULT
+        for same_stage in (save.models[ranks], save.shards[ranks]):
+            yield chain(*same_stage), "groups", read_groups, FAULT
     for name in ("partition_count", "alignment"):
         yield from ((headers, name, _read_optim(name), FAULT) for headers in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
     versions, configs = ([header for header in files if mark in header.marks] for mark in (_VERSION, _CONFIG))
-    yield versions, _VERSION, _read_mark(_VERSION), FAULT  # older releases write neither with experts
+    yield versions, _VERSION, _read_mark(_VERSION), FAULT
     yield shards, _WRITER, _read_mark(_WRITER), FAULT  # users sometimes rewrite model states
     yield configs, _CONFIG, _read_mark(_CONFIG), WARNING
     for mark in (_SCHEDULER, _CLIENT):  # a script may save different strings on each rank
@@ -153,13 +158,13 @@ def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
     return read
 
 
-def _read_groups(header: FileHeader) -> Any:
-    """Return param groups; groups of experts are sorted by name, since DeepSpeed's order differs by rank."""
+def read_groups(header: FileHeader) -> Any:
+    """Return param groups; labeled ones are sorted, since DeepSpeed's order of these differs by rank."""
     groups = _read_optim("groups")(header)
-    return groups and tuple(sorted(groups, key=lambda group: str(group.get("name")) if group.get("moe") else ""))
+    return groups and tuple(sorted(groups, key=find_label))
 
 
-def _read_step(header: FileHeader) -> Any:
+def read_step(header: FileHeader) -> Any:
     """Return the highest step of the optimizer's parameters."""
     optim = header.optim
     values = [*(fields.scalars for fields in optim.tensors), *optim.groups] if optim else []

@@ -19,16 +19,11 @@ from ..foreign.names import PARTS, find_format, is_foreign
 NO_AXIS = -1
 """Tensor-parallel rank of a layer file without one in its name: the process topology had no model axis."""
 
-NO_LAYER = -1
-"""Layer of an expert's file without one in its name: older releases write an expert's parts of all layers to one."""
-
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 _STATES = re.compile(r".*(model|optim)_states\.pt(?:-\d+\.\d+)?", re.ASCII)
 _COPY = re.compile(r"(.*_states\.pt)-(\d{1,9})\.(\d{1,9})", re.ASCII)
@@ -222,10 +217,6 @@ def _name_swap(rank: int, state: str, begin: int, end: int) -> str:
     return f"{OFFLOADED}/rank{rank:02d}/{f'{state}-' if state else ''}{begin}_{end}.tensor.swp"
 
 
-def _name_expert(layer: int, expert: int, mp: int) -> str:
-    return ("" if layer == NO_LAYER else f"layer_{layer}_") + f"expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
-
-
 Key = tuple[Any, ...]
 """The numbers in a file's name."""
 
@@ -255,12 +246,6 @@ ROLES = {
         lambda match: (int(match[1]), int(match[2] or NO_AXIS)),
         lambda layer, tp: f"layer_{layer:02d}-model_{tp:02d}-model_states.pt",
     ),
-    "expert": Role(_EXPERT, lambda match: (int(match[1] or NO_LAYER), int(match[2]), int(match[3])), _name_expert),
-    "expert_optim": Role(
-        _EXPERT_OPTIM,
-        lambda match: (int(match[2]), int(match[1])),
-        lambda mp, rank: f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt",
-    ),
     "swap": Role(_SWAP, _parse_swap, _name_swap),
 }
 """Roles of files, and their keys:
@@ -269,8 +254,6 @@ ROLES = {
 * model_zero3: model states of ZeRO 3, by model-parallel and data-parallel rank
 * optim: optimizer states, by prefix, model-parallel and data-parallel rank
 * layer: layers of a pipeline, by layer, and by tensor-parallel rank or ``NO_AXIS``
-* expert: single experts, by layer, counted from 0, or ``NO_LAYER``; by expert; by model-parallel rank
-* expert_optim: optimizer states of stage 0 with experts, by model-parallel and expert-parallel rank
 * swap: swapped optimizer states, by :class:`SwapName`
 """
 
@@ -286,20 +269,31 @@ def sort_names(folder: str, names: Collection[str]) -> tuple[dict[str, dict[Key,
         CheckpointError: the folder holds files of two saves, or no model states.
     """
     chosen, copies = choose_copies(folder, names)
-    sorted_names: dict[str, dict[Key, str]] = {role: {} for role in ROLES}
-    for bare, name in sorted(chosen.items()):
+    for bare in sorted(chosen):
         if _PIPELINE.fullmatch(bare) and not _LAYER.fullmatch(bare):
             raise UnsupportedError(
                 f"{bare} belongs to a pipeline with axes of its own, which this release does not convert. DeepSpeed's "
                 'own load takes it in the topology that wrote it, with "checkpoint": {"universal": false}.',
                 path=folder,
             )
-        for role, (pattern, make_key, _) in ROLES.items():
-            if (match := pattern.fullmatch(bare)) and not (role == "swap" and make_key(match) in sorted_names[role]):
-                sorted_names[role][make_key(match)] = name
+    sorted_names = sort_roles(ROLES, chosen)
     if not sorted_names["model"] and not sorted_names["model_zero3"]:
         raise _explain_nothing(folder, names)
     return sorted_names, copies
+
+
+def sort_roles(roles: Mapping[str, Role], chosen: Mapping[str, str]) -> dict[str, dict[Key, str]]:
+    """Return role → key → file; a swap file of a key that another file has is left out.
+
+    Args:
+        chosen: name without suffix → file to read.
+    """
+    sorted_names: dict[str, dict[Key, str]] = {role: {} for role in roles}
+    for bare, name in sorted(chosen.items()):
+        for role, (pattern, make_key, _) in roles.items():
+            if (match := pattern.fullmatch(bare)) and not (role == "swap" and make_key(match) in sorted_names[role]):
+                sorted_names[role][make_key(match)] = name
+    return sorted_names
 
 
 def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
@@ -348,11 +342,6 @@ def read_optim_ranks(name: str) -> tuple[int, int] | None:
         return int(match[3]), int(match[2])
     match = _MODEL_ZERO3.fullmatch(strip_writer(name))
     return (int(match[2]), int(match[1])) if match else None
-
-
-def holds_state_dict(name: str) -> bool:
-    """Return True for a file that is a plain state_dict: of a pipeline layer or an expert."""
-    return any(pattern.fullmatch(strip_writer(name)) for pattern in (_LAYER, _EXPERT))
 
 
 def holds_run(name: str) -> bool:

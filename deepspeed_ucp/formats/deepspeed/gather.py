@@ -36,22 +36,13 @@ from .reading import read_file
 from .save import (
     Save,
     arrange_headers,
-    complete_header,
     count_ranks,
-    find_degrees,
     name_expected_files,
-    name_unwritten_models,
 )
 
 _OVERWRITTEN = (
     " DeepSpeed's fast writer does not truncate files that it overwrites: a save into an existing tag may keep the end "
     "of a longer file. Save into a new tag, or remove the tag's folder before; take another tag now."
-)
-
-_NEVER_SAVED = (
-    "DeepSpeed writes no model states of a tensor-parallel rank if a rank before it holds the same experts, and the "
-    "other parameters of such a rank are lost. Save with at least as many expert-parallel ranks as tensor-parallel "
-    "ones and without use_data_before_expert_parallelism, or with expert tensor parallelism."
 )
 
 _SLACK = 120.0
@@ -175,9 +166,10 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     folder = _Folder(save, results)
     try:
         save.first = folder.choose()
-        save.first[0] = folder.infer_degrees(folder.complete(save.first))
         save.extensions = find_for_save(save)
-        save.expected = name_expected_files(save, folder.read_stages(save.first[0]))
+        for extension in save.extensions:
+            extension.identify(save, folder.find_first)
+        save.expected = name_expected_files(save)
     except (CheckpointError, UnsupportedError) as error:
         save.first = []
         faults = [result for result in results.values() if isinstance(result, Finding)]
@@ -259,39 +251,6 @@ class _Folder:
                 return header
         return None
 
-    def complete(self, first: Sequence[FileHeader]) -> FileHeader:
-        """Return the first rank's model header, with the fields that older releases omit from models with experts."""
-        header, keys = first[0], self.save.names["expert_optim"]
-        optim = first[1] if first[1:] else None
-        if optim is None and header.model and header.model.experts:
-            optim = self.find_first("expert_optim", (key for key in keys if key[0] == 0))
-        return complete_header(header, optim)
-
-    def infer_degrees(self, first: FileHeader) -> FileHeader:
-        """Return the first rank's model header with the parallel degrees that older releases do not store.
-
-        A pipeline with experts has no layer files; ranks of its first stage hold equal names.
-        """
-        model = first.model
-        if model is None or model.module is None or model.degrees or not model.experts:
-            return first
-        (ranks, _), tp = count_ranks(model), 1
-        while tp < ranks and (tp, 0) in self.save.names["model"]:
-            header = self.find_first("model", [(tp, 0)])
-            if header is None or header.model is None or set(header.model.module or ()) != set(model.module):
-                break
-            tp += 1
-        return replace(first, model=replace(model, degrees=(ranks // tp, tp)))
-
-    def read_stages(self, first: FileHeader) -> list[FileHeader]:
-        """Return the model headers of a pipeline's further stages with experts; each describes only its layers."""
-        model = first.model
-        if model is None or model.module is None or not model.experts:
-            return []
-        pp, tp = find_degrees(self.save, model)
-        keys = [(mp, 0) for mp in range(tp, pp * tp, tp) if (mp, 0) in self.save.names["model"]]
-        return [header for key in keys if (header := self.find_first("model", [key]))]
-
 
 # -- all other files ---------------------------------------------------------------------------------------------------
 
@@ -326,7 +285,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
     hints = {} if repeats or model.hints == first.model.hints else model.hints
     model = replace(model, degrees=model.degrees or first.model.degrees)
     if repeats:
-        model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, placements={}, order=())
+        model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, facts={}, order=())
     return replace(header, model=replace(model, hints=hints, others=()))
 
 
@@ -335,13 +294,15 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
 
 def _find_missing(save: Save, holders: str) -> list[Finding]:
     """Return the faults of missing files; ``holders`` describes which machine has which files, if they differ."""
-    model, unsaved = save.first[0].model, name_unwritten_models(save)
+    model, reasons = save.first[0].model, dict[str, str]()
+    for extension in save.extensions:
+        reasons |= extension.explain_missing(save)
     mp, dp = count_ranks(model) if model else (1, 1)
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
     text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"
     text += f" The machines see different files of it: {holders}." if holders else ""
     return [
-        Finding("missing", name, f"{save.path(name)} is missing; {_NEVER_SAVED if name in unsaved else text}")
+        Finding("missing", name, f"{save.path(name)} is missing; {reasons.get(name, text)}")
         for name in save.expected
         if name not in save.where.entries
     ]

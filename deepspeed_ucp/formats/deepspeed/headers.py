@@ -17,13 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...model import ITEMSIZE, Use, count, strip_compiled
-from ...model.experts import count_experts, cut_number, find_expert
 from ...model.flat import Shape
 from ...model.wrappers import Wrapper, find_wrapper
 from ...torchsave.records import FileRecord
-
-Placement = tuple[tuple[int, ...], ...]
-"""The experts of a layer that each expert-parallel rank holds, in the rank's order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +161,7 @@ class ModelHeader:
         degrees: (pipeline, tensor) parallel degrees; None in older releases.
         hints: as in :class:`~deepspeed_ucp.model.ModelInfo`.
         others: storages of the client's tensors.
-        experts: number of experts of each mixture-of-experts layer; empty without any.
-        placements: prefix of the experts' parameter names → placement, for AutoEP's layers.
-        ep_rank: AutoEP's expert-parallel rank that wrote the file.
+        facts: facts for extensions.
         batch: batch sizes in its ds_config, by DeepSpeed's names.
         shard_size: ranks over which MiCS partitions, of which only the first group saves; 0 without MiCS.
         order: in a base: names of all entries of the module's state dict, in its order.
@@ -183,9 +177,7 @@ class ModelHeader:
     counters: dict[str, Any]
     optim: OptimHeader | None
     others: tuple[FileRecord, ...] = ()
-    experts: tuple[int, ...] = ()
-    placements: dict[str, Placement] = field(default_factory=dict)
-    ep_rank: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
@@ -206,8 +198,8 @@ class FileHeader:
         globals: uncommon classes and functions that its pickle names.
         config: the parts of the saved ds_config that the index uses.
         marks: values that all files of a save have in common (:mod:`.compare`).
-        layer: the tensors of a pipeline's layer or of an expert.
-        folding: (tensor-parallel, expert-parallel) rank that wrote it, as AutoEP records under AutoTP.
+        layer: the tensors of a plain state_dict, such as of a pipeline's layer.
+        writer: ranks that wrote it, as the file records them for extensions.
         swap: the expected content of a swap file, which has no header.
         checked: all records have checksums, so that ``crc`` identifies the file.
     """
@@ -221,7 +213,7 @@ class FileHeader:
     model: ModelHeader | None = None
     optim: OptimHeader | None = None
     layer: Mapping[str, Piece] | None = None
-    folding: tuple[int, int] | None = None
+    writer: dict[str, Any] = field(default_factory=dict)
     swap: Piece | None = None
     checked: bool = False
 
@@ -233,8 +225,8 @@ class FileHeader:
 # -- compact form ------------------------------------------------------------------------------------------------------
 #
 # Thousands of optimizer files differ only in the locations and sizes of their pieces, in their parameters and padding;
-# tens of thousands of experts' files also in the layer and the number within the names of their tensors. A header is
-# therefore sent as a HeaderDelta, its template once per rank. Pieces are built on demand.
+# tens of thousands of small state_dicts also in the prefix of their tensors' names. A header is therefore sent as a
+# HeaderDelta, its template once per rank. Pieces are built on demand.
 
 T = TypeVar("T")
 
@@ -244,7 +236,7 @@ PIECE: Final = np.dtype([(name, "<i8") for name in ("offset", "nbytes", "crc", "
 _PIECE = struct.Struct("<5q")
 
 _Variables = tuple[Any, ...]
-"""Fields that a template leaves open: slices and paddings of an optimizer's file; layer and number of an expert's."""
+"""Fields that a template leaves open: slices and paddings of an optimizer's file; prefix of a state_dict's names."""
 
 
 def _list_pieces(header: FileHeader) -> list[Piece]:
@@ -268,10 +260,10 @@ class HeaderTemplate:
     """The common content of headers that differ only in :data:`PIECE` numbers and variables; hashable.
 
     Attributes:
-        header: one of these headers, of an optimizer's or an expert's file.
+        header: one of these headers, of an optimizer's file or a state_dict.
         firsts: piece → first piece in the same record.
         starts: optimizer's file: tensor → number of its first piece.
-        ends: expert's file: endings of its tensors' names.
+        ends: state_dict: its names without their common prefix → number of the piece.
     """
 
     def __init__(self, header: FileHeader) -> None:
@@ -282,7 +274,8 @@ class HeaderTemplate:
         shapes = [(-1,) if optim and len(piece.shape) == 1 else piece.shape for piece in self._pieces]
         kinds = [(piece.dtype, piece.fault) for piece in self._pieces]
         self._kinds = tuple(zip(self.firsts, shapes, kinds, strict=True))
-        self.ends = tuple(cut_number(name)[1] for name in header.layer or ())
+        start = len(find_prefix(header.layer or ()))
+        self.ends = {name[start:]: number for number, name in enumerate(header.layer or ())}
         counts = [len(tensor.states) + len(tensor.zero_dim) for tensor in optim.tensors] if optim else []
         self.starts = list(accumulate(counts, initial=len(optim.masters))) if optim else []
 
@@ -305,7 +298,7 @@ class HeaderTemplate:
             optim = replace(optim, masters=(), tensors=tensors, slices=(), paddings=(0,) * len(optim.paddings))
         header = self.header
         common = header.globals, header.config, header.marks, header.model, header.checked
-        return common, optim, names, self.starts, self.ends
+        return common, optim, names, self.starts, [*self.ends]
 
     @property
     def optim(self) -> OptimHeader:
@@ -338,7 +331,7 @@ class HeaderTemplate:
         optim, numbers = self.header.optim, delta.numbers
         layer: Mapping[str, Piece] | None = None
         if optim is None:
-            layer = ExpertTensors(self, numbers, *delta.variables)
+            layer = PrefixedTensors(self, numbers, *delta.variables)
         else:
             slices, paddings = delta.variables
             masters = LazyParts(numbers, len(optim.masters), self.make_piece, self)
@@ -351,7 +344,7 @@ class HeaderTemplate:
             crc=delta.crc,
             optim=optim,
             layer=layer,
-            folding=delta.folding,
+            writer=delta.writer,
         )
 
 
@@ -377,41 +370,28 @@ class LazyParts(Sequence[T]):
         return tuple(self.make(number, self.numbers) for number in chosen)
 
 
-class ExpertTensors(Mapping[str, Piece]):
-    """The tensors of an expert's file by name, built on demand.
+class PrefixedTensors(Mapping[str, Piece]):
+    """The tensors of a state_dict by name, built on demand.
 
     Args:
-        layer: prefix of the names of all experts of the layer.
-        number: of the expert in the whole layer.
+        prefix: common prefix of the names.
     """
 
-    __slots__ = ("layer", "number", "numbers", "template")
+    __slots__ = ("numbers", "prefix", "template")
 
-    def __init__(self, template: HeaderTemplate, numbers: bytes, layer: str, number: int) -> None:
-        self.template, self.numbers, self.layer, self.number = template, numbers, layer, number
+    def __init__(self, template: HeaderTemplate, numbers: bytes, prefix: str) -> None:
+        self.template, self.numbers, self.prefix = template, numbers, prefix
 
     def __len__(self) -> int:
         return len(self.template.ends)
 
     def __iter__(self) -> Iterator[str]:
-        begin = f"{self.layer}{self.number}"
-        return iter([begin + end for end in self.template.ends])
+        return iter([self.prefix + end for end in self.template.ends])
 
     def __getitem__(self, name: str) -> Piece:
-        for number, tensor_name in enumerate(self):
-            if tensor_name == name:
-                return self.template.make_piece(number, self.numbers)
-        raise KeyError(name)
-
-
-def count_filed(files: Iterable[FileHeader]) -> dict[str, int]:
-    """Count the experts of each layer that have files, keyed as :func:`~..experts.count_experts` does."""
-    layers = [header.layer or {} for header in files]
-    counts = count_experts(name for tensors in layers if not isinstance(tensors, ExpertTensors) for name in tensors)
-    for tensors in layers:
-        if isinstance(tensors, ExpertTensors):
-            counts[tensors.layer] = max(counts.get(tensors.layer, 0), tensors.number + 1)
-    return counts
+        if not name.startswith(self.prefix):
+            raise KeyError(name)
+        return self.template.make_piece(self.template.ends[name[len(self.prefix) :]], self.numbers)
 
 
 class HeaderDelta(NamedTuple):
@@ -419,7 +399,7 @@ class HeaderDelta(NamedTuple):
 
     Attributes:
         template: None for the template of :attr:`HeaderCodec.first`.
-        name, size, crc, folding: the header's.
+        name, size, crc, writer: the header's.
         variables: see :data:`_Variables`.
         numbers: its encoded pieces.
     """
@@ -428,7 +408,7 @@ class HeaderDelta(NamedTuple):
     name: str
     size: int
     crc: int | None
-    folding: tuple[int, int] | None
+    writer: dict[str, Any]
     variables: _Variables
     numbers: bytes
 
@@ -453,16 +433,14 @@ class HeaderCodec:
         self._known = {self.first: self.first}
 
     def encode(self, header: FileHeader) -> FileHeader | HeaderDelta:
-        """Encode the header of an optimizer's or a single expert's file; return other headers unchanged."""
+        """Encode the header of an optimizer's file or a state_dict; return other headers unchanged."""
         variables = _find_variables(header)
         if variables is None:
             return header
         template = HeaderTemplate(header)
         known = self._known.setdefault(template, template)
         sent = None if known is self.first else known
-        return HeaderDelta(
-            sent, header.name, header.size, header.crc, header.folding, variables, _number_pieces(header)
-        )
+        return HeaderDelta(sent, header.name, header.size, header.crc, header.writer, variables, _number_pieces(header))
 
     def decode(self, encoded: FileHeader | HeaderDelta) -> FileHeader:
         """Invert :meth:`encode`."""
@@ -476,11 +454,15 @@ def _find_variables(header: FileHeader) -> _Variables | None:
     if header.optim is not None:
         return header.optim.slices, header.optim.paddings
     tensors = header.layer or {}
-    expert = next(map(find_expert, tensors), None)
-    if expert is None or any(piece.fault or not piece.numel for piece in tensors.values()):
-        return None
-    layer, number = expert
-    return expert if all(name.startswith(f"{layer}{number}.") for name in tensors) else None
+    prefix = find_prefix(tensors)
+    return (prefix,) if prefix and all(piece.numel and not piece.fault for piece in tensors.values()) else None
+
+
+def find_prefix(names: Collection[str]) -> str:
+    """Return the common prefix of names up to a dot."""
+    first, last = min(names, default=""), max(names, default="")
+    same = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+    return first[: first.rfind(".", 0, same) + 1]
 
 
 # -- files of one template ---------------------------------------------------------------------------------------------
@@ -545,14 +527,14 @@ class FileRun:
 
 
 class Batches:
-    """Files of optimizers and of single experts, grouped by template."""
+    """Files of optimizers and state_dicts, grouped by template."""
 
     def __init__(self, headers: Iterable[FileHeader]) -> None:
         self._batches: dict[HeaderTemplate, FileBatch] = {}
         self._places: dict[str, tuple[FileBatch, int]] = {}
         for header in headers:
             parts = header.optim.masters if header.optim else header.layer
-            if isinstance(parts, (LazyParts, ExpertTensors)):
+            if isinstance(parts, (LazyParts, PrefixedTensors)):
                 template, numbers = parts.template, parts.numbers
             else:
                 template, numbers = HeaderTemplate(header), _number_pieces(header)

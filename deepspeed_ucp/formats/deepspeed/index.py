@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...errors import UnsupportedError, fold_names, shorten
@@ -21,9 +21,8 @@ from ...model import (
     StoredAtoms,
     strip_compiled,
 )
-from ...model.experts import is_expert
 from ...model.flat import FlatBuffer, count_degree
-from ...model.topology import Topology, enabled, find_precision
+from ...model.topology import Topology, find_precision
 from ...model.wrappers import BARE, STATELESS, Form, find_wrapper
 from ...torchsave.objects import is_short
 from .builder import Builder, check_steps, join_groups
@@ -129,7 +128,9 @@ def make_index(
         recorded: patterns in the files.
         dropped: reason why buffers and frozen parameters may be missing.
     """
-    save = builder.save
+    save, fused = builder.save, dict[str, int]()
+    for extension in save.extensions:
+        fused |= extension.list_fused(save, atoms)
     model = save.model(0)
     client = tuple(builder.record(save.main, record) for record in model.others)
     return AtomicIndex(
@@ -160,7 +161,7 @@ def make_index(
             instances=builder.instances,
             hints=join_hints((save.path(headers[0]), save.model(mp).hints) for mp, headers in enumerate(save.models)),
             recorded=dict(recorded or {}),
-            fused=_find_fused(save, atoms),
+            fused=fused,
         ),
         limits=Limits(
             {**builder.irregular, **_find_lost_states(save, atoms)},
@@ -175,30 +176,12 @@ def make_index(
 def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Iterator[str]:
     writers = builder.save.main.config.get(WRITERS, ())
     yield from (f"files of another writer than torch.save ({name})" for name in writers)
-    if builder.save.expert_optims and not builder.save.main.config and topology.precision == "float32":
-        yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
+    for extension in builder.save.extensions:
+        yield from extension.list_unnoticed(builder, topology, atoms)
     if topology.traits.form is Form.RESERVED and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
         yield "data-parallel ranks that MiCS has grouped"
     if builder.save.sp > 1:
         yield f"files named by sequence-parallel rank, of {builder.save.sp}"
-    if any(map(is_expert, builder.aliases)):
-        yield "tied experts, which DeepSpeed's load replaces by those of the first rank"
-    if topology.traits.form is Form.PARTITIONS and any(
-        "expert" in param.name
-        and not any(COPY in storage.states for storage in storages)
-        and any(MASTER in storage.states for storage in storages)
-        for param, storages in atoms.storages.items()
-    ):
-        yield "weights that the model states lack, since DeepSpeed takes all below a module named 'expert' for experts"
-
-
-def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
-    """Return AutoEP's fused parameters → number of experts in each."""
-    counts = {strip_compiled(layer): sum(map(len, numbers)) for layer, numbers in save.model(0).placements.items()}
-    if not counts:
-        return {}
-    names = [key.name.rpartition(".")[0] for key in atoms if is_expert(key.name)]
-    return {name: counts[layer] for name in names if (layer := name[: name.rfind(".") + 1]) in counts}
 
 
 def _find_optim(save: Save) -> OptimHeader | None:
@@ -254,13 +237,8 @@ def _refuse_engines(save: Save, naming: Naming) -> None:
             f"columns are behind the weights. {remedy}",
             path=path,
         )
-    autoep = enabled(save.main.config, "expert_parallel") and save.model(0).experts
-    if autoep and not save.model(0).placements:
-        raise UnsupportedError(
-            "is a mixture-of-experts checkpoint of AutoEP without a placement of the experts, which this release does "
-            "not convert. DeepSpeed itself can resume it in the topology that wrote it.",
-            path=path,
-        )
+    for extension in save.extensions:
+        extension.check_save(save)
     sliced = [name for model in save.first_models for name in _list_sliced_bases(model)]
     if sliced:
         raise UnsupportedError(

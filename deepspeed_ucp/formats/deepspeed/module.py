@@ -5,19 +5,15 @@ These are buffers and parameters without optimizer (MODULE), and the model's cop
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
 
 from ...errors import CheckpointError, UnsupportedError, shorten
-from ...model import COPY, MODULE, TIED, PartitionedState, are_alike, count, number_layer
-from ...model.experts import cut_number, read_name
-from ...model.flat import Cut, join_parameters
-from .autoep import find_router_aliases
+from ...model import COPY, MODULE, TIED, are_alike, count, number_layer
 from .builder import Builder, LayerNames, SavedRank, list_ranks
-from .headers import Batches, ExpertTensors, FileHeader, FileRun, ModelHeader, Piece
+from .headers import FileHeader, Piece
 from .save import Save
 
 TiedModule = tuple[str, int]
@@ -61,7 +57,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
     builder.instances.update(instances)
     for mp, rank in enumerate(ranks):
         header, model = save.models[mp][0], save.model(mp)
-        ties, buffers = find_ties(save, model) | _find_tied_experts(save, header, modules[mp]), set(model.buffers)
+        ties, buffers = find_ties(save, header, modules[mp]), set(model.buffers)
         for name, piece in drop_ties(modules[mp], ties):
             # Under ZeRO 3 parameters have no elements here; other tensors come from a custom state dict.
             has_data = piece.numel and name not in model.frozen_shapes if is_sharded else True
@@ -73,7 +69,8 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
             ties, ambiguous = _tie_repeated(modules[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
             builder.ambiguous = tuple(ambiguous)
         builder.aliases = {**ties, **builder.aliases}
-    _add_experts(builder, optimized)
+    for extension in save.extensions:
+        extension.add_tensors(builder, optimized)
 
 
 def _tie_repeated(
@@ -145,106 +142,22 @@ def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
                 layers[layer] = replace(header, layer=rename(header.layer, f"{layer}."))
 
 
-def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:
-    """Find the ties of experts in model states, which keep the experts of a layer with a second name.
-
-    They belong to the first expert-parallel rank, whose numbers are valid for the whole layer.
-
-    Raises:
-        UnsupportedError: no file of an expert has the same bytes.
-    """
-    numbered = {name: read.number for name in module if (read := read_name(name))} if save.experts else {}
-    files = [(key[1], expert_header.layer or {}) for key, expert_header in save.experts.items()] if numbered else []
-    ties = {}
-    for name, number in numbered.items():
-        twins = [
-            key
-            for expert, tensors in files
-            for key, piece in tensors.items()
-            if expert == number and cut_number(key)[1] == cut_number(name)[1]
-            if are_alike((piece.contents, module[name].contents))
-        ]
-        if not twins:
-            raise UnsupportedError(
-                f"holds {name}, which by its name is an expert's, but no file of a single expert has the same bytes. "
-                "DeepSpeed itself can resume it in the topology that wrote it.",
-                path=save.path(header),
-            )
-        ties[name] = twins[0]
-    return ties
-
-
-def _add_experts(builder: Builder, optimized: set[str]) -> None:
-    """Add the tensors of the experts' files; several tensor-parallel ranks may have files of one expert."""
-    save = builder.save
-    seen: dict[str, Piece] = {}
-    ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in save.experts}
-    compact: dict[int, list[FileHeader]] = defaultdict(list)
-    for (_, expert, mp), header in save.experts.items():
-        _check_expert(save, header, expert)
-        if isinstance(header.layer, ExpertTensors) and not save.experts_over_tp:
-            compact[mp].append(header)
-        else:
-            _add_expert(builder, ranks[mp], header, seen, optimized)
-    batches = Batches(chain(*compact.values()))
-    for mp, headers in compact.items():
-        for run in batches.list_runs(headers):
-            _add_run(builder, ranks[mp], run, optimized)
-
-
-def _add_expert(
-    builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece], optimized: set[str]
-) -> None:
-    """Add the tensors of one expert's file; compare tensors that another tensor-parallel rank also has (``seen``)."""
-    folds, tensors = builder.save.experts_over_tp, header.layer or {}
-    rank.experts_over_tp.update(tensors if folds else ())
-    for name, piece in tensors.items():
-        state = COPY if name in optimized else MODULE
-        first = seen.setdefault(name, piece) if folds else piece
-        if first is piece:
-            builder.add(rank, name, state, header, piece)
-        elif not are_alike((first.contents, piece.contents)):
-            builder.add_repeated(rank, state, [Cut(name, 0, piece.numel, 0)], header, piece)
-
-
-def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
-    """Raise CheckpointError if a file has tensors of another expert than in its file name."""
-    tensors = header.layer or {}
-    if isinstance(tensors, ExpertTensors) and tensors.number == expert:
-        return
-    for name in tensors:
-        if (read := read_name(name)) is None or read.number != expert:
-            raise CheckpointError(
-                f"holds {name}, which is not of expert {expert}. The file "
-                "belongs to another expert or run; put the right one back.",
-                path=save.path(header),
-            )
-
-
-def _add_run(builder: Builder, rank: SavedRank, run: FileRun, optimized: set[str]) -> None:
-    """Add the tensors of experts' files with one template: each tensor as a buffer with a partition per file."""
-    states, parts, headers = [], len(run.files), run.headers
-    names = list(zip(*(header.layer or {} for header in headers), strict=True))
-    for piece, named in enumerate(names):
-        first = run.batch.make_piece(piece, run.files[0])
-        buffer = join_parameters(0, named, [first.shape] * parts, parts=parts, partition=first.numel)
-        records = array("q", run.number(builder.number_records(run.batch, piece)))
-        storage = PartitionedState(buffer, first.dtype, records, array("q", run.pick(piece, "start")))
-        states.append((first.shape, {COPY: storage}, {MODULE: storage}))
-    for place, (header, *local) in enumerate(zip(headers, *names, strict=True)):
-        for name, (shape, copies, others) in zip(local, states, strict=True):
-            builder.add_storage(rank, name, shape, place, copies if name in optimized else others, header)
-
-
-def find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
-    """Return the ties in ``shared_params``, which DeepSpeed fills on rank 0 only.
+def find_ties(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:
+    """Return the ties in ``shared_params``, which DeepSpeed fills on rank 0 only, and the extensions' ties.
 
     DeepSpeed also ties all parameters without elements to each other; these ties are dropped.
+
+    Args:
+        header: of the model states.
+        module: their tensors.
     """
+    model = header.model or save.model(0)
     shapes = {} if save.is_sharded else {name: piece.shape for name, piece in (model.module or {}).items()}
     shapes.update(model.frozen_shapes)
     ties = {alias: name for alias, name in save.model(0).shared.items() if count(shapes.get(alias, (1,)))}
-    return {**ties, **find_router_aliases(model)}
+    for extension in save.extensions:
+        ties |= extension.find_ties(save, header, module)
+    return ties
 
 
 def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable[tuple[str, Piece]]:
@@ -266,7 +179,7 @@ def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
     Args:
         known: as for :func:`read_module`.
     """
-    ties = find_ties(save, save.model(0))
+    ties = find_ties(save, save.main, {})
     for _ in drop_ties(read_module(save, save.main, known), ties):
         pass
     return ties

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ...errors import ConfigError, MismatchError, shorten
 from ...model import count, find_owner, strip_compiled
-from ...model.experts import is_expert, read_name
 from ...model.flat import Shape
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece
 from .module import find_all_ties, match_names, read_module
@@ -47,7 +45,8 @@ class Naming:
         keys: key in the live module's state dict → parameter or buffer, if they differ.
         rename: see :data:`FindRenames`.
         record: returns the names in the live module's state dict, in its order.
-        ep: expert-parallel ranks of the live run; ``live`` has the first rank's names in front. 0 if unknown.
+        ep: degree ep of the live run (:class:`~deepspeed_ucp.model.topology.Topology`); ``live`` has the first rank's
+            names in front. 0 if unknown.
     """
 
     live: GroupNames | None = None
@@ -81,7 +80,7 @@ class Naming:
 def _list_names(save: Save) -> set[str]:
     """List the names of all tensors in the files, except those of a pipeline's tied modules, which have none."""
     named: list[Mapping[str, object]] = [{} if model.nested else model.module or {} for model in save.first_models]
-    named += [header.layer or {} for header in save.experts.values()]
+    named += [header.layer or {} for files in save.further.values() for header in files.values()]
     pairs = [pair for files in save.layers for pair in files.items()]
     layers = (f"{layer}.{key}" for layer, header in pairs for key in header.layer or {})
     return {name for tensors in named for name in tensors}.union(layers)
@@ -96,8 +95,9 @@ class NamedOptimizer:
         groups: names of the parameters of each saved group, in saved order.
         shapes: their local shapes.
         tensors: the model's tensors with their files.
-        mp, ep: model-parallel and expert-parallel rank.
-        fused: fused parameter → the experts in it, with shapes.
+        mp: model-parallel rank.
+        place: index among the ranks whose files hold different parameters of the model-parallel rank.
+        fused: parameter → the whole model's parameters in it, with shapes, if it has several.
     """
 
     header: FileHeader
@@ -106,11 +106,11 @@ class NamedOptimizer:
     shapes: Mapping[str, Shape]
     tensors: Mapping[str, tuple[FileHeader, Piece]]
     mp: int = 0
-    ep: int = 0
+    place: int = 0
     fused: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
 
     def list_parts(self, name: str) -> Mapping[str, Shape]:
-        """Return the whole model's parameters in one of the rank's: itself, or the experts in it."""
+        """Return the whole model's parameters in one of the rank's: itself, or several."""
         return self.fused.get(name) or {name: self.shapes[name]}
 
     @property
@@ -148,9 +148,9 @@ def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]
         )
     others = {*save.model(0).buffers, *save.model(0).shared, *find_all_ties(save, ())}
     dense = [name for name in read_module(save, save.main, ()) if name not in others]
-    # DeepSpeed, or its ``split_params_into_different_moe_groups_for_optimizer``, takes experts out of the group.
-    experts = dict.fromkeys(name for _, header in sorted(save.experts.items()) for name in header.layer or {})
-    return [[(name, True) for name in names] for names in (dense, list(experts)) if names]
+    # DeepSpeed, or its ``split_params_into_different_moe_groups_for_optimizer``, takes these out of the group.
+    further = [name for files in save.further.values() for header in files.values() for name in header.layer or {}]
+    return [[(name, True) for name in names] for names in (dense, [*dict.fromkeys(further)]) if names]
 
 
 def fit_groups(
@@ -269,28 +269,20 @@ Position = tuple[int, int]
 """(number of a parameter's unit, its place in the unit); the order among units is not compared."""
 
 Positions = Mapping[str, Position]
-"""Form of a parameter's name → place."""
+"""Parameter → place."""
 
 _LAST = (1 << 62, 0)
 
 
-def _name_form(name: str) -> str:
-    """Return the name, or for an expert the name of its layer's first expert."""
-    expert = read_name(name)
-    if expert is None:
-        return name
-    return f"{expert.layer}{expert.end}.0" if expert.fused else f"{expert.layer}0{expert.end}"
-
-
-def number_names(names: Iterable[str], unit: Callable[[str], int] = is_expert) -> dict[str, Position]:
+def number_names(names: Iterable[str], unit: Callable[[str], int] = lambda _: 0) -> dict[str, Position]:
     """Number names in their order.
 
     Args:
-        unit: returns the number of a name's unit; default: experts are one, as their files order only themselves.
+        unit: returns the number of a name's unit; default: all are in unit 0.
     """
     places: dict[str, Position] = {}
     for place, name in enumerate(names):
-        places.setdefault(_name_form(name), (unit(name), place))
+        places.setdefault(name, (unit(name), place))
     return places
 
 
@@ -302,9 +294,11 @@ class ModuleOrder:
         path: of the file with the saved order.
         now: places in the live module.
         before: places in the saved module.
-        shapes: form of a name → shape in the saved module.
+        shapes: parameter → shape in the saved module.
         pipeline: each layer's file orders only the layer's parameters.
         record: returns the places in the live module's state dict, whose order may differ.
+        form: returns the name that has a parameter's place.
+        apart: doubt about parameters in another unit than 0.
     """
 
     path: str
@@ -313,6 +307,8 @@ class ModuleOrder:
     shapes: Mapping[str, Shape]
     pipeline: bool = False
     record: Callable[[], Positions] | None = None
+    form: Callable[[str], str] = str
+    apart: str = ""
 
     def follow(self, groups: GroupNames, hyper: Sequence[Mapping[str, Any]]) -> GroupNames:
         """Return the live optimizer's param groups in the saved order.
@@ -345,8 +341,10 @@ class ModuleOrder:
 
     def is_kept(self, group: Iterable[tuple[str, bool]]) -> bool:
         """Return True if a group of the live optimizer has the module's order."""
-        names = self._list_known(group)
-        return all(self._is_sorted([name for name in names if is_expert(name) == which]) for which in (True, False))
+        units: dict[int, list[str]] = defaultdict(list)
+        for name in self._list_known(group):
+            units[self.now[name][0]].append(name)
+        return all(map(self._is_sorted, units.values()))
 
     def _is_sorted(self, names: list[str]) -> bool:
         return names == _sort(names, self.now)
@@ -360,15 +358,15 @@ class ModuleOrder:
             return "their order in the optimizers of a pipeline's stages is not known"
         if swapped:
             return "param groups of the same sizes may have changed places as well"
-        if any(map(is_expert, affected)):
-            return "the places of experts among them are not known"
+        if any(self.now[name][0] for name in affected):
+            return self.apart
         if not all(map(self._is_sorted, moved)):
             return "the optimizer has them in a different order"
         return ""
 
     def _list_known(self, group: Iterable[tuple[str, bool]]) -> list[str]:
-        """Return the forms of a group's names that have a place in both modules."""
-        forms = dict.fromkeys(_name_form(strip_compiled(name)) for name, _ in group)
+        """Return a group's names, by their form, that have a place in both modules."""
+        forms = dict.fromkeys(self.form(strip_compiled(name)) for name, _ in group)
         return [form for form in forms if form in self.now and form in self.before]
 
     def _list_alike(self, known: Sequence[list[str]], hyper: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -395,26 +393,37 @@ def _sort(names: Iterable[str], places: Positions) -> list[str]:
     return sorted(names, key=lambda name: places.get(name, _LAST))
 
 
-def compare_modules(save: Save, naming: Naming) -> ModuleOrder:
-    """Compare the order of the live module with the saved module and its experts' files."""
-    tensors = dict(read_module(save, save.main, naming.order))
-    layers = {layer: file.layer or {} for (layer, *_), file in save.experts.items()}
-    for layer in sorted(layers):
-        tensors |= layers[layer]
-    before = number_names(tensors)
-    for name, first in naming.order.items():  # a tied parameter has the place of the first of its names
-        if (other := _name_form(name)) in before:
-            before[_name_form(first)] = min(before.get(_name_form(first), _LAST), before[other])
-    shapes = {_name_form(name): piece.shape for name, piece in tensors.items()}
-    shapes |= {_name_form(first): shapes[name] for name, first in naming.order.items() if name in shapes}
-    record = partial(_read_record, naming, nested=save.model(0).nested) if naming.record else None
-    return ModuleOrder(save.path(save.main), number_names(naming.order.values()), before, shapes, record=record)
+def compare_modules(
+    save: Save,
+    naming: Naming,
+    further: Mapping[str, Piece] | None = None,
+    *,
+    form: Callable[[str], str] = str,
+    unit: Callable[[str], int] = lambda _: 0,
+    apart: str = "",
+) -> ModuleOrder:
+    """Compare the order of the live module with the saved module.
 
+    Args:
+        further: the saved module's tensors in other files.
+        form, apart: as of :class:`ModuleOrder`.
+        unit: as of :func:`number_names`.
+    """
+    tensors = read_module(save, save.main, naming.order) | dict(further or {})
+    before, live = number_names(map(form, tensors), unit), naming.order
+    for name, first in live.items():  # a tied parameter has the place of the first of its names
+        if (other := form(name)) in before:
+            before[form(first)] = min(before.get(form(first), _LAST), before[other])
+    shapes = {form(name): piece.shape for name, piece in tensors.items()}
+    shapes |= {form(first): shapes[name] for name, first in live.items() if name in shapes}
 
-def _read_record(naming: Naming, *, nested: bool) -> Positions:
-    names = [*naming.record()] if naming.record else []
-    matched = match_names(names, set(naming.order)) if nested else {}
-    return number_names(matched.get(name, name) for name in names)
+    def read_record() -> Positions:
+        names = [*naming.record()] if naming.record else []
+        matched = match_names(names, set(live)) if save.model(0).nested else {}
+        return number_names((form(matched.get(name, name)) for name in names), unit)
+
+    now, record = number_names(map(form, live.values()), unit), read_record if naming.record else None
+    return ModuleOrder(save.path(save.main), now, before, shapes, record=record, form=form, apart=apart)
 
 
 def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> ModuleOrder:

@@ -11,12 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...extensions.registry import REGISTRY, find_for_tree
 from ...io.store import is_file
 from ...model import AtomicIndex, Use
 from ...model.topology import find_precision
 from ...torchsave.objects import to_member
 from ...torchsave.torchfile import read_header
-from .files import CLIENT, ROLES, ZERO, read_model_rank, scan_folder
+from .files import CLIENT, ZERO, scan_folder
 from .reading import as_list, explain_form, list_globals, normalize_zero
 
 _STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
@@ -88,7 +89,7 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
     saved, facts = _read_facts(model, optim), dict(live)
     moved = _find_moved(saved[ORDER], facts.pop(ORDER, ()))
     return moved + [
-        f"{key} {_show(saved[key])} → {_show(value)}" for key, value in facts.items() if saved[key] != value
+        f"{key} {_show(saved.get(key))} → {_show(value)}" for key, value in facts.items() if saved.get(key) != value
     ]
 
 
@@ -139,28 +140,19 @@ def _take_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) 
     config = tree.get("ds_config")
     config = config if isinstance(config, dict) else {}  # a path
     state = others.get("optimizer_state_dict") or {}
-    layers = tree.get("ds_autoep_layers", tree.get("autoep_layers")) or []
     shapes = as_list(tree.get("param_shapes"))
-    return {
+    facts = {
         "ZeRO stage": normalize_zero(config.get("zero_optimization") or {}).get("stage") or 0,
         "precision": find_precision(config),
         "data-parallel ranks": tree.get("dp_world_size"),
         "model-parallel ranks": tree.get("mp_world_size"),
-        "experts per layer": as_list(tree.get("num_experts")),
-        "use_data_before_expert_parallelism": bool(config.get("use_data_before_expert_parallelism", False)),
-        "expert-parallel ranks": _count_expert_states(model),
-        "expert-parallel degrees": None,
-        "AutoEP placement": [layer.get("expert_placement") for layer in layers],
+        **{flag: bool(config.get(flag, False)) for row in REGISTRY for flag in row.flags},
+        **{fact: value for row in REGISTRY for fact, value in row.facts.items()},
         ORDER: list(tree.get("module") or ()),
         "parameters": [[(str(name), tuple(shape)) for name, shape in group.items()] for group in shapes],
         "partitions": [int(to_member(count)) for count in as_list(state.get("partition_count"))],
         "partition groups": state.get("ds_zero_partition_groups"),
     }
-
-
-def _count_expert_states(model: str) -> int:
-    """Count the expert-parallel ranks of a stage-0 save by their files of optimizer states."""
-    pattern, make_key, _ = ROLES["expert_optim"]
-    matches = map(pattern.fullmatch, scan_folder(os.path.dirname(model)))
-    ranks = [make_key(match)[0] for match in matches if match]
-    return ranks.count(read_model_rank(os.path.basename(model)))
+    for extension in find_for_tree(tree):
+        facts |= extension.describe_own_files(tree, model)
+    return facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,11 +11,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ...extensions.registry import REGISTRY, find_for_tree
 from ...io.memory import pause_collection
 from ...io.opened import explain_failure
 from ...io.paths import join_path
 from ...model import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled, to_integer
-from ...model.experts import DATA_FIRST
 from ...model.wrappers import STAGE, Form, Wrapper, find_saved
 from ...torchsave.objects import (
     PickledObject,
@@ -32,9 +33,8 @@ from ...torchsave.objects import (
 from ...torchsave.records import FileRecord
 from ...torchsave.repickle import write_pickle
 from ...torchsave.torchfile import TorchFile, read_header
-from .autoep import read_folding, read_placements
 from .compare import read_marks
-from .files import holds_state_dict, is_state_file, strip_writer
+from .files import holds_run, is_state_file, strip_writer
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
 
@@ -131,7 +131,7 @@ WRITERS = "writers"
 
 _SECTIONS = (
     *("zero_optimization", "bf16", "bfloat16", "fp16", "data_types", "torch_autocast"),
-    *("optimizer", "expert_parallel", "aio"),
+    *("optimizer", "aio", *(section for row in REGISTRY for section in row.sections)),
 )
 """Sections of a ds_config that the index uses."""
 
@@ -144,8 +144,7 @@ def _pick_config(config: Any) -> dict[str, Any]:
     if "zero_optimization" in sections:
         sections["zero_optimization"] = normalize_zero(sections["zero_optimization"])
     picked = {key: section for key, section in sections.items() if _is_plain(section)}
-    if config.get(DATA_FIRST) is True:
-        picked[DATA_FIRST] = True
+    picked |= {key: True for row in REGISTRY for key in row.flags if config.get(key) is True}
     picked[WRITERS] = [key for key in ("nebula", "datastates_ckpt") if config.get(key)]
     section = config.get("checkpoint")
     if isinstance(section, dict) and section.get("writer"):
@@ -197,11 +196,16 @@ class HeaderReader:
 
     def read(self, name: str) -> FileHeader:
         tree, role = self.file.tree, name
-        folding = self.read_field(tree, "folding", read_folding)
+        facts, writer = dict[str, Any](), dict[str, Any]()
+        for extension in find_for_tree(tree):
+            for known, more in zip(
+                (facts, writer), extension.read_facts(tree, partial(self.read_field, tree)), strict=True
+            ):
+                known |= more
         checked = not self.file.records.unchecked
         named = list_globals(self.file)
-        header = FileHeader(name, self.file.size, self.file.crc, named, folding=folding, checked=checked)
-        if holds_state_dict(role):
+        header = FileHeader(name, self.file.size, self.file.crc, named, writer=writer, checked=checked)
+        if "model_states" in role and not holds_run(os.path.basename(role)):
             return replace(header, layer=self.read_tensors(tree))
         header = replace(
             header,
@@ -209,11 +213,11 @@ class HeaderReader:
             marks=read_marks(tree, self.file.writer),
         )
         if "model_states" in role:
-            model = self.read_model(tree)
+            model = replace(self.read_model(tree), facts=facts)
             with explain_form(self.file.path, "ds_config", tree.get("ds_config")):
                 size = _read_shard_size(header.config, model.counters)
             return replace(header, model=replace(model, shard_size=size))
-        state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter of stage 0 with experts
+        state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter in files of extensions
         if not isinstance(state, dict):
             raise CheckpointError("has no optimizer_state_dict.", path=self.file.path)
         return replace(header, optim=self.read_optim(state))
@@ -256,8 +260,6 @@ class HeaderReader:
         )
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
-        layers = "ds_autoep_layers" if "ds_autoep_layers" in tree else "autoep_layers"
-        autoep = as_list(tree.get(layers))
         fragments = tree.get("frozen_param_fragments") or {}
         frozen = _strip({name: self.piece(value, name) for name, value in fragments.items()})
         frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {})))
@@ -277,9 +279,6 @@ class HeaderReader:
             batch=field("ds_config", _read_batch),
             optim=optim,
             others=tuple(record for record in self.file.storages.values() if record not in known and record.nbytes),
-            experts=field("num_experts", _read_experts),
-            placements=field(layers, lambda value: read_placements(as_list(value))),
-            ep_rank=autoep[0].get("ep_rank") if autoep else None,
             degrees=field("checkpoint_parallel_dimensions", _read_degrees),
             hints=read_hints(tree),
             order=field(ORDER, _as_names),
@@ -424,13 +423,6 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
                 raise ValueError(f"a module of more than {_MOST_ENTRIES} entries")
             prefix = f"{name}." if name else ""
             todo += [(f"{prefix}{key}", part) for key, part in reversed(value.items())]
-
-
-def _read_experts(value: Any) -> tuple[int, ...]:
-    """Return the experts of each layer; older releases wrote one number for all layers, or 1 or 0 without experts."""
-    if isinstance(value, (list, tuple)):
-        return tuple(count for count in value if isinstance(count, int) and 0 < count <= _MOST_ENTRIES)
-    return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
 
 
 def _read_batch(config: Any) -> dict[str, int]:

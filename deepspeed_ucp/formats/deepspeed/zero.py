@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, zip_longest
 
 from ...errors import CheckpointError, shorten
 from ...model import MASTER, MODULE, GroupInfo, ParamKey, PartitionedState, count, strip_compiled
-from ...model.experts import count_experts, drop_fixed, find_layer, name_experts
 from ...model.flat import Cut, FlatBuffer, Shape, cut_parameter, find_gaps
+from ...model.topology import drop_labels
 from ...model.wrappers import MOMENTUM
 from .builder import Builder, SavedRank, fill_param_shapes, list_ranks
-from .headers import Batches, FileHeader, FileRun, OptimHeader, Piece, TensorStates, count_filed
+from .headers import Batches, FileHeader, FileRun, OptimHeader, Piece, TensorStates
 from .module import add_tensors
-from .save import Save, describe_offload, list_holders
+from .save import Save, describe_offload
 
 Slices = tuple[tuple[str, int, int], ...]
 """Parts of parameters in a partition: (name, first element in the partition, elements)."""
@@ -31,8 +31,10 @@ def build_zero(builder: Builder) -> None:
     """
     save = builder.save
     fill_param_shapes(save)
-    filed = count_filed(save.experts.values())
-    dealt = [deal_parameters(save, mp, filed) for mp in range(len(save.models))]
+    dealt = [
+        [deal_group(save, mp, number, group) for number, group in enumerate(save.model(mp).param_shapes or ())]
+        for mp in range(len(save.models))
+    ]
     names = [[name for share in chain(*groups) for name in share.shapes] for groups in dealt]
     builder.ranks, builder.instances = list_ranks(save, names)
     builder.batches = Batches(chain(*save.shards))
@@ -46,20 +48,20 @@ def build_zero(builder: Builder) -> None:
 
 @dataclass(frozen=True)
 class GroupShare:
-    """The parameters of a group that the same ranks hold: all of them, or some of its experts.
+    """The parameters of a group that the same ranks hold: all of them, or some that are distributed.
 
     Attributes:
         ranks: of the pipeline stage.
         local: module's name → shape of the ranks' parameters.
         parts: module's name → whole model's parameters in it, with shapes.
-        over_tp: experts that are spread over all ranks of the stage, including tensor-parallel ranks.
+        unsharded: tensor-parallel ranks do not cut them, and may be among the ranks.
         named: the flat buffer records these ranks, as others hold other parameters of the group.
     """
 
     ranks: range
     local: dict[str, Shape]
     parts: dict[str, dict[str, Shape]]
-    over_tp: bool = False
+    unsharded: bool = False
     named: bool = False
 
     @cached_property
@@ -68,107 +70,40 @@ class GroupShare:
         return {strip_compiled(name): shape for shapes in self.parts.values() for name, shape in shapes.items()}
 
 
-def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[GroupShare]]:
-    """Determine which ranks hold which parameters of each group; the model states number each rank's experts from 0.
-
-    The number of experts on a rank follows from the experts' files, as a group may lack frozen ones.
-
-    Args:
-        mp: model-parallel rank.
-        filed: layer → number of its experts with files.
-
-    Raises:
-        CheckpointError: the number of files or AutoEP's placement contradict the group.
-    """
-    placements, counts = save.model(mp).placements, _get_optim(save.shards[mp][0]).partition_count
-    dealt: list[list[GroupShare]] = []
-    for number, group in enumerate(save.model(mp).param_shapes or ()):
-        expert_counts = count_experts(name for name, _ in group) if save.experts else {}
-        spread = bool(expert_counts) or any(find_layer(name, placements) for name, _ in group)
-        replicas = counts[number] if spread and number < len(counts) else save.dp
-        holders = _find_holders(save, mp, replicas, over_tp=spread and save.experts_over_tp)
-        _check_placements(save, mp, group, len(holders))
-        shares = _share_experts(save, expert_counts, filed, len(holders))
-        over_tp, several = spread and save.experts_over_tp, len(holders) > 1
-        dealt.append([])
-        for place, ranks in enumerate(holders):
-            numbers: dict[str, Sequence[int]] = {
-                layer: range(place * share, (place + 1) * share) for layer, share in shares.items()
-            }
-            numbers |= {layer: placement[place] for layer, placement in placements.items() if place < len(placement)}
-            parts = {name: name_experts(name, shape, numbers) for name, shape in group}
-            dealt[-1].append(GroupShare(ranks, dict(group), parts, over_tp, over_tp or several))
-    return dealt
-
-
-def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
-    """Return layer → number of experts on one expert-parallel rank.
-
-    Args:
-        expert_counts: layer → experts in a rank's param group.
-        totals: layer → experts with files.
-    """
-    for layer, count_held in counts.items():
-        total = totals.get(strip_compiled(layer), 0)
-        if total % degree or total // degree < count_held:
-            raise CheckpointError(
-                f"lists {count_held} experts in {layer} on each of {degree} expert-parallel ranks, but {total} experts "
-                "of the layer have files. The folder lacks files or mixes two saves.",
-                path=save.path(save.main),
-            )
-    return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in counts}
-
-
-def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
-    ranks = save.dp * save.tp if over_tp else save.dp
-    if replicas < 1 or ranks % replicas:
-        raise CheckpointError(
-            f"has a param group in {replicas} partitions, which does not divide the {ranks} ranks that hold the model. "
-            "The file is of another save.",
-            path=save.path(save.shards[mp][0]),
-        )
-    return list_holders(save, mp, ranks // replicas, over_tp=over_tp)
-
-
-def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
-    """Verify that AutoEP's placement has as many experts and ranks as the parameters."""
-    placements = save.model(mp).placements
-    for name, shape in group:
-        placement = placements.get(find_layer(name, placements) or "", ())
-        if placement and (len(placement) != degree or any(shape[:1] != (len(experts),) for experts in placement)):
-            raise CheckpointError(
-                f"{name} of shape {shape} is spread over {degree} expert-parallel ranks, but the expert placement has "
-                f"{[len(experts) for experts in placement]} experts on the ranks. The file is of another save.",
-                path=save.path(save.models[mp][0]),
-            )
+def deal_group(save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
+    """Determine which ranks hold which parameters of a group: all ranks, or as an extension says."""
+    for extension in save.extensions:
+        if shares := extension.deal_group(save, mp, number, group):
+            return shares
+    return [GroupShare(save.list_ranks(mp), dict(group), {name: {name: shape} for name, shape in group})]
 
 
 def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupShare]], first: OptimHeader) -> None:
     """Add a model-parallel rank's flat buffers: one per param group, or sub-group of ZeRO 3.
 
-    Experts over tensor-parallel ranks are the same on all of these, and are added for the first.
+    Parameters that tensor-parallel ranks do not cut are the same on all of these, and are added for the first.
     """
     save = builder.save
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
-    hypers = list(map(drop_fixed, first.groups)) if save.is_sharded else []
+    hypers = list(map(drop_labels, first.groups)) if save.is_sharded else []
     holders: dict[range, _Holders] = {}
     for index, shares in enumerate(dealt):
         owner = first.owners[index] if index < len(first.owners) else None
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
-            hypers.append({} if owner is None else drop_fixed(first.groups[owner]))
+            hypers.append({} if owner is None else drop_labels(first.groups[owner]))
         local: _LocalBuffer | None = None
         for place, share in enumerate(shares):
             files = holders.get(share.ranks) or holders.setdefault(share.ranks, _find_files(builder, rank, share.ranks))
             rank.shapes.update(share.shapes)
-            rank.experts_over_tp.update(share.shapes if share.over_tp else ())
+            rank.unsharded.update(share.shapes if share.unsharded else ())
             if save.is_sharded:
-                _check_holders(save, rank.pp, index, place, share)
+                _check_partition(save, rank.pp, index, share)
+            for extension in save.extensions:
+                extension.check_share(save, rank.pp, place, share)
             local = _lay_out(builder, files.shards, index, share, owner or 0, local)
             buffer = local.buffer.split(share.parts)
-            if share.over_tp:
-                _check_folding(save, files.shards, share.ranks, place)
-            if not (share.over_tp and rank.tp):
+            if not (share.unsharded and rank.tp):
                 _BufferAdder(builder, rank, files, index, local, replace(buffer, names=tuple(share.shapes))).add()
             members[buffer.group] += map(rank.param, share.shapes)
             flats.append(replace(buffer, ranks=share.ranks if share.named else None))
@@ -193,7 +128,7 @@ def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
 
 @dataclass(frozen=True)
 class _LocalBuffer:
-    """A flat buffer under the ranks' local parameter names, which are equal on all expert-parallel ranks."""
+    """A flat buffer under the ranks' local parameter names, which are equal on all ranks."""
 
     buffer: FlatBuffer
 
@@ -231,38 +166,16 @@ def _lay_out(
     return _LocalBuffer(buffer)
 
 
-def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
-    """Verify the rank that AutoEP under AutoTP recorded in each file of an expert-parallel rank."""
-    for rank, shard in zip(ranks, shards, strict=True):
-        if shard.folding not in (None, (rank % save.tp, place)):
-            raise CheckpointError(
-                f"is of tensor- and expert-parallel rank {shard.folding}, but its name and the degrees require "
-                f"{(rank % save.tp, place)}. The file belongs to another run; put the right one back.",
-                path=save.path(shard),
-            )
-
-
-def _check_holders(save: Save, stage: int, group: int, place: int, share: GroupShare) -> None:
-    """Verify the ranks of a sub-group, and the expert-parallel rank, that ZeRO 3 with AutoEP records in each file.
-
-    Such a save has no copies of the experts to compare.
-    """
+def _check_partition(save: Save, stage: int, group: int, share: GroupShare) -> None:
+    """Verify the ranks of a sub-group that ZeRO 3 records in each file."""
     ranks = tuple(rank + stage * save.dp * save.tp for rank in share.ranks)
     for rank in share.ranks:
-        shard = save.shard(stage, rank)
-        header = save.models[stage * save.tp + rank % save.tp][rank // save.tp]
-        recorded, model = _get_optim(shard).partition_ranks, header.model
+        recorded = _get_optim(save.shard(stage, rank)).partition_ranks
         if recorded and recorded[group : group + 1] != (ranks,):
             raise CheckpointError(
                 f"sub-group {group} is partitioned over other ranks than {shorten(ranks)}, which the degrees require. "
                 "The file belongs to another run; put the right one back.",
-                path=save.path(shard),
-            )
-        if share.named and model and model.ep_rank != place:
-            raise CheckpointError(
-                f"is of expert-parallel rank {model.ep_rank}, but the degrees require {place}. The file belongs to "
-                "another run; put the right one back.",
-                path=save.path(header),
+                path=save.path(save.shard(stage, rank)),
             )
 
 
@@ -449,7 +362,7 @@ class _BufferAdder:
         inside, beyond = [], []
         cuts = {cut.name: cut for cut in self.buffer.cuts(part)}
         for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
-            cut = cuts.get(name, Cut(name, 0, 0, 0))  # an expert in one tensor with experts of this partition
+            cut = cuts.get(name, Cut(name, 0, 0, 0))  # in one tensor with parameters of this partition
             if cut.numel:
                 inside.append(replace(cut, offset=place + cut.start))
             rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...comm import Comm
-from ...errors import CheckpointError, UnsupportedError, shorten
+from ...errors import CheckpointError, shorten
+from ...extensions.registry import find_for_tree
 from ...io.paths import Entry, choose_map, is_url
 from ...io.store import note_listed
 from ...model import MODULE, strip_compiled
-from ...model.experts import holds_experts
 from ...model.wrappers import STAGE, find_wrapper
 from ...tensor_parallel.layout import Shape
 from ...torchsave.objects import TensorRef
@@ -31,7 +31,7 @@ from ..deepspeed.reading import HeaderReader, as_stage, explain_form, read_file
 from ..deepspeed.save import Save, arrange_headers, name_model_files
 from ..findings import Finding, make_error
 from ..places import FileTable
-from .upstream import CAT_DIM, EQUAL_PARTS, EXPERTS, IS_EXPERT, VOCABULARY
+from .upstream import CAT_DIM, EQUAL_PARTS, VOCABULARY
 
 OPTIMIZER = f"{ZERO}/optimizer_state.pt"
 PARAM = "param"
@@ -47,7 +47,7 @@ class ParamHeader:
         piece: the tensor; None in ``step.pt``.
         value, dtype: the number, and its dtype if it is a 0-dim tensor.
         keys: the converter's entries about joining the tensor.
-        experts: number of AutoEP's experts in the parameter; 0 for other parameters.
+        count: number of atoms in a fused parameter; 0 for other parameters.
     """
 
     file: FileHeader
@@ -55,7 +55,7 @@ class ParamHeader:
     value: Any = None
     dtype: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
-    experts: int = 0
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,8 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
             )
         keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
         piece = HeaderReader(file).piece(tree[PARAM], name)
-        return ParamHeader(header, piece, keys=keys, experts=_count_experts(file, tree, piece))
+        counts = (extension.count_fused(tree, piece.shape, file.path) for extension in find_for_tree(tree))
+        return ParamHeader(header, piece, keys=keys, count=max(counts, default=0))
     if isinstance(tree, TensorRef):  # a step, or a flat tensor of stage 3 without tensor parallelism
         piece = HeaderReader(file).piece(tree, name)
         value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
@@ -175,18 +176,6 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
     if isinstance(tree, (int, float)):
         return ParamHeader(header, value=tree)
     raise CheckpointError(f"holds a {type(tree).__name__}, neither a tensor nor a number.", path=file.path)
-
-
-def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> int:
-    """Return the number of experts in a parameter that holds all experts of a layer, else 0."""
-    count = tree.get(EXPERTS)
-    if not tree.get(IS_EXPERT):
-        return 0
-    if type(count) is not int or not holds_experts(piece.shape, count):
-        raise UnsupportedError(
-            f"is of {count!r} experts and holds {piece.shape}, which is not supported.", path=file.path
-        )
-    return count
 
 
 def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
@@ -212,8 +201,7 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
     """Read the copied model states of all ranks."""
     save, main = comm.run(lambda: _find_main(folder, sizes, stage))
     first = comm.once(lambda: read_file(folder, main))
-    # The converter does not copy experts' files.
-    names = [name for name in name_model_files(save, first)[1:] if name not in save.names["expert"].values()]
+    names = name_model_files(save, first)[1:]
     if absent := [name for name in names if name not in sizes]:
         raise CheckpointError(
             f"{shorten(absent)} missing; the conversion was interrupted or the copy is not complete. Convert "

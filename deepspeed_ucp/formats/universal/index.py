@@ -27,10 +27,9 @@ from ...model import (
     StoredAtoms,
     count,
 )
-from ...model.experts import holds_experts
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC
-from ...plan.derive import split_experts
+from ...plan.derive import can_fuse, split
 from ...tensor_parallel import Pattern, record_pattern
 from ..deepspeed.files import MANIFEST, ZERO
 from ..deepspeed.headers import FileHeader
@@ -253,7 +252,7 @@ def _find_faults(manifest: Manifest) -> Iterator[str]:
     if lacking := sorted({STATE_FILE, *(place_file(atom.key) for atom in manifest.atoms)} - files.keys()):
         yield f"lists no file {shorten(lacking)}."
     counts = [(atom, manifest.fused[atom.name]) for atom in manifest.atoms if atom.name in manifest.fused]
-    if unfit := [atom.label for atom, experts in counts if not holds_experts(atom.shape, experts)]:
+    if unfit := [atom.label for atom, parts in counts if not can_fuse(atom.shape, parts)]:
         yield f"holds other numbers of experts than it says: {shorten(unfit)}."
     if loops := sorted(alias for alias, name in manifest.aliases.items() if name in manifest.aliases):
         yield f"aliases of aliases: {shorten(loops)}."
@@ -317,4 +316,4 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequ
         buffers=frozenset(manifest.buffers),
         recorded={name: record["pattern"] for name, record in manifest.patterns.items()},
     )
-    return split_experts(index, manifest.fused)
+    return split(index, manifest.fused)

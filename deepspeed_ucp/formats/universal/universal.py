@@ -11,7 +11,7 @@ from ...errors import CheckpointError, MismatchError, shorten
 from ...model import MASTER, MODULE, AtomicIndex, AtomKey, GroupInfo, ParamKey, are_alike, count
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC
-from ...plan.derive import split_experts
+from ...plan.derive import split
 from ...tensor_parallel import from_universal_info
 from ...tensor_parallel.layout import Shape
 from ...tensor_parallel.metadata import INFO
@@ -71,7 +71,7 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     index = make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped)
     index = replace(index, run=replace(index.run, degrees=(save.tp, save.pp)))
     files = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
-    return split_experts(index, {name: file.experts for name, file in files.items() if file and file.experts}), notes
+    return split(index, {name: file.count for name, file in files.items() if file and file.count}), notes
 
 
 def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
@@ -105,7 +105,7 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
     The converter writes tensors of stage 3 without tensor parallelism flat, and vocabularies without padding.
     """
     local = shapes[min(shapes)]
-    if header.experts and piece.shape[1:] == local[1:]:
+    if header.count and piece.shape[1:] == local[1:]:
         return piece.shape
     if part.save.tp > 1 or piece.shape == local:
         return piece.shape

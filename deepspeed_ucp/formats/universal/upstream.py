@@ -24,8 +24,6 @@ CAT_DIM = "cat_dim"
 EQUAL_PARTS = "param_n_sub_params"
 PARTS = "sub_param_shape"
 VOCABULARY = "vocab_tensor"
-IS_EXPERT = "is_expert_param"
-EXPERTS = "ep_num_experts"
 
 
 def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict[str, Any]:
@@ -48,11 +46,6 @@ def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict
     if pattern.vocab is not None and len(shape) == 2 and keys.get(CAT_DIM) == 0:
         keys[VOCABULARY] = True
     return keys
-
-
-def expert_keys(experts: int) -> dict[str, Any]:
-    """Return the entries by which upstream's loader cuts an expert-parallel rank's experts out of a parameter."""
-    return {CAT_DIM: 0, IS_EXPERT: True, EXPERTS: experts}
 
 
 def _describe_cut(pattern: Pattern | None, shape: Shape, name: str) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from math import prod
 from typing import Any
 
+from ...formats.deepspeed.headers import Piece
 from ...model import strip_compiled
-from ...model.experts import MOST_EXPERTS
-from .headers import ModelHeader, Piece, Placement
+from ...plan.derive import MOST_FUSED
+
+Placement = tuple[tuple[int, ...], ...]
+"""The experts of a layer that each expert-parallel rank holds, in the rank's order."""
 
 _VERSION = 1
 
@@ -47,7 +50,7 @@ def read_folding(value: Any) -> tuple[int, int] | None:
 
 def _read_placement(layer: Mapping[str, Any]) -> Placement:
     descriptor, count = layer.get("expert_placement"), int(layer["num_experts"])
-    if not 0 < count <= MOST_EXPERTS:
+    if not 0 < count <= MOST_FUSED:
         raise ValueError(f"{count} experts in a layer")
     if descriptor is None:  # older releases: contiguous
         local = count // int(layer["ep_size"])
@@ -73,7 +76,7 @@ def _read_map(affine: Mapping[str, Any]) -> Placement:
     shape = tuple(affine["logical_shape"])
     strides, numel = [prod(shape[dim + 1 :]) for dim in range(len(shape))], prod(shape[1:])
     ranks = {int(rank): entry for rank, entry in affine["ranks"].items()}
-    placement, free = [], min(shape[0], MOST_EXPERTS)
+    placement, free = [], min(shape[0], MOST_FUSED)
     for rank in range(len(ranks)):
         experts: dict[int, int] = {}
         for piece in ranks[rank]["pieces"]:
@@ -89,16 +92,18 @@ def _read_map(affine: Mapping[str, Any]) -> Placement:
     return tuple(placement)
 
 
-def find_router_aliases(model: ModelHeader) -> dict[str, str]:
+def find_router_aliases(layers: Iterable[str], module: Mapping[str, Piece]) -> dict[str, str]:
     """Return the aliases of AutoEP's router, which has a second name for recorders of outputs.
 
     A sibling module is an alias if its tensors are those of the router, to the byte.
+
+    Args:
+        layers: prefixes of the experts' names.
+        module: tensors of the model states.
     """
-    if not model.placements:
-        return {}
-    blocks = {strip_compiled(layer).removesuffix("experts.") for layer in model.placements}
+    blocks = {strip_compiled(layer).removesuffix("experts.") for layer in layers}
     children_by_block: dict[str, dict[str, dict[str, Piece]]] = {block: defaultdict(dict) for block in blocks}
-    for name, piece in (model.module or {}).items():
+    for name, piece in module.items() if blocks else ():
         for block in (name[: end + 1] for end, letter in enumerate(name) if letter == "."):
             if block in children_by_block:
                 child, _, rest = name[len(block) :].partition(".")

@@ -11,10 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .flat import Shape
+from ...model.flat import Shape
 
 _EXPERT = re.compile(r"((?:^|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(?=\.|$)", re.ASCII)
 
@@ -25,13 +24,8 @@ _PART = re.compile(r"((?:^|.*\.)experts\.)(w[123])\.(\d{1,9})", re.ASCII)
 
 _LAYER = re.compile(r"(?:deepspeed_moe\.)?experts\.(?:deepspeed_experts\.)?$")
 
-MOST_EXPERTS = 1 << 14
-"""Limit of experts per layer in files."""
-
 Held = Mapping[str, Sequence[int]]
 """Prefix of a layer's parameter names → numbers of a rank's experts in the whole layer, in the rank's order."""
-
-_FIXED = ("moe", "name")
 
 
 class ExpertName(NamedTuple):
@@ -88,14 +82,17 @@ def find_block(name: str) -> str | None:
     return None if expert is None else _LAYER.sub("", expert.layer)
 
 
-def holds_experts(shape: Shape, experts: int) -> bool:
-    """Return True if a tensor of this shape can contain the parameters of so many experts."""
-    return 0 < experts <= MOST_EXPERTS and shape[:1] == (experts,) and prod(shape) > 0
-
-
 def is_expert(name: str) -> bool:
     """Return True for the atom name of an expert's parameter."""
     return read_name(name) is not None
+
+
+def name_form(name: str) -> str:
+    """Return the name, or for an expert the name of its layer's first expert."""
+    expert = read_name(name)
+    if expert is None:
+        return name
+    return f"{expert.layer}{expert.end}.0" if expert.fused else f"{expert.layer}0{expert.end}"
 
 
 def find_layer(name: str, layers: Collection[str]) -> str | None:
@@ -137,11 +134,6 @@ def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None,
     if data_first:
         return [ranks[rank * replicas : (rank + 1) * replicas] for rank in range(degree)]
     return [ranks[rank::degree] for rank in range(degree)]
-
-
-def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters of a param group, for experts without the names of the engine's process groups."""
-    return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in _FIXED)}
 
 
 def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: bool = True) -> list[list[str]]:

@@ -6,21 +6,20 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import permutations
 from typing import Any
 
-from ..model import AtomicIndex, GroupInfo
-from ..model.view import Shapes
-from .derive import DerivedParam, Slice, derive
-from .settling import list_shapes
+from ...model import AtomicIndex, GroupInfo
+from ...model.view import Shapes
+from ...plan.derive import DerivedParam, Slice, derive
+from ...plan.settling import list_shapes
+from .names import read_name
 
 _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 """Parameters of transformers, and the parts of each AutoEP expert in them, in order."""
 
-_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<part>w[123])\.(?P<number>\d+)", re.ASCII)
 _ROUTER = {"gate.weight": "router.gate.weight", "gate.e_score_correction_bias": "router.e_score_correction_bias"}
 """Names in a layer's block in transformers, and in AutoEP."""
 
@@ -52,8 +51,9 @@ def adapt_experts(index: AtomicIndex, live: Shapes) -> AtomicIndex:
 def _count_experts(names: Mapping[str, Any]) -> dict[str, int]:
     """Count the experts of each layer that has them as separate parameters."""
     numbers = defaultdict[str, set[int]](set)
-    for parts in filter(None, map(_EXPERT.fullmatch, names)):
-        numbers[parts["layer"]].add(int(parts["number"]))
+    for expert in filter(None, map(read_name, names)):
+        if expert.fused:
+            numbers[expert.layer.removesuffix(".")].add(expert.number)
     return {layer: len(present) for layer, present in numbers.items() if present == set(range(len(present)))}
 
 

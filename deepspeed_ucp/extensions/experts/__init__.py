@@ -1,0 +1,1 @@
+"""Mixture-of-experts: DeepSpeed's layers and AutoEP's."""

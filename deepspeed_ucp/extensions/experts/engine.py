@@ -1,0 +1,171 @@
+"""Mixture-of-experts in a live engine: DeepSpeed's layers and AutoEP's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from deepspeed import comm as ds_comm
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
+
+from ...engine.base import Target
+from ...engine.coverage import UnknownLayoutError
+from ...engine.parallel import Place, Share
+from ...errors import UnsupportedError
+from ...model.flat import Shape
+from ...model.view import EngineBuffer
+from ..registry import Extension
+from .files import NAME
+from .names import find_layer, is_expert, name_experts
+
+PLACEMENT = "expert_placement_descriptor"
+"""Attribute of AutoEP's layers (``module_inject/auto_ep_layer.py``): the experts of each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalExperts(Share):
+    """A rank's experts of a layer.
+
+    Attributes:
+        numbers: numbers of the experts in the whole layer, in the rank's order.
+    """
+
+    numbers: Sequence[int]
+
+
+class LiveExperts(Extension):
+    """An engine with experts.
+
+    Attributes:
+        layers: experts of each layer by the prefix of their parameters' names.
+    """
+
+    name = NAME
+    saves_modules = True
+
+    layers: Mapping[str, LocalExperts] = MappingProxyType({})
+
+    def find_shares(self, target: Target) -> None:
+        """Find the rank's experts of each layer."""
+        self.set_layers(find_experts(target.engine, target.place))
+
+    def set_layers(self, layers: Mapping[str, LocalExperts]) -> None:
+        """Set the rank's experts by the prefix of their parameters' names."""
+        self.layers = layers
+        self.is_uneven = any(layer.ranks is not None for layer in layers.values())
+        self.is_first_replica = any(layer.is_first_replica for layer in layers.values())
+
+    def get_share(self, name: str) -> LocalExperts | None:
+        """Return the experts with a parameter, by the name in the module; None for other parameters."""
+        return self.layers.get(find_layer(name, self.layers) or "")
+
+    def name_parts(self, name: str, shape: Shape) -> dict[str, Shape]:
+        """Return the parameters in the whole model that are in a parameter of this rank, with shapes."""
+        return name_experts(name, shape, {layer: experts.numbers for layer, experts in self.layers.items()})
+
+    def is_distributed(self, name: str) -> bool:
+        """Return True for an expert's parameter."""
+        return is_expert(name)
+
+    def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
+        """Refuse frozen parameters of AutoEP's experts that ZeRO 3 partitions."""
+        for name in target.places:
+            if name not in target.owned and hasattr(target.params[name], "ds_tensor"):
+                raise UnsupportedError(
+                    f"{name}: ZeRO 3 does not save frozen parameters of AutoEP's experts. Resume at ZeRO 0 to 2, or "
+                    "without freezing it."
+                )
+        return extras
+
+    def list_unknown(self, target: Target) -> Iterator[str]:
+        """Describe experts with which DeepSpeed's load is not known to be right.
+
+        DeepSpeed looks for a process's experts under its tensor-parallel rank, which is right if that degree divides
+        the expert-parallel degree.
+        """
+        if any(map(is_expert, target.params.keys() - target.owned)):
+            yield "frozen experts"  # at ZeRO 2 every rank gets the first rank's
+        layers = self.layers.values()
+        is_regular = all(not layer.unsharded or layer.degree % target.place.tp == 0 for layer in layers)
+        if not (is_regular and len({layer.degree for layer in layers}) <= 1):
+            yield "experts of other ranks or degrees"
+        elif layers and target.topology.zero_stage == 3:
+            yield "experts"
+        if layers and target.engine.use_node_local_storage():
+            yield "node-local files"  # one node writes files that others read
+
+    def describe_engine(self, engine: Any) -> dict[str, Any]:
+        """Return the facts that :func:`deepspeed_ucp.formats.deepspeed.ownfiles.compare_own_files` compares."""
+        layers = list(engine.module.modules())
+        facts: dict[str, Any] = {
+            "experts per layer": list(engine.num_experts),
+            "AutoEP placement": [getattr(layer, PLACEMENT) for layer in layers if hasattr(layer, PLACEMENT)],
+        }
+        if hasattr(engine.optimizer, "partition_count"):
+            return facts
+        # At stage 0 dense parameters have any number of replicas, experts are distributed over ranks. With several
+        # degrees the files contain only the largest.
+        sizes = sorted({layer.ep_size for layer in layers if hasattr(layer, "ep_size")})
+        facts |= {"data-parallel ranks": int(engine.seq_dp_world_size), "expert-parallel ranks": sizes[-1]}
+        return facts if len(sizes) == 1 else {**facts, "expert-parallel degrees": sizes}
+
+
+def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:
+    """Return this rank's experts of each layer, by the prefix of their parameters' names.
+
+    Raises:
+        UnknownLayoutError: ranks with the same experts are not evenly spaced, or tensor-parallel ranks not adjacent.
+    """
+    layers = {}
+    for name, module in engine.module.named_modules(remove_duplicate=False):  # tied layers under every name
+        prefix = f"{name}." if name else ""
+        if isinstance(module, MoE):
+            group, end = module.expert_group_name, "deepspeed_moe.experts.deepspeed_experts."
+            first = groups._get_expert_parallel_rank(group) * module.num_local_experts
+            numbers: Sequence[int] = range(first, first + module.num_local_experts)
+        elif getattr(module, "_is_autoep_layer", False):
+            group, end = module.ep_group_name, "experts."
+            numbers = _list_fused(module)
+        else:
+            continue
+        peers = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
+        replicas = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
+        sharing = ds_comm.get_all_ranks_from_group(groups._get_expert_parallel_group(group))
+        over_tp = not {*replicas, *sharing} <= {*peers}
+        stage_ranks = _number_ranks(replicas, peers, place, over_tp=over_tp)
+        ranks = None if not over_tp and len(stage_ranks) == len(peers) else stage_ranks
+        is_first = replicas[0] == ds_comm.get_rank()
+        layers[f"{prefix}{end}"] = LocalExperts(len(sharing), ranks, over_tp, is_first, numbers)
+    return layers
+
+
+def _list_fused(layer: Any) -> Sequence[int]:
+    """List this rank's experts of an AutoEP layer; up to 0.19.5 there is no placement and they are in order."""
+    placement = getattr(layer, PLACEMENT, None)
+    if placement is None:
+        first = layer.ep_rank * layer.num_local_experts
+        return range(first, first + layer.num_local_experts)
+    return tuple({entry["rank"]: entry["experts"] for entry in placement["ranks"]}[layer.ep_rank])
+
+
+def _number_ranks(ranks: Sequence[int], peers: Sequence[int], place: Place, *, over_tp: bool) -> range:
+    """Convert global ranks to ranks of their pipeline stage.
+
+    Args:
+        peers: this rank's data-parallel group.
+        over_tp: ``ranks`` may contain ranks of other data-parallel groups.
+    """
+    first = peers[0] - place.tp_rank
+    if over_tp and peers != [first + rank * place.tp + place.tp_rank for rank in range(place.dp)]:
+        raise UnknownLayoutError(
+            f"experts are distributed over tensor-parallel ranks, and data-parallel ranks are numbered {peers}. Number "
+            f"tensor-parallel ranks side by side (every {place.tp}th rank in this rank's data-parallel group)"
+        )
+    places = [rank - first if over_tp else peers.index(rank) * place.tp + place.tp_rank for rank in ranks]
+    spaced = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
+    if list(spaced) != places:
+        raise UnknownLayoutError(f"ranks {places} of a stage have the same experts, but are not evenly spaced")
+    return spaced
