@@ -25,7 +25,7 @@ from ..model.wrappers import Wrapper, find_wrapper
 from ..plan.wants import find_states
 from .coverage import find_declared, name_device
 from .optimizer import find_other_kind, to_plain
-from .parallel import Instance, Share, find_instances, find_place, find_unfiled
+from .parallel import Instance, Share, find_place
 from .rule import find_doubt, find_other_rule, read_configured
 
 
@@ -224,13 +224,15 @@ class Target(ABC):
 
     def instances(self) -> dict[str, Instance]:
         """Return parameters and buffers of tied modules that other pipeline stages have under the same name."""
-        return find_instances(self.engine)
+        found = (extension.find_instances(self) for extension in self.extensions)
+        return {name: instance for instances in found for name, instance in instances.items()}
 
     def unfiled(self) -> list[str]:
         """List trained parameters that DeepSpeed's load of a pipeline's layers does not restore."""
         if any(extension.saves_modules for extension in self.extensions):
             return []
-        return sorted(find_unfiled(self.engine) & self.owned)
+        unfiled = set[str]().union(*(extension.find_unfiled(self) for extension in self.extensions))
+        return sorted(unfiled & self.owned)
 
     def tp_shard_of(self, name: str) -> int:
         """Return this rank's shard number of a parameter or buffer."""

@@ -18,12 +18,14 @@ class Extension:
 
     A save, an engine and a load have an instance each, which may keep state. The hooks in the order of a resume:
 
-    1. of an engine (:func:`find_for_engine`): :meth:`find_shares`, :meth:`complete_target`
+    1. of an engine (:func:`find_for_engine`): :meth:`find_shares`, :meth:`complete_target`, :meth:`list_keys`
     2. of a state file (:func:`find_for_tree`): :meth:`read_facts`
     3. of a save (:func:`find_for_save`): :meth:`open_save`, :meth:`identify`, :meth:`name_files`, :meth:`list_hosts`,
        :meth:`arrange`, :meth:`add_files`, :meth:`verify_save`, :meth:`check_save`, and the hooks of its index
-    4. of an engine and its load: :meth:`prepare`, :meth:`complete_extras`, :meth:`commit`, :meth:`open_masters`,
-       :meth:`relink`; at the end, and after an error, :meth:`discard`
+    4. of an engine, the user's rules and a direct load (:func:`find_for_load`): :meth:`prepare`, :meth:`refuse`,
+       :meth:`complete_extras`, :meth:`find_instances`, :meth:`find_renamed`, :meth:`adapt`, :meth:`log_changes`,
+       :meth:`read_more`, :meth:`change_engine`, :meth:`commit`, :meth:`open_masters`, :meth:`relink`,
+       :meth:`describe_differences`; at the end, and after an error, :meth:`discard`
 
     Attributes:
         name, row: of the registry.
@@ -117,6 +119,9 @@ class Extension:
         """Return further ties in model states, alias → name."""
         return {}
 
+    def add_layers(self, builder: Any, tied: Any) -> None:
+        """Add the tensors in layer files; ``tied`` are names that the model states lack."""
+
     def add_tensors(self, builder: Any, optimized: set[str]) -> None:
         """Add the model's tensors in further files."""
 
@@ -181,6 +186,14 @@ class Extension:
     def describe_engine(self, engine: Any) -> dict[str, Any]:
         """Return facts about an engine that its own files have too."""
         return {}
+
+    def find_instances(self, target: Any) -> dict[str, Any]:
+        """Return parameters and buffers that other pipeline stages have under the same name."""
+        return {}
+
+    def find_unfiled(self, target: Any) -> set[str]:
+        """Return parameters that DeepSpeed's load of a pipeline's layers does not restore."""
+        return set()
 
     def complete_target(self, target: Any) -> None:
         """Complete the description of an engine whose buffers have been collected."""
@@ -341,7 +354,18 @@ def _names_experts(names: Collection[str]) -> bool:
     return any("experts." in name for name in names)
 
 
+def _has_layer_files(save: Any) -> bool:
+    model = save.first[0].model
+    return model is not None and model.module is None
+
+
+def _is_pipeline(engine: Any) -> bool:
+    return any(kind.__name__ == "PipelineModule" for kind in type(engine.module).__mro__)
+
+
 REGISTRY = [
+    Row("pipeline", "layers:SavedLayers", in_save=_has_layer_files),
+    Row("pipeline", "pipeline:TiedStages", in_engine=_is_pipeline),
     Row(
         "experts",
         "experts.saved:SavedExperts",

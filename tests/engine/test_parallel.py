@@ -13,8 +13,12 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from deepspeed_ucp.engine import Place, find_place, live_attributes, live_universal_info, parallel
 from deepspeed_ucp.engine.coverage import UnknownLayoutError
-from deepspeed_ucp.engine.parallel import find_unfiled
 from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.extensions.experts import engine
+from deepspeed_ucp.extensions.pipeline import TiedStages
+from tests.support.direct import PLAIN
+from tests.support.reshard import FakeTarget
+from tests.synth import Topology
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +162,7 @@ def test_universal_checkpoint_info_becomes_plain_data() -> None:
 def test_ranks_in_their_stage(
     ranks: list[int], lane: list[int], place: Place, expected: list[int], *, over_tp: bool
 ) -> None:
-    assert list(parallel._number_ranks(ranks, lane, place, over_tp=over_tp)) == expected
+    assert list(engine._number_ranks(ranks, lane, place, over_tp=over_tp)) == expected
 
 
 @pytest.mark.parametrize(
@@ -167,7 +171,7 @@ def test_ranks_in_their_stage(
 )
 def test_unsupported_orders_of_ranks(ranks: list[int], lane: list[int], words: str) -> None:
     with pytest.raises(UnknownLayoutError, match=words):
-        parallel._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), over_tp=True)
+        engine._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), over_tp=True)
 
 
 class Stage(PipelineModule):
@@ -197,13 +201,22 @@ class Stage(PipelineModule):
 )
 def test_parameters_of_tied_modules_without_a_layer_file(letters: str, stage: int, found: str) -> None:
     module = Stage(letters, stage)
-    assert find_unfiled(make_engine(module=module)) == {f"tied_modules.k.{name}" for name in found.split()}
-    assert find_unfiled(SimpleNamespace(module=module, has_moe_layers=True)) == set()
+    target: Any = SimpleNamespace(engine=SimpleNamespace(module=module))
+    assert TiedStages().find_unfiled(target) == {f"tied_modules.k.{name}" for name in found.split()}
+
+
+def test_pipelines_with_experts_have_no_layer_files() -> None:
+    target = FakeTarget(PLAIN, Topology(1), 0)
+    target.engine, target.owned = SimpleNamespace(module=Stage("H", 0)), {"tied_modules.k.weight"}
+    target.extensions = [TiedStages()]
+    assert target.unfiled() == ["tied_modules.k.weight"]
+    target.extensions = [TiedStages(), engine.LiveExperts()]
+    assert target.unfiled() == []
 
 
 def test_experts_without_a_placement_are_in_order() -> None:
     """AutoEP up to 0.19.5."""
     layer = SimpleNamespace(ep_rank=1, num_local_experts=2)
-    assert [*parallel._list_fused(layer)] == [2, 3]
+    assert [*engine._list_fused(layer)] == [2, 3]
     layer.expert_placement_descriptor = {"ranks": [{"rank": 1, "experts": [2, 0]}, {"rank": 0, "experts": [1, 3]}]}
-    assert [*parallel._list_fused(layer)] == [2, 0]
+    assert [*engine._list_fused(layer)] == [2, 0]

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...extensions.registry import Extension, find_for_save
 from ...model import Use
 from ..places import FileTable
-from .files import NO_AXIS, ROLES, Key, read_optim_ranks, sort_names
+from .files import ROLES, Key, read_optim_ranks, sort_names
 from .headers import FileHeader, ModelHeader, OptimHeader
 
 
@@ -219,8 +219,6 @@ def name_expected_files(save: Save) -> list[str]:
     if len(first) > 1:
         prefix = next(prefix for (prefix, _, _), name in save.names["optim"].items() if name == first[1].name)
         names += name_shards(save, prefix, pp * tp, dp)
-    if model.module is None:
-        names += _name_layers(save, tp)
     for extension in save.extensions:
         names += extension.name_files(save)
     return names
@@ -239,29 +237,6 @@ def name_model_files(save: Save, first: FileHeader) -> list[str]:
     if read_optim_ranks(first.name) is None:
         return [save.name("model", mp, 0) for mp in range(ranks)]
     return [save.name("model_zero3", mp, rank) for mp in range(ranks) for rank in range(dp)]
-
-
-def _name_layers(save: Save, tp: int) -> list[str]:
-    """Return the expected names of layer files.
-
-    Layers without parameters and buffers have no file, so a layer that all ranks lack is not detected here.
-    """
-    files = save.names["layer"]
-    plain = {layer for layer, rank in files if rank == NO_AXIS}
-    numbered = {layer for layer, rank in files if 0 <= rank < tp}
-    if not plain and not numbered:
-        raise CheckpointError(
-            "a pipeline's model states without any layer_*-model_states.pt. Copy the whole folder.", path=save.folder
-        )
-    if plain and numbered and tp == 1:
-        raise CheckpointError(
-            f"holds the layer files of two saves ({files[min(plain), NO_AXIS]} and "
-            f"{files[min(numbered), 0]} do not belong together). Remove the older save's files.",
-            path=save.folder,
-        )
-    if tp == 1 and plain:
-        return [files[layer, NO_AXIS] for layer in sorted(plain)]
-    return [save.name("layer", layer, rank) for layer in sorted(numbered) for rank in range(tp)]
 
 
 def arrange_headers(save: Save, headers: Sequence[FileHeader]) -> None:
