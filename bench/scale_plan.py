@@ -22,9 +22,9 @@ from deepspeed_ucp.formats import places
 from deepspeed_ucp.formats.deepspeed import gather as gathering
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import open_checkpoint
-from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
+from deepspeed_ucp.io.read import Checked, merge_checks
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Buffer

@@ -31,9 +31,9 @@ from ..formats.universal.index import (
     place_file,
     read_manifest,
 )
-from ..io.checksum import Checked, combine_crc32, crc32
 from ..io.disk import check_space, write_atomically
 from ..io.memory import Scratch
+from ..io.read import Checked, combine_crc32, crc32
 from ..io.staging import MANIFEST, Staging
 from ..io.upload import open_staging
 from ..model import AtomicIndex

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from ..comm import Comm
 from ..io.cast import find_dtype
-from ..io.checksum import Checked
 from ..io.memory import Scratch
+from ..io.read import Checked
 from ..model import Atom, AtomicIndex, ParamKey
 from ..model.topology import find_differences
 from ..plan.conversion import Batch, Output, Range, cut_batches

@@ -17,9 +17,9 @@ from ..comm import Comm
 from ..errors import UnsupportedError, shorten
 from ..formats.foreign.names import ADAPTER_CONFIG, ADAPTER_STEM, WEIGHTS_INDEX
 from ..formats.foreign.safetensors import DTYPES
-from ..io.checksum import Checked
 from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
+from ..io.read import Checked
 from ..model import ITEMSIZE, AtomicIndex
 from ..plan.conversion import Batch, Output, plan_conversion
 from ..stream.checks import Checks

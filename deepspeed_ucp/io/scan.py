@@ -13,11 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
-from .checksum import combine_crc32, crc32
 from .memory import Scratch
 from .opened import Stored
 from .paths import is_url
-from .read import JOINED
+from .read import JOINED, combine_crc32, crc32
 from .store import open_stored
 from .threads import run_threads
 

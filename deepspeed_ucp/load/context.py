@@ -10,7 +10,7 @@ from typing import Any
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..extensions.registry import Extension
-from ..io.checksum import Checked
+from ..io.read import Checked
 from ..model import SavedJob
 from ..stream.report import Report
 

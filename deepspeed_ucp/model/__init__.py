@@ -3,7 +3,6 @@
 The atomic checkpoint is the common representation of Lian et al. (ATC'25, section 4).
 """
 
-from .atom import Atom, Atoms, are_alike, check_coverage
 from .copies import STAGE, CopyItem, Read
 from .index import (
     ASKED,
@@ -33,6 +32,8 @@ from .keys import (
     strip_compiled,
 )
 from .storage import (
+    Atom,
+    Atoms,
     FileRef,
     Fragment,
     Fragments,
@@ -41,6 +42,8 @@ from .storage import (
     Record,
     Records,
     Storage,
+    are_alike,
+    check_coverage,
 )
 
 __all__ = [

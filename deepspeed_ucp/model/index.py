@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .atom import Atom, Atoms
 from .flat import FlatBuffer
 from .keys import AtomKey, ParamKey
-from .storage import FileRef, Fragment, Record, Records
+from .storage import Atom, Atoms, FileRef, Fragment, Record, Records
 from .topology import Topology
 
 if TYPE_CHECKING:  # numpy takes long to import

@@ -24,10 +24,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UcpError, escape
-from ..io.checksum import crc32
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated, write_at
 from ..io.paths import LONGEST_PATH, is_below
+from ..io.read import crc32
 from .memory import Job, Snapshot
 from .room import count_free
 

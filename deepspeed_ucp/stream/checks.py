@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..comm import Comm
 from ..errors import CheckpointError, shorten
-from ..io.checksum import Checked, merge_checks
+from ..io.read import Checked, merge_checks
 from ..model import AtomicIndex, Read, Record, StoredAtoms
 from ..model.flat import find_gaps
 from .reader import CopyReader

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from ..io import direct
-from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..io.paths import count_readers
+from ..io.read import Checked
 from ..io.threads import run_threads
 from ..model import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, count
 from ..plan import View, Want

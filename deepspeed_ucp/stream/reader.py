@@ -11,10 +11,9 @@ import numpy as np
 
 from ..errors import CheckpointError, MismatchError, UnsupportedError
 from ..io.cast import average
-from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..io.opened import Stored
-from ..io.read import MemorySink, RecordReader, Sink
+from ..io.read import Checked, MemorySink, RecordReader, Sink
 from ..model import MASTER, AtomicIndex, FileRef, StoredAtoms
 from ..plan import Want, list_reads
 from ..plan.rounds import BLOCK

@@ -95,7 +95,7 @@ def load(folder: str, stage: int, layers: int, options: dict[str, Any], *, pinne
     torch.cuda.reset_peak_memory_stats()
     refuse = mock.patch.object(uploads, "_allocate_pinned", side_effect=RuntimeError("no memory can be locked"))
     start = time.perf_counter()
-    with mock.patch("deepspeed_ucp.load.exchange.choose_uploads", note), nullcontext() if pinned else refuse:
+    with mock.patch("deepspeed_ucp.load.transfer.choose_uploads", note), nullcontext() if pinned else refuse:
         engine.load_checkpoint(folder)
     torch.cuda.synchronize()
     seconds, held = time.perf_counter() - start, torch.cuda.memory_allocated()

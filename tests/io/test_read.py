@@ -18,10 +18,9 @@ from isal import isal_zlib
 
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError
 from deepspeed_ucp.io import direct, memory, opened
-from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.opened import StoredFile
-from deepspeed_ucp.io.read import MemorySink, RecordReader, sum_range
+from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, merge_checks, sum_range
 from deepspeed_ucp.model import CopyItem, FileRef, Read, Record
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.support.descriptors import list_open

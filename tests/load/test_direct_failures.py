@@ -18,9 +18,8 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, RemoteError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.load import exchange
-from deepspeed_ucp.load.exchange import CollectiveReader
-from deepspeed_ucp.load.transfer import Transfer
+from deepspeed_ucp.load import transfer
+from deepspeed_ucp.load.transfer import CollectiveReader, Transfer
 from tests.load.test_reshard import flip, take_a_step
 from tests.support.direct import (
     PLAIN,
@@ -171,8 +170,8 @@ def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]
         return nbytes
 
     monkeypatch.setattr(Transfer, "verify", check_and_go_on)
-    monkeypatch.setattr(exchange, "_PAUSE", 0.0)
-    monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
+    monkeypatch.setattr(transfer, "_PAUSE", 0.0)
+    monkeypatch.setattr(transfer, "_ATTEMPTS", 1)
 
 
 def keep_values(targets: list[FakeTarget]) -> list[torch.Tensor]:
@@ -239,7 +238,7 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
     have_memory(monkeypatch, much)
     path, state = write(tmp_path, Topology(1, 3))
     config = UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
-    monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
+    monkeypatch.setattr(transfer, "_ATTEMPTS", 1)
     marked, index = 0, open_for(path, make_targets(PLAIN, Topology(3, 2))[0])
     turn = (2 * trained + much) % 3 + 3 * (verify == "off")
     first, stride = (1, 1) if os.environ.get("UCP_EXHAUSTIVE") else (1 + turn, 6)
@@ -255,7 +254,7 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
         results = World(2).run(lambda rank, comm: run_load(index, targets[rank], comm, config, engine=engines[rank]))  # noqa: B023
         monkeypatch.undo()
         have_memory(monkeypatch, much)
-        monkeypatch.setattr(exchange, "_ATTEMPTS", 1)
+        monkeypatch.setattr(transfer, "_ATTEMPTS", 1)
         if failing.count < number:
             break
         texts = {str(result) for result in results}
@@ -279,7 +278,7 @@ def test_the_second_pass_retries_a_failed_read(
         take_a_step(target.wrapped)
     index, failing = open_for(path, targets[0]), FailingReads(monkeypatch, 2, once=True)
     after_verification(monkeypatch, failing.arm)
-    monkeypatch.setattr(exchange, "_ATTEMPTS", 2)
+    monkeypatch.setattr(transfer, "_ATTEMPTS", 2)
     run_ranks(2, lambda rank, comm: run_load(index, targets[rank], comm, UniversalConfig(threads=1)))
     check_loaded(targets, state)
     assert "retrying" in caplog.text
@@ -287,7 +286,7 @@ def test_the_second_pass_retries_a_failed_read(
 
 def test_a_failed_read_releases_its_memory_before_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = iter(range(3))
-    monkeypatch.setattr(exchange, "_PAUSE", 0.0)
+    monkeypatch.setattr(transfer, "_PAUSE", 0.0)
     with without_collector() as failing:
 
         def read(*_: Any) -> list[Any]:

@@ -17,9 +17,9 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, St
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.io.threads import count_threads
-from deepspeed_ucp.load import direct, exchange
+from deepspeed_ucp.load import direct, transfer
 from deepspeed_ucp.load.destinations import Buffer, Destinations
-from deepspeed_ucp.load.exchange import CollectiveReader
+from deepspeed_ucp.load.transfer import CollectiveReader
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.plan.rounds import BLOCK
@@ -90,7 +90,7 @@ def first_of(owner: Any, *_: object) -> torch.Tensor:
 OWNER = {
     "looks at its buffers": (Buffer, "fill_in_place", lambda buffer: buffer.tensor),
     "looks for its state file": (direct, "_find_own_file", lambda _index, target: first_of(target)),
-    "prepares its reads": (exchange, "choose_uploads", lambda sinks, _threads: sinks[0].buffer.tensor),
+    "prepares its reads": (transfer, "choose_uploads", lambda sinks, _threads: sinks[0].buffer.tensor),
     "reads": (CollectiveReader, "_work", lambda reader, *_: reader.destinations.sinks[0].buffer.tensor),
     "fills its buffers": (Destinations, "commit", lambda into: into.buffers[0].tensor),
     "makes its copies": (FakeTarget, "refresh_copies", first_of),
@@ -158,7 +158,7 @@ def test_memory_that_is_filled_for_the_first_time_gets_large_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(exchange.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
+    monkeypatch.setattr(transfer.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
     path, _, rank = start(tmp_path)
     live, apart, states = (Buffer(torch.ones(6), uncommitted=each) for each in (False, False, True))
     apart.stage_aside()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.io import memory
-from deepspeed_ucp.load import exchange
+from deepspeed_ucp.load import transfer
 from deepspeed_ucp.model import STAGE, Read
 from deepspeed_ucp.plan import LoadPlan, Round
 from tests.support.reads import item, read_of
@@ -49,7 +49,7 @@ def test_a_round_takes_as_many_exchanges_as_its_bytes_need(sent: list[int], rece
 )
 def test_direct_reads_hold_up_no_exchange_between_machines(one_machine: bool, shares: list[list[int]]) -> None:
     reader: Any = SimpleNamespace(is_one_machine=one_machine)
-    assert exchange.CollectiveReader._share_out(reader, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
+    assert transfer.CollectiveReader._share_out(reader, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +73,7 @@ def test_bytes_for_many_replicas_are_sent_in_parts(
     In a step two ranks' parts may be sent together, each at most as large as the share.
     """
     sizes: list[int] = []
-    pack, scatter = exchange._pack, exchange._list_sent
+    pack, scatter = transfer._pack, transfer._list_sent
 
     def note_sent(*args: Any) -> Any:
         data = pack(*args)
@@ -84,8 +84,8 @@ def test_bytes_for_many_replicas_are_sent_in_parts(
         sizes.append(data.nbytes)
         return scatter(claims, data)
 
-    monkeypatch.setattr(exchange, "_pack", note_sent)
-    monkeypatch.setattr(exchange, "_list_sent", note_received)
+    monkeypatch.setattr(transfer, "_pack", note_sent)
+    monkeypatch.setattr(transfer, "_list_sent", note_received)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
     _, ranks = check_load(path, MODEL, Topology(0, size), state, window=4 * share)

@@ -30,7 +30,7 @@ from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.load.direct import asks_store
-from deepspeed_ucp.load.exchange import CollectiveReader
+from deepspeed_ucp.load.transfer import CollectiveReader
 from deepspeed_ucp.model import AtomicIndex, FileRef, Record, StoredAtoms
 from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.plan import LoadPlan

@@ -19,7 +19,7 @@ from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.io import memory
 from deepspeed_ucp.io.memory import share_memory
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.load.exchange import CollectiveReader
+from deepspeed_ucp.load.transfer import CollectiveReader
 from tests.support.descriptors import list_open
 from tests.support.ranks import run_ranks
 from tests.support.reshard import check_load, load, make_targets, open_for

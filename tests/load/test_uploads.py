@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.memory import ScratchPool, allocate_large, find_address
-from deepspeed_ucp.load import destinations, exchange, uploads
+from deepspeed_ucp.load import destinations, transfer, uploads
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.uploads import GpuUploads, Uploads, choose_uploads
 from tests.support.ranks import run_ranks
@@ -77,7 +77,7 @@ class LateUploads(Uploads):
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Make all destinations a GPU's, with as many pieces of page-locked memory as the parameter, or more if needed."""
     LateUploads.made = []
-    monkeypatch.setattr(exchange, "choose_uploads", lambda sinks, threads: LateUploads(request.param))
+    monkeypatch.setattr(transfer, "choose_uploads", lambda sinks, threads: LateUploads(request.param))
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
 
     def copy(into: torch.Tensor, values: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, mon
     monkeypatch.setattr(uploads, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(uploads, "_allocate_pinned", allocate)
     monkeypatch.setattr(uploads, "_empty_cache", lambda: emptied.append(1))
-    monkeypatch.setattr(exchange, "choose_uploads", choose)
+    monkeypatch.setattr(transfer, "choose_uploads", choose)
     monkeypatch.setattr(destinations, "_copy", copy)
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
     state = random_state(MODEL, 0)

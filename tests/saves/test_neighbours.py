@@ -22,7 +22,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.formats.deepspeed.seal import read_seal
-from deepspeed_ucp.io.checksum import crc32
+from deepspeed_ucp.io.read import crc32
 from deepspeed_ucp.saves import copies, neighbours, room
 from deepspeed_ucp.saves.copies import Peer
 from deepspeed_ucp.saves.launch import start_writer

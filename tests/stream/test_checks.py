@@ -16,7 +16,7 @@ from isal import isal_zlib
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io.checksum import Checked
+from deepspeed_ucp.io.read import Checked
 from deepspeed_ucp.model import FileRef, Record, StoredAtoms
 from deepspeed_ucp.stream.checks import Checks, verify_records
 from tests.support.ranks import World, run_ranks
