@@ -22,7 +22,7 @@ from deepspeed_ucp.formats.deepspeed import seal
 from deepspeed_ucp.formats.deepspeed.gather import find_other_step
 from deepspeed_ucp.formats.foreign.adapter import read_config
 from deepspeed_ucp.formats.universal.index import read_manifest
-from deepspeed_ucp.io import jsonfile, lock
+from deepspeed_ucp.io import jsonfile, staging
 from deepspeed_ucp.saves import memory, places
 from deepspeed_ucp.tensor_parallel.files import read_rules
 from deepspeed_ucp.trainers import megatron
@@ -128,7 +128,7 @@ def test_invalid_hints_are_ignored(tmp_path: Path, document: str) -> None:
     path.write_bytes({**NO_OBJECTS, **OBJECTS}[document])
     assert find_other_step(str(path), 3) == []
     with path.open("rb") as file:
-        assert "not written its name" in lock._read_holder(file.fileno())
+        assert "not written its name" in staging._read_holder(file.fileno())
 
 
 def test_a_document_beyond_the_limit_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ucp.engine import engines, gathering
+from deepspeed_ucp.engine import engines
 from deepspeed_ucp.engine.base import dtype_name, flatten
 from deepspeed_ucp.engine.engines import OffloadOnlyTarget, Zero12Target
 from deepspeed_ucp.extensions.nvme import Nvme
@@ -76,11 +76,11 @@ def test_masters_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_copies_on_accelerators_are_gathered_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed moves them to the host if torch cannot gather an accelerator's tensors."""
     calls = list[Any]()
-    monkeypatch.setattr(gathering.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(gathering.dist, "get_rank", lambda group: 1)
-    monkeypatch.setattr(gathering.ds_comm, "all_gather_into_tensor", lambda *args, group: calls.extend((*args, group)))
+    monkeypatch.setattr(engines.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(engines.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(engines.ds_comm, "all_gather_into_tensor", lambda *args, group: calls.extend((*args, group)))
     flat = torch.zeros(6, device="meta")
-    gathering.gather_in_place(flat, "group")
+    engines.gather_in_place(flat, "group")
     whole, part, group = calls
     assert (whole is flat, part.storage_offset(), part.numel(), group) == (True, 3, 3, "group")
 

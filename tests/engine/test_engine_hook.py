@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_ucp
-from deepspeed_ucp.engine import gathering
+from deepspeed_ucp.engine import engines
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import capture
@@ -102,8 +102,8 @@ def gather_partitions(partition: int, *, shared: bool) -> bool:
     flat = torch.full_like(whole, -1)
     flat.view(size, -1)[rank] = whole.view(size, -1)[rank]
     alone = [memoryview(b"") if each == rank else None for each in range(size)]
-    with nullcontext() if shared else mock.patch.object(gathering, "share_memory", return_value=alone):
-        gathering.gather_in_place(flat, None)
+    with nullcontext() if shared else mock.patch.object(engines, "share_memory", return_value=alone):
+        engines.gather_in_place(flat, None)
     return flat.equal(whole)
 
 

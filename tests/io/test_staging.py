@@ -19,9 +19,9 @@ import pytest
 
 from deepspeed_ucp.convert.outputs import CONVERSION
 from deepspeed_ucp.errors import CheckpointError, StorageError
-from deepspeed_ucp.io import disk, lock
+from deepspeed_ucp.io import disk
 from deepspeed_ucp.io.disk import check_space, explain_full, sync_tree, write_at, write_atomically
-from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging
+from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging, hold_lock
 from tests.support.crash import failing, list_calls, list_writes, run_child, run_dying
 
 KIND = OutputKind(
@@ -230,7 +230,7 @@ def test_threads_hold_the_lock_one_after_the_other(staging: Staging) -> None:
     def work() -> None:
         for _ in range(50):
             try:
-                with lock.hold_lock(staging.lock_path, "work"):
+                with hold_lock(staging.lock_path, "work"):
                     inside[0] += 1
                     most[0] = max(most[0], inside[0])
                     inside[0] -= 1

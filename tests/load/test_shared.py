@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.engine.gathering import _pass_around
+from deepspeed_ucp.engine.engines import _pass_around
 from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.io import memory
 from deepspeed_ucp.io.memory import share_memory

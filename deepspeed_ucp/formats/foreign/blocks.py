@@ -19,10 +19,9 @@ from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import read_bounded
 from ...model import ITEMSIZE
 from ...model.flat import Shape
-from ...torchsave.header_cache import Header
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
 from ...torchsave.records import FileRecord
-from ...torchsave.torchfile import read_parts
+from ...torchsave.torchfile import Header, read_parts
 from ...torchsave.unpickle import read_pickle
 from ..places import FileTable
 from .contents import StoredTensor, TensorBlock, read_name, read_shape
