@@ -427,9 +427,10 @@ def find_for_rules(rules: Any) -> list[Extension]:
 
 def find_for_load(job: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
     """Return the extensions of a load: the engine's, and new ones for the user's rules and the load's context."""
-    known = {id(extension.row): extension for extension in target.extensions}
-    active = (row for row in REGISTRY if id(row) in known or row.in_rules(rules) or row.in_load(job, index, target))
-    return [known.get(id(row)) or row.make() for row in active]
+    known, places = [extension.row for extension in target.extensions], {id(row): at for at, row in enumerate(REGISTRY)}
+    active = (row for row in REGISTRY if row.in_rules(rules) or row.in_load(job, index, target))
+    extensions = [*target.extensions, *(row.make() for row in active if row not in known)]
+    return sorted(extensions, key=lambda extension: places.get(id(extension.row), -1))
 
 
 def name_active(extensions: Iterable[Extension], more: Iterable[str] = ()) -> tuple[str, ...]:

@@ -48,8 +48,8 @@ class SwappedTarget(FakeTarget):
         self.folder = folder / f"rank{rank}"
         self.folder.mkdir(parents=True)
         self.nvme = Files()
-        self.extensions = [self.nvme]
         super().__init__(MODEL, topology, rank)
+        self.extensions = [self.nvme]
 
     def add_flat(self, buffer: Any, part: int, holder: torch.Tensor, *more: Any) -> None:
         if buffer.partition >= LEAST:
