@@ -14,18 +14,25 @@ from hypothesis import HealthCheck, settings
 from deepspeed_ucp.platforms import PLATFORMS
 from deepspeed_ucp.testing.world import PRELOAD
 from tests.releases import find_reason
+from tests.support.covering import is_exhaustive
 
 PLUGIN = "deepspeed_ucp.testing.pytest_plugin"
 EXHAUSTIVE = "exhaustive"
+"""Mark of tests that ``make test-all`` runs and ``make test`` does not: rows of a family beyond a selection in which
+every value of each factor occurs, signaled and restarted jobs under real launchers, and results that depend on a clock.
+Sweeps and drawn cases are shortened by `tests.support.covering.stride`."""
 APART = (
     "tests/examples/",
     "tests/trainers/",
     "tests/synth/test_against_deepspeed.py",
     *(f"tests/engine/test_engine_{name}.py" for name in ("launch", "muon", "nvme", "saves", "saves_pairs", "testing")),
+    "tests/saves/test_processes.py",
+    "tests/test_comm.py",
+    "tests/test_meeting.py",
 )
 WORLDS = {**dict.fromkeys(APART, "worlds apart"), "tests/engine/": "worlds"}
-"""Where tests with worlds are, and in which of two groups: they take longest, and their ranks are processes of their
-own. The first group shares what its sources have saved; the second shares nothing with it."""
+"""Where tests with worlds, or with other processes of a fork server, are, and in which of two groups: they take
+longest. The first group shares what its sources have saved; the second shares nothing with it."""
 PATIENT = ("tests/platforms/", "tests/saves/")
 """Where tests wait for processes most of the time: they come next, beside what needs the processors."""
 
@@ -36,14 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores are at work already
     # Cases are drawn alike each time, and may take as long as they do: new ones are for `make fuzz` and UCP_EXAMPLES.
     fresh, slow = "UCP_EXAMPLES" in os.environ, [HealthCheck.too_slow]
-    settings.register_profile("suite", deadline=None, derandomize=not fresh, suppress_health_check=slow)
-    settings.load_profile("suite")
     PRELOAD.append("tests.releases.settled")
     PRELOAD.append("transformers.models.llama.modeling_llama")  # a second in each rank that trains one
     if EXHAUSTIVE in config.option.markexpr:
         os.environ["UCP_EXHAUSTIVE"] = "1"  # how many cases are drawn is said where tests are imported
     else:
         PRELOAD.append("tests.support.operators")
+    count = 100 if is_exhaustive() else 20
+    settings.register_profile(
+        "suite", deadline=None, derandomize=not fresh, suppress_health_check=slow, max_examples=count
+    )
+    settings.load_profile("suite")
     plugin = importlib.import_module(PLUGIN)
     if not config.pluginmanager.is_registered(plugin):
         config.pluginmanager.register(plugin, PLUGIN)

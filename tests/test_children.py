@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering import is_exhaustive
 from tests.support.until import wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,7 @@ def run(*command: str) -> str:
 def test_only_the_parent_ends_a_protected_child(method: str) -> None:
     found = json.loads(run("-m", "tests.support.signaled", method))
     held = found.pop("held")
-    wait_until(lambda: not os.path.exists(f"/proc/{held}"), 60)
+    wait_until(lambda: not os.path.exists(f"/proc/{held}"))
     assert found == {
         "unprotected": 2 if method == "forkserver" else 1,  # the child, and the fork server
         "ping": "alive",
@@ -68,7 +69,8 @@ if __name__ == "__main__":
     preemption.follow(engine, "folder")
     options = [dict(multiprocessing_context=method) for method in ("fork", "spawn", "forkserver")]
     options += [dict(each, persistent_workers=True) for each in options[:2]]
-    loaders = [iter(DataLoader(Samples(), num_workers=2, prefetch_factor=1, **each)) for each in options]
+    options = options if "all" in sys.argv else options[:4:3]
+    loaders = [iter(DataLoader(Samples(), **{"num_workers": 2, "prefetch_factor": 1, **each})) for each in options]
     for each in loaders:
         next(each)
     survive = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -85,14 +87,16 @@ if __name__ == "__main__":
 
 
 def test_data_loaders_go_on_until_the_save(tmp_path: Path) -> None:
-    """The process group is signaled; hung workers neither delay the end of the process nor survive it."""
+    """The process group is signaled; hung workers neither delay the end of the process nor survive it.
+
+    Other workers than forked ones, which import torch, are started under `-m exhaustive`.
+    """
     script = tmp_path / "loaders.py"
     script.write_text(LOADERS)
     with (tmp_path / "output").open("w") as output:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "UCP_TEST": str(tmp_path)}
-        process = subprocess.Popen(
-            [sys.executable, str(script)], env=environment, stdout=output, stderr=output, start_new_session=True
-        )
+        command = [sys.executable, str(script), *["all"] * is_exhaustive()]
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         try:
             code = process.wait(300)
         finally:

@@ -71,7 +71,13 @@ def is_alive(pid: int) -> bool:
     return path.exists() and path.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
-@pytest.mark.parametrize("options", [(), ("--start-method", "forkserver", "--run-path")], ids=["popen", "forkserver"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="popen"),
+        pytest.param(("--start-method", "forkserver", "--run-path"), id="forkserver", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ranks_end_with_their_agent(options: tuple[str, ...], tmp_path: Path) -> None:
     files = [tmp_path / "rank0", tmp_path / "rank1"]
     with torchrun(tmp_path, RANK, *options) as agent:
@@ -80,12 +86,13 @@ def test_ranks_end_with_their_agent(options: tuple[str, ...], tmp_path: Path) ->
         ranks = [int(each.read_text()) for each in files]
         try:
             agent.kill()
-            wait_until(lambda: not any(map(is_alive, ranks)), 30)
+            wait_until(lambda: not any(map(is_alive, ranks)))
         finally:
             for each in filter(is_alive, ranks):
                 os.kill(each, signal.SIGKILL)
 
 
+@pytest.mark.exhaustive  # a rank that starts slowly looks like a hung one
 def test_the_agent_kills_hung_ranks_and_restarts_them(tmp_path: Path) -> None:
     with torchrun(tmp_path, HANGS, "--max-restarts", "1", TORCHELASTIC_ENABLE_FILE_TIMER="1") as agent:
         assert agent.wait(timeout=120) == 0, (tmp_path / "output").read_text()

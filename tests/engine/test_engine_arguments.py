@@ -133,7 +133,7 @@ def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, engines: E
     assert others == [[]] * 3
 
 
-@pytest.mark.parametrize("source", [Case(1, 3), Case(3, 3)], ids=str)
+@pytest.mark.parametrize("source", params([Case(3, 3)], [Case(1, 3)], str))
 def test_tag(source: Case, engines: Engines) -> None:
     """Two saves in one folder: the tag chooses, `latest` does without one."""
     folder = str(engines.save(source, steps=[1, 1], **SMALL).folder)
@@ -179,7 +179,7 @@ def test_frozen_and_thawed_parameters_take_their_weight(source: Case, names: tup
         assert not state.value.equal(outcome.ranks[0].before.parameters[name].value)
 
 
-@pytest.mark.parametrize("source", [Case(0, 3), Case(1, 3, "bf16"), Case(2, 3)], ids=str)
+@pytest.mark.parametrize("source", params([Case(1, 3, "bf16")], [Case(0, 3), Case(2, 3)], str))
 def test_custom_load_fn(source: Case, engines: Engines) -> None:
     """It receives the saved state dict and the module, and may rename."""
     saved = engines.saved(source, **SMALL)
@@ -208,7 +208,7 @@ RANDOM_LTD = {
 HELPERS = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": RANDOM_LTD}}}
 
 
-@pytest.mark.parametrize("source", [Case(0, 3), Case(1, 3), Case(3, 3)], ids=str)
+@pytest.mark.parametrize("source", params([Case(0, 3)], [Case(1, 3), Case(3, 3)], str))
 def test_random_ltd_and_data_sampler(source: Case, tmp_path: Path, engines: Engines) -> None:
     target, folder = target_of(source).but(config=HELPERS).on(), str(tmp_path / "checkpoint")
     config = source.but(config=HELPERS).ds_config

@@ -61,16 +61,17 @@ def convert_upstream(root: Path, folder: Path) -> None:
 BF16, BULK = Case(1, 2, "bf16"), {"model": "bulk", "scheduler": True}
 UNIFORM = {**BULK, "optimizer": "adamw_uniform"}
 ROUTES = [
-    (Case(2, 3), [Case(1, 2)], BULK),
     (Case(1, 3, "bf16", config=SUMS_IN_FP32), [BF16, BF16.but(config=SUMS_IN_FP32)], BULK),
-    (Case(1, 1, "bf16"), [BF16.but(config=SUMS_IN_FP32)], BULK),
     (Case(1, 1, "fp16"), [Case(2, 2, "fp16")], BULK),
     # Upstream gives all of stage 3's param groups the first one's hyper-parameters.
     (Case(3, 1), [Case(3, 2), Case(1, 2)], UNIFORM),
-    (Case(3, 3, "bf16"), [Case(3, 2, "bf16"), Case(2, 2, "bf16")], UNIFORM),
-    *((Case(2, 3), [Case(1, 2)], {"model": "bulk", "optimizer": name}) for name in ("amsgrad", "momentum")),
+    (Case(2, 3), [Case(1, 2)], {"model": "bulk", "optimizer": "amsgrad"}),
 ]
 MORE = [
+    (Case(2, 3), [Case(1, 2)], BULK),
+    (Case(1, 1, "bf16"), [BF16.but(config=SUMS_IN_FP32)], BULK),
+    (Case(3, 3, "bf16"), [Case(3, 2, "bf16"), Case(2, 2, "bf16")], UNIFORM),
+    (Case(2, 3), [Case(1, 2)], {"model": "bulk", "optimizer": "momentum"}),
     (Case(1, 1), [Case(1, 2), Case(3, 2)], BULK),
     (Case(1, 2), [Case(1, 2)], BULK),
     (Case(2, 3, "bf16"), [Case(3, 2, "bf16")], BULK),
@@ -121,11 +122,15 @@ def on_by_default() -> Any:
 ALONE, BOTH = [Case(1, 2)], [BF16, Case(3, 2)]
 OURS: list[tuple[Case, list[Case], Callable[..., None]]] = [
     # Masters, states, 16-bit values, tied and frozen parameters, buffers, groups, scheduler, counters.
-    *((target, BOTH, convert_upstream) for target in (Case(0, 1, "bf16"), Case(3, 2), Case(1, 3))),
+    (Case(3, 2), BOTH, convert_upstream),
     # Frozen parameters, buffers and every group's hyper-parameters too, which DeepSpeed's loader drops.
-    *((target, ALONE, convert_here) for target in (OnByDefault(1, 3), OnByDefault(3, 2, "bf16"))),
+    (OnByDefault(1, 3), ALONE, convert_here),
 ]
-EXHAUSTIVE = [(target, BOTH, convert_upstream) for target in (Case(2, 3, "bf16"), Case(3, 1, "bf16"))]
+EXHAUSTIVE = [
+    (target, BOTH, convert_upstream)
+    for target in (Case(0, 1, "bf16"), Case(1, 3), Case(2, 3, "bf16"), Case(3, 1, "bf16"))
+]
+EXHAUSTIVE += [(OnByDefault(3, 2, "bf16"), ALONE, convert_here)]
 
 
 @pytest.mark.releases
@@ -151,7 +156,7 @@ ATOMIC_ROUTES = [
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), params(ATOMIC_ROUTES[:2], ATOMIC_ROUTES, lambda row: "->".join(map(str, row)))
+    ("source", "target"), params(ATOMIC_ROUTES[:1], ATOMIC_ROUTES, lambda row: "->".join(map(str, row)))
 )
 def test_a_launch_converts_then_loads_and_the_next_takes_what_is_there(
     source: Case, target: Case, engines: Engines, tmp_path: Path
@@ -244,7 +249,7 @@ def is_left_out(difference: str) -> bool:
     return difference.startswith("buffer ") or "mlp.dense_4h_to_h." in difference or POSITIONS in difference
 
 
-@pytest.mark.parametrize(("source", "target"), params(MOVED[:2], MOVED, lambda row: "->".join(map(str, row))))
+@pytest.mark.parametrize(("source", "target"), params(MOVED[:1], MOVED, lambda row: "->".join(map(str, row))))
 def test_parallel_models_are_resumed_but_for_what_upstream_leaves_out(
     source: Launch, target: Launch, engines: Engines, converted: Converted
 ) -> None:

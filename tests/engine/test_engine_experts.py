@@ -16,7 +16,7 @@ from deepspeed_ucp.examine.degrees import parse_degrees
 from deepspeed_ucp.examine.resume import check_resume
 from deepspeed_ucp.formats import open_checkpoint
 from tests.releases import find_reason
-from tests.support.covering import params
+from tests.support.covering import few, params
 from tests.support.engines import experts_3d
 from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source, choose, edit
 from tests.support.engines.experts import Spread
@@ -39,7 +39,8 @@ TARGETS = [
     Spread(0, 4, "fp32", (2, 2)),
     Spread(0, 2, "bf16", (1, 1)),
 ]
-ROWS = choose(TARGETS, SOURCES, {number: range(number % 2, len(SOURCES), 2) for number in range(len(TARGETS))})
+ROWS = choose(TARGETS, SOURCES, {0: (1, 4), 2: (0, 3), 4: (2, 5)} if len(SOURCES) == 6 else {0: (0, 1), 2: (2,)})
+"""Each source once, into each stage."""
 
 # --- with tensor and pipeline parallelism
 
@@ -99,10 +100,11 @@ ALONE = [
 """Folded and cut experts and a pipeline."""
 TURNS, BENT = Degrees(1, 4, ep=2, pp=2, turns=True, dual=True), Degrees(2, 4, "bf16", tp=2, ep=4, turns=True)
 BIDIRECTIONAL = [TURNS, TURNS.but(dual=False), BENT]
-ROWS += choose(TARGETS_3D, SOURCES_3D, {0: (3, 9), 3: (6, 12), 8: (0, 3, 6)}, "3d")
-ROWS += [Row(TARGETS_3D[place], ALONE, "weights", exhaustive=place > 0) for place in (0, 3, 8, 10)]
+ROWS += choose(TARGETS_3D, SOURCES_3D, {3: (6, 9), 8: (3,)}, "3d")
+ROWS += [Row(TARGETS_3D[0], ALONE[1::2], "weights")]
+ROWS += [Row(TARGETS_3D[place], ALONE, "weights", exhaustive=True) for place in (0, 3, 8, 10)]
 if not find_reason("DualPipeV"):
-    ROWS += [Row(target, [TURNS], "DualPipeV") for target in BIDIRECTIONAL]
+    ROWS += [Row(target, [TURNS], "DualPipeV", exhaustive=target != BENT) for target in BIDIRECTIONAL]
     ROWS += [Row(TURNS, [source], "DualPipeV", exhaustive=True) for source in BIDIRECTIONAL[1:]]
 
 # --- AutoEP
@@ -148,7 +150,7 @@ if HAS_AUTOEP:
         AutoEP(0, 4, "bf16", 2, pp=2),
     ]
     NEW = not find_reason("autoep/others")
-    FROM: Any = {0: (4, 8, 14), 4: (0, 10), 8: (4, 14), 11: (0, 8)} if NEW else dict.fromkeys(range(4), range(4))
+    FROM: Any = {4: (0, 10), 8: (4, 14)} if NEW else dict.fromkeys(range(4), range(4))
     ROWS += choose(TARGETS_AUTO, SOURCES_AUTO, FROM)
     # At ZeRO 2 DeepSpeed would load rank 0's frozen experts on every rank: they are in the experts' files alone.
     FROZEN = [AutoEP(2, 2, "fp32", 2), AutoEP(1, 2, "fp32", 1)]
@@ -205,7 +207,9 @@ OURS = [Row(each.but(**to), [each]) for each in LOST for to in ({}, {"stage": 2,
 OURS += [Row(SHUFFLED, [SHUFFLED.but(shuffled=False)]), Row(SHUFFLED.but(shuffled=False), [SHUFFLED])]
 
 
-@pytest.mark.parametrize("row", OURS, ids=lambda row: f"{row}-{row.sources[0]}")
+@pytest.mark.parametrize(
+    "row", params([OURS[place] for place in (0, 4, 6, 9)], OURS, lambda row: f"{row}-{row.sources[0]}")
+)
 def test_layers_of_experts_that_deepspeed_loses(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
     """DeepSpeed saves tied experts twice, once with rank 0's model states, which every rank then loads. It drops a
     residual expert below a module with "expert" in its name, and cannot load its save. It matches groups by number,
@@ -300,7 +304,7 @@ def test_a_plan_is_what_the_load_reports(
 ) -> None:
     folder = engines.saved(source).folder
     index = open_checkpoint(f"{folder}/global_step3", Comm())
-    for target in targets:
+    for target in few(targets, 2):
         with subtests.test(target=str(target)):
             (outcome,) = engines.load(target, folder)
             ep = target.ep if isinstance(target.ep, int) else max(target.ep)

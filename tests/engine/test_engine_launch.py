@@ -143,6 +143,8 @@ def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str
 
 
 def test_failure_of_the_script_is_the_exit_code(environment: dict[str, str], tmp_path: Path) -> None:
+    main = f"#!{sys.executable}\nimport sys\nfrom deepspeed_ucp.cli import main\nsys.exit(main())\n"
+    (tmp_path / "bin" / "ds_ucp").write_text(main)  # without torch
     script = tmp_path / "fails.py"
     script.write_text("import sys\nsys.exit(7)\n")
     assert launch(["ds_ucp", "run", str(script)], environment, tmp_path)[0] == 7

@@ -32,8 +32,8 @@ TARGETS = [
     Kind(0, 2),
     Kind(0, 1, "fp32"),
 ]
-CHOSEN = {place: range(number % 3, len(SOURCES), 3) for number, place in enumerate((0, 3, 6, 5, 7, 9))}
-"""One of each kind, from every third source."""
+CHOSEN = {0: (4, 8), 3: (0, 9), 6: (3, 7, 1), 8: (2, 5), 9: (6,)}
+"""One of each kind; each source once."""
 OWN = [Kind(3, 4), Kind(1, 2, offload=True), Kind(3, 2, offload=True)]
 """Same topologies that DeepSpeed's own load restores."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.covering import params
 from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source, choose
 from tests.support.engines.nvme import LEAST, Kind
 from tests.support.engines.ranks import Load, load_each
@@ -53,11 +54,14 @@ def list_featured(feature: str) -> list[Row]:
         for names in ([state for _, state in saved.state], [path.name for path in saved.folder.rglob("*.swp")]):
             assert any("momentum_buffer" in name for name in names) == (feature == "muon")
 
-    return [Row(kind, kinds[:2], check=check_files, exhaustive=feature == "muon") for kind in kinds]
+    return [
+        Row(kind, kinds[:2], check=check_files, exhaustive=feature == "muon" or number > 0)
+        for number, kind in enumerate(kinds)
+    ]
 
 
 ROWS = [
-    *choose(TARGETS, SOURCES, {0: (1, 4, 0), 1: (0, 4), 3: (0, 1)}),
+    *choose(TARGETS, SOURCES, {0: (1, 4, 0), 1: (0,), 3: (1,)}),
     Row(FROZEN, [Kind(1, 2, frozen=True), Source(FROZEN, check=check_placeholder)]),
     *list_featured("early"),
     *list_featured("muon"),
@@ -87,7 +91,7 @@ def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(en
     assert not all(any(file[: tensor.numel()].equal(tensor) for file in files) for tensor in swapped)
 
 
-@pytest.mark.parametrize("kind", [BOTH, PIPELINED], ids=str)
+@pytest.mark.parametrize("kind", params([BOTH], [PIPELINED], str))
 def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Path) -> None:
     """Swapped states are in swap files alone, as after a step, and separate from another engine's."""
     saved = engines.saved(Kind(3, 2))

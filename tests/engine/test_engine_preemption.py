@@ -41,6 +41,7 @@ LAUNCHERS: dict[str, tuple[list[str], Callable[[int, int], None], list[str]]] = 
 }
 
 
+@pytest.mark.exhaustive  # test_children.py has the workers, test_engine_carry.py the saves
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_job_with_workers_saves_when_it_is_signaled(launcher: str, tmp_path: Path) -> None:

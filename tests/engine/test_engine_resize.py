@@ -185,7 +185,10 @@ PADDED = ("padded-llama", "wider-llama", plain(2, 2), (plain(2, 3),), (257, 272,
 AUTO = ("uneven", "uneven-wider", plain(2, 3, precision="bf16"), (plain(2, 2), plain(1)), (67, 67, 70))
 
 
-@pytest.mark.parametrize(("model", "wider", "source", "targets", "rows"), [PADDED, AUTO], ids=["megatron", "autotp"])
+@pytest.mark.parametrize(
+    ("model", "wider", "source", "targets", "rows"),
+    [pytest.param(*PADDED, id="megatron"), pytest.param(*AUTO, id="autotp", marks=pytest.mark.exhaustive)],
+)
 def test_vocabularies_under_tensor_parallelism(
     model: str, wider: str, source: Launch, targets: Sequence[Launch], rows: tuple[int, int, int], engines: Engines
 ) -> None:

@@ -1,7 +1,7 @@
 """Every ZeRO stage in every precision to every other, at other data-parallel sizes and at the same one; variants.
 
-Every two of the stages and precisions of both sides are combined, and all four under `-m exhaustive`, at every size;
-`load/test_reshard.py` draws more in one process.
+Every stage and every precision is a source and a target. Under `-m exhaustive` all four are combined, at every size;
+`load/test_reshard.py` combines every two in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.resume import LOSS_TOLERANCE
 from tests.releases import find_reason
-from tests.support.covering import cover, turns
+from tests.support.covering import cover, few, turns
 from tests.support.engines.cases import Case, saves_states
 from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
 from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32, Kind
@@ -50,19 +50,21 @@ def size_of(stage: int, precision: str, turn: int = 0) -> int:
 def list_matrix() -> list[Row]:
     pairs, found = cover(STAGES, PRECISIONS, STAGES, PRECISIONS), []
     every = [Case(stage, world, precision) for stage, precision, world in product(STAGES, PRECISIONS, (2, 3, 4))]
+    chosen = turns(STAGES, PRECISIONS, 1)
     for stage, precision in product(STAGES, PRECISIONS):
         sources = [
             Case(s, size_of(s, p, 1), p) for s, p, *to in pairs if to == [stage, precision] and saves_states(s, p)
         ]
         first = stage + PRECISIONS.index(precision)  # each source is some engine's first
-        found.append(Mixed(Case(stage, size_of(stage, precision), precision), rotate(sources, first), "matrix"))
+        target, is_more = Case(stage, size_of(stage, precision), precision), (stage, precision) not in chosen
+        found.append(Mixed(target, rotate(sources, first), "matrix", exhaustive=is_more))
         found += [
             Mixed(Case(stage, world, precision), rotate(every, 7 * stage + world), "all", exhaustive=True)
             for world in (2, 3, 4)
         ]
     for stage in STAGES:
         sources = rotate([Case(other, 2) for other in STAGES], stage)
-        found.append(Row(Case(stage, 2), sources, "same-size", MIXED, compared=EVERY_TENSOR, exhaustive=stage % 2 == 0))
+        found.append(Row(Case(stage, 2), sources, "same-size", MIXED, compared=EVERY_TENSOR, exhaustive=stage != 1))
     return found
 
 
@@ -106,7 +108,7 @@ ODD_SOURCES = [
     Case(1, 1, "bf16", config=WRITER),
     Case(3, 3, config=WRITER),
 ]
-"""Each into an engine of every second stage."""
+"""Each into an engine of every second stage; otherwise one of each kind into an engine of stage 3."""
 ZERO_INIT = {"zero_init": True}
 ODD_TARGETS: list[tuple[Case, list[Case], dict[str, Any]]] = [
     (Case(2, 2, zero=ROUND_ROBIN), [Case(1, 3), Case(2, 2), Case(2, 3, zero=ROUND_ROBIN)], {}),
@@ -122,7 +124,6 @@ ODD_TARGETS: list[tuple[Case, list[Case], dict[str, Any]]] = [
     (Case(1, 2, zero=ON_CPU).on(mode="direct"), [Case(1, 3)], {}),
     (Case(2, 2, "bf16", zero=ON_CPU), [Case(2, 3, "bf16", zero=ON_CPU)], {}),
     (Case(3, 2, "bf16", zero=ON_CPU).on(threads=3), [Case(3, 3, "bf16"), Case(1, 3, "bf16")], {}),
-    # Exhaustive ones:
     (Case(3, 3, zero=small(30)), [Case(3, 2)], {}),
     (Case(3, 2, zero=small(9)), [Case(3, 2, zero=small(50)), Case(2, 2)], {}),
     (Case(3, 2, "bf16", zero=ALL_ON_CPU), [Case(0, 3, "bf16")], {}),
@@ -138,12 +139,17 @@ def list_odd() -> list[Row]:
     for stage in STAGES:
         unstepped = [Source(Case((3 * stage + k) % 4, 3), steps=(0, 2)) for k in range(1, 5)]
         sources = [*unstepped, *ODD_SOURCES[stage % 2 :: 2], unstepped[0]]
-        found.append(Row(Case(stage, 2), sources, "odd", MIXED, marks=[RELEASES], exhaustive=stage not in (0, 3)))
+        found.append(Row(Case(stage, 2), sources, "odd", MIXED, marks=[RELEASES], exhaustive=True))
+    unstepped = [Source(Case(0, 3), steps=(0, 2))]
+    sources = [*unstepped, *(ODD_SOURCES[number] for number in (0, 2, 4, 5, 7, 9, 10)), *unstepped]
+    found.append(Row(Case(3, 2), sources, "odd", MIXED, marks=[RELEASES]))
     for number, (target, saved, live) in enumerate(ODD_TARGETS):
-        found.append(Row(target, saved, "odd", MIXED, live, marks=[RELEASES], exhaustive=number > 8))
+        is_more = number not in (0, 2, 5, 6)
+        found.append(Row(target, saved, "odd", MIXED, live, marks=[RELEASES], exhaustive=is_more))
     # DeepSpeed's old elastic format has no param groups: the live hyper-parameters stay.
     elastic = [Case(1, 3, zero={"elastic_checkpoint": True})]
-    found += [Row(target, elastic, "elastic") for target in (Case(3, 2), Case(1, 2), Case(0, 3))]
+    found.append(Row(Case(3, 2), elastic, "elastic"))
+    found += [Row(target, elastic, "elastic", exhaustive=True) for target in (Case(1, 2), Case(0, 3))]
     # The process of a decoupled writer reads the tensors after the save: the model must not change buffers meanwhile.
     return [*found, Row(Case(2, 3), [Case(3, 2, config=DECOUPLED)], options=PLAIN, exhaustive=True)]
 
@@ -180,7 +186,7 @@ def list_optimizers() -> list[Row]:
 
         sources, is_more = [Case((stage + turn) % 4, 3) for turn in (2, 3)], (name, stage) not in OPTIMIZERS
         options = {**PLAIN, "optimizer": name}
-        found.append(Row(Case(stage, 2), sources, "optimizer", options, check=check, exhaustive=is_more))
+        found.append(Row(Case(stage, 2), few(sources, 1), "optimizer", options, check=check, exhaustive=is_more))
     return found
 
 
@@ -205,7 +211,7 @@ def check_group_steps(saved: Saved, outcome: Outcome) -> None:
 
 ADAMS = [
     *(
-        Row(Case(stage, 2, zero=ON_CPU), OFFLOADED, options={"optimizer": "cpu_adam"}, exhaustive=stage == 1)
+        Row(Case(stage, 2, zero=ON_CPU), OFFLOADED, options={"optimizer": "cpu_adam"}, exhaustive=stage < 3)
         for stage in (1, 2, 3)
     ),
     Row(Case(3, 2, zero=ON_CPU), [Case(2, 3, zero=ON_CPU)], "", {**PLAIN, "optimizer": "cpu_lion"}, exhaustive=True),
@@ -213,7 +219,7 @@ ADAMS = [
     Row(Case(0, 3, "fp16"), [Case(2, 2, "bf16")], "fused", FUSED, exhaustive=True),
     Row(Case(0, 2, "bf16"), [Case(0, 3, "fp16"), Case(3, 3)], "fused", FUSED),
     Row(Case(3, 3, "bf16"), [Case(0, 2, "bf16")], "fused", FUSED, exhaustive=True),
-    Row(Case(0, 3), [Case(0, 3, "fp16")], "fused", FUSED),
+    Row(Case(0, 3), [Case(0, 3, "fp16")], "fused", FUSED, exhaustive=True),
     *(
         Row(Case(stage, 2), [Source(Case(0, 3), check=check_group_steps)], "fused", FUSED, exhaustive=stage < 3)
         for stage in (1, 2, 3)
@@ -221,14 +227,14 @@ ADAMS = [
     # The same Adam, once in DeepSpeed's fused kernel and once in torch's: FP16_Optimizer to FP16_UnfusedOptimizer.
     *(
         Row(target, [source], "fused_to_unfused", {**PLAIN, "optimizer": "fused_adam"},
-            {"optimizer": "adam_like_fused"}, compared={"direct": True}, marks=[RELEASES])
+            {"optimizer": "adam_like_fused"}, compared={"direct": True}, marks=[RELEASES], exhaustive=target.world > 2)
         for source, target in ((Case(0, 2, "fp16"),) * 2, (Case(0, 2, "bf16"), Case(0, 3, "bf16")))
     ),
-    Row(BF16_OPTIMIZER, [*(Case(stage, 2, p) for stage in STAGES for p in ("bf16", "fp16")),
-        BF16_OPTIMIZER.but(world=4), Case(1, 3, "bf16")], "bf16_optimizer", MIXED, marks=[RELEASES]),
+    Row(BF16_OPTIMIZER, few([BF16_OPTIMIZER.but(world=4), *(Case(stage, 2, p) for stage in STAGES
+        for p in ("bf16", "fp16")), Case(1, 3, "bf16")], 3), "bf16_optimizer", MIXED, marks=[RELEASES]),
     *(
         Row(target, [BF16_OPTIMIZER, BF16_OPTIMIZER.but(world=4)], "bf16_optimizer", MIXED, marks=[RELEASES],
-            exhaustive=0 < number < 7)
+            exhaustive=number not in (7, 8))
         for number, target in enumerate(INTO)
     ),
 ]  # fmt: skip
@@ -238,7 +244,7 @@ ADAMS = [
 LORA = {"model": "lora", "optimizer": "adamw_uniform"}
 OVERFLOWING = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
 HYBRID = {"hybrid_engine": {"enabled": True}}
-COPIES = {"load_from_fp32_weights": False}
+COPIES, DIRECT = {"load_from_fp32_weights": False}, {"direct": True}
 HPZ = Case(3, 4, "bf16", zero={"zero_hpz_partition_size": 2})
 PARTIAL = Case(3, 2, "bf16", zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 9})
 AUTOCAST = {
@@ -266,7 +272,7 @@ def list_variants() -> list[Row]:
     found = [lora(Case(stage, 2, "bf16"), exhaustive=stage != 3) for stage in STAGES]
     for stage, world in product((1, 2, 3), (2, 3, 5)):  # fewer elements than ranks
         sources = [Case(other, 5 if world < 5 else 2 + other % 2) for other in STAGES if other != stage]
-        is_more = (stage, world) not in ((2, 3), (3, 5))
+        is_more = (stage, world) != (3, 5)
         found.append(Row(Case(stage, world), sources, options={"model": "tiny"}, exhaustive=is_more))
     for model, stage in product(("empty", "compiled"), (0, 1, 2)):  # stage 3 cannot train them
         plain = [Source(Case(3, 3), PLAIN)] * (model == "compiled")
@@ -279,7 +285,7 @@ def list_variants() -> list[Row]:
         # Matched by name except from stage 0, which saves positions only; DeepSpeed's load would mix up the states.
         sources, is_more = (
             [Case(stage % 3 + 1, 3)] + [Case(stage, 2)] * (stage > 0),
-            (order, stage) not in turns(range(2), STAGES, 1),
+            (order, stage) not in ((0, 0), (1, 3)),
         )
         row = partial(Row, Case(stage, 2), sources, f"order{order}", PLAIN, orders[order], exhaustive=is_more)
         found.append(row(compared={"direct": True}))
@@ -287,13 +293,14 @@ def list_variants() -> list[Row]:
         sources = [
             Source(Case(other, 3, "fp16", config=OVERFLOWING), steps=(10, 2)) for other in rotate(STAGES, stage + 1)
         ]
-        found.append(Row(Case(stage, 2, "fp16", config=OVERFLOWING), sources, options=PLAIN, exhaustive=stage % 3 > 0))
+        target = Case(stage, 2, "fp16", config=OVERFLOWING)
+        found.append(Row(target, few(sources, 2), options=PLAIN, exhaustive=stage < 3))
     hybrid = [Case(1, 2, "bf16", config=HYBRID), Case(3, 3)]  # on a CPU without inference kernels
     found.append(Row(Case(3, 2, "bf16", config=HYBRID), hybrid, options=PLAIN))
     # In the same topology DeepSpeed would restore masters from the 16-bit copies.
     for config in ({}, SUMS_IN_FP32):
         case = Case(1, 2, "bf16", zero=COPIES, config=config)
-        found.append(Row(case, [case], "copies", PLAIN, compared={"direct": True}))
+        found.append(Row(case, [case], "copies", PLAIN, compared={"direct": True}, exhaustive=bool(config)))
     if find_spec("deepspeed.runtime.zenflow"):
         # ZeRO++'s hpZ keeps secondary copies of the partitions, which are stale in each load.
         found += [Row(HPZ, [Case(1, 3, "bf16"), HPZ.but(world=2, zero={}), HPZ])]
@@ -311,7 +318,7 @@ def list_variants() -> list[Row]:
         found.append(Row(target, [Source(Case(1, 3, "fp16"), check=check_quantized)], options={"model": "aligned"}))
     if find_spec("deepspeed.io"):
         found.append(
-            Row(Case(1, 2), [Source(each, steps=(3, 3)) for each in FAST], "fast", PLAIN, compared={"direct": True})
+            Row(Case(1, 2), [Source(each, steps=(3, 3)) for each in few(FAST, 3)], "fast", PLAIN, compared=DIRECT)
         )
     return found
 
@@ -347,7 +354,7 @@ WIDE = [
 """With masters in fp32."""
 LOW = [each for stage in (1, 2, 3) for each in list_low(stage, 2)]
 LOWEST = [LOW[5], LOW[10]]
-"""Both kinds of moments in 16 bit, at two stages; the others are exhaustive."""
+"""Both kinds of moments in 16 bit, at two stages; other targets than the second one are exhaustive."""
 HALF, TWO = {"model": "half"}, {"model": "two_dtypes"}
 OWN_HALF = [Source(Case(stage, 3 if stage == 1 else 2), HALF) for stage in STAGES]
 """A model in bf16 without any configuration of it."""
@@ -382,7 +389,7 @@ def list_lowered() -> list[Row]:
     """32 bits are rounded once, 16 bits come back exactly; then the losses equal the saved run's."""
     low, found = partial(Row, options={"model": "mixed"}), []
     for target in LOW:
-        others, is_more = list_low(1 + target.kind.stage % 3, 3), target not in LOWEST
+        others, is_more = list_low(1 + target.kind.stage % 3, 3), target != LOWEST[1]
         sources = [*WIDE, *others, target] if is_more else [WIDE[3], WIDE[1], others[0], others[2], target]
         found.append(low(target.kind, sources, "low", live=target.options, check=check_rounding, exhaustive=is_more))
     found.append(low(WIDE[3].kind, [LOW[3], *LOWEST], "wide", live=WIDE[3].options))
@@ -390,7 +397,7 @@ def list_lowered() -> list[Row]:
     gap = {"tolerance": LOSS_TOLERANCE["bf16"]}
     for number, target in enumerate(OWN_HALF):
         sources = [*OWN_HALF, Source(Case(1, 3, "bf16")), Source(Case(2, 3))]
-        found.append(Row(target.kind, sources, "half", PLAIN, HALF, compared=gap, exhaustive=number in (1, 2)))
+        found.append(Row(target.kind, few(sources, 3), "half", PLAIN, HALF, compared=gap, exhaustive=number < 3))
     # In one flat buffer parameters of several dtypes become fp32; ZeRO 3 refuses them.
     several = [Case(0, 2), Case(1, 3), Source(Case(3, 3, "bf16"), PLAIN)]
     found += [Row(Case(0, 2), several, options=TWO, compared=gap)]
@@ -424,15 +431,22 @@ ALST = [
 ]
 ULYSSES = [Spread(1, mpu="megatron", way="micro", sp=2), Spread(2, mpu="megatron", way="all", sp=4), Spread(1, 3)]
 """Below stage 3, which partitions parameters only over the data-parallel ranks of such an mpu."""
+FROM = [list_ways("alst", (1, 3)), list_ways("megatron", (1,))]
 IN_BF16 = Spread(3, precision="bf16", mpu="alst", way="micro", sp=4)
 Sequence_ = partial(Row, options={"scheduler": True}, check=check_samples, compared=EVERY_TENSOR)
 ULYSSES_ROWS = [
-    Sequence_(each, list_ways("megatron", (1,)), "ulysses", marks=[pytest.mark.engine_smoke]) for each in ULYSSES
+    Sequence_(
+        each, few(rotate(FROM[1], number), 2), "ulysses", marks=[pytest.mark.engine_smoke], exhaustive=number == 1
+    )
+    for number, each in enumerate(ULYSSES)
 ]
 ALST_ROWS = [
-    *(Sequence_(each, list_ways("alst", (1, 3)), "alst", marks=[RELEASES]) for each in ALST),
-    Sequence_(IN_BF16, list_ways("alst", (2,), "bf16"), "alst", marks=[RELEASES]),
-    Sequence_(ALST[0], [Spread(stage, 2, way="micro") for stage in (0, 1, 3)], "to_alst"),
+    *(
+        Sequence_(each, few(rotate(FROM[0], number), 3), "alst", marks=[RELEASES], exhaustive=number not in (0, 4))
+        for number, each in enumerate(ALST)
+    ),
+    Sequence_(IN_BF16, list_ways("alst", (2,), "bf16"), "alst", marks=[RELEASES], exhaustive=True),
+    Sequence_(ALST[0], few([Spread(stage, 2, way="micro") for stage in (0, 1, 3)], 1), "to_alst"),
 ]
 
 ROWS = [

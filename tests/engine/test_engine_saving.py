@@ -35,11 +35,11 @@ PAIRS_3D = [
     resume(plain(2, 2, model="llama"), plain(1, 3, sp=2)),
     resume(plain(2, 2, model="llama"), plain(4)),
 ]
-CHOSEN = [*PAIRS, *PAIRS_3D[:4]]
+CHOSEN = [PAIRS[0], PAIRS[3], PAIRS[5], *PAIRS_3D[2:4]]
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), params(CHOSEN, [*CHOSEN, *PAIRS_3D], lambda pair: "->".join(map(str, pair)))
+    ("source", "target"), params(CHOSEN, [*PAIRS, *PAIRS_3D], lambda pair: "->".join(map(str, pair)))
 )
 def test_save_right_after_a_resume(source: Kind, target: Kind, engines: Engines, tmp_path: Path) -> None:
     """DeepSpeed without the plugin loads the source's state; a resume back restores it; the files are DeepSpeed's."""
@@ -107,7 +107,8 @@ def damage(path: Path, how: str) -> None:
 
 NEWEST = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 FALLBACK = [
-    *((how, Case(1, 3), Case(2, 2)) for how in ("missing", "cut off", "damaged")),
+    ("missing", Case(1, 3), Case(2, 2)),
+    *(pytest.param(how, Case(1, 3), Case(2, 2), marks=pytest.mark.exhaustive) for how in ("cut off", "damaged")),
     pytest.param("damaged", Case(1, 2), Case(1, 2), marks=pytest.mark.exhaustive),
 ]
 

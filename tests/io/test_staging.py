@@ -22,6 +22,7 @@ from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.io import disk
 from deepspeed_ucp.io.disk import check_space, explain_full, sync_tree, write_at, write_atomically
 from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging, hold_lock
+from tests.support.covering import stride
 from tests.support.crash import failing, list_calls, list_writes, run_child, run_dying
 
 KIND = OutputKind(
@@ -105,7 +106,7 @@ def test_killed_at_any_call(before: str, torn: bool, tmp_path: Path) -> None:
     (tmp_path / "dry").mkdir()
     prepare(tmp_path / "dry" / "step1")
     calls = (list_writes if torn else list_calls)(lambda: work(tmp_path / "dry" / "step1"))
-    step = (1 if before == "old" else 2) * (1 if os.environ.get("UCP_EXHAUSTIVE") else 3)  # the others are parts of it
+    step = (1 if before == "old" else 2) * stride(5)  # the others are parts of it
     for at in calls[::step] if torn else range(0, len(calls), step):
         destination = tmp_path / str(at) / "step1"
         destination.parent.mkdir()

@@ -21,6 +21,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.transfer import CollectiveReader, Transfer
 from tests.load.test_reshard import flip, take_a_step
+from tests.support.covering import stride
 from tests.support.direct import (
     PLAIN,
     REFUSED,
@@ -233,7 +234,7 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
 ) -> None:
     """Fail each read of a load on two ranks once; the last load has more reads than are made.
 
-    By default every sixth read, another sixth in each case; all of them under `-m exhaustive`.
+    By default every twelfth read, others in each case; all of them under `-m exhaustive`.
     """
     have_memory(monkeypatch, much)
     path, state = write(tmp_path, Topology(1, 3))
@@ -241,8 +242,8 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
     monkeypatch.setattr(transfer, "_ATTEMPTS", 1)
     marked, index = 0, open_for(path, make_targets(PLAIN, Topology(3, 2))[0])
     turn = (2 * trained + much) % 3 + 3 * (verify == "off")
-    first, stride = (1, 1) if os.environ.get("UCP_EXHAUSTIVE") else (1 + turn, 6)
-    for number in range(first, 999, stride):
+    step = stride(12)
+    for number in range(1 + 2 * turn % step, 999, step):
         targets = make_targets(PLAIN, Topology(3, 2))
         if trained:
             for target in targets:

@@ -36,7 +36,7 @@ LIVE = [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(3, 2), Topology(2
 @pytest.mark.parametrize(
     ("source", "target", "verify"),
     params(
-        cover(KINDS, LIVE, ["crc", "off"]),
+        cover(KINDS, LIVE, ["crc", "off"], strength=1),
         product(KINDS, LIVE, ["crc", "off"]),
         lambda row: f"{row[0].label}→{row[1].label}-{row[2]}",
     ),

@@ -16,6 +16,7 @@ from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.model import STAGE, Read
 from deepspeed_ucp.plan import LoadPlan, Round
+from tests.support.covering import all_turns
 from tests.support.reads import item, read_of
 from tests.support.reshard import check_load
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -63,8 +64,7 @@ def machines() -> Iterator[None]:
 MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
 
 
-@pytest.mark.parametrize("share", [64, 128, 256, 1 << 20])
-@pytest.mark.parametrize("size", [2, 5, 8])
+@pytest.mark.parametrize(("size", "share"), all_turns([2, 5, 8], [64, 128, 256, 1 << 20], 1))
 def test_bytes_for_many_replicas_are_sent_in_parts(
     size: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

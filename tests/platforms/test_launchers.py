@@ -51,13 +51,9 @@ def start(launcher: str, run: Run, environment: dict[str, str]) -> Iterator[subp
             started.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "launcher",
-    # The test of a lost host restarts the deepspeed launcher too, the stubs below without hosts.
-    ["torchrun", pytest.param("deepspeed", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_a_killed_rank_is_restarted(launcher: str, reference: Steps, tmp_path: Path) -> None:
     run = Run(tmp_path)
     held = run.hold(SAVE_EVERY + 2)
@@ -72,7 +68,7 @@ def test_a_killed_rank_is_restarted(launcher: str, reference: Steps, tmp_path: P
     run.check(reference)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.engine
 def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(reference: Steps, tmp_path: Path) -> None:
     hosts, programs = tmp_path / "hosts", tmp_path / "programs"

@@ -1,20 +1,37 @@
-"""Runs a test module in a private mount namespace."""
+"""Runs work in a private mount namespace."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.crash import run_child
+
+_NEWNS, _NEWUSER = 0x00020000, 0x10000000
 
 
-def run_in_namespace(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a private mount namespace; skip the test if the system does not allow it."""
-    apart = ["unshare", "--map-root-user", "--mount"]
-    if subprocess.run([*apart, "mount", "-t", "tmpfs", "x", "/mnt"], capture_output=True, check=False).returncode:
+def run_in_namespace(work: Callable[[], object]) -> None:
+    """Run work in a forked child with a private mount namespace; skip the test if the system does not allow it.
+
+    Raises:
+        AssertionError: the work raised an error.
+    """
+    mount = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "x", "/mnt"]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("this system does not let a process mount file systems")
-    command = [*apart, sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    user, group = os.getuid(), os.getgid()
+
+    def run() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(_NEWNS | _NEWUSER) == 0, os.strerror(ctypes.get_errno())
+        for name, text in {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}.items():
+            Path("/proc/self", name).write_text(text)
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        work()
+
+    assert run_child(run) == 0

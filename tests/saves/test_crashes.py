@@ -16,6 +16,7 @@ from tests.convert.conversions import read_bytes
 from tests.saves.nodes import Nodes
 from tests.saves.saving import TAG, Run, begin, make_parts, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, use_store
+from tests.support.covering import stride
 from tests.support.crash import CALLS, Calls, list_calls, run_dying
 
 
@@ -28,7 +29,7 @@ class Case:
         check_killed: called after the kill.
         check_ended: called after the next attempt.
         calls: functions before whose calls it is killed.
-        step: it is killed at each call of this number.
+        step: it is killed at every call of this number.
         reset: called after the folder is as it was at the beginning.
     """
 
@@ -36,7 +37,7 @@ class Case:
     check_killed: Callable[[], object]
     check_ended: Callable[[], object]
     calls: Calls = CALLS
-    step: int = 1
+    step: int = field(default_factory=lambda: stride(5))
     reset: Callable[[], object] = field(default=lambda: None)
 
 
@@ -52,7 +53,7 @@ def overwrite(run: Run) -> Case:
 
     run.write_save()
     run.save()
-    return Case(run.write, check_killed, check_ended, step=1 if os.environ.get("UCP_EXHAUSTIVE") else 3)
+    return Case(run.write, check_killed, check_ended, step=stride(7))
 
 
 def write_to_folder(folder: Path, _: ExitStack) -> Case:
@@ -64,7 +65,7 @@ def write_to_store(folder: Path, stack: ExitStack) -> Case:
     os.makedirs(fake.root)
     stack.enter_context(use_store(fake))
     stack.enter_context(replace_steps({"map_threads": lambda work, items, _: [work(each) for each in items]}))
-    return replace(overwrite(Run(folder, PLACE)), calls=[(fake, "stop")], step=1, reset=fake.load)
+    return replace(overwrite(Run(folder, PLACE)), calls=[(fake, "stop")], step=stride(5), reset=fake.load)
 
 
 def write_part(folder: Path, killed: int) -> Case:

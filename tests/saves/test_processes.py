@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from deepspeed_ucp.saves.memory import find_root, is_locked, list_jobs
+from deepspeed_ucp.saves.memory import Job, find_root, is_locked, list_jobs
 from deepspeed_ucp.testing.ports import hold_port
-from tests.saves.saving import TAG, is_whole
+from tests.saves.saving import PATIENCE, TAG, is_whole, make_save
 from tests.support.forked import start_script
 from tests.support.until import wait_until
 
@@ -51,7 +49,6 @@ def run(log: Path, ranks: int, *arguments: object) -> tuple[list[Any], str, int]
     return results[0]
 
 
-@pytest.mark.timeout(300)
 def test_jobs_one_after_the_other(tmp_path: Path) -> None:
     """The first ends and frees memory. The second is killed, its writer continues. The third loads from memory."""
     folder, memory = tmp_path / "place", tmp_path / "memory"
@@ -74,21 +71,24 @@ def test_an_uncaught_error_keeps_memory(tmp_path: Path) -> None:
     code = (
         "import sys; from deepspeed_ucp.config import SaveOptions, UniversalConfig\n"
         "from deepspeed_ucp.saves.memory import name_job; from deepspeed_ucp.saves.saver import Saver\n"
-        "from tests.saves.saving import PATIENCE, make_save\n"
-        "options = SaveOptions(memory=sys.argv[1], wait_s=PATIENCE)\n"
+        "options = SaveOptions(memory=sys.argv[1], wait_s=float(sys.argv[2]))\n"
         "saver = Saver(UniversalConfig(save=options), name_job(), 0, [0]); saver.open()\n"
-        "make_save(saver.job, sys.argv[2]); saver.writer.notify()\n"
+        "print(saver.job.folder, flush=True); input()\n"
+        "saver.writer.notify()\n"
         "raise ValueError('an uncaught error')"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "memory"), str(tmp_path / "place")]
-    done = subprocess.run(command, cwd=SCRIPT.parents[2], capture_output=True, text=True, check=False)
-    assert "an uncaught error" in done.stderr
+    command = [sys.executable, "-c", code, str(tmp_path / "memory"), str(PATIENCE)]
+    with subprocess.Popen(
+        command, cwd=SCRIPT.parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        make_save(Job(process.stdout.readline().rstrip("\n")), str(tmp_path / "place"))
+        assert "an uncaught error" in process.communicate("\n")[1]
     (job,) = list_jobs(find_root(str(tmp_path / "memory")))
     wait_until(lambda: not is_locked(job))
     assert is_whole(str(tmp_path / "place" / TAG)) and [save.tag for save in job.list_saves()] == [TAG]
 
 
-@pytest.mark.timeout(300)
 def test_all_ranks_killed_between_snapshots(tmp_path: Path) -> None:
     """Only the steps since the last snapshot are lost; the run continues to the bit like one that was not killed."""
     place, memory = tmp_path / "place", tmp_path / "memory"

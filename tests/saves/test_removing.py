@@ -11,13 +11,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.io import deletion
 from deepspeed_ucp.io.deletion import delete_tree
 from deepspeed_ucp.saves.removing import is_saved, remove_tag, remove_tree
 from tests.saves.saving import Run
+from tests.support.reshard import examples
 
 SWAPS = "offloaded_tensors"
 STATES = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -161,7 +162,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=8))
 def test_random_trees_with_links(tree: dict[str, Any]) -> None:
     """Nothing changes outside the tag. Inside, only files of the save and its empty folders are deleted."""

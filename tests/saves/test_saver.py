@@ -42,6 +42,7 @@ from deepspeed_ucp.saves.search import Found, find_in_memory
 from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, set_counter, write
 from tests.saves.training import Engine, Training, write_tag
+from tests.support.covering import params
 from tests.support.held import without_collector
 from tests.support.until import wait_until
 
@@ -342,7 +343,7 @@ def test_missing_saves_are_named_with_the_reason(training: Training) -> None:
         finish_saves(training.engine, required=True)
 
 
-@pytest.mark.parametrize("end", ["normal", "preempted"])
+@pytest.mark.parametrize("end", params(["preempted"], ["normal"]))
 def test_memory_is_freed_by_a_job_that_ends_normally(
     end: str, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:

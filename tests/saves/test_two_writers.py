@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
@@ -30,6 +30,8 @@ from deepspeed_ucp.saves.memory import Job, Snapshot
 from deepspeed_ucp.saves.removing import WRITTEN, is_saved
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
+from tests.support.covering import stride
+from tests.support.reshard import examples
 
 LOST = "has published this tag"
 """Part of the message of a writer that gives up."""
@@ -269,9 +271,8 @@ def bench(request: pytest.FixtureRequest, saves: dict[str, Snapshot]) -> Iterato
 
 
 def test_orders_with_two_interruptions(bench: Bench) -> None:
-    """The second writer stops at each third operation (``UCP_EXHAUSTIVE``: at each)."""
-    longest, outcomes = bench.measure(), set[object]()
-    step = 1 if os.environ.get("UCP_EXHAUSTIVE") else 3
+    """The second writer stops at each 13th operation; at each under `-m exhaustive`."""
+    longest, step, outcomes = bench.measure(), stride(13), set[object]()
     for first in range(0, longest, step if bench.first and "://" in bench.place else 1):
         for second in range(first % step, longest, step):
 
@@ -289,9 +290,10 @@ def test_orders_with_two_interruptions(bench: Bench) -> None:
 
 @pytest.mark.parametrize("bench", ["folder", "folder, existing", "store"], indirect=True)
 def test_a_writer_that_is_killed(bench: Bench) -> None:
-    """At each of its operations, after the other one has come to some operations."""
-    longest = bench.measure()
-    for at, other in product(range(longest), (0, longest // 4, longest // 2, longest)):
+    """At each fifth operation, after the other one has come to some operations; at each under `-m exhaustive`."""
+    longest, step = bench.measure(), stride(5)
+    others = enumerate((0, longest // 4, longest // 2, longest))
+    for at, other in [(at, other) for turn, other in others for at in range(turn % step, longest, step)]:
 
         def order(stepper: Stepper, at: int = at, other: int = other) -> None:
             if not stepper.run("b", other) and not stepper.run("a", at):
@@ -303,7 +305,7 @@ def test_a_writer_that_is_killed(bench: Bench) -> None:
 
 @pytest.mark.parametrize("bench", ["folder, existing", "store"], indirect=True)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), max_size=12))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 def test_any_order(bench: Bench, turns: list[tuple[str, int]]) -> None:
     def order(stepper: Stepper) -> None:
         for name, steps in turns:
@@ -323,7 +325,8 @@ def test_two_nodes_of_a_job_and_another_job(bench: Bench, saves: dict[str, Snaps
                 path.unlink()
     bench.contents["node1"] = {}
     outcomes = set[str]()
-    for first, second, third in product(range(0, 48, 6), range(0, 24, 6), range(0, 42, 6)):
+    step = 6 * stride(3)
+    for first, second, third in product(range(0, 48, step), range(0, 24, step), range(0, 42, step)):
 
         def order(stepper: Stepper, turns: tuple[int, int, int] = (first, second, third)) -> None:
             for name, steps in zip(("a", "node1", "b"), turns, strict=True):

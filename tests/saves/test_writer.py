@@ -45,6 +45,8 @@ from tests.saves.saving import (
     write_both,
     write_pending,
 )
+from tests.saves.small_memory import save_into_small_memory
+from tests.support.covering import params
 from tests.support.crash import failing
 from tests.support.until import wait_until
 
@@ -204,8 +206,7 @@ def test_a_fault_that_cannot_be_recorded_holds_up_no_other_save(note: str, run: 
 
 def test_a_full_memory_keeps_no_written_save_pending(tmp_path: Path) -> None:
     """Nor does the next save wait for it: room for the records is reserved when a save begins."""
-    done = run_in_namespace("tests.saves.small_memory", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_in_namespace(lambda: save_into_small_memory(tmp_path))
 
 
 # -- records in memory -------------------------------------------------------------------------------------------------
@@ -409,7 +410,10 @@ def test_the_process_ends_when_everything_is_written(run: Run) -> None:
     assert run.is_whole() and not os.path.exists(run.job.spare)
 
 
-@pytest.mark.parametrize("searched", [None, "", ":", ".", f"code:{os.path.dirname(os.__file__)}"])
+SEARCHED = [None, "", ":", ".", f"code:{os.path.dirname(os.__file__)}"]
+
+
+@pytest.mark.parametrize("searched", params(SEARCHED[::3], SEARCHED, str))
 def test_no_code_of_the_working_directory_is_executed(
     searched: str | None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

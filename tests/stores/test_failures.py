@@ -21,6 +21,7 @@ from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.io import clients, objects, store
 from deepspeed_ucp.load.tags import find_tag
 from tests.stores.server import BUCKET, Server, fail_first, serve_bucket, use_options
+from tests.support.covering import all_turns
 from tests.support.memory import put_folder
 from tests.support.reshard import check_content, load, make_targets, open_everywhere
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
@@ -61,8 +62,9 @@ def test_a_load_is_retried(fault: str, server: Server, saved: State) -> None:
         check_content(load(open_everywhere(find_checkpoint(f"s3://{BUCKET}/run"), targets), targets), saved)
 
 
-@pytest.mark.parametrize("method", ["PUT", "POST"])
-@pytest.mark.parametrize("fault", ["429", "503", "reset", "slow", "lost"])
+@pytest.mark.parametrize(
+    ("fault", "method"), all_turns(["429", "503", "reset", "slow", "lost"], ["PUT", "POST"], 1, "-".join)
+)
 def test_an_upload_is_retried(fault: str, method: str, server: Server, tmp_path: Path) -> None:
     path, url = tmp_path / "file", f"s3://{BUCKET}/upload/{fault}/{method}"
     for data in (CONTENT * 4, CONTENT[::-1] * 4):

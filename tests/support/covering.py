@@ -1,10 +1,11 @@
-"""Rows of a test that cover every pair of values instead of every combination.
+"""Rows of a test that cover every pair of values instead of every combination, and sweeps of every n-th case.
 
-Most faults need two values at once, such as a source and a target. The other combinations run under `-m exhaustive`.
+Most faults need two values at once, such as a source and a target. All other cases run under `-m exhaustive`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -12,6 +13,23 @@ from typing import Any
 import pytest
 
 Row = tuple[Any, ...]
+
+
+def is_exhaustive() -> bool:
+    """Return True under `-m exhaustive`, which ``make test-all`` uses."""
+    return bool(os.environ.get("UCP_EXHAUSTIVE"))
+
+
+def stride(step: int) -> int:
+    """Return the step of a sweep over calls, sites or orders; 1 under `-m exhaustive`."""
+    return 1 if is_exhaustive() else step
+
+
+def few(values: Sequence[Any], count: int) -> list[Any]:
+    """Return `count` of the values, evenly spaced from the first one on; all of them under `-m exhaustive`."""
+    if is_exhaustive() or len(values) <= count:
+        return list(values)
+    return [values[len(values) * number // count] for number in range(count)]
 
 
 def cover(*factors: Sequence[Any], strength: int = 2, where: Callable[..., bool] = lambda *_: True) -> list[Row]:

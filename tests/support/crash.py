@@ -21,7 +21,8 @@ CALLS = tuple((os, name) for name in _CHANGING)
 
 Calls = Sequence[tuple[object, str]]
 
-_ALARM = 120
+_ALARM = 600
+"""Seconds after which a child that hangs is killed; a busy machine takes less."""
 
 
 @contextmanager

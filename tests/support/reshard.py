@@ -42,6 +42,7 @@ from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, locate
 from deepspeed_ucp.tensor_parallel import from_config
+from tests.support.covering import stride
 from tests.support.ranks import run_ranks
 from tests.synth import (
     ExpertLayer,
@@ -566,9 +567,9 @@ def _collect_flat(
 
 
 def examples(count: int) -> settings:
-    """Draw `count` cases under `-m exhaustive`, otherwise a fifth. UCP_EXAMPLES=N multiplies them, with new draws."""
+    """Draw `count` cases under `-m exhaustive`, otherwise a 20th. UCP_EXAMPLES=N multiplies them, with new draws."""
     factor = int(os.environ.get("UCP_EXAMPLES", "0"))
-    share = count if os.environ.get("UCP_EXHAUSTIVE") else -(-count // 5)
+    share = max(count // stride(20), 3)
     return settings(
         max_examples=share * max(factor, 1),
         derandomize=not factor,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ import deepspeed
 import pytest
 import torch
 from packaging.version import Version
+
+from tests.support.covering import is_exhaustive
 
 from .compare import clear_garbage, differences, storage_sharing
 from .description import Model, Run, State, Topology
@@ -111,7 +112,7 @@ MORE_AUTOEP = (
 if find_spec("deepspeed.module_inject.auto_ep_layer"):
     CASES_MOE += CASES_AUTOEP
     MORE_MOE += MORE_AUTOEP
-if os.environ.get("UCP_EXHAUSTIVE"):
+if is_exhaustive():
     CASES_MOE += MORE_MOE
 
 

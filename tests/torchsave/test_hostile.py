@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
@@ -29,6 +29,7 @@ from deepspeed_ucp.torchsave.objects import describe, has_more_parts, walk
 from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import list_records, name_storages, read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
+from tests.support.reshard import examples
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 from tests.torchsave.inputs import MODEL_FILE, OPTIM_FILE, forge, look_at_file, look_at_pickle, rebuild_zip, text
 
@@ -306,7 +307,7 @@ def test_deepspeed_files_are_trusted(tmp_path: Path) -> None:
         check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), Naming(GROUPS)).run.globals)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(st.sampled_from(sorted(BOMBS.values()) + [bytes([code]) for code in range(256)]), max_size=12))
 def test_any_instructions(parts: list[bytes]) -> None:
     look_at_pickle(forge(*parts))

@@ -26,7 +26,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import CheckpointError
@@ -35,6 +35,7 @@ from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.rewrite import save_parts
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
+from tests.support.reshard import examples
 
 
 class Colour(enum.Enum):
@@ -267,7 +268,7 @@ def test_every_protocol(case, protocol):
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner)))
 def test_nested_plain_values(value):
     for protocol in (2, 5):

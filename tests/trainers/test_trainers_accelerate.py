@@ -18,6 +18,7 @@ from trainers_accelerate import STEPS, Trained
 from deepspeed_ucp.model import SavedJob
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers import accelerating
+from tests.support.covering import all_turns, params
 
 pytest.importorskip("accelerate")
 
@@ -74,7 +75,7 @@ def test_goes_on(
         assert [kept in text for text in rest[0].warnings].count(True) == (accumulation == 1)
 
 
-@pytest.mark.parametrize("stage", [2, 3], ids=["same", "other"])
+@pytest.mark.parametrize("stage", params([3], [2], {2: "same", 3: "other"}.get))
 def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """In the same topology, DeepSpeed's load would give the optimizer new groups."""
     options: dict[str, Any] = {"micro": 8, "scheduler": "betas"}
@@ -102,8 +103,7 @@ def test_an_ambiguous_learning_rate_is_a_warning(
     assert ("both" in caplog.text) is warns
 
 
-@pytest.mark.parametrize("scheduler", ["plain", "cosine", "one-cycle"])
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize(("scheduler", "ranks"), all_turns(["plain", "cosine", "one-cycle"], [(2, 1), (1, 2)], 1, str))
 def test_schedules_go_on(scheduler: str, ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Twice, so that the saves of a resumed run are tested too."""
     before, after = ({"micro": 8 // each, "scheduler": scheduler} for each in ranks)
@@ -170,7 +170,7 @@ def test_every_stage_on_any_world(
 
 def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Accelerate removes older ones before it saves. A checkpoint without its own files is refused."""
-    config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60}})
+    config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240}})
     (saves, steps), _ = ucp_worlds.get(2).run(trainers_accelerate.rotate, str(tmp_path / "out"), config)
     first, second, third = ({f"checkpoint_{number}": number == 0} for number in range(3))
     assert saves[1] == first | second and saves[2] == first | second | third
@@ -185,6 +185,6 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
 
 def test_a_folder_that_holds_a_save_is_written_before_training_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """A crash would leave engine state and Accelerate's files of different saves."""
-    config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60}})
+    config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240}})
     (error,) = ucp_worlds.get(1).run(trainers_accelerate.save_twice, str(tmp_path / "out"), config)
     assert "not all saves are written after" in error

@@ -13,7 +13,7 @@ from tests.support.until import wait_until
 
 def in_memory(memory: Path, **options: Any) -> dict[str, Any]:
     """Return the ``checkpoint`` section of a ds_config for saves into a memory folder."""
-    return {"universal": {"save": {"memory": str(memory), "wait_s": 60, **options}}}
+    return {"universal": {"save": {"memory": str(memory), "wait_s": 240, **options}}}
 
 
 def close(engine: Any) -> None:
