@@ -14,7 +14,7 @@ from deepspeed_ucp import extensions
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.extensions import registry
-from deepspeed_ucp.extensions.registry import Row
+from deepspeed_ucp.extensions.registry import SpecialCase
 from deepspeed_ucp.formats import open_checkpoint
 from tests.support.direct import PLAIN, run_load
 from tests.support.ports import find_port
@@ -83,7 +83,7 @@ def made_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One file and one row."""
     (tmp_path / "made_up.py").write_text(MADE_UP)
     monkeypatch.setattr(extensions, "__path__", [*extensions.__path__, str(tmp_path)])
-    row = Row(
+    row = SpecialCase(
         "made up",
         "made_up:MadeUp",
         in_save=lambda save: len(save.names["optim"]) == 3,

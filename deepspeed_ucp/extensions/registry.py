@@ -35,7 +35,7 @@ class Extension:
     """
 
     name = ""
-    row: Row | None = None
+    row: SpecialCase | None = None
     is_first_replica = False
     is_uneven = False
     saves_modules = False
@@ -253,7 +253,7 @@ def _never(*_: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SpecialCase:
     """A special case, and the gates that decide whether its module is imported.
 
     Attributes:
@@ -364,9 +364,9 @@ def _is_pipeline(engine: Any) -> bool:
 
 
 REGISTRY = [
-    Row("pipeline", "layers:SavedLayers", in_save=_has_layer_files),
-    Row("pipeline", "pipeline:TiedStages", in_engine=_is_pipeline),
-    Row(
+    SpecialCase("pipeline", "layers:SavedLayers", in_save=_has_layer_files),
+    SpecialCase("pipeline", "pipeline:TiedStages", in_engine=_is_pipeline),
+    SpecialCase(
         "experts",
         "experts.saved:SavedExperts",
         in_save=_has_experts,
@@ -375,15 +375,17 @@ REGISTRY = [
         flags=("use_data_before_expert_parallelism",),
         facts={"experts per layer": [], "AutoEP placement": []},
     ),
-    Row("experts", "experts.engine:LiveExperts", in_engine=lambda engine: getattr(engine, "has_moe_layers", False)),
-    Row("nvme", "swapped:Swapped", in_save=_saves_swap_files),
-    Row("seal", "seal:SealedSave", in_save=_is_sealed),
-    Row("nvme", "nvme:Nvme", in_engine=_swaps_to_nvme),
-    Row("muon", "muon:MuonMomentum", in_engine=_keeps_momentum),
-    Row("state_dict", "statedict:ModuleStateDict", in_engine=_has_own_state_dict),
-    Row("custom load", "custom_load:CustomLoad", in_load=_loads_by_function),
-    Row("hugging face", "huggingface:HuggingFace", in_load=_is_pretrained),
-    Row(
+    SpecialCase(
+        "experts", "experts.engine:LiveExperts", in_engine=lambda engine: getattr(engine, "has_moe_layers", False)
+    ),
+    SpecialCase("nvme", "swapped:Swapped", in_save=_saves_swap_files),
+    SpecialCase("seal", "seal:SealedSave", in_save=_is_sealed),
+    SpecialCase("nvme", "nvme:Nvme", in_engine=_swaps_to_nvme),
+    SpecialCase("muon", "muon:MuonMomentum", in_engine=_keeps_momentum),
+    SpecialCase("state_dict", "statedict:ModuleStateDict", in_engine=_has_own_state_dict),
+    SpecialCase("custom load", "custom_load:CustomLoad", in_load=_loads_by_function),
+    SpecialCase("hugging face", "huggingface:HuggingFace", in_load=_is_pretrained),
+    SpecialCase(
         "experts",
         "experts.index:IndexedExperts",
         keys=("is_expert_param",),
@@ -391,8 +393,8 @@ REGISTRY = [
         in_degrees=lambda degrees: degrees.ep > 1,
         in_load=lambda _, index, __: _names_experts([param.name for param in index.stored.atoms.storages]),
     ),
-    Row("rename", "rename:Renames", in_rules=_renames),
-    Row("resize", "resize:ResizedRows", in_rules=_resizes),
+    SpecialCase("rename", "rename:Renames", in_rules=_renames),
+    SpecialCase("resize", "resize:ResizedRows", in_rules=_resizes),
 ]
 """All special cases. Hooks run in this order."""
 

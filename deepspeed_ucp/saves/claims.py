@@ -11,7 +11,7 @@ from ..errors import StorageError
 logger = logging.getLogger("deepspeed_ucp")
 
 
-class Claim(NamedTuple):
+class TagOwner(NamedTuple):
     """A save: the folder that the script named, the engine's job, and the step."""
 
     folder: str
@@ -19,11 +19,11 @@ class Claim(NamedTuple):
     step: int
 
 
-_claimed, _shared = dict[tuple[str, str], Claim](), set[str]()
+_claimed, _shared = dict[tuple[str, str], TagOwner](), set[str]()
 """(place, tag) → the save there; folders that two engines save to, already logged."""
 
 
-def claim_tag(tag: str, claim: Claim, places: Iterable[str], *, logs: bool) -> None:
+def claim_tag(tag: str, claim: TagOwner, places: Iterable[str], *, logs: bool) -> None:
     """Reserve a tag in the claim's folder and in further places.
 
     Warns once if two engines save one step under one tag into one folder.

@@ -26,7 +26,7 @@ from ..io.deletion import delete_own
 from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..writer import is_decoupled
-from .claims import Claim, claim_tag
+from .claims import TagOwner, claim_tag
 from .files import MappedFiles, save_over
 from .launch import POLLED, WriterPipe, finish_dead, list_settings
 from .memory import (
@@ -356,7 +356,7 @@ def save_into_memory(
         saver.room.needed = estimate_save(engine, comm)
 
     def begin(*, waits: bool = False) -> str:
-        claim = Claim(locate(save_dir), saver.job.name, engine.global_steps)
+        claim = TagOwner(locate(save_dir), saver.job.name, engine.global_steps)
         claim_tag(tag, claim, [locate(tier.place) for tier in saver.options.to], logs=comm.rank == 0)
         return _find_obstacle(engine, saver, tag) or saver.begin(waits=waits)
 

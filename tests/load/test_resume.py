@@ -640,7 +640,7 @@ class NodeLocalEngine:
     def __init__(self, upstream: bool = False) -> None:
         self.load_universal_checkpoint = lambda: upstream
         self.module = torch.nn.Linear(2, 2)
-        self._config = SimpleNamespace(use_data_before_expert_parallel_=False)
+        self._config = SimpleNamespace(_param_dict={})
 
     def _get_ckpt_name(self, folder: str, tag: str) -> str:
         return f"{folder}/{tag}/{STATES}"
