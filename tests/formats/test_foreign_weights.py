@@ -191,6 +191,15 @@ def test_other_contents_are_refused(tmp_path: Path) -> None:
         open_it(tmp_path / "pickle")
 
 
+def test_tensors_that_share_a_storage(tmp_path: Path) -> None:
+    """Each begins elsewhere in the record."""
+    storage = torch.arange(6.0)
+    saved = {"a": storage[:2], "b": storage[2:].view(2, 2)}
+    torch.save(saved, tmp_path / "pytorch_model.bin")
+    index = open_it(tmp_path)
+    check_same({name: read_whole(index, index.stored.atoms[name, MODULE, 0]) for name in saved}, saved)
+
+
 # -- folders of Hugging Face's libraries ------------------------------------------------------------------------------
 
 WEIGHTS = "model.safetensors.index.json"
