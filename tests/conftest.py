@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Configure pytest: the selection of `make test`, the order of tests, and their groups for xdist."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ from tests.support.covering import is_exhaustive
 
 PLUGIN = "deepspeed_ucp.testing.pytest_plugin"
 EXHAUSTIVE = "exhaustive"
-"""Mark of tests that ``make test-all`` runs and ``make test`` does not: rows of a family beyond a selection in which
-every value of each factor occurs, signaled and restarted jobs under real launchers, and results that depend on a clock.
-Sweeps and drawn cases are shortened by `tests.support.covering.stride`."""
+"""Mark of the tests that only ``make test-all`` runs:
+
+* rows of a table beyond a selection in which the values of each factor occur;
+* jobs under real launchers that are signaled or restarted;
+* tests whose result depends on a clock.
+
+`tests.support.covering.stride` shortens sweeps, and the profile below reduces the number of drawn cases.
+"""
 APART = (
     "tests/examples/",
     "tests/trainers/",
@@ -31,22 +36,23 @@ APART = (
     "tests/test_meeting.py",
 )
 WORLDS = {**dict.fromkeys(APART, "worlds apart"), "tests/engine/": "worlds"}
-"""Where tests with worlds, or with other processes of a fork server, are, and in which of two groups: they take
-longest. The first group shares what its sources have saved; the second shares nothing with it."""
+"""Prefix of test ids → group. Tests with worlds, and others that use a fork server, take longest, so each group runs in
+one worker. The tests of the group "worlds" share saved checkpoints."""
 PATIENT = ("tests/platforms/", "tests/saves/")
-"""Where tests wait for processes most of the time: they come next, beside what needs the processors."""
+"""Prefixes of tests that mostly wait for processes: they run early, beside tests that need the processors."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for platform in PLATFORMS:  # in a container or a job as anywhere else
+    """Set the environment, the profile of drawn cases, and the modules that ranks import in advance."""
+    for platform in PLATFORMS:  # equal results inside a container or a job
         os.environ.pop(platform.variable, None)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores are at work already
-    # Cases are drawn alike each time, and may take as long as they do: new ones are for `make fuzz` and UCP_EXAMPLES.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a process already
+    # Draw the same cases in every run, without a deadline; `make fuzz` and UCP_EXAMPLES draw new ones.
     fresh, slow = "UCP_EXAMPLES" in os.environ, [HealthCheck.too_slow]
     PRELOAD.append("tests.releases.settled")
-    PRELOAD.append("transformers.models.llama.modeling_llama")  # a second in each rank that trains one
+    PRELOAD.append("transformers.models.llama.modeling_llama")  # saves a second in each rank that trains one
     if EXHAUSTIVE in config.option.markexpr:
-        os.environ["UCP_EXHAUSTIVE"] = "1"  # how many cases are drawn is said where tests are imported
+        os.environ["UCP_EXHAUSTIVE"] = "1"  # read when tests are imported
     else:
         PRELOAD.append("tests.support.operators")
     count = 100 if is_exhaustive() else 20
@@ -61,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: a garbage collector that looks meanwhile takes a fifth of the time."""
+    """Collect without garbage collection, which would take a fifth of the time; imported modules stay anyway."""
     gc.disable()
     try:
         return (yield)
@@ -71,7 +77,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Exhaustive tests only where they are asked for; tests with worlds first, then those that wait."""
+    """Deselect exhaustive tests unless requested; sort tests with worlds first, then tests that wait."""
     left_out = [item for item in items if item.get_closest_marker(EXHAUSTIVE)]
     if left_out and EXHAUSTIVE not in config.option.markexpr:
         config.hook.pytest_deselected(items=left_out)
@@ -81,38 +87,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     stray = [item.nodeid for item in items if uses_worlds(item) and not find_worlds(item.nodeid)]
     if stray:
-        raise pytest.UsageError(f"tests with worlds are where tests/conftest.py's WORLDS says: {stray[0]}")
+        raise pytest.UsageError(f"WORLDS in tests/conftest.py has no group for a test with worlds: {stray[0]}")
     order = ["worlds", "worlds apart", None]
     items.sort(key=lambda item: (order.index(find_worlds(item.nodeid)), not item.nodeid.startswith(PATIENT)))
 
 
 def pytest_collection_finish() -> None:
-    """The collected tests and all modules live to the end: the garbage collector need not walk them again and again."""
+    """Exclude the collected tests and all modules from garbage collection, as they live to the end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 def uses_worlds(item: pytest.Item) -> bool:
+    """Return True if a test starts worlds of ranks."""
     return "ucp_worlds" in getattr(item, "fixturenames", ())
 
 
 def find_worlds(nodeid: str) -> str | None:
-    """The group of a test with worlds."""
+    """Return the group of a test with worlds, or None."""
     return next((group for place, group in WORLDS.items() if nodeid.startswith(place)), None)
 
 
 def find_group(nodeid: str) -> str:
-    """Tests of one group run in one worker, one after the other: those with worlds, others file by file."""
+    """Return the group of a test, which runs in one worker: by WORLDS, or else the file."""
     return find_worlds(nodeid) or nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadgroup` by `find_group`.
+    """Group tests by `find_group` for `--dist loadgroup`.
 
-    xdist 3.8 has its own marks written into the tests' names, where pytest 9.2 no longer looks: each test went to
-    whichever worker was free, and each source was trained in all of them.
+    xdist 3.8 writes its groups into the names of tests, where pytest 9.2 no longer reads them. Without groups every
+    worker would train every source.
     """
     if config.getvalue("dist") != "loadgroup":
         return None

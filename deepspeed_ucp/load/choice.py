@@ -1,4 +1,4 @@
-"""Choose the loader: DeepSpeed's in an unchanged topology where it is known to be right, else the direct load."""
+"""Choose the loader: DeepSpeed's in an unchanged topology if it is known to be right, else the direct load."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
     """List the reasons why DeepSpeed's load is not known to be right, even in an unchanged topology.
 
     Args:
-        target: this rank's; None if only DeepSpeed knows the engine, whose load is the only one then.
+        target: this rank's; None if only DeepSpeed can load into the engine.
         index: the checkpoint; None if each rank knows only its own files.
     """
     arguments, by_default = job.arguments, type(job.arguments)()
