@@ -238,9 +238,6 @@ def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKe
             )
 
 
-MOST_FAULTS = 16
-"""Faults that one error lists."""
-
 _COMPRESSION_ERRORS = ("worker_error", "server_error")
 """States of 1-bit optimizers (up to DeepSpeed 0.18), which may have as many elements as the parameter."""
 
@@ -507,8 +504,7 @@ class Builder:
             if not _is_sound(storages, self._tp_shards[param]):
                 self._storages[param] = self._join(param, empty, faults)
         if faults:
-            more = [f"… and {len(faults) - MOST_FAULTS} more tensors."] if len(faults) > MOST_FAULTS else []
-            raise CheckpointError(*faults[:MOST_FAULTS], *more)
+            raise CheckpointError(*faults)
         return Atoms(self._storages, self._module)
 
     def _join(self, param: ParamKey, empty: _Empty, faults: list[str]) -> list[ParamStorage]:
