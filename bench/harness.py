@@ -27,7 +27,7 @@ from deepspeed_ucp.testing import World
 
 TAG = "global_step1"
 TIMEOUT = 1800.0  # seconds of one measurement
-ATTEMPTS = 6  # of upstream's conversion: two of its processes may write one file of a pipeline's tied modules at once
+ATTEMPTS = 6  # at upstream's conversion: two of its processes may write one file of a pipeline's tied modules at once
 CONVERSION = """
 import time
 from deepspeed.checkpoint import ds_to_universal
@@ -37,8 +37,8 @@ print(time.perf_counter() - start)
 """
 """Upstream's conversion without the interpreter's start and the imports, which a load does not need either."""
 
-MOST_EXTRA_MIB = 320.0  # window_mb and 64 MiB
-EXCESS = 1.02  # of bytes read or written, over the bytes of state
+MOST_EXTRA_MIB = 320.0  # window_mb (256) plus 64 MiB
+EXCESS = 1.02  # highest ratio of bytes read or written to bytes of state
 
 
 def log(text: str) -> None:
@@ -51,9 +51,9 @@ class Run:
 
     Attributes:
         seconds: duration on the slowest rank; 0 if it failed.
-        sync_seconds: time until the output was durable after that.
+        sync_seconds: further seconds of ``os.sync``.
         storage_bytes, written_bytes: sums of all ranks.
-        memory_bytes: of the worst rank beyond engine and state, or of all processes of a command.
+        memory_bytes: highest extra memory of a rank beyond engine and state, or peak of a command's processes.
         fault: the error, or a description of wrong values.
     """
 
@@ -84,8 +84,10 @@ class Case:
     """A row of a table.
 
     Attributes:
-        floor, upstream: name and limit of the cases that it is compared with; upstream's limit is a lower bound.
-        most_read, most_written, most_extra_mib: promises of the plugin: bytes over the bytes of state, and memory.
+        floor: name of the floor case, and the highest ratio of this case's time to the floor's.
+        upstream: name of upstream's case, and the lowest ratio of its time to this case's.
+        most_read, most_written: highest ratios of bytes to the bytes of state.
+        most_extra_mib: highest extra memory in MiB.
         hidden: it is only a floor of others.
     """
 
@@ -185,7 +187,7 @@ class Bench:
         raise UpstreamError(f"its conversion fails {ATTEMPTS} times: see {self.folder / 'convert.log'}")
 
     def run(self, cases: Sequence[Case], rounds: int) -> Results:
-        """Measure all cases in each round, in an order that is drawn for the round; failed ones only once."""
+        """Measure all cases in each round, in an order shuffled by the round; skip a case after it has failed."""
         self.notes.clear()
         results: dict[str, list[Run]] = {case.name: [] for case in cases}
         for number in range(rounds):

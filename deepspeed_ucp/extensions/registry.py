@@ -16,7 +16,8 @@ from typing import Any
 class Extension:
     """One special case. A hook that a class does not override does nothing.
 
-    A save, an engine and a load have an instance each, which may keep state. The hooks in the order of a resume:
+    Each ``find_for_*`` call makes new instances, which may keep state between the hooks of that step. A load also has
+    the engine's instances. The main hooks in the order of a resume:
 
     1. of an engine (:func:`find_for_engine`): :meth:`find_shares`, :meth:`complete_target`, :meth:`list_keys`
     2. of a state file (:func:`find_for_tree`): :meth:`read_facts`
@@ -27,9 +28,12 @@ class Extension:
        :meth:`read_more`, :meth:`change_engine`, :meth:`commit`, :meth:`open_masters`, :meth:`relink`,
        :meth:`describe_differences`; at the end, and after an error, :meth:`discard`
 
+    :func:`find_for_names` is called with an index alone, for its hooks "with the live model's names". The arguments are
+    ``Any`` because this module is below the classes that the hooks get.
+
     Attributes:
         name, row: of the registry.
-        is_first_replica: of an engine: this rank reports some distributed parameters.
+        is_first_replica: of an engine: this rank describes its distributed parameters for all of their replicas.
         is_uneven: of a save or an engine: data-parallel ranks hold different parameters.
         saves_modules: of an engine: a pipeline's ranks save their whole modules instead of layers.
     """
@@ -47,7 +51,7 @@ class Extension:
         return {}
 
     def add_files(self, save: Any) -> list[Any]:
-        """Add files without a header to a save whose headers are arranged; return findings."""
+        """Add files that have no header, such as swap files, after :meth:`arrange`; return findings."""
         return []
 
     def verify_save(self, save: Any, comm: Any) -> list[Any]:
@@ -66,7 +70,7 @@ class Extension:
         return {}, {}
 
     def identify(self, save: Any, find: Callable[[str, Iterable[Any]], Any]) -> None:
-        """Complete ``save.first``; ``find`` returns the first readable header of a role's keys."""
+        """Complete the headers that identify the save; ``find`` returns the first readable header of a role's keys."""
 
     def name_files(self, save: Any) -> Iterable[str]:
         """Return the names of further files that a save must have."""
@@ -80,11 +84,11 @@ class Extension:
         """Take further headers, by file name, of a save whose headers are sorted by role."""
 
     def list_comparisons(self, save: Any) -> Iterable[Any]:
-        """Return values that are equal in further files, as :mod:`deepspeed_ucp.formats.deepspeed.compare` does."""
+        """Return comparisons (``formats.deepspeed.compare``) of values that must be equal in further files."""
         return ()
 
     def describe_own_files(self, tree: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return facts in the tree of a rank's model states at a path, which are compared with the engine's."""
+        """Return the facts of a rank's model states file that must equal :meth:`describe_engine`'s."""
         return {}
 
     # -- the index of a save
@@ -93,14 +97,14 @@ class Extension:
         """Refuse a save that cannot be resharded."""
 
     def deal_group(self, save: Any, mp: int, number: int, group: Any) -> list[Any]:
-        """Return which ranks hold which parameters of a model-parallel rank's group, if not all hold all."""
+        """Return the shares of a model-parallel rank's param group; empty if all of its ranks hold all parameters."""
         return []
 
     def check_share(self, save: Any, stage: int, place: int, share: Any) -> None:
         """Verify the files of the ranks that share parameters."""
 
     def list_group_files(self, save: Any, mp: int, group: int) -> list[Any]:
-        """Return the optimizer files of a group if they are not those of its model-parallel rank."""
+        """Return the optimizer files that hold a group; empty if they are those of its model-parallel rank."""
         return []
 
     def find_shapes(self, save: Any, mp: int, name: str) -> set[Any]:
@@ -108,11 +112,11 @@ class Extension:
         return set()
 
     def name_optimizers(self, save: Any, naming: Any, live: Any) -> list[Any]:
-        """Name the parameters of all optimizers of stage 0, if there are several per model-parallel rank."""
+        """Name the parameters of each ZeRO-0 optimizer if a model-parallel rank has several, else return nothing."""
         return []
 
     def add_optimizers(self, builder: Any, parts: Any, owned: Any) -> bool:
-        """Add the states of these optimizers; return False if the common code adds them."""
+        """Add the states of the optimizers of :meth:`name_optimizers`; return False to let the common code add them."""
         return False
 
     def find_ties(self, save: Any, header: Any, module: Mapping[str, Any]) -> dict[str, str]:
@@ -126,7 +130,7 @@ class Extension:
         """Add the model's tensors in further files."""
 
     def list_unnoticed(self, builder: Any, topology: Any, atoms: Any) -> Iterable[str]:
-        """Describe state that DeepSpeed's load does not restore without notice."""
+        """Describe state that DeepSpeed's load silently fails to restore."""
         return ()
 
     def list_fused(self, save: Any, atoms: Any) -> dict[str, int]:
@@ -140,15 +144,15 @@ class Extension:
         return index
 
     def fold_faults(self, saved: Iterable[str], live: Iterable[str], faults: Any) -> tuple[Any, str]:
-        """Return the differences between saved and live names, joined if they have one cause, and a remedy."""
+        """Merge differences between saved and live names that have one cause; return them and a remedy, if any."""
         return faults, ""
 
     def cuts_groups(self, names: Iterable[str]) -> bool:
-        """Return True if DeepSpeed may cut a param group of these parameters at every degree differently."""
+        """Return True if DeepSpeed may split a param group of these parameters differently at each degree."""
         return False
 
     def list_unforeseen(self, names: Iterable[str]) -> list[str]:
-        """Return the reasons for which DeepSpeed's load cannot be foreseen without an engine."""
+        """Return the reasons why only a live engine shows whether DeepSpeed's own load works."""
         return []
 
     def check_degrees(self, index: Any, degrees: Any) -> None:
@@ -206,13 +210,13 @@ class Extension:
         """Prepare the engine for a load."""
 
     def complete_extras(self, target: Any, extras: list[Any]) -> list[Any]:
-        """Return the tensors without optimizer, completed."""
+        """Return the buffers of tensors without optimizer state, as this case changes or extends them."""
         return extras
 
     # -- a load (:class:`deepspeed_ucp.load.context.LoadContext`)
 
     def find_renamed(self, saved: Any, live: Any, rules: Any) -> dict[str, str]:
-        """Return live name → saved name of the saved names to which the user's rules give a live name."""
+        """Map live names to the saved names that the user's rules rename to them."""
         return {}
 
     def refuse(self, job: Any, index: Any, target: Any) -> None:
@@ -225,7 +229,7 @@ class Extension:
         """Log differences of the engine's tensors from the saved ones, on rank 0."""
 
     def read_more(self, job: Any, work: Any) -> None:
-        """Read what no rank wants for its buffers alone (collective)."""
+        """Read data that the buffers do not need, before the engine changes (collective)."""
 
     def change_engine(self, job: Any, target: Any, work: Any) -> None:
         """Change the engine before its buffers are filled; an error marks it as unusable (collective)."""
@@ -238,7 +242,7 @@ class Extension:
         return nullcontext()
 
     def relink(self, target: Any) -> None:
-        """Adapt the engine to new optimizer states."""
+        """Renew DeepSpeed's references to optimizer states after new ones were attached."""
 
     def describe_differences(self) -> str:
         """Describe values of the loaded engine that differ from the saved ones; empty without any."""
@@ -263,11 +267,11 @@ class SpecialCase:
         in_engine: gate of a DeepSpeed engine.
         in_rules: gate of the user's sets of rules.
         in_load: gate of a load's context, index and target.
-        keys: gate of a file's tree: keys that have facts.
+        keys: gate of a state file: one of these top-level keys is set.
         in_names: gate of an index or a model, by its parameters' names.
         in_degrees: gate of a planned run.
         sections, flags: parts of a ds_config that the headers keep.
-        facts: of engines and files without the special case (:meth:`Extension.describe_engine`).
+        facts: default values of :meth:`Extension.describe_engine`, for engines and files without the case.
     """
 
     name: str

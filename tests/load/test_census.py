@@ -68,7 +68,7 @@ def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> N
         for extension in find_for_rules(rules):
             extension.adapt(adaptation)
     assert "'nothing' matches no parameter" in caplog.text
-    assert "resize: 'v' matches no parameter" in caplog.text and "'w' matches" not in caplog.text
+    assert "patterns: resize: 'v' matches no parameter\n" in caplog.text and "'w' matches" not in caplog.text
 
 
 class Stage:

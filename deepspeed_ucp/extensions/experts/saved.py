@@ -133,7 +133,7 @@ class SavedExperts(ExpertFiles, Extension):
         self.tp_shards = count_tp_shards(save, save.tp)
 
     def list_comparisons(self, save: Save) -> Iterator[Comparison]:
-        """Yield the values that are equal in all optimizer files of stage 0."""
+        """Yield the values that must be equal in all optimizer files of ZeRO stage 0."""
         yield from compare_optimizers(list(self.optims.values()))
         yield list(self.optims.values()), "the optimizer's step", read_step, FAULT
         for stage in range(save.pp):
@@ -168,7 +168,7 @@ class SavedExperts(ExpertFiles, Extension):
     # -- the index
 
     def list_group_files(self, save: Save, mp: int, group: int) -> list[FileHeader]:
-        """Return the optimizer files of all ranks of a stage for a group of experts over tensor-parallel ranks."""
+        """Return all optimizer files of a pipeline stage if the group's experts are distributed over TP ranks."""
         first = save.shards[mp][0].optim
         if self.is_over_tp(save) and first and group < len(first.groups) and first.groups[group].get("moe"):
             return [save.shard(mp // save.tp, rank) for rank in range(save.dp * save.tp)]
@@ -188,7 +188,7 @@ class SavedExperts(ExpertFiles, Extension):
         return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
     def list_unnoticed(self, builder: Builder, topology: Topology, atoms: Atoms) -> Iterator[str]:
-        """Describe state that DeepSpeed's load does not restore without notice."""
+        """Describe state that DeepSpeed's load silently fails to restore."""
         if self.optims and not builder.save.main.config and topology.precision == "float32":
             yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
         if any(map(is_expert, builder.aliases)):
