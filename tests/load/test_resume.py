@@ -640,7 +640,9 @@ class NodeLocalEngine:
     def __init__(self, upstream: bool = False) -> None:
         self.load_universal_checkpoint = lambda: upstream
         self.module = torch.nn.Linear(2, 2)
-        self._config = SimpleNamespace(_param_dict={})
+        self._config = SimpleNamespace(
+            _param_dict={}, zero_config=SimpleNamespace(offload_optimizer=None, offload_param=None)
+        )
 
     def _get_ckpt_name(self, folder: str, tag: str) -> str:
         return f"{folder}/{tag}/{STATES}"

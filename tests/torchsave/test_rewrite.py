@@ -223,13 +223,16 @@ def rewrite(folder, value, **options):
 
 
 class Canonical(pickle._Pickler):
-    """Writes each string in full, because equal strings may or may not be shared."""
+    """Writes each string in full, because equal strings may or may not be shared, and sets in one order."""
 
     def save_str(self, text):
         data = text.encode("utf-8", "surrogatepass")
         self.write(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
 
-    dispatch: typing.ClassVar = {**pickle._Pickler.dispatch, str: save_str}
+    def save_set(self, items):
+        self.save_reduce(type(items), (sorted(items, key=repr),), obj=items)
+
+    dispatch: typing.ClassVar = {**pickle._Pickler.dispatch, str: save_str, set: save_set, frozenset: save_set}
 
 
 PICKLE = types.SimpleNamespace(__name__="pickle", Pickler=Canonical)
