@@ -257,8 +257,8 @@ def test_decoded_headers_equal_the_originals_and_share_a_template() -> None:
 
 def change(tensors: dict[str, Piece], **fields: object) -> dict[str, Piece]:
     """The second tensor with other values of some fields."""
-    first, (name, piece) = tensors.items()
-    return dict([first, (name, replace(piece, **fields))])  # type: ignore[arg-type]
+    second = list(tensors)[1]
+    return {**tensors, second: replace(tensors[second], **fields)}  # type: ignore[arg-type]
 
 
 PLAIN = make_tensors(0, "0")

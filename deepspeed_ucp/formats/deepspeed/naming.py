@@ -78,7 +78,7 @@ class Naming:
 
 
 def _list_names(save: Save) -> set[str]:
-    """List the names of all tensors in the files, except those of a pipeline's tied modules, which have none."""
+    """List the names of all tensors in the files; tensors of a pipeline's tied modules have no names there."""
     named: list[Mapping[str, object]] = [{} if model.nested else model.module or {} for model in save.first_models]
     named += [header.layer or {} for files in save.further.values() for header in files.values()]
     pairs = [pair for files in save.layers for pair in files.items()]

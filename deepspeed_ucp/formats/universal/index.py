@@ -1,4 +1,4 @@
-"""The manifest of a conversion: a seal with the index of the files, so that a load reads none of their headers."""
+"""The manifest of a conversion: a seal with the index of all files. A load needs no other header."""
 
 from __future__ import annotations
 
