@@ -34,7 +34,7 @@ from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ
 from deepspeed_ucp.stream import duplicates
-from deepspeed_ucp.stream.checks import find_answering, send_checks
+from deepspeed_ucp.stream.reader import send_checks
 from deepspeed_ucp.tensor_parallel import from_config
 
 FOLDER = "/checkpoints/global_step1000"
@@ -212,7 +212,7 @@ class Planner:
 def exchange_checks(work: Work, plan: LoadPlan, comm: ScriptedComm) -> None:
     """Exchange checksums and samples after the plan, without reading; each rank sends as many checksums as this one."""
     read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.reads]
-    send_checks(merge_checks(read), find_answering(work.index.stored, comm), comm)
+    send_checks(merge_checks(read), work.index.stored, comm)
     with mock.patch.object(duplicates, "compare_pairs", side_effect=lambda *_: comm.run(int)):
         duplicates.check_samples(work.index, work.touched, comm)
 

@@ -40,10 +40,9 @@ from ..model import AtomicIndex
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.derive import fuse
 from ..plan.settling import describe_irregular, refuse_stateless, refuse_unreadable
-from ..stream.checks import Checks
 from ..stream.duplicates import check_samples
 from ..stream.full_tensors import FullTensors, WorkOptions, assemble_full_tensors, stream
-from ..stream.reader import AtomReader, refuse_scattered
+from ..stream.reader import AtomReader, refuse_scattered, verify_reads
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, from_config, read_pattern
 from ..version import __version__
@@ -271,20 +270,20 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
 
 def _convert(work: _Conversion) -> None:
     comm, report = work.comm, work.report
-    checks = Checks()
+    checks = list[Checked]()
     fresh = _write(work, checks)
     written = sorted(item for part in comm.gather(fresh) for item in part)
-    nbytes = checks.nbytes
+    nbytes = sum(check.nbytes for check in checks)
     with report.phase("verify"):
         if work.options.verify:
-            nbytes += checks.verify(work.index, comm, threads=report.workers)
+            nbytes += verify_reads(checks, work.index, comm, threads=report.workers)
             check_samples(work.index, [tensor.atom.key for tensor in work.full.tensors.values()], comm)
     _finish(work, written)
     report.bytes_read = sum(comm.gather(nbytes))
     report.tensors, report.state_bytes = len(work.files), sum(file.atom.nbytes for file in work.files)
 
 
-def _write(work: _Conversion, checks: Checks) -> list[Written]:
+def _write(work: _Conversion, checks: list[Checked]) -> list[Written]:
     """Read and write this node's batches (collective).
 
     Args:
@@ -318,7 +317,7 @@ def _check_folder(folder: str) -> None:
         )
 
 
-def write_share(work: _Conversion, batches: Sequence[Batch], checks: Checks) -> list[Written]:
+def write_share(work: _Conversion, batches: Sequence[Batch], checks: list[Checked]) -> list[Written]:
     """Write this node's part of a conversion and return the ranges that were written.
 
     Args:
@@ -339,7 +338,7 @@ def write_share(work: _Conversion, batches: Sequence[Batch], checks: Checks) -> 
             files[span.output].write(staging.folder, span.start, data, crc)
             written.append(Written(span, crc))
         done.extend(written)
-        checks.add(checked)
+        checks.extend(checked)
         finisher.take(written)
 
     def is_halted() -> bool:

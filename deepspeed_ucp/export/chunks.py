@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from ..errors import CheckpointError
 from ..io.memory import Scratch
+from ..io.read import Checked
 from ..model import ITEMSIZE, AtomicIndex, count
 from ..plan.conversion import deal_runs
-from ..stream.checks import Checks
 from ..stream.reader import AtomReader
 from ..tensor_parallel.layout import Shape
 from .statedict import Placeholders
@@ -53,7 +53,12 @@ class Planner(DefaultSavePlanner):
     """
 
     def __init__(
-        self, index: AtomicIndex, placeholders: Placeholders, most: int, checks: Checks, repeated: Checks
+        self,
+        index: AtomicIndex,
+        placeholders: Placeholders,
+        most: int,
+        checks: list[Checked],
+        repeated: list[Checked],
     ) -> None:
         super().__init__()
         self.placeholders, self.most = placeholders, most
@@ -102,7 +107,7 @@ class Planner(DefaultSavePlanner):
         memory, scratch = self._own.memory
         data = memory.take(chunk.nbytes)
         checks = self.repeated if chunk.again else self.checks
-        checks.add(self.reader.read_tensors([chunk.tensor.full.want(chunk.start, chunk.numel)], [data]))
+        checks.extend(self.reader.read_tensors([chunk.tensor.full.want(chunk.start, chunk.numel)], [data]))
         self.progress(data.nbytes)
         return torch.frombuffer(chunk.tensor.convert(data, scratch), dtype=dtype)
 
@@ -112,7 +117,7 @@ class Planner(DefaultSavePlanner):
         Raises:
             CheckpointError: a file has changed meanwhile.
         """
-        changed = set(self.repeated.read) - set(self.checks.read)
+        changed = set(self.repeated) - set(self.checks)
         if changed:
             stored = self.reader.index.stored
             path = stored.files[stored.records[min(changed).record].file].path

@@ -17,11 +17,11 @@ from ..comm import Comm
 from ..errors import ConfigError, UnsupportedError, advise
 from ..io.disk import explain_full
 from ..io.paths import join_path, normalize
+from ..io.read import Checked
 from ..io.threads import run_threads
 from ..model import AtomicIndex
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
-from ..stream.checks import Checks
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet
 from .beside import write_beside
@@ -69,12 +69,16 @@ def export_dcp(
     nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in placeholders.values())
     with stage_export("dcp", destination, selection, options, comm, tensors=len(placeholders), nbytes=nbytes) as export:
         most = max(options.divide(export.report.source)[1] // 2, ALIGNMENT)
-        checks, repeated = Checks(), Checks()
+        checks, repeated = list[Checked](), list[Checked]()
         for folder, tree in trees.items():
             _write(export, folder, tree, Planner(selection.index, placeholders, most, checks, repeated))
         if layout == "accelerate":
             comm.once(lambda: write_beside(export))
-        export.verify([tensor for tensor, again in placeholders.values() if not again], checks, repeated.nbytes)
+        export.verify(
+            [tensor for tensor, again in placeholders.values() if not again],
+            checks,
+            sum(check.nbytes for check in repeated),
+        )
     return export.report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -13,12 +13,13 @@ from ..comm import Comm
 from ..errors import UnsupportedError, shorten
 from ..formats.foreign.names import ADAPTER_STEM, MODEL_FOLDER, OPTIMIZER_FOLDER, TRAINERS, WEIGHTS_INDEX
 from ..io.disk import check_space
+from ..io.read import Checked
 from ..io.staging import OutputKind, Staging
 from ..io.store import is_folder, list_folder, list_tree
 from ..io.upload import open_staging
 from ..model import MASTER, AtomicIndex
-from ..stream.checks import Checks
 from ..stream.duplicates import check_samples, find_diverged
+from ..stream.reader import verify_reads
 from ..stream.report import OutputReport
 from .tensors import ExportOptions, Selection, Tensor
 
@@ -63,7 +64,7 @@ class Export:
     folder: str
     report: OutputReport
 
-    def verify(self, tensors: Iterable[Tensor], checks: Checks, again: int = 0) -> None:
+    def verify(self, tensors: Iterable[Tensor], checks: Sequence[Checked], again: int = 0) -> None:
         """Compare the bytes read with their checksums, and masters with the model's copies; collective.
 
         Args:
@@ -72,7 +73,8 @@ class Export:
         Raises:
             CheckpointError: the source is damaged, or of several runs; equal on all ranks.
         """
-        nbytes = again + checks.nbytes + checks.verify(self.index, self.comm, threads=self.report.workers)
+        nbytes = again + sum(check.nbytes for check in checks)
+        nbytes += verify_reads(checks, self.index, self.comm, threads=self.report.workers)
         check_samples(self.index, [tensor.full.atom.key for tensor in tensors], self.comm)
         self.report.bytes_read = sum(self.comm.gather(nbytes))
 

@@ -22,7 +22,6 @@ from ..io.memory import Scratch
 from ..io.read import Checked
 from ..model import ITEMSIZE, AtomicIndex
 from ..plan.conversion import Batch, Output, plan_conversion
-from ..stream.checks import Checks
 from ..stream.full_tensors import stream
 from ..stream.reader import AtomReader
 from ..stream.report import OutputReport
@@ -187,16 +186,16 @@ def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Co
             stream.write(layout.describe())
 
 
-def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Checks:
+def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list[Checked]:
     """Read, cast and write this node's batches; return the checks of the bytes read; collective."""
     comm, report = export.comm, export.report
     report.workers, most = export.options.divide(report.source)
     outputs = [Output(tensor.numel, tensor.full.itemsize, tensor.full.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
-    checks = Checks()
+    checks = list[Checked]()
 
     def consume(batch: Batch, sides: Sequence[list[memoryview]], checked: list[Checked], scratch: Scratch) -> None:
-        checks.add(checked)
+        checks.extend(checked)
         for span, stored in zip(batch.ranges, sides[0], strict=True):
             tensor = tensors[span.output]
             data = tensor.convert(stored, scratch)

@@ -13,9 +13,9 @@ from ..errors import UnsupportedError
 from ..io.paths import count_readers
 from ..io.read import MemorySink
 from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex
-from ..plan import Want
-from ..stream.checks import Checks
-from ..stream.reader import AtomReader, refuse_scattered
+from ..plan import Want, list_reads
+from ..plan.rounds import BLOCK
+from ..stream.reader import AtomReader, refuse_scattered, verify_reads
 from .registry import Extension
 
 
@@ -68,11 +68,11 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     memory = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors.values()]
     sinks = [MemorySink(data, tensor.element_size()) for data, tensor in zip(memory, tensors.values(), strict=True)]
     wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
-    checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
+    threads = config.threads or count_readers(index.run.state_file)
     with AtomReader(index, checksum=config.verify == "crc") as reader:
-        checks.add(reader.read_all(wants, sinks, threads))
+        checks = reader.read_parallel(list_reads(wants, BLOCK), sinks, threads)
         if reader.checksum:
-            checks.verify(index, Comm(), threads=threads)
+            verify_reads(checks, index, Comm(), threads=threads)
     tensors.update({alias: tensors[name] for alias, name in index.model.aliases.items() if name in tensors})
     return tensors
 

@@ -23,12 +23,12 @@ from ..errors import fold_names, shorten
 from ..io.cast import find_dtype
 from ..io.memory import Scratch
 from ..io.paths import count_readers
+from ..io.read import Checked
 from ..model import AtomicIndex, AtomKey
 from ..plan.match import Adaptation
 from ..plan.settling import list_names
-from ..stream.checks import Checks
 from ..stream.full_tensors import assemble_full_tensor
-from ..stream.reader import AtomReader, refuse_scattered
+from ..stream.reader import AtomReader, refuse_scattered, verify_reads
 from ..tensor_parallel import Layout, Resized
 from .registry import Extension
 
@@ -99,7 +99,7 @@ def average_rows(
     if not wanted:
         return {}
     comm.alike(lambda: refuse_scattered(index, "all ranks together reckon the mean that new rows begin from"))
-    checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
+    checks, threads = list[Checked](), config.threads or count_readers(index.run.state_file)
     blocks = [
         _Block(key, low, min(low + step, kept))
         for key, (layout, kept) in sorted(wanted.items())
@@ -114,13 +114,13 @@ def average_rows(
             width = prod(tensor.shape[1:])
             want = tensor.want(block.low * width, (block.high - block.low) * width)
             data = Scratch().take(want.nbytes)
-            checks.add(reader.read_tensors([want], [data]))
+            checks.extend(reader.read_tensors([want], [data]))
             rows = np.frombuffer(data, find_dtype(tensor.dtype)).reshape(-1, width)
             return np.asarray(rows.astype(np.float64).sum(0))
 
         sums = comm.share(blocks, add)
         if reader.checksum:
-            checks.verify(index, comm, threads=threads)
+            verify_reads(checks, index, comm, threads=threads)
     pairs = zip(blocks, sums, strict=True)
     return {
         key: np.add.reduce([total for _, total in parts]) / wanted[key][1]

@@ -23,7 +23,7 @@ from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..model import AtomicIndex, to_integer
 from ..model.topology import find_differences, list_undescribed
-from ..stream.checks import verify_records
+from ..stream.reader import verify_records
 from ..tensor_parallel import from_config
 from .client import check_trusted
 from .context import LoadContext

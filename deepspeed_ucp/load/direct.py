@@ -41,8 +41,7 @@ from ..formats.deepspeed.ownfiles import find_state_file
 from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..model import AtomicIndex, RunState, strip_compiled
-from ..stream.checks import verify_records
-from ..stream.reader import CopyReader
+from ..stream.reader import AtomReader, verify_records
 from ..tensor_parallel import from_config
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects
@@ -248,7 +247,7 @@ def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> 
     """Read a state file, from a place where its header can be read."""
     numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
     if numbers:
-        with CopyReader(index.stored) as reader:
+        with AtomReader(index) as reader:
             header = reader.read_file(numbers[0], lambda file: read_header(file.path))
     else:
         header = read_header(path)

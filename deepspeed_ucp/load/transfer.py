@@ -25,9 +25,8 @@ from ..model import AtomicIndex, Read, Records
 from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, list_claims, make_owner_plan, make_plan
 from ..plan.rounds import BLOCK, SameNode, Table
 from ..plan.wants import Wants
-from ..stream.checks import Checks
 from ..stream.duplicates import check_replicas, check_samples
-from ..stream.reader import CopyReader
+from ..stream.reader import AtomReader, verify_reads
 from .destinations import Buffer, Destinations
 from .prepare import Work
 from .uploads import choose_uploads
@@ -88,13 +87,13 @@ class CollectiveReader:
         self.again = {(read.record, read.offset) for plan in passes[1:] for read in plan.reads if self.checksum}
         self.same_node = passes[0].same_node
         self.is_one_machine = self.same_node is not None and bool(self.same_node.all())  # the same on every rank
-        self.checks = Checks()
+        self.checks: list[Checked] = []
         self.files: dict[str, tuple[int, float]] = {}
 
     def read_first(self) -> list[Checked]:
         """Pass 1: fill uncommitted memory and checksum everything (collective)."""
         read = self._run_pass(self.passes[0], uncommitted=True)
-        self.checks.add(read)
+        self.checks += read
         return read
 
     def read_rest(self) -> list[Checked]:
@@ -122,7 +121,7 @@ class CollectiveReader:
 
     def _compare(self, again: Sequence[Checked]) -> None:
         """Check that pass 2 has read the verified bytes."""
-        changed = set(again) - set(self.checks.read)
+        changed = set(again) - set(self.checks)
         if changed:
             path = self.index.stored.files[self.index.stored.records[min(changed).record].file].path
             raise CheckpointError("was written to while it was being loaded.", path=path)
@@ -143,7 +142,7 @@ class CollectiveReader:
 
         self.comm.run(begin)
         options = {"checksum": self.checksum, "pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
-        with CopyReader(self.index.stored, **options) as reader:
+        with AtomReader(self.index, **options) as reader:
             for turn, (number, step) in enumerate(steps):
                 round_ = plan.rounds[number]
                 reads = [*(() if step else round_.reads), *shares[turn]]
@@ -342,7 +341,7 @@ class Transfer:
             MismatchError: replicas differ.
         """
         index, comm, reader = self.work.index, self.comm, self.reader
-        nbytes = reader.checks.verify(index, comm, threads=reader.threads) if reader.checksum else 0
+        nbytes = verify_reads(reader.checks, index, comm, threads=reader.threads) if reader.checksum else 0
         check_replicas([index.stored.atoms[key] for key in self.work.replicated], index, comm)
         if reader.checksum:
             check_samples(index, self.work.touched, comm)

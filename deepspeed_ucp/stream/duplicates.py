@@ -7,8 +7,9 @@ ranks can read.
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -35,7 +36,7 @@ from ..model import (
 )
 from ..model.flat import Span
 from ..plan import Want, list_reads
-from .reader import AtomReader, CopyReader
+from .reader import AtomReader
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -65,132 +66,97 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     """
     keys = list(touched)
     _check_master_samples(index, keys, comm)
-    _check_repeated(index, keys, comm)
+    if index.stored.repeated:
+        _check_repeated(index, keys, comm)
 
 
 def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare this rank's share of repeated fragments; collective."""
-    atoms, repeated = index.stored.atoms, index.stored.repeated
-    parts = [(key, *repeat) for key in touched for repeat in repeated.get(key, ())] if repeated else []
-    mine = parts[comm.rank :: comm.size]
-    pairs = [pair for key, shard, repeat in mine for pair in cut_pair(*_pair_repeated(atoms[key], shard, repeat))]
+    """Compare this rank's share of repeated fragments with their first occurrences; collective."""
+    stored, pairs = index.stored, list[Pair]()
+    parts = [(key, *repeat) for key in touched for repeat in stored.repeated.get(key, ())]
+    for key, tp_shard, repeat in parts[comm.rank :: comm.size]:
+        atom = stored.atoms[key]
+        want = Want(atom, repeat.start, repeat.numel, shard=tp_shard)
+        shards = [(shard.shape, Fragments(atom.dtype, [repeat])) for shard in atom.shards]
+        again = Atom.of(atom.name, atom.state, shards, atom.instance)
+        pairs += cut_pair(replace(want, atom=again), want)
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
-            _raise_repeat_differs(index, pairs[number][0])
+            want = pairs[number][0]
+            record = want.atom.shards[want.shard].list_fragments(want.atom.state)[0].record
+            raise CheckpointError(
+                f"{want.atom.name} ({want.atom.state}) is in the files of several ranks, and this one has other values "
+                f"of its elements [{want.start}, {want.end}). The file belongs to another run or step; put the right "
+                "one back.",
+                path=stored.files[stored.records[record].file].path,
+            )
 
     compare_pairs(index, pairs, judge, comm)
 
 
-def _pair_repeated(atom: Atom, tp_shard: int, repeat: Fragment) -> Pair:
-    """Return the elements of a repeated fragment, and of its first occurrence."""
-    want = Want(atom, repeat.start, repeat.numel, shard=tp_shard)
-    shards = [(shard.shape, Fragments(atom.dtype, [repeat])) for shard in atom.shards]
-    return replace(want, atom=Atom.of(atom.name, atom.state, shards, atom.instance)), want
-
-
-def _raise_repeat_differs(index: AtomicIndex, repeat: Want) -> None:
-    atom, stored = repeat.atom, index.stored
-    path = stored.files[stored.records[atom.shards[repeat.shard].list_fragments(atom.state)[0].record].file].path
-    raise CheckpointError(
-        f"{atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of its "
-        f"elements [{repeat.start}, {repeat.end}). The file belongs to another run or step; put the right one back.",
-        path=path,
-    )
-
-
 def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare masters and copies in this rank's share of files; collective."""
-    samples_of = _find_samples(index, touched, comm)
-    counts = {file: _Count() for file in samples_of}
-    places = [(file, *place) for file, samples in samples_of.items() for place in _iter_sampled_runs(samples)]
-    pairs = [
-        (_want_sample(index, MASTER, sample, span), _want_sample(index, COPY, sample, span))
-        for _, sample, span in places
-    ]
-    compare_pairs(index, pairs, lambda number, *values: counts[places[number][0]].add(*pairs[number], *values), comm)
-    comm.run(lambda: _check_difference_share(index, counts))
+    atoms, files, pairs = index.stored.atoms, list[int](), list[Pair]()
+    compared, differing, first = Counter[int](), Counter[int](), dict[int, str]()
+    for file, samples in _find_samples(index, touched, comm).items():
+        for (param, shard, _), (low, high) in _iter_sampled_runs(samples):
+            master, copy = (Want(atoms[param.atom(state)], low, high - low, shard=shard) for state in (MASTER, COPY))
+            pairs.append((master, copy))
+            files.append(file)
 
+    def judge(number: int, values: bytearray, others: bytearray) -> None:
+        file, (master, copy) = files[number], pairs[number]
+        made = _cast(values, master.atom.dtype, copy.atom.dtype)
+        size, width = master.itemsize, copy.itemsize
+        odd = [at for at in range(master.numel) if made[at * width :][:width] != others[at * width :][:width]]
+        compared[file] += master.numel
+        differing[file] += len(odd)
+        for at in odd[:1]:
+            here = _show(values[at * size :][:size], master.atom.dtype)
+            there = _show(others[at * width :][:width], copy.atom.dtype)
+            first.setdefault(file, f"{master.atom.name}[{master.start + at}] is {here} here and {there} there")
 
-def _want_sample(index: AtomicIndex, state: str, sample: _Sample, span: Span) -> Want:
-    (param, shard, _), (low, high) = sample, span
-    return Want(index.stored.atoms[param.atom(state)], low, high - low, shard=shard)
+    def check_shares() -> None:
+        tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
+        for file, count in differing.items():
+            if count > max(tolerated * compared[file], 1):
+                path, state_file = index.stored.files[file].path, index.run.state_file
+                advice = _ONE_FILE if path == state_file else _FOREIGN
+                raise CheckpointError(
+                    f"its fp32 weights differ from the model states in {state_file} ({count} of {compared[file]} "
+                    f"elements compared differ; {first[file]}). {advice}",
+                    path=path,
+                )
+
+    compare_pairs(index, pairs, judge, comm)
+    comm.run(check_shares)
 
 
 def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> dict[int, list[_Sample]]:
-    """Return file → masters with copies, for this rank's share of files.
+    """Return file → masters with copies that training keeps equal, for this rank's share of files.
 
     Each of thousands of ranks has few files, and creates no objects for the others.
     """
-    parts: dict[int, list[tuple[_Masters, int]]] = {}
-    for masters in _find_masters(index, touched):
-        for part, record in masters.storage.list_records():
-            parts.setdefault(index.stored.records.files[record], []).append((masters, part))
-    return {
-        file: [sample for masters, part in parts[file] for sample in masters.list_part(part)]
-        for file in sorted(parts)[comm.rank :: comm.size]
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class _Masters:
-    """Masters of one storage: place in it → parameter and shard."""
-
-    storage: Storage
-    owners: dict[int, tuple[ParamKey, int]] = field(default_factory=dict)
-
-    def list_part(self, part: int) -> Iterator[_Sample]:
-        for place, fragment in self.storage.list_part(part):
-            if place in self.owners:
-                yield *self.owners[place], fragment
-
-
-def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_Masters]:
-    """Return the masters with copies that training keeps equal."""
-    masters_of: dict[int, _Masters] = {}
     storages = index.stored.atoms.storages if index.run.topology.traits.has_copies else {}
+    masters: dict[int, tuple[Storage, dict[int, tuple[ParamKey, int]]]] = {}  # with the owners of places in it
     for param in [key.param for key in touched if key.state == MASTER]:
         shards = storages.get(param, ())
         if any(COPY in shard.states for shard in shards):
             for tp_shard, _, place, states in shards:
                 if master := states.get(MASTER):
-                    masters_of.setdefault(id(master), _Masters(master)).owners[place] = param, tp_shard
-    return masters_of.values()
-
-
-@dataclass(slots=True)
-class _Count:
-    """Number of compared and of differing elements of a file, and a description of the first difference."""
-
-    total: int = 0
-    differing: int = 0
-    first: str = ""
-
-    def add(self, master: Want, copy: Want, values: bytearray, others: bytearray) -> None:
-        """Compare the bytes of a master with those of its copy."""
-        size, width, dtypes = master.itemsize, copy.itemsize, (master.atom.dtype, copy.atom.dtype)
-        for number in range(master.numel):
-            value, other = values[number * size :][:size], others[number * width :][:width]
-            self.total += 1
-            if _cast(value, *dtypes) != other:
-                self.differing += 1
-                name = f"{master.atom.name}[{master.start + number}]"
-                self.first = (
-                    self.first or f"{name} is {_show(value, dtypes[0])} here and {_show(other, dtypes[1])} there"
-                )
-
-
-def _check_difference_share(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
-    tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
-    for file, count in counts.items():
-        if count.differing > max(tolerated * count.total, 1):
-            path, state_file = index.stored.files[file].path, index.run.state_file
-            advice = _ONE_FILE if path == state_file else _FOREIGN
-            raise CheckpointError(
-                f"its fp32 weights differ from the model states in {state_file} ({count.differing} of "
-                f"{count.total} elements compared differ; {count.first}). {advice}",
-                path=path,
-            )
+                    masters.setdefault(id(master), (master, {}))[1][place] = param, tp_shard
+    parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number, (storage, _) in masters.items():
+        for part, record in storage.list_records():
+            parts[index.stored.records.files[record]].append((number, part))
+    samples: dict[int, list[_Sample]] = {}
+    for file in sorted(parts)[comm.rank :: comm.size]:
+        samples[file] = []
+        for number, part in parts[file]:
+            storage, owners = masters[number]
+            samples[file] += [(*owners[at], fragment) for at, fragment in storage.list_part(part) if at in owners]
+    return samples
 
 
 _FOREIGN = (
@@ -228,7 +194,7 @@ def _list_runs(total: int) -> list[Span]:
 
 
 def _cast(data: bytearray, source: str, target: str) -> bytearray:
-    result = bytearray(ITEMSIZE[target])
+    result = bytearray(len(data) // ITEMSIZE[source] * ITEMSIZE[target])
     cast(memoryview(data), source, memoryview(result), target)
     return result
 
@@ -277,41 +243,35 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
     Raises:
         MismatchError: replicas differ; the message names the parameter, the ranks and the largest difference.
     """
-    every = (
-        chunk
-        for atom in atoms
-        for first, *others in [[Want(atom, 0, shard.numel, shard=rank) for rank, shard in enumerate(atom.shards)]]
-        for other in others
-        for chunk in cut_pair(first, other)
-    )
-    pairs, gaps = list(every)[comm.rank :: comm.size], list[_Difference]()
-    compare_pairs(
-        index, pairs, lambda number, *values: gaps.extend(_find_largest_difference(pairs[number][1], *values)), comm
-    )
-    # One difference per atom keeps the exchange short.
-    largest = list({difference[0]: difference for difference in sorted(gaps)}.values())
-    differences = sorted(difference for part in comm.gather(largest) for difference in part)
+    every = list[Pair]()
+    for atom in atoms:
+        first, *others = [Want(atom, 0, shard.numel, shard=rank) for rank, shard in enumerate(atom.shards)]
+        every += [chunk for other in others for chunk in cut_pair(first, other)]
+    pairs, largest = every[comm.rank :: comm.size], dict[AtomKey, _Difference]()
+
+    def judge(number: int, first: bytearray, other: bytearray) -> None:
+        if first != other:
+            found = _find_largest_difference(pairs[number][1], first, other)
+            largest[found[0]] = max(found, largest.get(found[0], found))  # one per atom keeps the exchange short
+
+    compare_pairs(index, pairs, judge, comm)
+    differences = sorted(difference for part in comm.gather([*largest.values()]) for difference in part)
     if differences:  # equal on all ranks
-        of_first = [difference for difference in differences if difference[0] == differences[0][0]]
-        comm.run(lambda: _raise_replicas_differ(*of_first[-1]))
+        key, size, rank, element = [each for each in differences if each[0] == differences[0][0]][-1]
+        text = (
+            f"{key.name} ({key.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved "
+            f"different values: the largest difference is {size:.3e} at element {element}. To load their mean, use: "
+            f'"patterns": {{"rules": [{{"match": "{key.name}", "pattern": "partial"}}]}}.'
+        )
+        comm.alike(lambda: raise_first([MismatchError(text)]))
 
 
-def _find_largest_difference(part: Want, first: bytearray, other: bytearray) -> list[_Difference]:
-    if first == other:
-        return []
+def _find_largest_difference(part: Want, first: bytearray, other: bytearray) -> _Difference:
     import torch
 
     dtype = getattr(torch, part.atom.dtype)
     gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
-    return [(part.atom.key, float(gap.max()), part.shard, part.start + int(gap.argmax()))]
-
-
-def _raise_replicas_differ(key: AtomKey, size: float, rank: int, element: int) -> None:
-    raise MismatchError(
-        f"{key.name} ({key.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved different "
-        f"values: the largest difference is {size:.3e} at element {element}. To load their mean, use: "
-        f'"patterns": {{"rules": [{{"match": "{key.name}", "pattern": "partial"}}]}}.'
-    )
+    return part.atom.key, float(gap.max()), part.shard, part.start + int(gap.argmax())
 
 
 def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey], comm: Comm) -> None:
@@ -328,8 +288,12 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
     loaded = {key.name for key in touched}
     names = [name for name in index.model.instances if name in loaded]
     diverged = find_diverged(index, names, comm) if names else []
-    if diverged:  # equal on all ranks
-        comm.run(lambda: _raise_unless_tied(index, diverged))
+    if untied := [name for name in diverged if "tied_modules." not in name]:  # equal on all ranks
+        text = (
+            f"{untied[0]} is held by {index.model.instances[untied[0]]} pipeline stages with different values; they "
+            "must be equal. The folder mixes files of several saves."
+        )
+        comm.alike(lambda: raise_first([CheckpointError(text)]))
     dropped = sorted(name for name in diverged if counts.get(name, 1) != index.model.instances[name])
     if dropped and comm.rank == 0:
         logger.warning(
@@ -337,15 +301,6 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
             "tied_weight_attr); a single remaining copy gets the first stage's values",
             shorten(dropped),
         )
-
-
-def _raise_unless_tied(index: AtomicIndex, diverged: Iterable[str]) -> None:
-    for name in diverged:
-        if "tied_modules." not in name:
-            raise CheckpointError(
-                f"{name} is held by {index.model.instances[name]} pipeline stages with different values; they must "
-                "be equal. The folder mixes files of several saves."
-            )
 
 
 _AT_ONCE = 8 << 20
@@ -427,7 +382,7 @@ def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[V
     files = [stored.records[record].file for record, _, _ in spans]
     turns = stored.access.take_turns(files, comm.size)
     ranks = np.where(stored.access.can_read(comm.rank, files), comm.rank, turns).tolist()
-    with CopyReader(stored) as reader:
+    with AtomReader(index) as reader:
 
         def read_span(span: tuple[int, int, int]) -> bytes:
             record, low, high = span

@@ -1,20 +1,24 @@
-"""Read requested elements of a checkpoint from any copy of its files, each byte once, with checksums."""
+"""Read requested elements of a checkpoint from any copy of its files, each byte once, and verify the checksums."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, MismatchError, UnsupportedError
+from ..comm import Comm
+from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..io.cast import average
 from ..io.memory import Scratch
 from ..io.opened import Stored
-from ..io.read import Checked, MemorySink, RecordReader, Sink
-from ..model import MASTER, AtomicIndex, FileRef, StoredAtoms
+from ..io.read import Checked, MemorySink, RecordReader, merge_checks
+from ..model import MASTER, AtomicIndex, FileRef, Read, StoredAtoms
+from ..model.flat import find_gaps
 from ..plan import Want, list_reads
 from ..plan.rounds import BLOCK
 from ..torchsave.records import sum_directory
@@ -37,70 +41,25 @@ def refuse_scattered(index: AtomicIndex, reason: str) -> None:
         )
 
 
-class CopyReader(RecordReader):
-    """Reader of a checkpoint's records.
+class AtomReader(RecordReader):
+    """Thread-safe reader of a checkpoint.
 
     If a file has copies, each is checked when it is first used: its zip directory must have the CRC32 in the index.
 
     Args:
-        stored: the checkpoint.
+        index: the checkpoint.
         options: further options of :class:`~..io.read.RecordReader`.
     """
 
-    def __init__(self, stored: StoredAtoms, **options: Any) -> None:
+    def __init__(self, index: AtomicIndex, **options: Any) -> None:
+        stored = index.stored
         super().__init__(stored.records, stored.files, failed=stored.failed, **options)
+        self.index = index
 
     def open_copy(self, path: str, file: FileRef) -> Stored:
         if file.places:
             check_copy(path, file)
         return super().open_copy(path, file)
-
-
-def check_copy(path: str, file: FileRef) -> None:
-    """Compare a copy of a file with the index.
-
-    A copy without a zip directory passes if it is the only one, or if the index has no CRC32 of the directory.
-
-    Raises:
-        CheckpointError: the copy is another file, or cannot be read.
-    """
-    if file.header_crc is None:
-        return
-    crc = sum_directory(path)
-    if crc is None and len(file.places) > 1:
-        raise CheckpointError("has no directory with checksums, as the save's has; it is another file.", path=path)
-    if crc not in (None, file.header_crc):
-        raise CheckpointError(
-            f"its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file.", path=path
-        )
-
-
-class AtomReader(CopyReader):
-    """Thread-safe reader of one rank's requests.
-
-    Args:
-        index: the source.
-        checksum: compute the CRC32 of the bytes read.
-    """
-
-    def __init__(self, index: AtomicIndex, *, checksum: bool = True) -> None:
-        super().__init__(index.stored, checksum=checksum)
-        self.index = index
-
-    def read_wants(self, wants: Iterable[Want], sinks: Sequence[Sink]) -> list[Checked]:
-        """Read requests, adjacent ones together.
-
-        Args:
-            sinks: destination by buffer number.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
-        return self.read(list_reads(wants), sinks)
-
-    def read_all(self, wants: Iterable[Want], sinks: Sequence[Sink], threads: int) -> list[Checked]:
-        """Read requests in several threads; as :meth:`read_wants`."""
-        return self.read_parallel(list_reads(wants, BLOCK), sinks, threads)
 
     def read_tensors(self, wants: Sequence[Want], memory: Sequence[memoryview]) -> list[Checked]:
         """Read ranges of full tensors; means of shards are computed, and replicas are compared.
@@ -115,7 +74,7 @@ class AtomReader(CopyReader):
         pairs = list(zip(wants, memory, strict=True))
         sinks = [MemorySink(data, want.itemsize) for want, data in pairs]
         plain = [replace(want, destination=number) for number, want in enumerate(wants) if not want.is_mean]
-        checks = self.read_wants(plain, sinks)
+        checks = self.read(list_reads(plain), sinks)
         for want, data in pairs:
             if want.is_mean:
                 checks += self._read_mean(want, data)
@@ -130,11 +89,11 @@ class AtomReader(CopyReader):
             CheckpointError: a file cannot be read.
         """
         data = bytearray(want.nbytes)
-        self.read_wants([want], [MemorySink(memoryview(data), want.itemsize)])
+        self.read(list_reads([want]), [MemorySink(memoryview(data), want.itemsize)])
         return data
 
     def _read_shard(self, want: Want, shard: int, data: memoryview) -> list[Checked]:
-        return self.read_wants([want.pick_shard(shard)], [MemorySink(data, want.itemsize)])
+        return self.read(list_reads([want.pick_shard(shard)]), [MemorySink(data, want.itemsize)])
 
     def _compare_replicas(self, want: Want, data: memoryview) -> list[Checked]:
         checks: list[Checked] = []
@@ -163,6 +122,25 @@ class AtomReader(CopyReader):
         return checks
 
 
+def check_copy(path: str, file: FileRef) -> None:
+    """Compare a copy of a file with the index.
+
+    A copy without a zip directory passes if it is the only one, or if the index has no CRC32 of the directory.
+
+    Raises:
+        CheckpointError: the copy is another file, or cannot be read.
+    """
+    if file.header_crc is None:
+        return
+    crc = sum_directory(path)
+    if crc is None and len(file.places) > 1:
+        raise CheckpointError("has no directory with checksums, as the save's has; it is another file.", path=path)
+    if crc not in (None, file.header_crc):
+        raise CheckpointError(
+            f"its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file.", path=path
+        )
+
+
 def _describe_difference(want: Want, shard: int, data: memoryview, other: memoryview) -> str:
     name, state = want.atom.name, want.atom.state
     left, right = (np.frombuffer(values, np.uint8).reshape(want.numel, -1) for values in (data, other))
@@ -172,3 +150,88 @@ def _describe_difference(want: Want, shard: int, data: memoryview, other: memory
         f"{name} ({state}) is replicated over tensor-parallel ranks, but ranks 0 and {shard} saved different values, "
         f"first at element {element}.{advice}"
     )
+
+
+def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
+    """Read the unread parts of all records that any rank has read, and compare each CRC32; collective.
+
+    Each rank is responsible for every ``size``-th record among those that it can read.
+
+    Args:
+        read: this rank's reads.
+
+    Returns:
+        Number of bytes that this rank has read in addition.
+
+    Raises:
+        CheckpointError: a record is damaged; equal on all ranks.
+    """
+    received = merge_checks(send_checks(merge_checks(read), index.stored, comm))
+    return comm.run(lambda: _complete(received, index, threads))
+
+
+def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> int:
+    """Read whole records, each on one rank, and compare their checksums; collective.
+
+    Returns:
+        Number of bytes that this rank has read.
+
+    Raises:
+        CheckpointError: a record is damaged; equal on all ranks.
+    """
+    return verify_reads([Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ())], index, comm)
+
+
+def send_checks(checks: Sequence[Checked], stored: StoredAtoms, comm: Comm) -> list[Checked]:
+    """Send checks to the ranks responsible for their records; return those from all ranks for this rank; collective."""
+    rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
+    owners = stored.access.take_turns(stored.records.files, comm.size)[rows[:, 0]]
+    tables = comm.swap_tables([rows[owners == rank] for rank in range(comm.size)])
+    return [Checked(*row) for table in tables for row in table.tolist()]
+
+
+def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> int:
+    """Read the unread parts of records and compare their CRC32s; returns the number of bytes read.
+
+    Args:
+        received: merged checks of all ranks.
+    """
+    records, gaps, joined = index.stored.records, list[Read](), dict[int, list[Checked]]()
+    for number, group in groupby(received, attrgetter("record")):
+        if records[number].crc is None:
+            continue
+        checks = list(group)
+        # A record whose checks overlap (bytes shared by two tensors) is read again.
+        overlap = any(one.offset + one.nbytes > two.offset for one, two in pairwise(checks))
+        joined[number] = [] if overlap else checks
+        spans = [(check.offset, check.offset + check.nbytes) for check in joined[number]]
+        for low, high in find_gaps(spans, records[number].nbytes):
+            gaps += [Read.of(number, begin, min(begin + BLOCK, high)) for begin in range(low, high, BLOCK)]
+    with AtomReader(index) as reader:
+        for check in reader.read_parallel(gaps, (), threads):
+            joined[check.record].append(check)
+    empty = Checked(0, 0, 0, 0)  # a record without bytes has no checks
+    for number, checks in joined.items():
+        crc = next(iter(merge_checks(checks)), empty).crc
+        if crc != records[number].crc:
+            raise _describe_damage(index, number, crc)
+    return sum(gap.nbytes for gap in gaps)
+
+
+def _describe_damage(index: AtomicIndex, number: int, crc: int) -> CheckpointError:
+    """Describe a damaged record.
+
+    Args:
+        crc: the CRC32 that was found.
+    """
+    record = index.stored.records[number]
+    file = index.stored.files[record.file]
+    fact = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"
+    if len(file.copies) > 1:  # each rank reads the nearest copy
+        text = (
+            f"{fact}; one of the copies {shorten(file.copies)} is damaged. Nothing was changed. `ds_ucp verify --also "
+            "PLACE` names it: remove it, and another copy is read."
+        )
+    else:
+        text = f"{fact}; the file is damaged. Nothing was changed. Restore the file from a copy, or load another tag."
+    return CheckpointError(text, path=file.path)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from deepspeed_ucp.load.transfer import CollectiveReader
 from deepspeed_ucp.model import AtomicIndex, FileRef, Record, StoredAtoms
 from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.plan import LoadPlan
-from deepspeed_ucp.stream.reader import CopyReader, check_copy, refuse_scattered
+from deepspeed_ucp.stream.reader import AtomReader, check_copy, refuse_scattered
 from tests.convert.conversions import read_bytes
 from tests.support.ranks import World, run_ranks
 from tests.support.reads import item, read_of
@@ -562,22 +563,27 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(StoredFile, "read", fail)
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
     monkeypatch.setattr("deepspeed_ucp.stream.reader.check_copy", lambda *_: None)
-    stored = StoredAtoms.of((FileRef(paths[0], 100, None, tuple(paths)),), (Record(0, 0, 100, None),), ())
+    index = make_index((FileRef(paths[0], 100, None, tuple(paths)),), 100)
     into = bytearray(100)
     reads = [read_of(item(0, low, 50, 0, low)) for low in (0, 50)]
-    with CopyReader(stored) as reader:
+    with AtomReader(index) as reader:
         reader.read_parallel(reads, [MemorySink(memoryview(into))], 2)
     assert into == bytes(range(100))
 
 
-def make_copies(folder: Path, count: int, nbytes: int = 10) -> StoredAtoms:
+def make_index(files: Sequence[FileRef], nbytes: int) -> Any:
+    """Make an index of files of one record each."""
+    records = [Record(number, 0, nbytes, None) for number in range(len(files))]
+    return SimpleNamespace(stored=StoredAtoms.of(tuple(files), records, ()))
+
+
+def make_copies(folder: Path, count: int, nbytes: int = 10) -> Any:
     """Create files without checksums, each missing in the first of two places."""
     names = [[str(folder / place / "zero" / f"{number}" / "fp32.pt") for place in "ab"] for number in range(count)]
     for _, path in names:
         Path(path).parent.mkdir(parents=True)
         Path(path).write_bytes(bytes(nbytes))
-    files = tuple(FileRef(each[0], nbytes, None, tuple(each)) for each in names)
-    return StoredAtoms.of(files, tuple(Record(number, 0, nbytes, None) for number in range(count)), ())
+    return make_index([FileRef(each[0], nbytes, None, tuple(each)) for each in names], nbytes)
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), None])
@@ -585,7 +591,7 @@ def test_a_failing_place_is_tried_for_a_few_files_only(
     error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each may take minutes to fail; wrong bytes in one file are no sign of a failing place."""
-    stored, tried = make_copies(tmp_path, 8), list[str]()
+    index, tried = make_copies(tmp_path, 8), list[str]()
 
     def look(path: str, file: FileRef) -> None:
         tried.append(path)
@@ -593,25 +599,25 @@ def test_a_failing_place_is_tried_for_a_few_files_only(
             raise CheckpointError(f"{path}: cannot be had.") from error
 
     monkeypatch.setattr("deepspeed_ucp.stream.reader.check_copy", look)
-    with CopyReader(stored) as reader:
+    with AtomReader(index) as reader:
         paths = [reader.read_file(number, lambda file: file.path) for number in range(8)]
-    assert paths == [file.places[1] for file in stored.files]
+    assert paths == [file.places[1] for file in index.stored.files]
     assert sum(path.startswith(f"{tmp_path}/a/") for path in tried) == (3 if error else 8)
 
 
 def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored, begun, read = make_copies(tmp_path, 2), threading.Event(), threading.Event()
+    index, begun, read = make_copies(tmp_path, 2), threading.Event(), threading.Event()
     waited: list[bool] = []
 
     def look(path: str, file: FileRef) -> None:
-        if file is stored.files[0]:
+        if file is index.stored.files[0]:
             begun.set()
             waited.append(read.wait(120))
 
     monkeypatch.setattr("deepspeed_ucp.stream.reader.check_copy", look)
     into = bytearray(20)
     reads = [read_of(item(number, 0, 10, 0, 10 * number)) for number in range(2)]
-    with CopyReader(stored) as reader:
+    with AtomReader(index) as reader:
         slow = threading.Thread(target=reader.read, args=(reads[:1], [MemorySink(memoryview(into))]))
         slow.start()
         assert begun.wait(120)

@@ -18,7 +18,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.read import Checked
 from deepspeed_ucp.model import FileRef, Record, StoredAtoms
-from deepspeed_ucp.stream.checks import Checks, verify_records
+from deepspeed_ucp.stream.reader import verify_reads, verify_records
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import examples
 
@@ -39,9 +39,7 @@ def make_index(records: list[Record], file: FileRef = ABSENT) -> Any:
 
 
 def verify(parts: list[Checked], index: Any, comm: Comm | None = None) -> int:
-    checks = Checks()
-    checks.add(parts)
-    return checks.verify(index, comm or Comm())
+    return verify_reads(parts, index, comm or Comm())
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.io.read import Checked
 from deepspeed_ucp.model import COPY, MASTER, AtomicIndex, AtomKey, Atoms
-from deepspeed_ucp.stream.checks import Checks
 from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
-from deepspeed_ucp.stream.reader import AtomReader
+from deepspeed_ucp.stream.reader import AtomReader, verify_reads
 from deepspeed_ucp.tensor_parallel import ShardH, from_config
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, open_for, temporary_folder
@@ -48,17 +48,17 @@ def rules_of(held: Held) -> Any:
 
 
 def read_whole(
-    reader: AtomReader, whole: FullTensor, step: int | None = None, checks: Checks | None = None
+    reader: AtomReader, whole: FullTensor, step: int | None = None, checks: list[Checked] | None = None
 ) -> torch.Tensor:
     """A logical tensor, read in ranges of ``step`` elements."""
-    checks = checks or Checks()
+    checks = [] if checks is None else checks
     data = bytearray(whole.nbytes)
     view = memoryview(data)
     step = step or max(whole.numel, 1)
     for start in range(0, whole.numel, step):
         numel = min(step, whole.numel - start)
         into = view[start * whole.itemsize : (start + numel) * whole.itemsize]
-        checks.add(reader.read_tensors([whole.want(start, numel)], [into]))
+        checks.extend(reader.read_tensors([whole.want(start, numel)], [into]))
     if not data:
         return torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
     return torch.frombuffer(data, dtype=getattr(torch, whole.dtype)).view(whole.shape)
@@ -69,7 +69,7 @@ def check_atoms(
     wholes: Mapping[tuple[str, str], FullTensor],
     held: Held,
     step: int | None,
-    checks: Checks | None = None,
+    checks: list[Checked] | None = None,
 ) -> int:
     """Every atom that the run holds and the files keep is there, to the bit."""
     seen = 0
@@ -93,9 +93,9 @@ def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
         wholes = assemble_full_tensors(index, rules_of(trip.source))
         assert not any(key.state == COPY and index.find(key.name, MASTER, key.instance) for key in wholes.tensors)
         with AtomReader(index) as reader:
-            checks = Checks()
+            checks = list[Checked]()
             assert check_atoms(reader, wholes.tensors, trip.source, step, checks) > 0
-        checks.verify(index, Comm())
+        verify_reads(checks, index, Comm())
 
 
 def make_plain_source(tp: int, kinds: tuple[str, ...] = ("norm", "row", "qkv", "column")) -> Held:
@@ -106,13 +106,15 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     held = make_plain_source(2)
     index = open_held(held, tmp_path)
     wholes = assemble_full_tensors(index, rules_of(held))
-    checks = Checks()
+    checks = list[Checked]()
     with AtomReader(index) as reader:
         for whole in wholes.tensors.values():
             read_whole(reader, whole, 7, checks)
-    touched = {check.record for check in checks.read}
-    rest = checks.verify(index, Comm())
-    assert checks.nbytes + rest == sum(index.stored.records[number].nbytes for number in touched)
+    touched = {check.record for check in checks}
+    rest = verify_reads(checks, index, Comm())
+    assert sum(check.nbytes for check in checks) + rest == sum(
+        index.stored.records[number].nbytes for number in touched
+    )
 
 
 def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +199,11 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     padded = last.offset + last.numel * 4 < index.stored.records[last.record].nbytes
     assert place == "atom" or padded, "the last partition is padded"
     flip_bit(index, "body.norm", MASTER, last.offset if place == "atom" else -1)
-    checks = Checks()
+    checks = list[Checked]()
     with AtomReader(index) as reader:
         read_whole(reader, whole, checks=checks)
     with pytest.raises(CheckpointError, match="CRC32"):
-        checks.verify(index, Comm())
+        verify_reads(checks, index, Comm())
 
 
 def test_the_users_rule_applies_to_equal_buffers(tmp_path: Path) -> None:
