@@ -79,7 +79,7 @@ class Claims:
                 params[name] = pick_instance(self.index, name, places.index(number // self.tp), len(places))
             self.model_ranks.append(ModelRank(Match(params), tuple(flats)))
         self.block = sizes.block
-        self.blocks = Blocks.of(self.index.stored.records, sizes.block, job.ranks)
+        self.blocks = Blocks.of(self.index.records, sizes.block, job.ranks)
         self.wants = list(self._list_wants())
         self.pieces: dict[int, list[tuple[int, int, int, Run]]] = defaultdict(list)
         for number, each in enumerate(self.wants):
@@ -100,7 +100,7 @@ class Claims:
         renamed = apply_renames(index, live, rules)
         self.index = rename_all(index, renamed)
         self.layouts: Layouts = {}
-        if not index.run.topology.tp == self.tp == 1:
+        if not index.topology.tp == self.tp == 1:
             saved = {name: renamed.get(name, name) for name in live}
             settled = settle_index(index, rules, {old: live[name] for name, old in saved.items()}).require()
             self.layouts = {name: settled.pairs[old] for name, old in saved.items()}

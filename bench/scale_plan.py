@@ -96,9 +96,9 @@ def make_script(job: Job, ranks: Iterable[int]) -> Script:
     del headers
     script.messages |= _record_reports(job)
     claims = Claims(index, job, SIZES)
-    claimed = np.zeros(len(index.stored.records), np.bool_)
+    claimed = np.zeros(len(index.records), np.bool_)
     claimed[claims.touched] = True
-    atoms = index.stored.atoms
+    atoms = index.atoms
     needed = [[state in STATES for state in atoms.list_states()]] * len(atoms.storages)
     script.masks = {"transfer.negotiate": claimed, "prepare._join_touched": np.array(needed, np.bool_).reshape(-1)}
     script.tables = {rank: _make_tables(claims, rank, job.ranks) for rank in ranks}
@@ -187,7 +187,7 @@ class Planner:
             peak_bytes=peak + sum(len(message) for messages in script.messages.values() for message in messages),
             headers=len(self.read),
             most_headers=-(-(len(script.entries) - 2) // job.ranks),
-            records=len(index.stored.records),
+            records=len(index.records),
             requests=len(plan.reads),
             received=received,
             received_later=dict(comm.received),
@@ -212,7 +212,7 @@ class Planner:
 def exchange_checks(work: Work, plan: LoadPlan, comm: ScriptedComm) -> None:
     """Exchange checksums and samples after the plan, without reading; each rank sends as many checksums as this one."""
     read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.reads]
-    send_checks(merge_checks(read), work.index.stored, comm)
+    send_checks(merge_checks(read), work.index, comm)
     with mock.patch.object(duplicates, "compare_pairs", side_effect=lambda *_: comm.run(int)):
         duplicates.check_samples(work.index, work.touched, comm)
 

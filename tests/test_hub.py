@@ -78,7 +78,7 @@ def read(folder: Path, module: Any, own: Collection[str] = ()) -> tuple[Reading,
 def read_tensors(index: AtomicIndex) -> dict[str, torch.Tensor]:
     full = assemble_full_tensors(index)
     with AtomReader(index) as reader:
-        held = {key.name: full.tensors[key] for key in index.stored.atoms}
+        held = {key.name: full.tensors[key] for key in index.atoms}
         return {name: test_full_tensors.read_whole(reader, tensor) for name, tensor in held.items()}
 
 
@@ -143,7 +143,7 @@ def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None
     state = random_state(described, 1)
     path = write_checkpoint(tmp_path, described, state, Topology(3, 2))
     _, index = read(path, model := Qwen2MoeForCausalLM(QWEN))
-    assert {param.name for param in index.stored.atoms.storages} == set(model.state_dict())
+    assert {param.name for param in index.atoms.storages} == set(model.state_dict())
     full, name = assemble_full_tensors(index), "model.layers.1.mlp.experts"
     with AtomReader(index) as reader:
         for each in ("fp32", "exp_avg"):
@@ -287,7 +287,7 @@ def test_an_adapter_goes_into_the_only_one_of_a_model(tmp_path: Path) -> None:
     wrap().save_pretrained(tmp_path)
     index = read(tmp_path, wrap("other"))[1]
     trained = {name for name, param in wrap("other").named_parameters() if param.requires_grad}
-    assert {param.name for param in index.stored.atoms.storages} == trained
+    assert {param.name for param in index.atoms.storages} == trained
     two = wrap("one")
     two.add_adapter("two", two.peft_config["one"])
     assert not read(tmp_path, two)[0].made

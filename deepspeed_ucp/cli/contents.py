@@ -81,31 +81,29 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
     Raises:
         CheckpointError: the state file is damaged.
     """
-    run, settled = index.run, settle_index(index, rules)
+    settled, topology = settle_index(index, rules), index.topology
     rows, files = list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)
     findings = [*_find_limits(index, rows, settled, rules), *list_findings(report)]
-    topology = {
-        field.name: getattr(run.topology, field.name) for field in fields(run.topology) if field.name != "flats"
-    }
-    optimizer, _, parameters = topology.pop("offload").partition("/")
+    described = {field.name: getattr(topology, field.name) for field in fields(topology) if field.name != "flats"}
+    optimizer, _, parameters = described.pop("offload").partition("/")
     return {
         "folder": report.folder,
         "written_by": {"deepspeed": version or None, **_find_writer(report, index)},
-        "topology": {**topology, "offload_optimizer": optimizer, "offload_param": parameters},
-        "counters": run.counters,
+        "topology": {**described, "offload_optimizer": optimizer, "offload_param": parameters},
+        "counters": index.counters,
         "optimizer": {
-            "name": run.optimizer,
-            "states": sorted({key.state for key in index.stored.atoms} - {MASTER, MODULE, COPY}),
-            "groups": [{"parameters": len(group.members), "hyper": group.hyper} for group in run.groups],
-            "loss_scaler": run.scaler,
-            "clip_grad": run.clip_grad,
+            "name": index.optimizer,
+            "states": sorted({key.state for key in index.atoms} - {MASTER, MODULE, COPY}),
+            "groups": [{"parameters": len(group.members), "hyper": group.hyper} for group in index.groups],
+            "loss_scaler": index.scaler,
+            "clip_grad": index.clip_grad,
         },
         "totals": _count_totals(index, files, rows),
         "parameters": rows,
-        "ties": index.model.aliases,
-        "instances": index.model.instances,
-        "client_state": {"file": os.path.basename(run.state_file), "keys": client},
+        "ties": index.aliases,
+        "instances": index.instances,
+        "client_state": {"file": os.path.basename(index.state_file), "keys": client},
         "files": [{"name": name, "size": size} for name, size in files.items()],
         "findings": findings,
     }
@@ -114,16 +112,16 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
 def list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
     """All parameters and buffers in the model's order: as its files list them, layers of a pipeline by number."""
     atoms: dict[ParamKey, dict[str, Atom]] = defaultdict(dict)
-    for key, atom in index.stored.atoms.items():
+    for key, atom in index.atoms.items():
         atoms[key.param][key.state] = atom
-    groups = {param: number for number, group in enumerate(index.run.groups) for param in group.members}
+    groups = {param: number for number, group in enumerate(index.groups) for param in group.members}
     aliases: dict[str, list[str]] = defaultdict(list)
-    for alias, name in index.model.aliases.items():
+    for alias, name in index.aliases.items():
         aliases[name].append(alias)
-    listed = [key.param for key in index.stored.atoms if key.state in (COPY, MODULE)]
+    listed = [key.param for key in index.atoms if key.state in (COPY, MODULE)]
     has_copies = any(COPY in states for states in atoms.values())
     params = list(dict.fromkeys([*listed, *atoms] if has_copies else atoms))
-    if index.run.topology.pp > 1:
+    if index.topology.pp > 1:
         params.sort(key=lambda param: number_layer(param.name))
     return [
         _describe_parameter(index, settled, param, atoms[param], groups.get(param), aliases.get(param.name, ()))
@@ -143,8 +141,8 @@ def _describe_parameter(
     states = {state: atoms[state] for state in sort_states(atoms) if state != COPY} or dict(atoms)
     main = next(iter(states.values()))
     pattern, origin = settled.patterns.get(name), settled.origin.get(name, "")
-    if name in index.model.recorded:  # of an atomic checkpoint: how its source was cut
-        pattern, origin = read_pattern(index.model.recorded[name]), ORIGIN
+    if name in index.recorded:  # of an atomic checkpoint: how its source was cut
+        pattern, origin = read_pattern(index.recorded[name]), ORIGIN
     elif pattern == Unique():
         origin = ""
     why = settled.open[name].suggest() if name in settled.open else {}
@@ -159,7 +157,7 @@ def _describe_parameter(
     return Parameter(
         name=name,
         instance=param.instance,
-        kind=TRAINED if MODULE not in states else BUFFER if name in index.model.buffers else unowned,
+        kind=TRAINED if MODULE not in states else BUFFER if name in index.buffers else unowned,
         shape=shape,
         numel=None if shape is None else count(shape),
         shards=tuple(shard.shape for shard in main.shards),
@@ -169,7 +167,7 @@ def _describe_parameter(
         pattern=None if pattern is None else _name_pattern(pattern),
         origin=origin,
         group=group,
-        scalars=dict(index.run.scalars.get(param, {})),
+        scalars=dict(index.scalars.get(param, {})),
         aliases=tuple(aliases),
         fragments={state: len(listed) for state, listed in fragments.items()},
         files=tuple(sorted({find_file(index, record) for record in used})),
@@ -180,7 +178,7 @@ def _describe_parameter(
 
 def knows_optimizer(index: AtomicIndex) -> bool:
     """Return whether the files name the parameters that an optimizer owns."""
-    return any(key.state != MODULE for key in index.stored.atoms)
+    return any(key.state != MODULE for key in index.atoms)
 
 
 def sort_states(states: Iterable[str]) -> list[str]:
@@ -191,8 +189,8 @@ def sort_states(states: Iterable[str]) -> list[str]:
 
 def find_file(index: AtomicIndex, record: int) -> str:
     """The file of a record, relative to the checkpoint's folder."""
-    path = index.stored.files[index.stored.records[record].file].path
-    return path.removeprefix(f"{os.path.dirname(index.run.state_file)}/")
+    path = index.files[index.records[record].file].path
+    return path.removeprefix(f"{os.path.dirname(index.state_file)}/")
 
 
 def _name_pattern(pattern: Pattern) -> str:
@@ -213,7 +211,7 @@ def _count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[P
         files, file_bytes: number of files, and their bytes.
     """
     sums: dict[str, int] = defaultdict(int)
-    for key, atom in index.stored.atoms.items():
+    for key, atom in index.atoms.items():
         sums[key.state if key.state in (MASTER, COPY, MODULE) else ""] += atom.nbytes
     numels = [row.numel for row in rows if row.kind != BUFFER and not row.instance]
     return {
@@ -254,8 +252,8 @@ def _read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
 
 def _find_writer(report: FolderReport, index: AtomicIndex) -> dict[str, Any]:
     """The program that wrote the checkpoint (``tool``), and the source of an atomic one from its manifest."""
-    if index.run.format or not index.run.topology.is_atomic:
-        return {"tool": index.run.format or "deepspeed", "source": None}
+    if index.format or not index.topology.is_atomic:
+        return {"tool": index.format or "deepspeed", "source": None}
     if report.manifest is None:
         return {"tool": "ds_to_universal", "source": None}
     source = {"topology": report.manifest.source, "fingerprint": report.manifest.fingerprint}
@@ -273,8 +271,8 @@ def _find_limits(
             f"give --patterns: {_advise(index, rules)}"
         )
         yield Finding("unsettled", "", text, WARNING, tuple(row.name for row in unsettled), tuple(advice.values()))
-    irregular = {f"{key.param}.{key.state}": text for key, text in index.limits.irregular.items()}
-    unreadable = {f"{key.param} ({key.state})": text for key, text in index.limits.unreadable.items()}
+    irregular = {f"{key.param}.{key.state}": text for key, text in index.irregular.items()}
+    unreadable = {f"{key.param} ({key.state})": text for key, text in index.unreadable.items()}
     for kind, problem, faults in (
         ("irregular", "optimizer states that are not element-wise, which other topologies cannot take", irregular),
         ("unreadable", "bytes that cannot be cut", unreadable),
@@ -283,7 +281,7 @@ def _find_limits(
             names = tuple(name for name in faults if faults[name] == text)
             yield Finding(kind, "", f"{problem}: {text}", WARNING, names)
     yield from (Finding("rules", "", text, WARNING) for text in settled.unused)
-    if files := {find_file(index, at) for at, record in enumerate(index.stored.records) if record.crc is None}:
+    if files := {find_file(index, at) for at, record in enumerate(index.records) if record.crc is None}:
         text = "files without checksums; damage to them cannot be found"
         yield Finding("checksums", "", text, NOTE, tuple(sorted(files)))
 

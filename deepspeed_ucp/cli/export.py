@@ -147,7 +147,7 @@ def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> Outp
     if options.adapter:
         from ..formats.foreign.adapter import read_config
 
-        folder = os.path.dirname(index.run.state_file)
+        folder = os.path.dirname(index.state_file)
         config = read_config(options.adapter_config, folder)
         how = replace(how, adapter=options.adapter_name or "default", adapter_config=config)
     if options.to == "hf":

@@ -107,14 +107,14 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     from ..examine.sizing import count_state
 
     index = open_index(options, find_folders(options.checkpoint, options.also, Comm()), Comm())
-    degrees = parse_degrees(options.target, index.run.topology, world=options.ranks)
+    degrees = parse_degrees(options.target, index.topology, world=options.ranks)
     check = check_resume(index, degrees, read_rules(options), train_batch=options.train_batch_size)
-    data = {"possible": not check.obstacles, "source": index.run.written, "target": degrees.describe()}
+    data = {"possible": not check.obstacles, "source": index.written, "target": degrees.describe()}
     data |= {**asdict(check), "read_per_rank": -(-check.read // degrees.world)}
     lines = [f"possible: {check.loader} loads it on {pluralize(degrees.world, 'rank')}", ""]
     if check.obstacles:
         lines = ["not possible", *(f"  - {text}" for text in check.obstacles), ""]
-    lines += format_table([("from", index.run.written), ("to", degrees.describe()), *_list_facts(check)])
+    lines += format_table([("from", index.written), ("to", degrees.describe()), *_list_facts(check)])
     return _add_times(options, data, lines, degrees, *count_state(index, degrees))
 
 

@@ -82,8 +82,8 @@ def _write_values(hyper: Mapping[str, Any]) -> str:
 
 
 def _describe_writer(index: AtomicIndex, written: Mapping[str, Any]) -> str:
-    topology = index.run.topology
-    if index.run.format:
+    topology = index.topology
+    if index.format:
         return f"{written['tool']}, {topology.precision}"
     if topology.is_atomic:
         return f"{written['tool']}, an atomic checkpoint"
@@ -147,7 +147,7 @@ def _write_finding(finding: Finding) -> list[str]:
 
 def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     """Describe a parameter with every fragment: file, byte offset, length in bytes, elements of its shard."""
-    atoms = {key.state: atom for key, atom in index.stored.atoms.items() if key.param == row.param}
+    atoms = {key.state: atom for key, atom in index.atoms.items() if key.param == row.param}
     states = []
     for state in sort_states(atoms):
         atom = atoms[state]
@@ -160,7 +160,7 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
             for rank, shard in enumerate(atom.shards)
         ]
         states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
-    hyper = index.run.groups[row.group].hyper if row.group is not None else None
+    hyper = index.groups[row.group].hyper if row.group is not None else None
     return {**asdict(row), "hyper": hyper, "layout": states}
 
 
@@ -169,7 +169,7 @@ def _locate(index: AtomicIndex, fragment: Fragment, shape: tuple[int, ...], dtyp
     block = list(zip(fragment.find_begins(shape), fragment.block, strict=True)) if fragment.block else None
     return {
         "file": find_file(index, fragment.record),
-        "offset": index.stored.records[fragment.record].offset + fragment.offset,
+        "offset": index.records[fragment.record].offset + fragment.offset,
         "bytes": fragment.numel * ITEMSIZE[dtype],
         "start": fragment.start,
         "numel": fragment.numel,

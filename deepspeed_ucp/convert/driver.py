@@ -193,7 +193,7 @@ def _plan(
     index = fuse(index)  # as upstream's loader knows them
     full = assemble_full_tensors(index, rules, live=live)
     staging = open_staging(report.destination, report.source, CONVERSION)
-    files, steps = list_files(full, index.model.fused), list_steps(index)
+    files, steps = list_files(full, index.fused), list_steps(index)
     check_paths([*(file.path for file in files), *steps])
     identity = identify(index) if comm.rank == 0 else None
     return _Conversion(index, comm, options, staging, report, full, files, steps, identity)

@@ -23,12 +23,12 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
     checksum the file's time of change. Names are relative to the state file's folder, so a moved checkpoint keeps its
     fingerprint.
     """
-    folder = os.path.dirname(index.run.state_file) or "."
+    folder = os.path.dirname(index.state_file) or "."
     records: dict[int, list[Record]] = {}
-    for record in index.stored.records:
+    for record in index.records:
         records.setdefault(record.file, []).append(record)
     files = []
-    for number, file in enumerate(index.stored.files):
+    for number, file in enumerate(index.files):
         name = os.path.relpath(file.path, folder)
         if name.startswith(os.pardir):  # in another place
             name = os.path.basename(file.path)
@@ -49,26 +49,26 @@ def digest_view(index: AtomicIndex) -> str:
     One set of files can have several indexes: the user names the parameters of a stage-0 checkpoint.
     """
     digest = hashlib.sha256()
-    for key, atom in sorted(index.stored.atoms.items()):
+    for key, atom in sorted(index.atoms.items()):
         digest.update(repr((tuple(key), atom.dtype)).encode())
         for shard in atom.shards:
             fragments = shard.list_fragments(key.state)
             places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in fragments]
             digest.update(repr((shard.shape, places)).encode())
     values = (
-        index.run.scalars,
-        index.model.aliases,
-        index.model.instances,
-        index.run.counters,
-        index.run.scaler,
-        index.run.clip_grad,
+        index.scalars,
+        index.aliases,
+        index.instances,
+        index.counters,
+        index.scaler,
+        index.clip_grad,
     )
     for mapping in values[:3]:
         digest.update(repr(sorted(mapping.items())).encode())
-    digest.update(repr((values[3:], [(group.members, keep_plain(group.hyper)) for group in index.run.groups])).encode())
+    digest.update(repr((values[3:], [(group.members, keep_plain(group.hyper)) for group in index.groups])).encode())
     return digest.hexdigest()
 
 
 def _find_place(index: AtomicIndex, number: int) -> tuple[str, int]:
-    record = index.stored.records[number]
-    return os.path.basename(index.stored.files[record.file].path), record.offset
+    record = index.records[number]
+    return os.path.basename(index.files[record.file].path), record.offset

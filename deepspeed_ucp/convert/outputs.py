@@ -157,12 +157,12 @@ def list_steps(index: AtomicIndex) -> dict[str, tuple[bytes, int]]:
     """Relative path → content of every parameter's ``step.pt``, and the CRC32 of its zip directory."""
     made: dict[tuple[type, object], tuple[bytes, int]] = {}
     steps = {}
-    for param, scalars in sorted(index.run.scalars.items()):
+    for param, scalars in sorted(index.scalars.items()):
         if STEP not in scalars:
             continue
         step = scalars[STEP]
         kind = type(step), step
         if kind not in made:
-            made[kind] = dump_value(step, index.run.scalar_dtypes.get(STEP))
+            made[kind] = dump_value(step, index.scalar_dtypes.get(STEP))
         steps[place_file(AtomKey(param.name, STEP, param.instance))] = made[kind]
     return steps

@@ -62,7 +62,7 @@ def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
 
 
 def _write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
-    main = _make_empty(index.run.counters) if index.run.format else read_header(index.run.state_file)
+    main = _make_empty(index.counters) if index.format else read_header(index.state_file)
     saved = _as_dict(main.tree)
     client = _save(main, _strip_model(saved), os.path.join(folder, STATE_FILE))
     _link(os.path.join(folder, STATE_FILE), os.path.join(folder, MODEL_STATES_ZERO3))
@@ -92,9 +92,9 @@ def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
 
 def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str, SealedFile]]:
     """Write the client states of the other model-parallel ranks, with a script's random states."""
-    if index.run.format:
+    if index.format:
         return
-    tp, pp = index.run.degrees or (index.run.topology.tp, index.run.topology.pp)
+    tp, pp = index.degrees or (index.topology.tp, index.topology.pp)
     for rank in range(1, tp * pp):
         if (path := find_state_file(index, rank)) is None:
             continue
@@ -126,13 +126,13 @@ def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any]:
     """Return the file of the source's first optimizer state, and its dictionary (None without one)."""
-    folder = os.path.dirname(index.run.state_file)
-    if index.run.format:
+    folder = os.path.dirname(index.state_file)
+    if index.format:
         return main, None
-    if index.run.topology.is_atomic:
+    if index.topology.is_atomic:
         file = read_header(os.path.join(folder, OPTIMIZER_STATE))
         return file, file.tree
-    listed = sort_names(folder, {os.path.basename(file.path) for file in index.stored.files})[0]["optim"]
+    listed = sort_names(folder, {os.path.basename(file.path) for file in index.files})[0]["optim"]
     if not listed:
         return main, _as_dict(main.tree).get("optimizer")
     first = min(listed, key=lambda key: key[1:])
@@ -152,13 +152,13 @@ def _describe_optimizer(
     kept = {
         key: value for key, value in saved.items() if key not in _SHARDED and count_bytes(file, value) <= _KEPT_BYTES
     }
-    if index.run.scaler and "loss_scaler" not in kept:
+    if index.scaler and "loss_scaler" not in kept:
         kept |= {
-            "loss_scaler": _make_scaler(index.run.scaler, main),
-            "dynamic_loss_scale": bool(index.run.scaler["dynamic"]),
+            "loss_scaler": _make_scaler(index.scaler, main),
+            "dynamic_loss_scale": bool(index.scaler["dynamic"]),
         }
     versions = (kept.get("ds_version"), _as_dict(file.tree).get("ds_version"), main.get("ds_version"))
-    groups = _list_groups(index.run.groups, saved)
+    groups = _list_groups(index.groups, saved)
     step, added = _describe_step(index)
     inner = {"state": {0: step}, "param_groups": groups}
     common = {"ds_version": next((v for v in versions if v), _OLDEST), "param_groups": groups}
@@ -179,12 +179,12 @@ def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[
 
 def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the first parameter's step, which upstream's stage 3 uses for all parameters, and its storage."""
-    counted = (index.run.scalars.get(param, {}) for group in index.run.groups for param in group.members)
+    counted = (index.scalars.get(param, {}) for group in index.groups for param in group.members)
     steps = [scalars["step"] for scalars in counted if "step" in scalars]
-    steps += [group.hyper["step"] for group in index.run.groups if "step" in group.hyper]
+    steps += [group.hyper["step"] for group in index.groups if "step" in group.hyper]
     if not steps or not is_plain(steps[0]):
         return {}, {}
-    if dtype := index.run.scalar_dtypes.get("step"):
+    if dtype := index.scalar_dtypes.get("step"):
         return {"step": make_tensor("step", dtype, 1, ())}, {"step": pack_scalar(dtype, steps[0])}
     return {"step": steps[0]}, {}
 

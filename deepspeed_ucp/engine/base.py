@@ -353,9 +353,9 @@ class Target(ABC):
     def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
         """Describe optimizers of another kind than the saved one, which torch's ``load_state_dict`` does not notice."""
         irregular: dict[ParamKey, set[str]] = defaultdict(set)
-        for key in index.limits.irregular:
+        for key in index.irregular:
             irregular[key.param].add(key.state)
-        groups = {param: group.hyper for group in index.run.groups for param in group.members}
+        groups = {param: group.hyper for group in index.groups for param in group.members}
         for flat in self.flats:
             params = [ParamKey(index.resolve(name)) for name in flat.names]
             saved = set().union(*(irregular.get(param, ()) for param in params))
@@ -363,9 +363,9 @@ class Target(ABC):
             if not saved:
                 continue
             hyper = next((groups[param] for param in params if param in groups), {})
-            scalars = set().union(*(index.run.scalars.get(param, ()) for param in params))
+            scalars = set().union(*(index.scalars.get(param, ()) for param in params))
             group = self.param_group(flat)
-            rule = self.optimizer, self.optimizer.param_groups[group], hyper, index.run.configured
+            rule = self.optimizer, self.optimizer.param_groups[group], hyper, index.configured
             text = (
                 find_other_kind(self.optimizer, group, hyper, saved, flat.tensor, scalars)
                 or find_other_rule(*rule)

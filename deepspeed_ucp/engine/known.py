@@ -53,14 +53,14 @@ def list_unknown(target: Target, index: AtomicIndex | None = None) -> list[str]:
     unknown = [option for option in _list_options(target) if option not in row]
     if index is not None and topology.zero_stage == 3:
         unknown += _list_other_frozen(target, index)
-    return unknown + list(index.limits.unnoticed if index else ())
+    return unknown + list(index.unnoticed if index else ())
 
 
 def _list_other_frozen(target: Target, index: AtomicIndex) -> Iterator[str]:
     """Describe parameters without optimizer that were saved otherwise; ZeRO 3's load compares only their sizes."""
     for name in sorted(target.params.keys() - target.owned):
         saved = index.find(index.resolve(name), MODULE)
-        if saved is None and AtomKey(name, MODULE) not in index.limits.unreadable:
+        if saved is None and AtomKey(name, MODULE) not in index.unreadable:
             yield f"{name}, which was not saved as a parameter without optimizer"
         elif saved is not None and saved.shards[target.tp_shard_of(name)].shape != target.shape_of(name):
             yield f"{name}, which was saved in another shape"

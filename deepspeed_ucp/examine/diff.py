@@ -202,7 +202,7 @@ def _compare_share(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], options: DiffOptions, comm: Comm
 ) -> Tallies:
     """Compare this rank's batches in the order of A's files; each thread holds both sides of a batch."""
-    threads, most = options.divide(left.run.state_file)
+    threads, most = options.divide(left.state_file)
     outputs = [Output(pair.numel, max(pair.left.itemsize, pair.right.itemsize), pair.left.place) for pair in pairs]
     batches = cut_batches(outputs, most)[comm.rank :: comm.size]
     tallies: list[tuple[int, tuple[Tally, Tally]]] = []
@@ -231,18 +231,18 @@ def _compare_rest(
     """Compare everything except tensors; return differences and notes."""
     weights = is_weights_alone(left, right)
     values = [] if options.states or weights else compare_values(left, right, pairs.names, options.wants)
-    if left.run.format or right.run.format:  # foreign formats do not record the topology
-        notes = [] if left.run.written == right.run.written else [f"written: {left.run.written} → {right.run.written}"]
+    if left.format or right.format:  # foreign formats do not record the topology
+        notes = [] if left.written == right.written else [f"written: {left.written} → {right.written}"]
     else:
-        topology = (replace(index.run.topology, flats=()) for index in (left, right))
+        topology = (replace(index.topology, flats=()) for index in (left, right))
         notes = [f"topology: {text}" for text in find_differences(*topology)]
-    notes += [f"{side}: {index.limits.dropped}" for side, index in (("A", left), ("B", right)) if index.limits.dropped]
+    notes += [f"{side}: {index.dropped}" for side, index in (("A", left), ("B", right)) if index.dropped]
     if left.is_weights_alone != right.is_weights_alone:
         notes.append("weights alone are compared, since one side has nothing else")
     if not weights and not options.only and not options.states:
         differences, more = compare_runs(left, right)
         values, notes = values + differences, notes + more
-    if bool(left.run.format) != bool(right.run.format):
+    if bool(left.format) != bool(right.format):
         lacking = [value for value in values if ABSENT in (value.left, value.right)]
         values = [value for value in values if value not in lacking]
         if lacking:

@@ -60,10 +60,10 @@ def _describe_contents(contents: Sequence[str], record: FileRecord | None) -> st
 
 def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict[int, list[str]]:
     """Map record offsets to the atoms with fragments in these records."""
-    files = {number for number, file in enumerate(index.stored.files) if path in file.copies}
-    records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
+    files = {number for number, file in enumerate(index.files) if path in file.copies}
+    records = {n: r.offset for n, r in enumerate(index.records) if r.file in files and r.offset in offsets}
     atoms: dict[int, dict[str, None]] = {}
-    for atom in index.stored.atoms.values():
+    for atom in index.atoms.values():
         fragments = (f for shard in atom.shards for f in shard.list_fragments(atom.state))
         for fragment in (f for f in fragments if f.record in records):
             atoms.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None

@@ -97,7 +97,7 @@ def pair_atoms(
         MismatchError: unknown patterns of parameters that both cut differently; all in one message.
     """
     rules = [replace(rule, resizes=()) for rule in rules]  # another shape is a difference
-    renamed = apply_renames(left, list_shapes(right), rules, right.model.aliases)
+    renamed = apply_renames(left, list_shapes(right), rules, right.aliases)
     names = {old: new for new, old in renamed.items()}
     weights = is_weights_alone(left, right)
     mine, theirs = _list_wanted(left, wanted, weights), _list_wanted(right, wanted, weights)
@@ -137,7 +137,7 @@ def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool], weights
             return key.state in _WEIGHTS and any(wanted(key.name, state) for state in _WEIGHTS)
         return wanted(key.name, key.state)
 
-    return {key: atom for key, atom in index.stored.atoms.items() if is_wanted(key) and not is_remade(key, index)}
+    return {key: atom for key, atom in index.atoms.items() if is_wanted(key) and not is_remade(key, index)}
 
 
 def _match(
@@ -180,11 +180,11 @@ def _settle_both(
 ) -> Settled:
     """Settle the layouts of both sides by A's names; ``wrong`` has parameters with different logical shapes."""
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # weights determine the shapes
-    source = {a.name: _local(left.stored.atoms[a]) for a, _ in keys}
-    target = {a.name: _local(right.stored.atoms[b]) for a, b in keys}
+    source = {a.name: _local(left.atoms[a]) for a, _ in keys}
+    target = {a.name: _local(right.atoms[b]) for a, b in keys}
     theirs = [replace(rule, by="target") for rule in order_rules(right, ())]
     both = [*order_rules(left, rules), *theirs]
-    settled = settle(sorted(source), source, target, both, left.model.hints)
+    settled = settle(sorted(source), source, target, both, left.hints)
     both_ways = replace(settled, open={}, wrong=_compare_shapes(settled, source, target, both, left))
     _refine(both_ways, source, target, left, order_rules(left, rules))
     _refine(both_ways, source, target, right, order_rules(right, rules))
@@ -203,7 +203,7 @@ def _compare_shapes(
 ) -> dict[str, str]:
     """Describe parameters with different known shapes, which are a difference and not an error."""
     names = sorted({*settled.open, *settled.wrong})
-    mine, theirs = (settle(names, side, None, rules, left.model.hints).layouts for side in (source, target))
+    mine, theirs = (settle(names, side, None, rules, left.hints).layouts for side in (source, target))
     wrong = {}
     for name in (name for name in names if name in mine and name in theirs):
         shapes = [side[name][0].shape for side in (mine, theirs)]
@@ -217,11 +217,11 @@ def _compare_shapes(
 
 def _refine(refined: Settled, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """Settle the patterns of parameters that both sides cut alike, to locate elements and padding rows."""
-    alike = [name for name in refined.layouts if source[name] == target[name] and name not in index.model.buffers]
+    alike = [name for name in refined.layouts if source[name] == target[name] and name not in index.buffers]
     names = [
         name for name in alike if isinstance(refined.patterns[name], SameShards) or refined.patterns[name].vocab is None
     ]
-    settled = settle(sorted(names), source, None, rules, index.model.hints)
+    settled = settle(sorted(names), source, None, rules, index.hints)
     for name, (have, _) in settled.layouts.items():
         if not have.replicated and have.claims is None:  # replicas are compared rank by rank
             refined.layouts[name], refined.patterns[name] = (have, have), settled.patterns[name]

@@ -65,10 +65,10 @@ def check_resume(
     Raises:
         CheckpointError: the state file cannot be read.
     """
-    files = index.stored.files
+    files = index.files
     check = ResumeCheck(degrees, files=len(files), checkpoint=sum(file.size for file in files))
-    saved, objections = replace(index.run.topology, flats=()), Objections()
-    if index.run.format:
+    saved, objections = replace(index.topology, flats=()), Objections()
+    if index.format:
         check.differences.append("not DeepSpeed's own format")
     else:
         check.differences += find_differences(saved, degrees.to_topology(saved))
@@ -103,7 +103,7 @@ def _check_load(
         objections.errors.append(MismatchError(f"{text} Pass load_optimizer_states=False to load the weights alone."))
     if degrees.pp > 1 and degrees.zero > 1:
         objections.errors.append(MismatchError("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism."))
-    for extension in find_for_names([key.name for key in named.stored.atoms], degrees):
+    for extension in find_for_names([key.name for key in named.atoms], degrees):
         with objections:
             extension.check_degrees(named, degrees)
     with objections:
@@ -115,20 +115,20 @@ def _measure(
 ) -> None:
     """Plan the wants of all tensor-parallel ranks, before ZeRO and pipelines divide them."""
     index, tp = named, check.degrees.tp
-    names = dict.fromkeys(key.name for key in index.stored.atoms if key.state in (MASTER, MODULE))
+    names = dict.fromkeys(key.name for key in index.atoms if key.state in (MASTER, MODULE))
     local, layouts = _settle(saved, renamed, list(names), tp, rules, check)
     touched: dict[AtomKey, None] = {}
     records: set[int] = set()
     for stage in range(2 if check.degrees.pp > 1 else 1):  # tied modules: the first and the last stage have a copy
-        in_stage = [name for name in names if not stage or name in index.model.instances]
+        in_stage = [name for name in names if not stage or name in index.instances]
         match = Match({name: pick_instance(index, name, stage, 2) for name in in_stage})
         for rank in range(tp):
             view = _view_rank(index, match, local, rank)
             touched |= dict.fromkeys(list_touched(index, view, match, with_states=True))
             for want in list_wants(index, view, match, layouts, with_states=True).wants:
                 records |= {item.record for item in locate(want)}
-    check.state = index.stored.atoms.count_bytes(list(touched))
-    check.read = sum(index.stored.records[record].nbytes for record in records)
+    check.state = index.atoms.count_bytes(list(touched))
+    check.read = sum(index.records[record].nbytes for record in records)
 
 
 def _settle(
@@ -141,7 +141,7 @@ def _settle(
 ) -> tuple[Shapes, Layouts]:
     """Local shapes by tensor-parallel rank, and the layouts of both sides, by the names of the target."""
     saved = {name: renamed.get(name, name) for name in names}
-    if index.run.topology.tp == tp == 1:
+    if index.topology.tp == tp == 1:
         weights = settling.list_weights(index)
         return {name: (weights[old].shape,) for name, old in saved.items()}, {}
     settled = settling.settle_index(index, rules, names=list(saved.values()), degree=tp).require()

@@ -73,7 +73,7 @@ def compare_hyper(index: AtomicIndex, config: Mapping[str, Any], *, is_left: boo
     given = optimizer.get("params") if isinstance(optimizer, Mapping) else None
     params = given if isinstance(given, Mapping) else {}
     differences = []
-    for group in index.run.groups:
+    for group in index.groups:
         saved = {**group.hyper, "lr": group.hyper.get("initial_lr", group.hyper.get("lr", ABSENT))}
         for key in [key for key in params if key in group.hyper and params[key] != AUTO]:
             if not is_same(saved[key], params[key]):

@@ -56,7 +56,7 @@ def estimate_run(params: int, degrees: Degrees, optimizer: str) -> RunSize:
 
 def count_state(index: AtomicIndex, degrees: Degrees) -> tuple[int, int]:
     """Bytes of a save of this model at degrees: masters and optimizer states; and 16-bit copies and other tensors."""
-    atoms = index.stored.atoms.items()
+    atoms = index.atoms.items()
     states = sum(atom.nbytes for key, atom in atoms if key.state not in (COPY, MODULE))
     others = sum(atom.nbytes for key, atom in atoms if key.state == MODULE)
     masters = sum(atom.numel for key, atom in atoms if key.state == MASTER)

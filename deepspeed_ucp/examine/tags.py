@@ -89,19 +89,19 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
     except UcpError as error:
         fault = error
     age = find_age([where])
-    if index and index.run.format:
+    if index and index.format:
         files = {name: entry for name, entry in files.items() if is_foreign(name)}
         times = (entry.changed for entry in files.values())
-        age = Age(index.run.counters.get("global_steps", -1), False, max(times, default=0.0))
-    weights_only = index is not None and not fault and index.run.topology.wrapper == STATELESS
+        age = Age(index.counters.get("global_steps", -1), False, max(times, default=0.0))
+    weights_only = index is not None and not fault and index.topology.wrapper == STATELESS
     if index and weights_only:
-        fault = CheckpointError(index.limits.stateless)
+        fault = CheckpointError(index.stateless)
     return TagReport(
         path,
         where,
         age,
         fault or _find_cut_short(os.path.dirname(where)),
-        index.run.written if index else None,
+        index.written if index else None,
         weights_only=weights_only,
         files=files,
     )

@@ -105,11 +105,11 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
     Raises:
         CheckpointError: a state file cannot be read.
     """
-    sections: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("counter", left.run.counters, right.run.counters)]
-    if _is_scaling(left.run.scaler) or _is_scaling(right.run.scaler):
-        sections.append(("scaler", left.run.scaler, right.run.scaler))
-    if left.run.clip_grad is not None and right.run.clip_grad is not None:
-        sections.append(("clipping", {"clip_grad": left.run.clip_grad}, {"clip_grad": right.run.clip_grad}))
+    sections: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("counter", left.counters, right.counters)]
+    if _is_scaling(left.scaler) or _is_scaling(right.scaler):
+        sections.append(("scaler", left.scaler, right.scaler))
+    if left.clip_grad is not None and right.clip_grad is not None:
+        sections.append(("clipping", {"clip_grad": left.clip_grad}, {"clip_grad": right.clip_grad}))
     differences = [
         ValueDifference(section, key, a, b)
         for section, mine, theirs in sections
@@ -118,8 +118,8 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
     ]
     kept = [("A", _list_hyper(left)), ("B", _list_hyper(right))]
     notes = [f"{side} keeps no hyper-parameters" for side, hyper in kept if hyper and not any(hyper.values())]
-    if left.run.state_file and right.run.state_file and not (left.run.format or right.run.format):
-        client, more = _compare_clients(read_header(left.run.state_file), read_header(right.run.state_file))
+    if left.state_file and right.state_file and not (left.format or right.format):
+        client, more = _compare_clients(read_header(left.state_file), read_header(right.state_file))
         differences, notes = differences + client, notes + more
     return differences, notes
 
@@ -142,8 +142,8 @@ def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterat
 
 def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
     """Return scalars by parameter; some optimizers store ``step`` in the group."""
-    by_param = {param: dict(scalars) for param, scalars in index.run.scalars.items()}
-    for group in index.run.groups:
+    by_param = {param: dict(scalars) for param, scalars in index.scalars.items()}
+    for group in index.groups:
         for param in group.members if "step" in group.hyper else ():
             by_param.setdefault(param, {}).setdefault("step", group.hyper["step"])
     return by_param
@@ -152,7 +152,7 @@ def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
 def _list_hyper(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
     return {
         param: {key: value for key, value in group.hyper.items() if key != "step"}
-        for group in index.run.groups
+        for group in index.groups
         for param in group.members
     }
 

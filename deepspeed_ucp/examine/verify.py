@@ -164,7 +164,7 @@ def verify_checkpoint(
     report = survey_files(where.choose(_is_opened), comm, Naming(groups=groups or "module"))
     more, index = comm.once(lambda: list_findings(report, groups)), report.index
     where = where.choose(_holds_state)
-    known = {path: number for number, file in enumerate(index.stored.files if index else ()) for path in file.copies}
+    known = {path: number for number, file in enumerate(index.files if index else ()) for path in file.copies}
     mine = {name: _choose_copies(where, name, index, known) for name in _share(where, comm)}
     seen, read = _Examiner(index, known, options, headers_only=headers_only).examine_all(mine)
     listed = {name: result.listed for name, result in seen.items() if result.listed is not None}
@@ -190,7 +190,7 @@ def verify_checkpoint(
     return Verification(
         folder=folder,
         kind="atomic" if report.atomic else "foreign" if find_foreign(where.entries) else "normal",
-        topology=index.run.written if index else "",
+        topology=index.written if index else "",
         files=tuple(sorted((report for reports, *_ in gathered for report in reports), key=lambda r: r.name)),
         others=tuple(sorted({name for *_, names in gathered for name in names})),
         read=sum(nbytes for *_, nbytes, _ in gathered),
@@ -215,7 +215,7 @@ def _choose_copies(where: FileTable, name: str, index: AtomicIndex | None, known
     """
     copies, size = where.list_copies(name, near=True), where.entries[name].size
     number = next((known[path] for path in copies if path in known), None)
-    read = index.stored.files[number].copies if index and number is not None else ()
+    read = index.files[number].copies if index and number is not None else ()
     same = [path for path, nbytes in copies.items() if nbytes == size]
     alone = [path for path in same if path in read] if len(read) == 1 else []
     others = [path for path, nbytes in copies.items() if nbytes != size and path in read]
@@ -235,7 +235,7 @@ class _Examiner:
         self, index: AtomicIndex | None, known: Mapping[str, int], options: WorkOptions, *, headers_only: bool
     ) -> None:
         self.index, self.known, self.options, self.headers_only = index, known, options, headers_only
-        self.sealed = {record.file: record.crc for record in index.stored.records} if index else {}
+        self.sealed = {record.file: record.crc for record in index.records} if index else {}
 
     def examine_all(self, files: Mapping[str, Mapping[str, int]]) -> tuple[dict[str, _Result], int]:
         """Verify files, and further copies of damaged ones; return results by name, and the bytes read.
@@ -255,7 +255,7 @@ class _Examiner:
                     left[name].clear()
                     seen[name] = _Result(result.listed, [_excuse(fault, path) for fault in before.faults])
                 elif self.index is not None:
-                    self.index.stored.failed.add(path)
+                    self.index.failed.add(path)
         return seen, read
 
     def _examine(self, files: Mapping[str, ScanFile]) -> tuple[dict[str, _Result], int]:
@@ -281,7 +281,7 @@ class _Examiner:
         if has_directory(name):
             return _look_at(name, file.path)
         number = self.known.get(file.path)
-        in_file = [record for record in self.index.stored.records if record.file == number] if self.index else []
+        in_file = [record for record in self.index.records if record.file == number] if self.index else []
         records = tuple(FileRecord("tensor", record.offset, record.nbytes, record.crc) for record in in_file)
         return FileRecords(file.path, file.size, records, 0, "")
 
@@ -307,7 +307,7 @@ class _Examiner:
     def _compare_known(self, name: str, path: str, listed: FileRecords) -> Finding | None:
         """Return a fault for an intact file that is not the one in the index."""
         number, crc = self.known.get(path), listed.header_crc
-        file = self.index.stored.files[number] if self.index and number is not None else None
+        file = self.index.files[number] if self.index and number is not None else None
         if file is None or not file.places or None in (file.header_crc, crc) or file.header_crc == crc:
             return None
         text = f"{path}: its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file."
@@ -376,9 +376,9 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
             )
             finding = replace(finding, text=text, severity=WARNING)
         findings.append(finding)
-    if report.index is not None and report.index.limits.stateless:
-        findings.append(Finding("missing", "", report.index.limits.stateless, WARNING))
-    if report.index is not None and report.index.run.format:
+    if report.index is not None and report.index.stateless:
+        findings.append(Finding("missing", "", report.index.stateless, WARNING))
+    if report.index is not None and report.index.format:
         return findings  # `latest` does not name it
     return [*findings, *check_latest(report.folder, atomic=report.atomic)]
 
@@ -386,7 +386,7 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
 def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Finding]:
     """Return faults if masters and the model's copies are of different steps; collective."""
     try:
-        check_samples(index, index.stored.atoms, comm)
+        check_samples(index, index.atoms, comm)
     except UcpError as error:
         return [replace(finding, kind="foreign") for finding in from_error(folder, error)]
     return []

@@ -23,18 +23,18 @@ _SCHEDULER = "scheduler.pt"
 
 def write_beside(export: Export) -> None:
     """Copy the trainer's files of a tag, create those that the tag can supply, and log the missing ones."""
-    report, run = export.report, export.index.run
-    source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
+    report, index = export.report, export.index
+    source, step = os.path.dirname(find_tag_folder(report.source)), index.counters.get("global_steps", 0)
     names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
     for name in names:
         with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
             stream.write(read_small(join_path(source, name)))
     has_states = os.path.isdir(os.path.join(export.folder, OPTIMIZER_FOLDER))
-    if has_states and run.scaler.get("dynamic") and SCALER not in names:
-        _save(export, SCALER, make_scaler(run.scaler))
+    if has_states and index.scaler.get("dynamic") and SCALER not in names:
+        _save(export, SCALER, make_scaler(index.scaler))
     is_trainers = TRAINER_STATE in names
     if has_states and is_trainers and _SCHEDULER not in names:  # the Trainer ignores the optimizer without it
-        _save(export, _SCHEDULER, make_schedule(step, [group.hyper.get("lr") for group in run.groups]))
+        _save(export, _SCHEDULER, make_schedule(step, [group.hyper.get("lr") for group in index.groups]))
         text = "%s: the saved run's scheduler was DeepSpeed's; %s has only its step, %d, for this run's scheduler"
         logger.warning(text, report.destination, _SCHEDULER, step)
     wanted = ("rng_state",) if is_trainers else ("scheduler.bin", "random_states")

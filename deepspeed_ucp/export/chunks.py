@@ -119,8 +119,8 @@ class Planner(DefaultSavePlanner):
         """
         changed = set(self.repeated) - set(self.checks)
         if changed:
-            stored = self.reader.index.stored
-            path = stored.files[stored.records[min(changed).record].file].path
+            index = self.reader.index
+            path = index.files[index.records[min(changed).record].file].path
             raise CheckpointError(
                 "was written to while it was exported. Export again when no save is under way.", path=path
             )

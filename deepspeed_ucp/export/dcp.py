@@ -85,7 +85,7 @@ def export_dcp(
 def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: {layout!r} is unknown. {advise(layout, LAYOUTS)}")
-    if not weights_only and (text := index.limits.stateless or describe_irregular(index)):
+    if not weights_only and (text := index.stateless or describe_irregular(index)):
         raise UnsupportedError(f"{text} Export only the weights (--weights-only).")
 
 

@@ -120,12 +120,12 @@ class LikeModel:
         Args:
             renames: the user's rules, which take precedence.
         """
-        saved = {param.name for param in index.stored.atoms.storages}
+        saved = {param.name for param in index.atoms.storages}
         known = {name for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
             files, weights = self.shapes or _list_files(model), model.state_dict()
             index = recast(index, {name: (tuple(weight.shape),) for name, weight in weights.items()})
-            known |= {param.name for param in index.stored.atoms.storages} - saved
+            known |= {param.name for param in index.atoms.storages} - saved
             try:
                 reading = convert(model, files, weights)
             except UnsupportedError:  # from_pretrained also accepts the names in memory

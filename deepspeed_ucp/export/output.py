@@ -104,10 +104,10 @@ def stage_export(
     comm.once(lambda: _warn_losses(index, selection))
     report = OutputReport(
         format=format,
-        source=os.path.dirname(index.run.state_file),
+        source=os.path.dirname(index.state_file),
         destination=destination,
         tensors=tensors,
-        parameters=sum(weight.numel for weight in selection.weights if weight.full.name not in index.model.buffers),
+        parameters=sum(weight.numel for weight in selection.weights if weight.full.name not in index.buffers),
         dtypes=tuple(sorted({weight.dtype for weight in selection.weights})),
         nodes=comm.size,
     )
@@ -145,18 +145,18 @@ def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> 
 
 def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
     """Warn of data that an export cannot hold or that the source lacks."""
-    if index.limits.dropped:
-        logger.warning("%s: %s", index.run.state_file, index.limits.dropped)
-    if parted := find_diverged(index, sorted(index.model.instances), Comm()):
+    if index.dropped:
+        logger.warning("%s: %s", index.state_file, index.dropped)
+    if parted := find_diverged(index, sorted(index.instances), Comm()):
         logger.warning(
             "held by several pipeline stages with different values; the first stage's are written: %s",
             shorten(parted),
         )
-    if not any(key.state == MASTER for key in index.stored.atoms) and index.run.topology.precision != "float32":
+    if not any(key.state == MASTER for key in index.atoms) and index.topology.precision != "float32":
         remedy = "; if the optimizer was given model.parameters() at stage 0, --groups module names its fp32 weights"
         logger.warning(
             "this checkpoint has no fp32 weights with names, so the model's own %s are written%s",
-            *(index.run.topology.precision, "" if index.limits.stateless else remedy),
+            *(index.topology.precision, "" if index.stateless else remedy),
         )
     padded = [weight for weight in selection.weights if weight.shape != weight.full.shape]
     if cut := [f"{weight.names[0]} ({weight.shape[0]} of {weight.full.shape[0]} rows)" for weight in padded]:

@@ -50,12 +50,12 @@ def _make_optimizer(
     for key, tensor in selection.states.items():
         states.setdefault(key.name, {})[key.state] = stand_in(tensor)
     for name, values_of in states.items():
-        scalars = index.run.scalars.get(ParamKey(name), {})
+        scalars = index.scalars.get(ParamKey(name), {})
         values_of.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
     # DeepSpeed's Adam decouples weight decay unless its ds_config has adam_w_mode=False.
-    is_plain = str(index.run.optimizer).lower() == "adam" and index.run.optimizer_params.get("adam_w_mode") is False
+    is_plain = str(index.optimizer).lower() == "adam" and index.optimizer_params.get("adam_w_mode") is False
     groups = []
-    for group in index.run.groups:
+    for group in index.groups:
         names = [selection.names[name] for name in group.names if name in selection.names]
         hyper = {**({"decoupled_weight_decay": False} if is_plain else {}), **group.hyper}
         groups.append({**complete_group(hyper, states, group.names), "params": names})
@@ -64,7 +64,7 @@ def _make_optimizer(
 
 def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
     """Convert a scalar to its tensor: torch's optimizers store ``step`` as 0-dim float32, DeepSpeed's as a number."""
-    dtype = index.run.scalar_dtypes.get(name, "float32" if name == "step" else None)
+    dtype = index.scalar_dtypes.get(name, "float32" if name == "step" else None)
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 

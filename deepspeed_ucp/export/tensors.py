@@ -137,9 +137,9 @@ def select_tensors(
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is unknown. {advise(options.dtype, sorted(FLOATING))}")
     refuse_unreadable(index, states)
-    if index.limits.ambiguous:
+    if index.ambiguous:
         logger.warning(
-            f"{index.run.state_file}: {shorten(index.limits.ambiguous, 3)}: further names of shared modules. ZeRO 3 "
+            f"{index.state_file}: {shorten(index.ambiguous, 3)}: further names of shared modules. ZeRO 3 "
             "does not record the shared module, so they are not written. Load the export into such a model with "
             "strict=False."
         )
@@ -147,14 +147,14 @@ def select_tensors(
     full = assemble_full_tensors(index, rules, states=states)
     omitted = set() if options.frozen else _find_frozen(index)
     kept = {key: atom for key, atom in full.tensors.items() if not key.instance and key.name not in omitted}
-    listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
+    listed = dict.fromkeys([*(key.name for key in kept), *index.aliases])
     names = name_tensors(listed, (*options.renames, *list_renames(rules)), options.strip_prefix)
     if options.adapter:
         written = choose_adapter(names.values(), options.adapter, options.adapter_config)
         names = {name: written[new] for name, new in names.items() if new in written}
         kept = {key: atom for key, atom in kept.items() if key.name in names}
     copies: dict[str, list[str]] = defaultdict(list)
-    for alias, owner in index.model.aliases.items():
+    for alias, owner in index.aliases.items():
         if alias in names and ((options.tied or tied) == "copy" or (options.adapter and is_kept_whole(alias))):
             copies[owner].append(names[alias])
 
@@ -166,7 +166,7 @@ def select_tensors(
     chosen = [kept[key] for key in _order_weights(index) if key in kept]
     if not chosen:
         raise CheckpointError(
-            "there are no weights to export. Export a tag with complete model states.", path=index.run.state_file
+            "there are no weights to export. Export a tag with complete model states.", path=index.state_file
         )
     return Selection(
         index,
@@ -180,19 +180,19 @@ def select_tensors(
 
 def _find_frozen(index: AtomicIndex) -> set[str]:
     """Return the parameters that the saved run did not train."""
-    atoms = index.stored.atoms
+    atoms = index.atoms
     trained = atoms.list_names((MASTER, COPY))
     if not trained:
         raise ConfigError(
-            f"{index.run.state_file}: does not record which parameters were trained: stage 0 saves no names. Give "
+            f"{index.state_file}: does not record which parameters were trained: stage 0 saves no names. Give "
             "them (--groups), or export all."
         )
-    return atoms.list_names((MODULE,)) - trained - index.model.buffers
+    return atoms.list_names((MODULE,)) - trained - index.buffers
 
 
 def _order_weights(index: AtomicIndex) -> list[AtomKey]:
     """Return each name's weight, in the order of the model's state dict if saved, else of the files."""
-    keys = index.stored.atoms
+    keys = index.atoms
     has_copies = any(key.state == COPY for key in keys)
     first = [key.name for key in keys if has_copies and key.state in (COPY, MODULE)]
     weights = list_weights(index)

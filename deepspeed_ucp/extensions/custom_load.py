@@ -34,7 +34,7 @@ class CustomLoad(Extension):
         refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
         if target.flats and any(extension.name == "nvme" for extension in target.extensions):
             raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
-        degrees = index.run.topology.tp, index.run.topology.pp, target.place.tp, target.place.pp
+        degrees = index.topology.tp, index.topology.pp, target.place.tp, target.place.pp
         if max(degrees) > 1 or target.is_uneven:
             raise UnsupportedError(
                 "custom_load_fn is given the whole module; with tensor, pipeline or expert parallelism no rank has it. "
@@ -63,17 +63,17 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
     """
     weights: dict[str, Atom] = {}
     for state in (MASTER, COPY, MODULE):  # later ones win
-        weights.update({k.name: atom for k, atom in index.stored.atoms.items() if k.state == state and not k.instance})
+        weights.update({k.name: atom for k, atom in index.atoms.items() if k.state == state and not k.instance})
     tensors = {name: torch.empty(atom.shape, dtype=getattr(torch, atom.dtype)) for name, atom in weights.items()}
     memory = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors.values()]
     sinks = [MemorySink(data, tensor.element_size()) for data, tensor in zip(memory, tensors.values(), strict=True)]
     wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
-    threads = config.threads or count_readers(index.run.state_file)
+    threads = config.threads or count_readers(index.state_file)
     with AtomReader(index, checksum=config.verify == "crc") as reader:
         checks = reader.read_parallel(list_reads(wants, BLOCK), sinks, threads)
         if reader.checksum:
             verify_reads(checks, index, Comm(), threads=threads)
-    tensors.update({alias: tensors[name] for alias, name in index.model.aliases.items() if name in tensors})
+    tensors.update({alias: tensors[name] for alias, name in index.aliases.items() if name in tensors})
     return tensors
 
 

@@ -38,7 +38,7 @@ class HuggingFace(Extension):
         reading = read_into(saved, module, {*view.shapes, *view.aliases}, adaptation.ruled)
         adaptation.index = reading.carry_out(saved)
         adaptation.view = replace(view, declared_new=reading.declared_new)
-        adaptation.notes += describe_config(saved, read_config(module) if saved.run.format else {})
+        adaptation.notes += describe_config(saved, read_config(module) if saved.format else {})
         if reading.declared_new:
             adaptation.notes.append(_ADAPTER.format(shorten(sorted(reading.declared_new), 2)))
         if adaptation.log and (text := reading.describe()):
@@ -91,7 +91,7 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Col
         UnsupportedError: a conversion moves elements within a tensor.
         MismatchError: inputs of a conversion are missing.
     """
-    saved = {param.name for param in index.stored.atoms.storages} - {*taken}
+    saved = {param.name for param in index.atoms.storages} - {*taken}
     place = _find_model(module) if saved - {*live} else None
     if place is None:
         return Reading()
@@ -185,7 +185,7 @@ def read_config(module: Any) -> dict[str, Any]:
 
 def describe_config(index: AtomicIndex, config: Mapping[str, Any]) -> list[str]:
     """Describe differences between a live model's configuration and the saved one."""
-    saved, live = (_flatten_rope(values) for values in (index.model.hints.get("config", {}), config))
+    saved, live = (_flatten_rope(values) for values in (index.hints.get("config", {}), config))
     odd = [
         f"{key} {saved[key]!r:.40} (here {live[key]!r:.40})" for key in saved if key in live and saved[key] != live[key]
     ]

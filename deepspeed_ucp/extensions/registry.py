@@ -395,7 +395,7 @@ REGISTRY = [
         keys=("is_expert_param",),
         in_names=_names_experts,
         in_degrees=lambda degrees: degrees.ep > 1,
-        in_load=lambda _, index, __: _names_experts([param.name for param in index.stored.atoms.storages]),
+        in_load=lambda _, index, __: _names_experts([param.name for param in index.atoms.storages]),
     ),
     SpecialCase("rename", "rename:Renames", in_rules=_renames),
     SpecialCase("resize", "resize:ResizedRows", in_rules=_resizes),

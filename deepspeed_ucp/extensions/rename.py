@@ -57,7 +57,7 @@ def apply_renames(
     renamed = find_renamed(list_names(index), {*live, *aliases}, renames)
     if renamed:
         for rule_set in (rule_set for rule_set in rules if rule_set.renames):
-            rule_set.check(Facts.of(index.model.hints, saved))
+            rule_set.check(Facts.of(index.hints, saved))
     odd = []
     for new, old in renamed.items():
         mine, theirs = saved.get(old, ()), live.get(new, ())

@@ -59,7 +59,7 @@ class ResizedRows(Extension):
             alike[how].append(name)
         for how, names in alike.items():
             logger.warning("resize: %s: %s", shorten(names), how.describe())
-        if with_states and any(index.run.scalars.values()) and any(how.live > how.kept for how in alike):
+        if with_states and any(index.scalars.values()) and any(how.live > how.kept for how in alike):
             logger.warning("resize: %s", _describe_new_states(index))
 
     def read_more(self, job: Any, work: Any) -> None:
@@ -71,7 +71,7 @@ class ResizedRows(Extension):
 
 def _describe_new_states(index: AtomicIndex) -> str:
     """Describe how moments of zero under an old step count change Adam's first updates."""
-    betas = {tuple(group.hyper["betas"]) for group in index.run.groups if "betas" in group.hyper}
+    betas = {tuple(group.hyper["betas"]) for group in index.groups if "betas" in group.hyper}
     most = max(((1 - one) / math.sqrt(1 - two) for one, two in betas if two < 1), default=0)
     rate = f", so Adam's first updates there are up to {most:.2g} × lr" if most else ""
     return f"the optimizer states of new rows are zero under the old step count{rate}"
@@ -99,7 +99,7 @@ def average_rows(
     if not wanted:
         return {}
     comm.alike(lambda: refuse_scattered(index, "all ranks together reckon the mean that new rows begin from"))
-    checks, threads = list[Checked](), config.threads or count_readers(index.run.state_file)
+    checks, threads = list[Checked](), config.threads or count_readers(index.state_file)
     blocks = [
         _Block(key, low, min(low + step, kept))
         for key, (layout, kept) in sorted(wanted.items())
@@ -110,7 +110,7 @@ def average_rows(
 
         def add(block: _Block) -> Sum:
             """Return the sum of a block's rows."""
-            tensor = assemble_full_tensor(index.stored.atoms[block.key], wanted[block.key][0])
+            tensor = assemble_full_tensor(index.atoms[block.key], wanted[block.key][0])
             width = prod(tensor.shape[1:])
             want = tensor.want(block.low * width, (block.high - block.low) * width)
             data = Scratch().take(want.nbytes)

@@ -166,7 +166,7 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     entries = where.entries
     if not holds_atoms(entries) and find_foreign(entries) is not None:
         index = survey_files(where, Comm()).require()
-        return replace(index.run.job, weights_alone=index.is_weights_alone)
+        return replace(index.job, weights_alone=index.is_weights_alone)
     name = "mp_rank_00_model_states.pt"
     if holds_atoms(entries):
         first = [where.read(name, lambda folder: read_file(folder, name))]
@@ -260,7 +260,7 @@ def _survey_normal(
     rename_keys(save, naming.keys)
     index, more = _build(save, naming)
     if index is not None and any(name.endswith("model_states.pt") for name in _list_earlier(findings)):
-        index = index.change(unnoticed=(*index.limits.unnoticed, _EARLIER))
+        index = replace(index, unnoticed=(*index.unnoticed, _EARLIER))
     if comm.rank == 0 and save.main.model is not None:
         state = os.path.join(os.path.dirname(normalize(find_tag_folder(where.folder))), TRAINER_STATE)
         findings += find_other_step(state, save.main.model.counters.get("global_steps"))

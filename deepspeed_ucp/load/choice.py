@@ -220,13 +220,13 @@ def _compare(
 
     def look() -> list[str]:
         index = survey.require()
-        if index.run.format:
-            return [index.limits.unchecked]  # an empty text if everything is checked
+        if index.format:
+            return [index.unchecked]  # an empty text if everything is checked
         return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
 
     reasons = [text for part in comm.each(look) for text in part] or list(doubts)
     index = survey.require()
-    job.report.saved, job.report.extensions = index.run.job, name_active((*survey.extensions, *target.extensions))
+    job.report.saved, job.report.extensions = index.job, name_active((*survey.extensions, *target.extensions))
     if comm.rank == 0:
         survey.log_warnings()
     changes = list_changes(index, target, to_integer(job.engine.train_batch_size()))
@@ -236,9 +236,9 @@ def _compare(
         reasons = find_damage(index, comm, others=bool(also))
     if not reasons:
         if not job.config.trust_pickle:
-            comm.alike(lambda: check_trusted(index.run.globals))
-        return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
-    texts = [f"{index.run.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]
+            comm.alike(lambda: check_trusted(index.globals))
+        return LoaderChoice(f"same topology ({index.topology.describe()})", target=target)
+    texts = [f"{index.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]
     return LoaderChoice(": ".join(filter(None, texts)), target, index)
 
 
@@ -253,9 +253,9 @@ def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
     Raises:
         CheckpointError: a file is damaged, and there are no further places.
     """
-    files = tuple(replace(file, places=()) for file in index.stored.files)
+    files = tuple(replace(file, places=()) for file in index.files)
     try:
-        verify_records(index.change(files=files), range(len(index.stored.records)), comm)
+        verify_records(replace(index, files=files), range(len(index.records)), comm)
     except CheckpointError as error:
         if not others:
             raise
@@ -269,18 +269,18 @@ def list_changes(index: AtomicIndex, target: Target, total_batch: int) -> list[s
     Args:
         total_batch: samples per step of this job.
     """
-    saved, is_unknown = index.run.job, index.run.format or index.run.topology.is_atomic
+    saved, is_unknown = index.job, index.format or index.topology.is_atomic
     facts = (
         ("total batch", saved.total_batch, total_batch),
-        ("precision", None if is_unknown else index.run.topology.precision, target.topology.precision),
+        ("precision", None if is_unknown else index.topology.precision, target.topology.precision),
     )
     return [f"{name} {old} → {new}" for name, old, new in facts if old not in (None, new)]
 
 
 def _list_differences(index: AtomicIndex, target: Target) -> list[str]:
-    saved = index.run.flats.get(target.place.mp_rank, ())
+    saved = index.flats.get(target.place.mp_rank, ())
     flats = tuple(flat for flat in saved if flat.ranks is None or target.place.stage_rank in flat.ranks)
-    return find_differences(replace(index.run.topology, flats=flats), target.topology)
+    return find_differences(replace(index.topology, flats=flats), target.topology)
 
 
 def _list_elsewhere(index: AtomicIndex, folder: str) -> list[str]:
@@ -289,7 +289,7 @@ def _list_elsewhere(index: AtomicIndex, folder: str) -> list[str]:
         return ["DeepSpeed's own load reads no URLs"]
     if resolve_published(folder) != folder:
         return [_BELOW]
-    if index.stored.access.is_partial:
+    if index.access.is_partial:
         return ["its files lie on several nodes"]
     inside = os.path.join(folder, "")  # with the separator: no prefix of a sibling's name
-    return [] if all(file.path.startswith(inside) for file in index.stored.files) else ["some files lie elsewhere"]
+    return [] if all(file.path.startswith(inside) for file in index.files) else ["some files lie elsewhere"]

@@ -40,7 +40,7 @@ from ..extensions.registry import find_for_load, name_active
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..io.memory import pause_collection
 from ..io.paths import is_url
-from ..model import AtomicIndex, RunState, strip_compiled
+from ..model import AtomicIndex, strip_compiled
 from ..stream.reader import AtomReader, verify_records
 from ..tensor_parallel import from_config
 from ..torchsave.torchfile import read_header
@@ -80,12 +80,12 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         prefer_memory = engine.global_steps > 0 or asks_store(work.index, comm)
         transfer = Transfer(work, comm, job.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
-    modules = comm.run(lambda: _match_extra_states(job, index.run, extra))
+    modules = comm.run(lambda: _match_extra_states(job, index, extra))
     _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
         with transfer.undo_on_error(), report.phase("finish"):  # others' code, before the buffers change
             states = [(module, extra[key]) for key, module in modules.items()]
-            comm.run(lambda: _restore_others(job, work.index.run, saved, states))
+            comm.run(lambda: _restore_others(job, index, saved, states))
         # From here on the engine changes, and an error marks it.
         for extension in job.extensions:
             extension.change_engine(job, target, work)
@@ -135,8 +135,8 @@ def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
 
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:
     """Return True if some rank reads from a store (collective if ranks may read in different places)."""
-    here = any(is_url(path) for file in index.stored.files for path in file.copies[:1])
-    if not index.stored.access.is_partial and not any(file.places for file in index.stored.files):
+    here = any(is_url(path) for file in index.files for path in file.copies[:1])
+    if not index.access.is_partial and not any(file.places for file in index.files):
         return here  # the same on every rank
     return bool(comm.any_of(np.array([here]))[0])
 
@@ -156,14 +156,14 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
     with objections, job.report.phase("plan"), pause_collection():
         work = prepare(job, index, target, with_states=with_states)
     objections.settle()
-    notes = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
-    if index.run.format and with_states and (clip := job.engine.gradient_clipping()):
+    notes = comm.run(lambda: describe_hyper(job, target, work.index, work.match))
+    if index.format and with_states and (clip := job.engine.gradient_clipping()):
         notes.append(
             f"does not record its run's gradient clipping; this engine clips gradients at norm {clip} "
             "(gradient_clipping: 1.0 by default, 0 switches it off)"
         )
     for note in notes:
-        job.warn("%s: %s", index.run.state_file, note)
+        job.warn("%s: %s", index.state_file, note)
     return work, saved
 
 
@@ -172,7 +172,7 @@ def has_masters(target: Target, comm: Comm) -> bool:
     return any(comm.gather(bool(target.flats)))
 
 
-def _match_extra_states(job: LoadContext, run: RunState, saved: dict[str, Any]) -> dict[str, torch.nn.Module]:
+def _match_extra_states(job: LoadContext, index: AtomicIndex, saved: dict[str, Any]) -> dict[str, torch.nn.Module]:
     """Return the modules whose extra state is restored, by key.
 
     The extra states of a foreign checkpoint are not restored; a warning names modules that have some.
@@ -183,10 +183,10 @@ def _match_extra_states(job: LoadContext, run: RunState, saved: dict[str, Any]) 
     if job.arguments.custom_load_fn is not None:
         return {}
     live = find_extra_states(job.engine.module)
-    if run.format:
+    if index.format:
         kept = [key for key, module in live.items() if module.get_extra_state() is not None]
         if kept:
-            job.warn("%s: extra states stay as they are in the new model: %s", run.state_file, shorten(kept, 3))
+            job.warn("%s: extra states stay as they are in the new model: %s", index.state_file, shorten(kept, 3))
         return {}
     plain = {strip_compiled(key): key for key in saved}
     if job.arguments.load_module_strict and set(plain) != set(live):
@@ -208,22 +208,22 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         UnsupportedError: it is no save of an engine, or needs the user's consent.
     """
     comm = job.comm
-    if index.run.format:
-        if "global_steps" in index.run.counters or job.arguments.load_module_only:
-            return dict(index.run.counters)
-        job.warn("%s: records no number of steps: global_steps begin at 0", index.run.state_file)
-        return {"global_steps": 0, **index.run.counters}
+    if index.format:
+        if "global_steps" in index.counters or job.arguments.load_module_only:
+            return dict(index.counters)
+        job.warn("%s: records no number of steps: global_steps begin at 0", index.state_file)
+        return {"global_steps": 0, **index.counters}
 
     if job.config.verify == "crc":
-        verify_records(index, index.run.client_records, comm)
-    read, access = partial(_read_state_file, index, job.config), index.stored.access
-    paths = [file.path for file in index.stored.files]
+        verify_records(index, index.client_records, comm)
+    read, access = partial(_read_state_file, index, job.config), index.access
+    paths = [file.path for file in index.files]
 
     def find_reader(path: str) -> int:
         """Return the first rank that can read a file; every rank computes the same."""
         return access.find_reader(paths.index(path)) if access.is_partial else 0
 
-    saved = comm.once(lambda: read(index.run.state_file), find_reader(index.run.state_file))
+    saved = comm.once(lambda: read(index.state_file), find_reader(index.state_file))
     own_file = comm.run(lambda: _find_own_file(index, target))  # may access a store
     others: list[dict[str, Any]] = []
     if access.is_partial:
@@ -236,7 +236,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
             raise UnsupportedError(
                 "has no global_steps; it was not saved by engine.save_checkpoint. For "
                 "its weights use load_module_only=True.",
-                path=own_file or index.run.state_file,
+                path=own_file or index.state_file,
             )
         return content
 
@@ -245,7 +245,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
 def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> dict[str, Any]:
     """Read a state file, from a place where its header can be read."""
-    numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
+    numbers = [number for number, file in enumerate(index.files) if file.path == path and file.places]
     if numbers:
         with AtomReader(index) as reader:
             header = reader.read_file(numbers[0], lambda file: read_header(file.path))
@@ -257,37 +257,37 @@ def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
     """Return the state file for this rank's place in the saved world, or None if there is only the first one."""
-    place, topology = target.place, index.run.topology
-    if (place.tp, place.pp) != (index.run.degrees or (topology.tp, topology.pp)):
+    place, topology = target.place, index.topology
+    if (place.tp, place.pp) != (index.degrees or (topology.tp, topology.pp)):
         return None
     return find_state_file(index, place.mp_rank, place.dp_rank if place.dp == topology.dp else 0)
 
 
 def _restore_others(
-    job: LoadContext, run: RunState, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
+    job: LoadContext, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
 ) -> None:
     """Restore scheduler, random-ltd, data sampler and the modules' extra states."""
     if not job.arguments.load_module_only:
         notes = restore_helpers(job.engine, saved, with_scheduler=job.arguments.load_lr_scheduler_states)
         if notes:
-            job.warn("%s: %s", run.state_file, " ".join(notes))
+            job.warn("%s: %s", index.state_file, " ".join(notes))
     for module, state in modules:
         module.set_extra_state(state)
 
 
 def _finish(job: LoadContext, target: Target, work: Work, saved: dict[str, Any], *, with_states: bool) -> None:
     """Restore states, hyper-parameters, scaler and counters."""
-    engine, arguments, run = job.engine, job.arguments, work.index.run
+    engine, arguments, index = job.engine, job.arguments, work.index
     if with_states:
         attach_states(target, work.states, work.match)
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
     if arguments.load_module_only:
         return
     if with_states:
-        restore_scaler(engine.optimizer, run.scaler)
-        restore_clip(engine.optimizer, run.clip_grad)
+        restore_scaler(engine.optimizer, index.scaler)
+        restore_clip(engine.optimizer, index.clip_grad)
     # Elastic saves have no hyper-parameters, and ds_to_universal keeps only those of a pipeline's first stage.
-    saved_rates = run.groups and all("lr" in group.hyper for group in run.groups)
+    saved_rates = index.groups and all("lr" in group.hyper for group in index.groups)
     takes_rates = saved_rates and job.config.param_groups == "saved"
     if with_states and arguments.load_lr_scheduler_states and not takes_rates:
         restore_rates(engine)

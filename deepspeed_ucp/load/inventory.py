@@ -178,7 +178,7 @@ def settle_layouts(
     Raises:
         MismatchError: a tensor without a known pattern, or shapes that contradict it.
     """
-    whole = index.run.topology.tp == live.tp == 1
+    whole = index.topology.tp == live.tp == 1
     reshaped = [*match.resized, *match.ruled]
     if whole and not reshaped:
         return Settled()

@@ -218,7 +218,7 @@ def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work, *, 
     """Join the needs of all ranks, and log what is unusual (collective)."""
     comm, index, layouts = job.comm, work.index, settled.pairs
     work.touched = _join_touched(index, work.touched, comm)
-    atoms, cut = index.stored.atoms, [key for key in work.touched if key.name in layouts]
+    atoms, cut = index.atoms, [key for key in work.touched if key.name in layouts]
     counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # each rank counts a part
     everyone = comm.gather((work.wants.resized, work.wants.averaged, work.match.notes, counted))
     work.state_bytes = sum(counted for *_, counted in everyone)
@@ -240,7 +240,7 @@ def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work, *, 
 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:
     """Join the atoms that ranks need, in the order of the index, which is the same on every rank (collective)."""
-    params, states = index.stored.atoms.storages, index.stored.atoms.list_states()
+    params, states = index.atoms.storages, index.atoms.list_states()
     places = {param: place for place, param in enumerate(params)}
     mask = np.zeros((len(places), len(states)), np.bool_)
     for key in touched:
@@ -254,8 +254,8 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 
 def _log_match(match: Match, index: AtomicIndex) -> None:
     if match.kept:
-        names = shorten(match.kept, 3 if index.run.format else 40)
-        logger.warning("%s: %s keep the values that the new model has", index.limits.dropped, names)
+        names = shorten(match.kept, 3 if index.format else 40)
+        logger.warning("%s: %s keep the values that the new model has", index.dropped, names)
     if match.untouched:
         count = pluralize(len(match.untouched), "frozen tensor")
         level = logging.INFO if lacks_frozen(index) else logging.WARNING

@@ -203,11 +203,11 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
             "%s: holds weights alone, in %s: the optimizer keeps its states and steps (a new one starts at 0), and "
             "nothing else is restored",
             folder,
-            index.run.topology.precision,
+            index.topology.precision,
         )
         job = replace(job, arguments=replace(job.arguments, load_module_only=True))
     # A load of weights alone converts nothing: without optimizer states the conversion would be incomplete.
-    if job.config.mode == "atomic" and not index.run.topology.is_atomic and job.arguments.with_states:
+    if job.config.mode == "atomic" and not index.topology.is_atomic and job.arguments.with_states:
         with job.report.phase("convert"):
             index, job.report.converted = convert_before_load(index, target, folder, job.comm, job.config)
     engine = job.engine
@@ -216,7 +216,7 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
     try:
         job.comm.run(target.prepare)
         with limit_torch():
-            loaded = index.run.state_file, load_direct(job, index, target)
+            loaded = index.state_file, load_direct(job, index, target)
     except UcpError as error:
         if is_shared(error):
             _end_event(engine)

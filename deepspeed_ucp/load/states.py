@@ -16,7 +16,7 @@ from ..engine.references import update_in_place
 from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
 from ..errors import MismatchError, shorten
 from ..formats.deepspeed.headers import Unread
-from ..model import COPY, MASTER, MODULE, AtomicIndex, ParamKey, RunState
+from ..model import COPY, MASTER, MODULE, AtomicIndex, ParamKey
 from ..model.topology import drop_labels
 from ..model.view import EngineBuffer
 from ..model.wrappers import USE_MUON
@@ -114,7 +114,7 @@ class OptimizerMatch:
     def _find_faults(self) -> Iterator[str]:
         if text := describe_irregular(self.index):
             yield f"{text} To continue,"
-        saved, tp = self.index.run.topology, self.target.place.tp
+        saved, tp = self.index.topology, self.target.place.tp
         is_muon = any(hyper.get(USE_MUON) for hyper in self.match.hyper.values())
         if is_muon and saved.traits.is_positional and saved.tp != tp:
             yield (
@@ -152,7 +152,7 @@ class OptimizerMatch:
 
     def _find_fault(self, flat: EngineBuffer, have: tuple[str, ...]) -> str:
         kept = self.probe(flat)
-        if kept is None or not (have or any(self.index.run.scalars.get(param) for param in self.saved_params(flat))):
+        if kept is None or not (have or any(self.index.scalars.get(param) for param in self.saved_params(flat))):
             return ""
         kind, group = type(self.target.optimizer).__name__, self.target.param_group(flat)
         if kept.other:
@@ -160,7 +160,7 @@ class OptimizerMatch:
             return f"{kind} keeps states that are not element-wise: {shorten(listed)}. To continue,"
         if set(have) != set(kept.elementwise):
             return (
-                f"The checkpoint's optimizer ({self.index.run.optimizer or 'not named'}) keeps "
+                f"The checkpoint's optimizer ({self.index.optimizer or 'not named'}) keeps "
                 f"{', '.join(have) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
                 f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Continue with the saved run's optimizer, or"
             )
@@ -172,13 +172,13 @@ class OptimizerMatch:
                 f"This run's {kind} keeps {', '.join(lacking)} by its hyper-parameters, the checkpoint's did not: the "
                 "saved hyper-parameters would switch that off. Configure the optimizer as in the saved run, or"
             )
-        saved, configured = self.match.hyper.get(flat.group, {}), self.index.run.configured
+        saved, configured = self.match.hyper.get(flat.group, {}), self.index.configured
         if rule := find_other_rule(self.target.optimizer, self.target.optimizer.param_groups[group], saved, configured):
             return (
                 f"The checkpoint's optimizer has another update rule: {rule}. Continue with the saved run's optimizer, "
                 f"or set {KEEP_LIVE} to continue with this run's rule if it needs no other states, or"
             )
-        scalars = set().union(*(self.index.run.scalars.get(param, ()) for param in self.saved_params(flat)))
+        scalars = set().union(*(self.index.scalars.get(param, ()) for param in self.saved_params(flat)))
         if have and (lacking := sorted(set(kept.scalars) - scalars)):
             return (
                 f"This run's {kind} needs {', '.join(lacking)} of each parameter, which the checkpoint's optimizer did "
@@ -211,18 +211,18 @@ class OptimizerMatch:
 
     def list_notes(self) -> list[str]:
         """Describe states that start from zero, and steps that depend on the cut."""
-        run, target, notes = self.index.run, self.target, list[str]()
+        target, notes = self.target, list[str]()
         kind = type(target.optimizer).__name__
         if new := dict.fromkeys(name for flat in target.flats for name in self._list_new(flat)):
             notes.append(_NEW.format(shorten(new)))
         bare = [flat for flat in target.flats if not self._has_states(flat)]
         if len(bare) < len(target.flats):
-            saved = {param for group in run.groups for param in group.members}
+            saved = {param for group in self.index.groups for param in group.members}
             if trained := [name for flat in bare for name in flat.names if self.match.params.get(name) in saved]:
                 notes.append(_STATELESS.format(shorten(trained)))
         elif self._has_stepped() and any((kept := self.probe(flat)) and kept.elementwise for flat in bare):
-            others = {*self.index.stored.atoms.list_states()} - {MASTER, MODULE, COPY}
-            notes.append((_ELSEWHERE if others or any(run.scalars.values()) else _BARE).format(kind))
+            others = {*self.index.atoms.list_states()} - {MASTER, MODULE, COPY}
+            notes.append((_ELSEWHERE if others or any(self.index.scalars.values()) else _BARE).format(kind))
         firsts = {flat.group: flat for flat in reversed(target.flats)}
         if any(depends_on_cut(target.optimizer, target.param_group(flat), flat.tensor) for flat in firsts.values()):
             notes.append(_UNEVEN.format(kind))
@@ -230,17 +230,17 @@ class OptimizerMatch:
 
     def _list_new(self, flat: EngineBuffer) -> list[str]:
         """List parameters without saved states in a flat buffer whose step count is restored for others."""
-        stepped = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
+        stepped = {param for param in self.saved_params(flat) if self.index.scalars.get(param)}
         return [name for name in flat.names if stepped and self.match.params.get(name) not in stepped]
 
     def _has_states(self, flat: EngineBuffer) -> bool:
-        scalars = self.index.run.scalars
+        scalars = self.index.scalars
         return bool(self.saved_states(flat)) or any(scalars.get(param) for param in self.saved_params(flat))
 
     def _has_stepped(self) -> bool:
         """Return True if the saved run has trained with some optimizer."""
-        run = self.index.run
-        return bool(run.groups) and bool(run.format or run.counters.get("global_steps"))
+        index = self.index
+        return bool(index.groups) and bool(index.format or index.counters.get("global_steps"))
 
     def _join_scalars(self, flat: EngineBuffer) -> dict[str, Any]:
         """Return the scalars that a flat buffer's parameters have in common.
@@ -250,7 +250,7 @@ class OptimizerMatch:
         """
         joined: dict[str, tuple[Any, ParamKey]] = {}
         for param in self.saved_params(flat):
-            for key, value in self.index.run.scalars.get(param, {}).items():
+            for key, value in self.index.scalars.get(param, {}).items():
                 known, origin = joined.setdefault(key, (value, param))
                 if known != value:
                     raise MismatchError(
@@ -261,7 +261,7 @@ class OptimizerMatch:
         return {key: restore_scalar(key, value, kept) for key, (value, _) in joined.items()}
 
 
-def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match) -> list[str]:
+def describe_hyper(job: LoadContext, target: Target, index: AtomicIndex, match: Match) -> list[str]:
     """Describe the hyper-parameters that differ, and those that the checkpoint lacks.
 
     Args:
@@ -271,15 +271,17 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
         return []
     engine, optimizer, takes_saved = job.engine, target.optimizer, job.config.param_groups == "saved"
     groups = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
-    saved = {number: drop_labels(run.groups[number].hyper) for numbers in match.groups.values() for number in numbers}
+    saved = {number: drop_labels(index.groups[number].hyper) for numbers in match.groups.values() for number in numbers}
     pairs = [(groups[live], saved[number]) for live, numbers in sorted(match.groups.items()) for number in numbers]
     with_scheduler, scheduler = job.arguments.load_lr_scheduler_states, engine.lr_scheduler
     notes = [
-        list_edits(optimizer, pairs, scheduler, run.configured, takes_saved=takes_saved, with_scheduler=with_scheduler)
+        list_edits(
+            optimizer, pairs, scheduler, index.configured, takes_saved=takes_saved, with_scheduler=with_scheduler
+        )
     ]
     if takes_saved:
         notes += [list_one_sided(optimizer, pairs)]
-        notes += [find_doubt(optimizer, *pair, run.configured, read_configured(engine)) for pair in pairs]
+        notes += [find_doubt(optimizer, *pair, index.configured, read_configured(engine)) for pair in pairs]
     return list(dict.fromkeys(filter(None, notes)))
 
 

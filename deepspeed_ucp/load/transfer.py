@@ -73,7 +73,7 @@ class CollectiveReader:
     ) -> None:
         self.index, self.destinations, self.passes, self.comm, self.stages = index, destinations, passes, comm, stages
         window = config.window_mb << 20
-        threads = config.threads or count_readers(index.run.state_file)
+        threads = config.threads or count_readers(index.state_file)
         self.threads = ReadSizes.from_window(window).limit_threads(threads, window)
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
         # the other half.
@@ -123,7 +123,7 @@ class CollectiveReader:
         """Check that pass 2 has read the verified bytes."""
         changed = set(again) - set(self.checks)
         if changed:
-            path = self.index.stored.files[self.index.stored.records[min(changed).record].file].path
+            path = self.index.files[self.index.records[min(changed).record].file].path
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
     def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
@@ -342,7 +342,7 @@ class Transfer:
         """
         index, comm, reader = self.work.index, self.comm, self.reader
         nbytes = verify_reads(reader.checks, index, comm, threads=reader.threads) if reader.checksum else 0
-        check_replicas([index.stored.atoms[key] for key in self.work.replicated], index, comm)
+        check_replicas([index.atoms[key] for key in self.work.replicated], index, comm)
         if reader.checksum:
             check_samples(index, self.work.touched, comm)
         return nbytes
@@ -426,8 +426,8 @@ def negotiate(
     Raises:
         UcpError: a want cannot be located; the same on every rank.
     """
-    records = index.stored.records
-    blocks = Blocks.of(records, sizes.block, comm.size, index.stored.access)
+    records = index.records
+    blocks = Blocks.of(records, sizes.block, comm.size, index.access)
     mask = np.zeros(len(records), np.bool_)
 
     def claim() -> tuple[list[Table], list[list[Read]]]:

@@ -34,31 +34,6 @@ class GroupInfo:
         return tuple(dict.fromkeys(member.name for member in self.members))
 
 
-@dataclass(frozen=True, slots=True)
-class StoredAtoms:
-    """The locations of a checkpoint's bytes.
-
-    Attributes:
-        files, records: numbered; fragments refer to them by number.
-        atoms: by parameter, state and instance.
-        repeated: further copies of elements in the files, as (``tp_shard``, fragment); a load verifies that they agree.
-        access: which ranks can read which files.
-        failed: paths of copies that this rank skips after a failure.
-    """
-
-    files: tuple[FileRef, ...]
-    records: Records
-    atoms: Atoms
-    repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
-    access: ReadAccess = field(default_factory=_read_all)
-    failed: set[str] = field(default_factory=set, compare=False)
-
-    @classmethod
-    def of(cls, files: Iterable[FileRef], records: Sequence[Record], atoms: Iterable[Atom]) -> StoredAtoms:
-        """Build it from plain sequences."""
-        return cls(tuple(files), Records.of(records), Atoms.of(atoms))
-
-
 def to_integer(value: Any) -> Any:
     """Convert a whole number that is stored as a float (6.0) to an int; return other values unchanged.
 
@@ -142,12 +117,17 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class RunState:
-    """Data of the run that saved a checkpoint, except tensors.
+class AtomicIndex:
+    """A checkpoint: the locations of its bytes, its run and model, and its missing or unusable parts.
 
     Attributes:
-        topology: of the run.
+        files, records: numbered; fragments refer to them by number.
+        atoms: by parameter, state and instance.
+        topology: of the run that saved it.
         state_file: the file with scheduler, counters and client state.
+        repeated: further copies of elements in the files, as (``tp_shard``, fragment); a load verifies that they agree.
+        access: which ranks can read which files.
+        failed: paths of copies that this rank skips after a failure.
         counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, and batch sizes.
         scalars: parameter → the optimizer's scalars (``step``) as Python numbers.
         groups: param groups with hyper-parameters.
@@ -162,10 +142,31 @@ class RunState:
         degrees: tensor- and pipeline-parallel degrees of the ranks that wrote client states, if the topology has
             others (as that of an atomic checkpoint).
         format: name of a foreign format, which has no state file, scheduler or client state.
+        aliases: tied parameter name → name that holds the data.
+        buffers: names of the module's persistent buffers.
+        instances: name → number of pipeline stages that hold the parameter with own values, numbered in stage order.
+        hints: plain data about the model from the client state: ``universal_checkpoint_info``, ``args``,
+            ``checkpoint_version``, ``iteration``.
+        recorded: parameter → pattern in the manifest of an atomic checkpoint, as plain data.
+        fused: name → number of atoms (``name.0``, ``name.1``, …), for parameters that DeepSpeed's universal checkpoints
+            stack along a new first dimension.
+        irregular: optimizer states that cannot be resharded → their description.
+        unreadable: tensors whose bytes cannot be resharded → the reason.
+        dropped: reason why buffers and frozen parameters may be missing (upstream's converter omits them), or empty.
+        unnoticed: parts that DeepSpeed's own load would miss or misread in the same topology.
+        stateless: reason why there are no optimizer states, with a remedy; empty if there are.
+        unchecked: parts of a foreign checkpoint without checksum.
+        ambiguous: further names of parameters whose owner no file records.
     """
 
+    files: tuple[FileRef, ...]
+    records: Records
+    atoms: Atoms
     topology: Topology
     state_file: str
+    repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
+    access: ReadAccess = field(default_factory=_read_all)
+    failed: set[str] = field(default_factory=set, compare=False)
     counters: dict[str, Any] = field(default_factory=dict)
     scalars: dict[ParamKey, dict[str, Any]] = field(default_factory=dict)
     groups: tuple[GroupInfo, ...] = ()
@@ -175,10 +176,44 @@ class RunState:
     optimizer_params: dict[str, Any] = field(default_factory=dict)
     scalar_dtypes: dict[str, str] = field(default_factory=dict)
     client_records: tuple[int, ...] = ()
-    flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
     globals: dict[Use, str] = field(default_factory=dict)
+    flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
     degrees: tuple[int, int] | None = None
     format: str = ""
+    aliases: dict[str, str] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    instances: dict[str, int] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
+    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fused: dict[str, int] = field(default_factory=dict)
+    irregular: dict[AtomKey, str] = field(default_factory=dict)
+    unreadable: dict[AtomKey, str] = field(default_factory=dict)
+    dropped: str = ""
+    unnoticed: tuple[str, ...] = ()
+    stateless: str = ""
+    unchecked: str = ""
+    ambiguous: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        files: Iterable[FileRef],
+        records: Sequence[Record],
+        atoms: Iterable[Atom],
+        topology: Topology,
+        state_file: str,
+        **fields: Any,
+    ) -> AtomicIndex:
+        """Build it from plain sequences."""
+        return cls(tuple(files), Records.of(records), Atoms.of(atoms), topology, state_file, **fields)
+
+    def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
+        """Return an atom, or None if it does not exist."""
+        return self.atoms.get(AtomKey(name, state, instance))
+
+    def resolve(self, name: str) -> str:
+        """Return the name that holds a parameter's data: its own or that of the parameter that it is tied to."""
+        return self.aliases.get(name, name)
 
     @property
     def written(self) -> str:
@@ -195,80 +230,7 @@ class RunState:
         """The job that ran the engine."""
         return replace(SavedJob.read(self.counters), format=self.format)
 
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Data of the saved model.
-
-    Attributes:
-        aliases: tied parameter name → name that holds the data.
-        buffers: names of the module's persistent buffers.
-        instances: name → number of pipeline stages that hold the parameter with own values, numbered in stage order.
-        hints: plain data about the model from the client state: ``universal_checkpoint_info``, ``args``,
-            ``checkpoint_version``, ``iteration``.
-        recorded: parameter → pattern in the manifest of an atomic checkpoint, as plain data.
-        fused: name → number of atoms (``name.0``, ``name.1``, …), for parameters that DeepSpeed's universal checkpoints
-            stack along a new first dimension.
-    """
-
-    aliases: dict[str, str] = field(default_factory=dict)
-    buffers: frozenset[str] = frozenset()
-    instances: dict[str, int] = field(default_factory=dict)
-    hints: dict[str, Any] = field(default_factory=dict)
-    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
-    fused: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Missing or unusable parts of a checkpoint, with explanations for messages.
-
-    Attributes:
-        irregular: optimizer states that cannot be resharded → their description.
-        unreadable: tensors whose bytes cannot be resharded → the reason.
-        dropped: reason why buffers and frozen parameters may be missing (upstream's converter omits them), or empty.
-        unnoticed: parts that DeepSpeed's own load would miss or misread in the same topology.
-        stateless: reason why there are no optimizer states, with a remedy; empty if there are.
-        unchecked: parts of a foreign checkpoint without checksum.
-        ambiguous: further names of parameters whose owner no file records.
-    """
-
-    irregular: dict[AtomKey, str] = field(default_factory=dict)
-    unreadable: dict[AtomKey, str] = field(default_factory=dict)
-    dropped: str = ""
-    unnoticed: tuple[str, ...] = ()
-    stateless: str = ""
-    unchecked: str = ""
-    ambiguous: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class AtomicIndex:
-    """A whole checkpoint: its bytes, run, model, and missing or unusable parts."""
-
-    stored: StoredAtoms
-    run: RunState
-    model: ModelInfo = field(default_factory=ModelInfo)
-    limits: Limits = field(default_factory=Limits)
-
-    def change(self, **fields: Any) -> AtomicIndex:
-        """Return a copy with other values of some fields of any of its parts."""
-        parts = {}
-        for name in ("stored", "run", "model", "limits"):
-            part = getattr(self, name)
-            known = {name: fields.pop(name) for name in part.__dataclass_fields__ if name in fields}
-            parts[name] = replace(part, **known)
-        return replace(self, **parts, **fields)
-
-    def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
-        """Return an atom, or None if it does not exist."""
-        return self.stored.atoms.get(AtomKey(name, state, instance))
-
     @property
     def is_weights_alone(self) -> bool:
         """True if it has a foreign format and no optimizer states, so that a load expects none."""
-        return bool(self.run.format) and not (self.limits.stateless or self.run.groups or self.run.scalars)
-
-    def resolve(self, name: str) -> str:
-        """Return the name that holds a parameter's data: its own or that of the parameter that it is tied to."""
-        return self.model.aliases.get(name, name)
+        return bool(self.format) and not (self.stateless or self.groups or self.scalars)

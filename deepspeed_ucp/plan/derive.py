@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
 
@@ -84,9 +84,9 @@ def can_fuse(shape: Shape, parts: int) -> bool:
 
 def fuse(index: AtomicIndex) -> AtomicIndex:
     """Return the index with one parameter [count, …] for the atoms of each that is in ``fused``."""
-    dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items() if index.model.fused}
+    dims = {key.name: len(atom.shape) for key, atom in index.atoms.items() if index.fused}
     made = {}
-    for name, count in index.model.fused.items():
+    for name, count in index.fused.items():
         parts = tuple(Slice(f"{name}.{number}") for number in range(count))
         made[name] = DerivedParam(parts, dims.get(parts[0].name, 0) + 1, (count,))
     return derive(index, made)
@@ -94,18 +94,18 @@ def fuse(index: AtomicIndex) -> AtomicIndex:
 
 def split(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
     """Return the index with so many atoms for each fused parameter, which concatenates them."""
-    shapes = {key.name: atom.shape for key, atom in index.stored.atoms.items() if key.name in fused}
+    shapes = {key.name: atom.shape for key, atom in index.atoms.items() if key.name in fused}
     made = {
         f"{name}.{number}": DerivedParam((Slice(name, number, fused[name]),), len(shape) - 1)
         for name, shape in shapes.items()
         for number in range(fused[name])
     }
-    return derive(index, made).change(fused=dict(fused))
+    return replace(derive(index, made), fused=dict(fused))
 
 
 def recast(index: AtomicIndex, live: Shapes) -> AtomicIndex:
     """Return the index with parameters in the live model's form, as extensions derive them."""
-    for extension in find_for_names([*(param.name for param in index.stored.atoms.storages), *live]):
+    for extension in find_for_names([*(param.name for param in index.atoms.storages), *live]):
         index = extension.recast(index, live)
     return index
 
@@ -118,7 +118,7 @@ def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
     """
     if not renamed:
         return index
-    saved = {key.name: atom.shape for key, atom in index.stored.atoms.items()}
+    saved = {key.name: atom.shape for key, atom in index.atoms.items()}
     return derive(index, {new: DerivedParam.whole(old, saved[old]) for new, old in renamed.items() if old in saved})
 
 
@@ -134,7 +134,7 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
             dtypes, step counts or hyper-parameters.
     """
     used = {piece.name for derived in made.values() for piece in derived.slices} | set(dropped)
-    if twice := sorted({key.name for key in index.stored.atoms} & made.keys() - used):
+    if twice := sorted({key.name for key in index.atoms} & made.keys() - used):
         feeding = shorten([piece.name for piece in made[twice[0]].slices])
         raise MismatchError(
             f"The checkpoint has {shorten(twice)} itself, which {feeding} would fill too; leave one of them out."
@@ -152,14 +152,15 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
         return (param._replace(name=new) for param in params for new in follow(param.name))
 
     storages, repeated = _derive_atoms(index, made, used, follow_all)
-    return index.change(
-        atoms=Atoms(storages, follow_all(index.stored.atoms.module)),
+    return replace(
+        index,
+        atoms=Atoms(storages, follow_all(index.atoms.module)),
         repeated=repeated,
-        scalars={new: facts for param, facts in index.run.scalars.items() for new in follow_all((param,))},
-        groups=tuple(GroupInfo(tuple(follow_all(group.members)), group.hyper) for group in index.run.groups),
-        instances={new: count for name, count in index.model.instances.items() for new in follow(name)},
-        aliases={alias: name for alias, name in index.model.aliases.items() if not {alias, name} & used},
-        buffers=frozenset(new for name in index.model.buffers for new in follow(name)),
+        scalars={new: facts for param, facts in index.scalars.items() for new in follow_all((param,))},
+        groups=tuple(GroupInfo(tuple(follow_all(group.members)), group.hyper) for group in index.groups),
+        instances={new: count for name, count in index.instances.items() for new in follow(name)},
+        aliases={alias: name for alias, name in index.aliases.items() if not {alias, name} & used},
+        buffers=frozenset(new for name in index.buffers for new in follow(name)),
     )
 
 
@@ -171,14 +172,14 @@ def _derive_atoms(
 ) -> tuple[dict[ParamKey, list[ParamStorage]], dict[AtomKey, Repeated]]:
     """Return the storage of each parameter, and the parts that are in the files a second time."""
     storages: dict[ParamKey, list[ParamStorage]] = {}
-    repeated = {key: parts for key, parts in index.stored.repeated.items() if key.name not in used}
-    for param, shards in index.stored.atoms.storages.items():
+    repeated = {key: parts for key, parts in index.repeated.items() if key.name not in used}
+    for param, shards in index.atoms.storages.items():
         if param.name not in used:
             storages[param] = list(shards)
             continue
         for new in follow((param,)):
             storages[new] = []
-            for state in index.stored.atoms.find_states(param):
+            for state in index.atoms.find_states(param):
                 key = AtomKey(new.name, state, new.instance)
                 atom, again = _make_atom(index, key, made[new.name])
                 storages[new] += atom.shards
@@ -189,7 +190,7 @@ def _derive_atoms(
 def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[Atom, Repeated]:
     """Derive one state, and its parts that are in the files a second time."""
     sources = [key._replace(name=piece.name) for piece in made.slices]
-    atom_of = {source: index.stored.atoms[source] for source in dict.fromkeys(sources)}
+    atom_of = {source: index.atoms[source] for source in dict.fromkeys(sources)}
     atoms = [atom_of[source] for source in sources]
     shards, again, itemsize = list[tuple[Shape, Fragments]](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
     for at, saved in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
@@ -201,7 +202,7 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
         )
         shards.append((shape, blocks or Fragments(atoms[0].dtype, list(chain.from_iterable(moved)))))
         for source, span in zip(sources, spans, strict=True):
-            parts = (part for shard, part in index.stored.repeated.get(source, ()) if shard == at)
+            parts = (part for shard, part in index.repeated.get(source, ()) if shard == at)
             again += [(at, part) for part in _move(parts, *span, itemsize)]
     return Atom.of(key.name, key.state, shards, key.instance), tuple(again)
 
@@ -232,11 +233,11 @@ def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, it
 def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Container[str]) -> None:
     """Check that the parameters from which one is derived agree."""
     kinds: dict[str, set[tuple[str, int, str]]] = defaultdict(set)
-    for key, atom in index.stored.atoms.items():
+    for key, atom in index.atoms.items():
         if key.name in used:
             kinds[key.name].add((key.state, key.instance, atom.dtype))
-    hypers = {param.name: group.hyper for group in index.run.groups for param in group.members if param.name in used}
-    scalars = {param.name: facts for param, facts in index.run.scalars.items() if param.name in used}
+    hypers = {param.name: group.hyper for group in index.groups for param in group.members if param.name in used}
+    scalars = {param.name: facts for param, facts in index.scalars.items() if param.name in used}
     for name, derived in made.items():
         first, *others = dict.fromkeys(piece.name for piece in derived.slices)
         for other in others:

@@ -164,10 +164,10 @@ class _Matcher:
     def _pass_over(self, name: str, names: Sequence[str], is_trained: bool, shape: Shape) -> None:
         """Note a tensor that the checkpoint lacks: a fault, unless the save is known to have left it out."""
         index, match = self.index, self.match
-        is_dropped = index.limits.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
+        is_dropped = index.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
         if is_dropped and not is_trained:
             match.kept.append(name)
-        elif names[0] in index.model.buffers:
+        elif names[0] in index.buffers:
             match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
         else:
             match.skipped.append(Fault(name, f" {shape}: not in the checkpoint", MISSING))
@@ -185,7 +185,7 @@ class _Matcher:
         """Compare all names, and note the faults or the differences that a lenient load ignores."""
         index, live, match = self.index, self.live, self.match
         # Without the optimizer's files, trained parameters only have copies.
-        saved = index.stored.atoms.list_names((MASTER, COPY) if live.unowned is None else (MASTER, COPY, MODULE))
+        saved = index.atoms.list_names((MASTER, COPY) if live.unowned is None else (MASTER, COPY, MODULE))
         matched = match.saved
         # FSDP, and layer files of a pipeline stage, hold a tie twice without recording it.
         ties = {live.renamed.get(alias, alias): name for alias, name in live.aliases.items() if name in matched}
@@ -296,7 +296,7 @@ def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
 
 def lacks_frozen(index: AtomicIndex) -> bool:
     """Return True if a checkpoint holds no frozen parameters at all, as saves of adapters."""
-    return not any(key.state == MODULE and key.name not in index.model.buffers for key in index.stored.atoms)
+    return not any(key.state == MODULE and key.name not in index.buffers for key in index.atoms)
 
 
 def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> ParamKey:
@@ -306,7 +306,7 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
         name: of the parameter in the checkpoint.
         ordinal, total: the live stage's place among the stages that hold the parameter, and their number.
     """
-    copies = index.model.instances.get(name, 1)
+    copies = index.instances.get(name, 1)
     is_last = ordinal == total - 1 and ordinal > 0
     return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
 
@@ -322,7 +322,7 @@ class _FoundWeight(NamedTuple):
 def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> _FoundWeight | None:
     order = _order_states(wants_master, with_states)
     for name in map(index.resolve, names):
-        shards = index.stored.atoms.storages.get(ParamKey(name), ())
+        shards = index.atoms.storages.get(ParamKey(name), ())
         for state in order:
             if shapes := tuple([shard.shape for shard in shards if state in shard.states]):
                 return _FoundWeight(name, state, shapes)
@@ -360,9 +360,9 @@ def match_groups(
     Raises:
         MismatchError: the groups are cut differently; both are listed.
     """
-    if not index.run.groups:  # dropped by the source's converter: the live hyper-parameters stay
+    if not index.groups:  # dropped by the source's converter: the live hyper-parameters stay
         return
-    owner = {param: number for number, group in enumerate(index.run.groups) for param in group.members}
+    owner = {param: number for number, group in enumerate(index.groups) for param in group.members}
     taken: dict[int, int] = {}
     for number, names in members.items():
         saved = [match.params[name] for name in names if name in match.params]
@@ -374,7 +374,7 @@ def match_groups(
             match.hyper[number] = _join_steps(index, sources)
             match.groups.update({number: groups} if (groups := tuple(sorted(sources - {-1}))) else {})
             continue
-        hypers = [index.run.groups[source].hyper for source in sources if source >= 0]
+        hypers = [index.groups[source].hyper for source in sources if source >= 0]
         same = -1 not in sources and all(hyper == hypers[0] for hyper in hypers)
         same = same and any(extension.cuts_groups(names) for extension in find_for_names(names))
         if not same and (len(sources) != 1 or -1 in sources or taken.setdefault(min(sources), number) != number):
@@ -387,7 +387,7 @@ def match_groups(
                 "load_optimizer_states=False."
             )
         match.groups[number] = tuple(sorted(sources))
-        match.hyper[number] = index.run.groups[min(sources)].hyper
+        match.hyper[number] = index.groups[min(sources)].hyper
 
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
@@ -396,7 +396,7 @@ def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
     Raises:
         MismatchError: the groups have different steps.
     """
-    saved = [index.run.groups[number].hyper for number in groups if number >= 0]
+    saved = [index.groups[number].hyper for number in groups if number >= 0]
     steps = [hyper["step"] for hyper in saved if "step" in hyper]
     if any(step != steps[0] for step in steps):
         raise MismatchError(
@@ -410,7 +410,7 @@ def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
 def _name_live(index: AtomicIndex, match: Match) -> list[list[str]]:
     """Return the saved param groups, by live names if there are any."""
     live = {param: name for name, param in match.params.items()}
-    return [[live.get(param, param.name) for param in group.members] for group in index.run.groups]
+    return [[live.get(param, param.name) for param in group.members] for group in index.groups]
 
 
 def _list_groups(groups: Iterable[Sequence[str]]) -> str:
@@ -438,7 +438,7 @@ def are_same(index: AtomicIndex, one: Atom | None, other: Atom | None) -> bool |
 
 def _list_sums(index: AtomicIndex, atom: Atom) -> Sums | None:
     """Return the blocks of an atom, or None if a record has no checksum or holds other bytes too."""
-    records, sums = index.stored.records, Sums()
+    records, sums = index.records, Sums()
     covered = Counter[int]()
     for number, shard in enumerate(atom.shards):
         for part in shard.list_fragments(atom.state):

@@ -34,10 +34,10 @@ def settle_index(
     """
     weights = list_weights(index)
     source = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
-    replicas = {name for name in index.model.buffers if name in weights and is_replica(index, weights[name])}
+    replicas = {name for name in index.buffers if name in weights and is_replica(index, weights[name])}
     asked = sorted(names if names is not None else source if target is None else target)
     ordered = order_rules(index, rules, live)
-    return settle(asked, source, target, ordered, index.model.hints, degree=degree, replicas=replicas)
+    return settle(asked, source, target, ordered, index.hints, degree=degree, replicas=replicas)
 
 
 def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
@@ -46,15 +46,15 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
     Raises:
         UnsupportedError: the checkpoint's metadata has another form than DeepSpeed's.
     """
-    ordered = [*rules, from_recorded(index.model.recorded)] if index.model.recorded else list(rules)
-    if info := index.model.hints.get(INFO):
+    ordered = [*rules, from_recorded(index.recorded)] if index.recorded else list(rules)
+    if info := index.hints.get(INFO):
         try:
             ordered.append(from_universal_info(info))
         except MismatchError as error:
             if rules:  # the user's rules take precedence; parameters without one are refused all the same
                 return [*ordered, *live]
-            raise UnsupportedError(f"{error}. Give the model's patterns.", path=index.run.state_file) from error
-    if index.model.hints.get("args"):
+            raise UnsupportedError(f"{error}. Give the model's patterns.", path=index.state_file) from error
+    if index.hints.get("args"):
         ordered.append(from_arguments())
     return [*ordered, *live]
 
@@ -63,7 +63,7 @@ def list_weights(index: AtomicIndex) -> dict[str, Atom]:
     """Return one atom per name: its master, else the module's tensor, else any."""
     order = {MASTER: 0, MODULE: 1, COPY: 2}
     best: dict[str, Atom] = {}
-    for key, atom in index.stored.atoms.items():
+    for key, atom in index.atoms.items():
         known = best.get(key.name)
         if known is None or order.get(key.state, 3) < order.get(known.state, 3):
             best[key.name] = atom
@@ -72,7 +72,7 @@ def list_weights(index: AtomicIndex) -> dict[str, Atom]:
 
 def list_names(index: AtomicIndex) -> set[str]:
     """Return all names in a checkpoint."""
-    return {param.name for param in index.stored.atoms.storages} | set(index.model.aliases)
+    return {param.name for param in index.atoms.storages} | set(index.aliases)
 
 
 def list_shapes(index: AtomicIndex) -> Shapes:
@@ -87,7 +87,7 @@ def is_replica(index: AtomicIndex, atom: Atom) -> bool:
     parts = [(shard.shape, shard.list_fragments(atom.state)) for shard in atom.shards]
     if any(len(fragments) != 1 for _, fragments in parts):
         return False
-    records = [(shape, part, index.stored.records[part.record]) for shape, (part,) in parts]
+    records = [(shape, part, index.records[part.record]) for shape, (part,) in parts]
     return are_alike((shape, atom.dtype, part.offset, record.nbytes, record.crc) for shape, part, record in records)
 
 
@@ -97,12 +97,12 @@ def describe_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lamb
     Args:
         states: whether a state is wanted.
     """
-    faults = sorted(index.limits.unreadable.items())
+    faults = sorted(index.unreadable.items())
     listed = [f"{key.param} ({key.state}): {fault}" for key, fault in faults if states(key.state)]
     if not listed:
         return ""
     return (
-        f"{index.run.state_file}: {shorten(listed)}. Tensors that are not contiguous can be resumed in the topology "
+        f"{index.state_file}: {shorten(listed)}. Tensors that are not contiguous can be resumed in the topology "
         "that saved them, and saved again with contiguous tensors; the others are not in the checkpoint."
     )
 
@@ -123,16 +123,16 @@ def refuse_stateless(index: AtomicIndex) -> None:
     Raises:
         CheckpointError: there are none.
     """
-    if index.limits.stateless:
-        raise CheckpointError(index.limits.stateless)
+    if index.stateless:
+        raise CheckpointError(index.stateless)
 
 
 def describe_irregular(index: AtomicIndex) -> str:
     """Describe optimizer states that cannot be cut for another topology; empty if there are none."""
-    listed = [f"{key.param}.{key.state} ({what})" for key, what in sorted(index.limits.irregular.items())]
+    listed = [f"{key.param}.{key.state} ({what})" for key, what in sorted(index.irregular.items())]
     if not listed:
         return ""
     return (
-        f"{index.run.optimizer or 'The saved optimizer'} keeps states that are not element-wise, or not in the files, "
+        f"{index.optimizer or 'The saved optimizer'} keeps states that are not element-wise, or not in the files, "
         f"and cannot be united or cut for another topology: {shorten(listed)}."
     )

@@ -162,7 +162,7 @@ def is_replicated(atom: Atom, layouts: tuple[Layout, Layout] | None) -> bool:
 
 def find_states(index: AtomicIndex, param: ParamKey) -> dict[str, str]:
     """Return the optimizer states that the checkpoint has for a parameter, with their dtypes."""
-    states = index.stored.atoms.find_states(param)
+    states = index.atoms.find_states(param)
     return {state: states[state] for state in sorted(states) if state not in (MASTER, MODULE, COPY)}
 
 

@@ -59,23 +59,23 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     At some elements of each shard ``cast(master)`` is compared with the copy in the model states. Training keeps them
     equal, so a differing shard was not saved together with the model states. ZeRO 3 saves no copies.
 
-    Repeated fragments (:class:`~deepspeed_ucp.model.StoredAtoms`) are compared completely.
+    Repeated fragments (:class:`~deepspeed_ucp.model.AtomicIndex`) are compared completely.
 
     Raises:
         CheckpointError: a shard is of another run or step.
     """
     keys = list(touched)
     _check_master_samples(index, keys, comm)
-    if index.stored.repeated:
+    if index.repeated:
         _check_repeated(index, keys, comm)
 
 
 def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare this rank's share of repeated fragments with their first occurrences; collective."""
-    stored, pairs = index.stored, list[Pair]()
-    parts = [(key, *repeat) for key in touched for repeat in stored.repeated.get(key, ())]
+    pairs = list[Pair]()
+    parts = [(key, *repeat) for key in touched for repeat in index.repeated.get(key, ())]
     for key, tp_shard, repeat in parts[comm.rank :: comm.size]:
-        atom = stored.atoms[key]
+        atom = index.atoms[key]
         want = Want(atom, repeat.start, repeat.numel, shard=tp_shard)
         shards = [(shard.shape, Fragments(atom.dtype, [repeat])) for shard in atom.shards]
         again = Atom.of(atom.name, atom.state, shards, atom.instance)
@@ -89,7 +89,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
                 f"{want.atom.name} ({want.atom.state}) is in the files of several ranks, and this one has other values "
                 f"of its elements [{want.start}, {want.end}). The file belongs to another run or step; put the right "
                 "one back.",
-                path=stored.files[stored.records[record].file].path,
+                path=index.files[index.records[record].file].path,
             )
 
     compare_pairs(index, pairs, judge, comm)
@@ -97,7 +97,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 
 def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare masters and copies in this rank's share of files; collective."""
-    atoms, files, pairs = index.stored.atoms, list[int](), list[Pair]()
+    atoms, files, pairs = index.atoms, list[int](), list[Pair]()
     compared, differing, first = Counter[int](), Counter[int](), dict[int, str]()
     for file, samples in _find_samples(index, touched, comm).items():
         for (param, shard, _), (low, high) in _iter_sampled_runs(samples):
@@ -118,10 +118,10 @@ def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: 
             first.setdefault(file, f"{master.atom.name}[{master.start + at}] is {here} here and {there} there")
 
     def check_shares() -> None:
-        tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
+        tolerated = _TOLERATED if index.topology.zero_stage else _TOLERATED_STAGE0
         for file, count in differing.items():
             if count > max(tolerated * compared[file], 1):
-                path, state_file = index.stored.files[file].path, index.run.state_file
+                path, state_file = index.files[file].path, index.state_file
                 advice = _ONE_FILE if path == state_file else _FOREIGN
                 raise CheckpointError(
                     f"its fp32 weights differ from the model states in {state_file} ({count} of {compared[file]} "
@@ -138,7 +138,7 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 
     Each of thousands of ranks has few files, and creates no objects for the others.
     """
-    storages = index.stored.atoms.storages if index.run.topology.traits.has_copies else {}
+    storages = index.atoms.storages if index.topology.traits.has_copies else {}
     masters: dict[int, tuple[Storage, dict[int, tuple[ParamKey, int]]]] = {}  # with the owners of places in it
     for param in [key.param for key in touched if key.state == MASTER]:
         shards = storages.get(param, ())
@@ -149,7 +149,7 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, (storage, _) in masters.items():
         for part, record in storage.list_records():
-            parts[index.stored.records.files[record]].append((number, part))
+            parts[index.records.files[record]].append((number, part))
     samples: dict[int, list[_Sample]] = {}
     for file in sorted(parts)[comm.rank :: comm.size]:
         samples[file] = []
@@ -210,7 +210,7 @@ def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[
     """
     diverged, name_of_pair, pairs = dict[str, None](), list[str](), list[Pair]()
     for name in names if comm.rank == 0 else ():
-        instances = range(index.model.instances[name])
+        instances = range(index.instances[name])
         states_of = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
         atoms = [atom for states in states_of if (atom := next(filter(None, states), None))]
         for first, other in product(atoms[:1], atoms[1:]):
@@ -286,15 +286,15 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
         CheckpointError: copies differ outside of tied modules (bidirectional placements).
     """
     loaded = {key.name for key in touched}
-    names = [name for name in index.model.instances if name in loaded]
+    names = [name for name in index.instances if name in loaded]
     diverged = find_diverged(index, names, comm) if names else []
     if untied := [name for name in diverged if "tied_modules." not in name]:  # equal on all ranks
         text = (
-            f"{untied[0]} is held by {index.model.instances[untied[0]]} pipeline stages with different values; they "
+            f"{untied[0]} is held by {index.instances[untied[0]]} pipeline stages with different values; they "
             "must be equal. The folder mixes files of several saves."
         )
         comm.alike(lambda: raise_first([CheckpointError(text)]))
-    dropped = sorted(name for name in diverged if counts.get(name, 1) != index.model.instances[name])
+    dropped = sorted(name for name in diverged if counts.get(name, 1) != index.instances[name])
     if dropped and comm.rank == 0:
         logger.warning(
             "%s: each pipeline stage with the tied module trained different values (DeepSpeed ties only "
@@ -325,7 +325,7 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
     Raises:
         UcpError: a file cannot be read, or the error of ``judge``; equal on all ranks.
     """
-    if not index.stored.access.is_partial or comm.size == 1:
+    if not index.access.is_partial or comm.size == 1:
         comm.run(lambda: _judge(_read_here(index, pairs), judge))
         return
     batches, first, failed = list(_divide(pairs)), 0, list[UcpError]()
@@ -355,7 +355,7 @@ def _judge(values: Iterable[Values], judge: Judge, first: int = 0) -> None:
 
 
 def _read_here(index: AtomicIndex, pairs: Sequence[Pair]) -> Iterator[Values]:
-    apply = choose_map(index.run.state_file)
+    apply = choose_map(index.state_file)
     with AtomReader(index) as reader:  # with checksums, from the places that a load reads
         for batch in _divide(pairs):
             yield from apply(lambda pair: (reader.read_want(pair[0]), reader.read_want(pair[1])), batch)
@@ -376,12 +376,12 @@ def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[Values]:
     """Return the bytes of this rank's pairs, each read by a rank that can; collective."""
-    stored, wants = index.stored, [want for pair in pairs for want in pair]
+    wants = [want for pair in pairs for want in pair]
     reads = [list_reads([want]) for want in wants]
     spans = [(read.record, read.offset, read.end) for row in reads for read in row]
-    files = [stored.records[record].file for record, _, _ in spans]
-    turns = stored.access.take_turns(files, comm.size)
-    ranks = np.where(stored.access.can_read(comm.rank, files), comm.rank, turns).tolist()
+    files = [index.records[record].file for record, _, _ in spans]
+    turns = index.access.take_turns(files, comm.size)
+    ranks = np.where(index.access.can_read(comm.rank, files), comm.rank, turns).tolist()
     with AtomReader(index) as reader:
 
         def read_span(span: tuple[int, int, int]) -> bytes:

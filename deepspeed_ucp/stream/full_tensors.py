@@ -120,7 +120,7 @@ def assemble_full_tensors(
     }
     tensors = {
         key: assemble_full_tensor(atom, settled.layouts[key.name][0])
-        for key, atom in index.stored.atoms.items()
+        for key, atom in index.atoms.items()
         if states(key.state) and not is_remade(key, index)
     }
     return FullTensors(tensors, patterns, settled.origin, settled.unused)

@@ -17,7 +17,7 @@ from ..io.cast import average
 from ..io.memory import Scratch
 from ..io.opened import Stored
 from ..io.read import Checked, MemorySink, RecordReader, merge_checks
-from ..model import MASTER, AtomicIndex, FileRef, Read, StoredAtoms
+from ..model import MASTER, AtomicIndex, FileRef, Read
 from ..model.flat import find_gaps
 from ..plan import Want, list_reads
 from ..plan.rounds import BLOCK
@@ -33,11 +33,11 @@ def refuse_scattered(index: AtomicIndex, reason: str) -> None:
     Raises:
         UnsupportedError: this rank does not find all files.
     """
-    if index.stored.access.is_partial and not all(file.places for file in index.stored.files):
+    if index.access.is_partial and not all(file.places for file in index.files):
         raise UnsupportedError(
             f"ranks see different files of this checkpoint, and {reason}. Copy all files to a place that every rank "
             'sees, or name a further place that has them all ("also", --also).',
-            path=index.run.state_file,
+            path=index.state_file,
         )
 
 
@@ -52,8 +52,7 @@ class AtomReader(RecordReader):
     """
 
     def __init__(self, index: AtomicIndex, **options: Any) -> None:
-        stored = index.stored
-        super().__init__(stored.records, stored.files, failed=stored.failed, **options)
+        super().__init__(index.records, index.files, failed=index.failed, **options)
         self.index = index
 
     def open_copy(self, path: str, file: FileRef) -> Stored:
@@ -102,7 +101,7 @@ class AtomReader(RecordReader):
             checks += self._read_shard(want, shard, other)
             if other != data:
                 raise MismatchError(
-                    _describe_difference(want, shard, data, other), path=os.path.dirname(self.index.run.state_file)
+                    _describe_difference(want, shard, data, other), path=os.path.dirname(self.index.state_file)
                 )
         return checks
 
@@ -166,7 +165,7 @@ def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, thr
     Raises:
         CheckpointError: a record is damaged; equal on all ranks.
     """
-    received = merge_checks(send_checks(merge_checks(read), index.stored, comm))
+    received = merge_checks(send_checks(merge_checks(read), index, comm))
     return comm.run(lambda: _complete(received, index, threads))
 
 
@@ -182,10 +181,10 @@ def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> in
     return verify_reads([Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ())], index, comm)
 
 
-def send_checks(checks: Sequence[Checked], stored: StoredAtoms, comm: Comm) -> list[Checked]:
+def send_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> list[Checked]:
     """Send checks to the ranks responsible for their records; return those from all ranks for this rank; collective."""
     rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
-    owners = stored.access.take_turns(stored.records.files, comm.size)[rows[:, 0]]
+    owners = index.access.take_turns(index.records.files, comm.size)[rows[:, 0]]
     tables = comm.swap_tables([rows[owners == rank] for rank in range(comm.size)])
     return [Checked(*row) for table in tables for row in table.tolist()]
 
@@ -196,7 +195,7 @@ def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> 
     Args:
         received: merged checks of all ranks.
     """
-    records, gaps, joined = index.stored.records, list[Read](), dict[int, list[Checked]]()
+    records, gaps, joined = index.records, list[Read](), dict[int, list[Checked]]()
     for number, group in groupby(received, attrgetter("record")):
         if records[number].crc is None:
             continue
@@ -224,8 +223,8 @@ def _describe_damage(index: AtomicIndex, number: int, crc: int) -> CheckpointErr
     Args:
         crc: the CRC32 that was found.
     """
-    record = index.stored.records[number]
-    file = index.stored.files[record.file]
+    record = index.records[number]
+    file = index.files[record.file]
     fact = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"
     if len(file.copies) > 1:  # each rank reads the nearest copy
         text = (

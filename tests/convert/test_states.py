@@ -104,7 +104,7 @@ def convert(tmp_path, topology, model=MODEL, **run):
         state=state,
         files=write_states(index, str(out)),
         out=out,
-        old=torch.load(index.run.state_file, weights_only=False),
+        old=torch.load(index.state_file, weights_only=False),
         new=torch.load(out / STATE_FILE, weights_only=False),
         optimizer=torch.load(out / OPTIMIZER_STATE, weights_only=False),
     )
@@ -229,9 +229,10 @@ def test_extra_states_of_modules_stay(topology, tmp_path):
 @every_kind
 def test_an_atomic_source_gives_the_same_files(topology, tmp_path):
     found = convert(tmp_path, topology)
-    index = found.index.change(
+    index = replace(
+        found.index,
         state_file=str(found.out / STATE_FILE),
-        topology=replace(found.index.run.topology, wrapper="atomic"),
+        topology=replace(found.index.topology, wrapper="atomic"),
     )
     (tmp_path / "again").mkdir()
     assert write_states(index, str(tmp_path / "again")) == found.files
@@ -273,9 +274,9 @@ def test_damaged_client_tensors_and_a_full_disk_are_errors(tmp_path, monkeypatch
         patch.setattr("deepspeed_ucp.torchsave.zipframe._write_file", Mock(side_effect=OSError(errno.ENOSPC, "full")))
         with pytest.raises(StorageError, match="disk full"):
             write_states(index, str(tmp_path))
-    records = (index.stored.records[number] for number in index.run.client_records)
+    records = (index.records[number] for number in index.client_records)
     record = next(record for record in records if record.nbytes == 24)
-    with open(index.run.state_file, "r+b") as stream:
+    with open(index.state_file, "r+b") as stream:
         stream.seek(record.offset)
         stream.write(b"\x55")
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt: data/\d+ has CRC32"):

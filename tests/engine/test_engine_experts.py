@@ -309,7 +309,7 @@ def test_a_plan_is_what_the_load_reports(
             (outcome,) = engines.load(target, folder)
             ep = target.ep if isinstance(target.ep, int) else max(target.ep)
             wanted = f"dp={target.world},ep={ep},zero={target.stage},precision={target.precision}"
-            found = check_resume(index, parse_degrees(wanted, index.run.topology))
+            found = check_resume(index, parse_degrees(wanted, index.topology))
             assert found.obstacles == []
             assert sum(rank.bytes_read for rank in outcome.ranks) == found.read
             assert {rank.state_bytes for rank in outcome.ranks} == {found.state}

@@ -429,12 +429,12 @@ def test_the_saved_maps_outrank_the_saved_lists(engines: Engines) -> None:
     assert [list_widths(engines.saved(each)) for each in found] == [[16, 16], [16, 8], [8, 8, 8, 0]]
     folder = str(engines.saved(UNEVEN_BF16).folder)
     index = open_checkpoint(check_tag(folder, str(read_latest(folder))), Comm())
-    info = dict(index.model.hints["universal_checkpoint_info"])
+    info = dict(index.hints["universal_checkpoint_info"])
     maps = info["affine_map"]["params"]
     pieces = [piece for each in maps.values() for rank in each["ranks"].values() for piece in rank["pieces"]]
     assert {piece.get("scale", 1.0) for piece in pieces} == {1.0}
     info |= {"parameter_with_row_parallelism_patterns": [".*"], "tp_replicated_parameter_patterns": [".*"]}
-    names = index.stored.atoms.list_names({"exp_avg"})
+    names = index.atoms.list_names({"exp_avg"})
     assert len(names) > 20
     assert {name for name in names if not isinstance(from_universal_info(info).find(name, Facts()), Mapped)} == set()
 

@@ -437,7 +437,7 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = diff_checkpoints(a, b, options=DiffOptions(window=12 * 512, bar=make_bar), rules=rules_of(held))
     assert found.equal
     assert totals == [sum(done)]
-    assert sum(done) == sum(atom.nbytes for atom in b.stored.atoms.values() if atom.state != "copy") * 2
+    assert sum(done) == sum(atom.nbytes for atom in b.atoms.values() if atom.state != "copy") * 2
     assert len(done) > 10
 
 

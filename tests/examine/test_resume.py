@@ -67,7 +67,7 @@ def measure_load(folder: Path, targets: Sequence[FakeTarget], options: Options) 
         rank = prepare_rank(index, targets[number], comm, options)
         plan_reads(rank, options)
         assert rank.plan is not None
-        return index, rank.plan.nbytes, index.stored.atoms.count_bytes(rank.work.touched)
+        return index, rank.plan.nbytes, index.atoms.count_bytes(rank.work.touched)
 
     results = run_ranks(len(targets), work)
     return results[0][0], sum(nbytes for _, nbytes, _ in results), results[0][2]
@@ -151,11 +151,11 @@ def test_it_reads_what_a_load_of_experts_reads(fused: bool, data: st.DataObject)
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 FAULTS: dict[str, Callable[[AtomicIndex], AtomicIndex]] = {
-    "keeps states that are not element-wise": lambda index: index.change(
-        irregular={AtomKey("wte", "row"): "shape (9,)"}, optimizer="Adafactor"
+    "keeps states that are not element-wise": lambda index: replace(
+        index, irregular={AtomKey("wte", "row"): "shape (9,)"}, optimizer="Adafactor"
     ),
-    "not contiguous": lambda index: index.change(unreadable={AtomKey("wte", "fp32"): "it is not contiguous"}),
-    "no optimizer states": lambda index: index.change(stateless="There are no optimizer states."),
+    "not contiguous": lambda index: replace(index, unreadable={AtomKey("wte", "fp32"): "it is not contiguous"}),
+    "no optimizer states": lambda index: replace(index, stateless="There are no optimizer states."),
 }
 
 
@@ -166,14 +166,14 @@ def test_refusals_of_the_load_are_obstacles(words: str, tmp_path: Path) -> None:
     index = FAULTS[words](open_for(next(tmp_path.glob("global_step*")), target))
     with pytest.raises(UcpError, match=words):
         prepare_rank(index, target, Comm())
-    assert words in " ".join(check_resume(index, parse_degrees("dp=3", index.run.topology)).obstacles)
-    assert check_resume(index, parse_degrees("dp=2", index.run.topology)).loader == DEEPSPEED
+    assert words in " ".join(check_resume(index, parse_degrees("dp=3", index.topology)).obstacles)
+    assert check_resume(index, parse_degrees("dp=2", index.topology)).loader == DEEPSPEED
 
 
 def test_unknown_patterns_are_refused_as_by_the_load(tmp_path: Path) -> None:
     held = draw_state(PLAIN, Topology(2, 1, tp=2))
     index = open_checkpoint(str(held.write(tmp_path)), Comm())
-    found = check_resume(index, parse_degrees("dp=2,tp=1", index.run.topology))
+    found = check_resume(index, parse_degrees("dp=2,tp=1", index.topology))
     assert "How tensor parallelism cuts the following is not known (8 parameters)" in found.obstacles[0]
 
 
@@ -195,7 +195,7 @@ def test_batch_sizes(saved: dict[str, Any], dp: int, fits: bool, tmp_path: Path)
     run = Run(ds_config={**Topology(1, 2).ds_config(), "train_micro_batch_size_per_gpu": None, **saved})
     write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2), run=run)
     index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm())
-    degrees = parse_degrees(f"dp={dp}", index.run.topology)
+    degrees = parse_degrees(f"dp={dp}", index.topology)
     found = check_resume(index, degrees)
     assert (not found.obstacles) == fits
     assert fits or "Alternatives: " in found.obstacles[0]
@@ -222,10 +222,10 @@ def test_impossible_degrees_are_obstacles(target: str, told: str, tmp_path: Path
     model = Model((Param("dense", (5,)), *EXPERTS), experts=layers)
     folder = write_checkpoint(tmp_path, model, random_state(model, 1), Topology(1, 4, ep=(2, 2)))
     index = open_checkpoint(str(folder), Comm())
-    found = check_resume(index, parse_degrees(target, index.run.topology))
+    found = check_resume(index, parse_degrees(target, index.topology))
     assert told in " ".join(found.obstacles) and bool(told) == bool(found.obstacles)
     plain = open_checkpoint(str(write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))), Comm())
-    assert "no experts" in check_resume(plain, parse_degrees("dp=4,ep=2", plain.run.topology)).obstacles[0]
+    assert "no experts" in check_resume(plain, parse_degrees("dp=4,ep=2", plain.topology)).obstacles[0]
 
 
 def test_experts_may_lie_on_other_ranks_in_the_same_degrees(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_experts_may_lie_on_other_ranks_in_the_same_degrees(tmp_path: Path) -> N
     model = Model(EXPERTS, experts=layers)
     folder = write_checkpoint(tmp_path, model, random_state(model, 1), Topology(1, 4, ep=(2, 4)))
     index = open_checkpoint(str(folder), Comm())
-    found = check_resume(index, parse_degrees("dp=4,ep=4", index.run.topology))
+    found = check_resume(index, parse_degrees("dp=4,ep=4", index.topology))
     assert (found.loader, found.obstacles) == (OURS, []) and found.read > 0
 
 
@@ -241,7 +241,7 @@ def test_rename_rules_make_another_model(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))
     index = open_checkpoint(str(folder), Comm())
     rules = from_config(json.loads('{"rename": [{"from": "h.0.(?P<x>.*)", "to": "layers.0.{x}"}]}'))
-    found = check_resume(index, parse_degrees("dp=2", index.run.topology), rules)
+    found = check_resume(index, parse_degrees("dp=2", index.topology), rules)
     assert (found.loader, found.obstacles) == (OURS, []) and found.state > 0
 
 

@@ -42,7 +42,7 @@ def test_estimates_match_files(stage: int, precision: str, tmp_path: Path) -> No
     state = random_state(MODEL, 1, precision=precision)
     folder = write_checkpoint(tmp_path, MODEL, state, Topology(stage, 4, precision))
     index = open_checkpoint(str(folder), Comm(), Naming(groups="module"))
-    degrees = parse_degrees(f"dp=4,zero={stage},precision={precision}", index.run.topology)
+    degrees = parse_degrees(f"dp=4,zero={stage},precision={precision}", index.topology)
     found = measure_save(*count_state(index, degrees), degrees, 2)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     first = [size for name, size in sizes.items() if "pp_rank_2" not in name and "pp_rank_3" not in name]

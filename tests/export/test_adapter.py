@@ -122,7 +122,7 @@ def test_an_adapter_is_written_as_by_peft(tmp_path: Path, kind: str, topology: T
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     assert all(torch.equal(held[name], model.get_parameter(name)) for name in trained)
     if not tied:
-        assert {key.name for key in open_checkpoint(str(tmp_path / "peft"), Comm()).stored.atoms} == trained
+        assert {key.name for key in open_checkpoint(str(tmp_path / "peft"), Comm()).atoms} == trained
 
 
 def test_each_of_two_adapters(tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ def test_chunks_of_large_tensors(tmp_path: Path) -> None:
         metadata = pickle.load(stream)
     assert len(metadata.state_dict_metadata["model.a"].chunks) == 11
     assert len([name for name in report.files if name.endswith(".distcp")]) == 4
-    records = {f.record for s in index.stored.atoms[AtomKey("a", MASTER)].shards for f in s.list_fragments(MASTER)}
-    assert report.bytes_read == sum(index.stored.records[number].nbytes for number in records) + 900 * 3000 * 4
+    records = {f.record for s in index.atoms[AtomKey("a", MASTER)].shards for f in s.list_fragments(MASTER)}
+    assert report.bytes_read == sum(index.records[number].nbytes for number in records) + 900 * 3000 * 4
     a = random_state(model, 0).atoms["a"]["fp32"]
     check_same(read_all(tmp_path / "out")["model"], {"a": a, "c": a, "b": random_state(model, 0).atoms["b"]["fp32"]})
 

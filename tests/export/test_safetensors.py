@@ -193,9 +193,9 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     """Only records with weights are read, no optimizer states."""
     index = open_model(tmp_path, Topology(1, 3, "bf16", parameter_alignment=True))
     report = export_safetensors(index, str(tmp_path / "out"))
-    weights = [atom for atom in index.stored.atoms.values() if atom.state in (MASTER, "module")]
+    weights = [atom for atom in index.atoms.values() if atom.state in (MASTER, "module")]
     records = {f.record for atom in weights for shard in atom.shards for f in shard.list_fragments(atom.state)}
-    assert report.bytes_read == sum(index.stored.records[number].nbytes for number in records)
+    assert report.bytes_read == sum(index.records[number].nbytes for number in records)
 
 
 SPECIAL = [
@@ -335,7 +335,7 @@ def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_killed_export_is_begun_anew(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(1, 2))
-    folder = Staging(str(tmp_path / "out"), os.path.dirname(index.run.state_file), output.EXPORT)
+    folder = Staging(str(tmp_path / "out"), os.path.dirname(index.state_file), output.EXPORT)
     Path(folder.folder).mkdir()
     (Path(folder.folder) / "model-00001-of-00009.safetensors").write_bytes(b"half")
     Path(folder.aside).mkdir()
@@ -427,7 +427,7 @@ def test_only_differing_copies_are_a_warning(equal: bool, tmp_path: Path, caplog
         atoms = {name: held.state.atoms[name.partition("#")[0]] for name in held.state.atoms}
         held = replace(held, state=replace(held.state, atoms=atoms))
     index = open_held(held, tmp_path / "in")
-    assert index.model.instances
+    assert index.instances
     with caplog.at_level(logging.WARNING, logger="deepspeed_ucp"):
         export_held(index, held, tmp_path / "out", Comm())
     assert ("held by several pipeline stages" in caplog.text) != equal

@@ -41,23 +41,23 @@ def write_and_open(
 
 def check_parallel(index: AtomicIndex, model: Model, state: State, topology: Topology) -> None:
     """Check every shard, and the groups, scalars and flat buffers of every model-parallel rank."""
-    assert (index.run.topology.tp, index.run.topology.pp) == (topology.tp, topology.pp)
+    assert (index.topology.tp, index.topology.pp) == (topology.tp, topology.pp)
     expected: set[AtomKey] = set()
     for rank, local in split(model, state, topology, tail_cut).items():
         expected |= check_rank(index, local, model, topology, rank)
-    assert {key for key in index.stored.atoms if key[1] != COPY} == expected
-    for key in index.stored.atoms:
+    assert {key for key in index.atoms if key[1] != COPY} == expected
+    for key in index.atoms:
         if key.state == COPY:
             check_copy(index, key.param)
     kept = {key.param for key in expected if key.state == MASTER}
     counts = {name: sum(param.name == name for param in kept) for name in instance_names(model, topology)}
-    optimized = {name: count for name, count in index.model.instances.items() if index.find(name, MASTER)}
+    optimized = {name: count for name, count in index.instances.items() if index.find(name, MASTER)}
     assert optimized == {name: count for name, count in counts.items() if count > 1}
-    assert index.model.buffers == set(model.buffers)
-    members = [param for group in index.run.groups for param in group.members]
+    assert index.buffers == set(model.buffers)
+    members = [param for group in index.groups for param in group.members]
     assert sorted(members) == sorted(kept)
-    assert set(index.run.flats) == set(range(topology.mp))
-    assert index.run.flats[0] == index.run.topology.flats
+    assert set(index.flats) == set(range(topology.mp))
+    assert index.flats[0] == index.topology.flats
 
 
 def check_rank(index: AtomicIndex, local: Local, model: Model, topology: Topology, rank: int) -> set[AtomKey]:
@@ -78,7 +78,7 @@ def check_rank(index: AtomicIndex, local: Local, model: Model, topology: Topolog
             check_atom(index, key, value, tp)
         if param.trains:
             scalars = local.state.scalars.get(param.name, {})
-            assert index.run.scalars.get(held, {}) == scalars, held
+            assert index.scalars.get(held, {}) == scalars, held
             check_group(index, held, local.state, None if topology.keeps_lean_states else param.group)
     for name, value in local.model.buffers.items():
         found |= check_untrained(index, model, topology, rank, name, value, is_buffer=True)
@@ -111,9 +111,9 @@ def writers(model: Model, topology: Topology, name: str) -> list[int]:
 
 def check_copy(index: AtomicIndex, param: ParamKey) -> None:
     """Check that the model's copy is the rounded master on every tensor-parallel rank."""
-    for rank in range(index.run.topology.tp):
+    for rank in range(index.topology.tp):
         keys = (AtomKey(param.name, state, param.instance) for state in (COPY, MASTER))
-        copy, master = (read_atom(index, index.stored.atoms[key], rank) for key in keys)
+        copy, master = (read_atom(index, index.atoms[key], rank) for key in keys)
         assert copy.equal(master.to(copy.dtype)), param
 
 
@@ -135,13 +135,13 @@ def check_untrained(
     key = AtomKey(name, MODULE, stages.index(pp) if name.startswith(TIED) else 0)
     check_atom(index, key, value if is_buffer else value.to(topology.dtype), tp)
     if name.startswith(TIED) and len(stages) > 1:
-        assert index.model.instances[name] == len(stages)
+        assert index.instances[name] == len(stages)
     return {key}
 
 
 def check_group(index: AtomicIndex, param: ParamKey, state: State, group: int | None) -> None:
     """Check that the parameter's group keeps its hyper-parameters."""
-    owners = [info for info in index.run.groups if param in info.members]
+    owners = [info for info in index.groups if param in info.members]
     assert len(owners) == 1, param
     if state.groups and group is not None:
         assert owners[0].hyper in [dict(hyper) for hyper in state.groups]
@@ -154,4 +154,4 @@ def check_flats(index: AtomicIndex, model: Model, topology: Topology, rank: int)
     held: Sequence[object] = [
         (f.group, f.names, f.numel) for f in partition_layout(model, topology)[0] if f.names or topology.stage
     ]
-    assert [(f.group, f.names, f.partition) for f in index.run.flats[rank]] == held
+    assert [(f.group, f.names, f.partition) for f in index.flats[rank]] == held

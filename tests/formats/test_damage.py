@@ -154,7 +154,7 @@ def test_special_files_in_place_of_a_state_file_are_named(
 def test_special_files_of_no_save_are_ignored(folder: Path, kind: str) -> None:
     ODD[kind](folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt")
     ODD[kind](folder.parent / "global_step9")
-    assert open_checkpoint(str(folder), Comm()).stored.atoms
+    assert open_checkpoint(str(folder), Comm()).atoms
     assert find_checkpoint(str(folder.parent)) == str(folder)
 
 
@@ -166,7 +166,7 @@ def test_links_and_deeper_tags_are_followed(tmp_path: Path) -> None:
     os.rename(folder / OPTIM, tmp_path / "store" / "0f3a")
     (folder / OPTIM).symlink_to(tmp_path / "store" / "0f3a")
     (tmp_path / "link").symlink_to(folder)
-    assert open_checkpoint(str(tmp_path / "link"), Comm()).stored.atoms
+    assert open_checkpoint(str(tmp_path / "link"), Comm()).atoms
 
 
 @pytest.mark.parametrize("kind", sorted(set(ODD) - {"dangling"}))

@@ -357,14 +357,14 @@ def test_files_named_by_sequence_parallel_rank(tmp_path: Path, topology: Topolog
     write_files(tmp_path / "plain", files)
     write_files(tmp_path / "alst", name_by_sequence_rank(files, sp))
     plain, index = (open_checkpoint(str(tmp_path / each), Comm()) for each in ("plain", "alst"))
-    assert index.run.topology == plain.run.topology
-    assert index.stored.atoms == plain.stored.atoms
+    assert index.topology == plain.topology
+    assert index.atoms == plain.atoms
     if topology.stage == 3:
         own = [find_state_file(index, 0, rank) for rank in range(1, 4)]
         assert own == [
             str(tmp_path / "alst" / f"zero_pp_rank_{r}_mp_rank_{r % sp:02d}_model_states.pt") for r in range(1, 4)
         ]
-    assert [each for each in index.limits.unnoticed if "sequence-parallel rank" in each] and not plain.limits.unnoticed
+    assert [each for each in index.unnoticed if "sequence-parallel rank" in each] and not plain.unnoticed
 
 
 def test_missing_shards_of_tensor_parallel_ranks_are_not_taken_for_sequence_ranks(tmp_path: Path) -> None:

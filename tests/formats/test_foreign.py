@@ -86,23 +86,23 @@ def check_index(index: AtomicIndex, trained: Any) -> None:
     model, optimizer = trained
     names = {param: name for name, param in model.named_parameters()}
     saved = dict(model.state_dict())
-    for key, atom in index.stored.atoms.items():
+    for key, atom in index.atoms.items():
         wanted = saved[key.name]
         if key.state not in (MASTER, MODULE):
             param = next(param for param, name in names.items() if name == key.name)
             wanted = optimizer.state[param][key.state]
         check_same({"it": read_whole(index, atom)}, {"it": wanted})
-    held = {(key.name, key.state) for key in index.stored.atoms}
+    held = {(key.name, key.state) for key in index.atoms}
     assert held == {(name, MODULE) for name in saved if name not in names.values()} | {
         (name, state) for name in names.values() for state in (MASTER, "exp_avg", "exp_avg_sq")
     }
-    assert {param.name: told for param, told in index.run.scalars.items()} == {
+    assert {param.name: told for param, told in index.scalars.items()} == {
         name: {"step": 3.0} for name in names.values()
     }
     groups = [({names[param] for param in group["params"]}, group["lr"]) for group in optimizer.param_groups]
-    found = [(set(group.names), group.hyper["lr"]) for group in index.run.groups]
+    found = [(set(group.names), group.hyper["lr"]) for group in index.groups]
     assert sorted(found, key=str) == sorted(groups, key=str) or found == groups
-    assert index.run.counters == {"global_steps": 3}
+    assert index.counters == {"global_steps": 3}
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -125,7 +125,7 @@ def test_checkpoints_of_megatron_core_are_refused(tmp_path: Path, kept: Sequence
 
 def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
     index = open_it(save_dcp(tmp_path / "it", trained, outer=lambda weights, _: {"model": weights}))
-    assert {key.state for key in index.stored.atoms} == {MODULE}
+    assert {key.state for key in index.atoms} == {MODULE}
     assert index.is_weights_alone
 
 
@@ -150,7 +150,7 @@ def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, 
     tree = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     dcp.save(tree, checkpoint_id=tmp_path / "it", no_dist=True)
     index = open_it(tmp_path / "it")
-    assert "get_state_dict" in index.limits.stateless
+    assert "get_state_dict" in index.stateless
     assert not index.is_weights_alone
 
 
@@ -161,10 +161,10 @@ def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path,
     states["state"]["first.weight"] = {**held, "exp_avg": held["exp_avg"].T.contiguous()}
     dcp.save(nest(weights, states), checkpoint_id=tmp_path / "it", no_dist=True)
     index = open_it(tmp_path / "it")
-    assert index.limits.irregular == {
+    assert index.irregular == {
         AtomKey("first.weight", "exp_avg"): "of shape (6, 64), its weight of (64, 6)",
     }
-    assert AtomKey("first.weight", "exp_avg") not in index.stored.atoms
+    assert AtomKey("first.weight", "exp_avg") not in index.atoms
     states["state"]["first.weight"]["fp32"] = held["exp_avg"].T.contiguous()
     dcp.save(nest(weights, states), checkpoint_id=tmp_path / "master", no_dist=True)
     with pytest.raises(CheckpointError, match="first.weight: the master is of shape"):
@@ -344,7 +344,7 @@ def test_moments_may_be_of_another_element_type_than_weights(tmp_path: Path) -> 
     index = open_it(tmp_path)
     expected = {"fp32": tree["model"]["a.weight"], "exp_avg": tree["optim"]["state"]["a.weight"]["exp_avg"]}
     for state, tensor in expected.items():
-        check_same({"it": read_whole(index, index.stored.atoms["a.weight", state, 0])}, {"it": tensor})
+        check_same({"it": read_whole(index, index.atoms["a.weight", state, 0])}, {"it": tensor})
 
 
 class Harm:
@@ -369,7 +369,7 @@ def test_whole_weights_with_an_optimizer_file(tmp_path: Path, trained: Any) -> N
     assert verify_checkpoint(str(tmp_path)).whole
     torch.save(trained[1].state_dict(), tmp_path / "optimizer.bin")
     index = open_it(tmp_path)
-    assert "numbers, not names" in index.limits.stateless and not index.is_weights_alone
+    assert "numbers, not names" in index.stateless and not index.is_weights_alone
     for odd in ([1], {"state": {}}):
         torch.save(odd, tmp_path / "optimizer.bin")
         with pytest.raises(UnsupportedError, match="not an optimizer's"):
@@ -412,7 +412,7 @@ def test_the_number_of_irregular_pieces_is_limited(tmp_path: Path, monkeypatch: 
     with pytest.raises(UnsupportedError, match="w is cut irregularly, .* more than 4194304 pieces"):
         make_index(*make_tensor(tmp_path, (10**9, 4), *cut_irregularly(10**9)))
     monkeypatch.setattr(contents, "_MOST_RUNS", 24)
-    (atom,) = make_index(*make_tensor(tmp_path, (12, 4), *cut_irregularly(12))).stored.atoms.values()
+    (atom,) = make_index(*make_tensor(tmp_path, (12, 4), *cut_irregularly(12))).atoms.values()
     assert len(atom.shards[0].list_fragments(atom.state)) == 24
     with pytest.raises(UnsupportedError, match="more than 24 pieces"):
         make_index(*make_tensor(tmp_path, (14, 4), *cut_irregularly(14)))
@@ -421,7 +421,7 @@ def test_the_number_of_irregular_pieces_is_limited(tmp_path: Path, monkeypatch: 
 def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
     half = 10**9 // 2
     grid = [(row, column, half, 2) for column in (0, 2) for row in (0, half)]
-    (atom,) = make_index(*make_tensor(tmp_path, (10**9, 4), *grid)).stored.atoms.values()
+    (atom,) = make_index(*make_tensor(tmp_path, (10**9, 4), *grid)).atoms.values()
     assert [piece.start for piece in atom.shards[0].list_fragments(atom.state)] == [0, 2, half * 4, half * 4 + 2]
 
 
@@ -445,9 +445,9 @@ def test_of_a_store_it_is_the_same(saved: Path) -> None:
     clear_memory()
     put_folder(saved, "memory://foreign/it")
     here, there = open_it(saved), open_checkpoint("memory://foreign/it", Comm())
-    assert there.stored.records == here.stored.records
-    assert there.stored.atoms.keys() == here.stored.atoms.keys()
-    assert (there.run.scalars, there.run.groups) == (here.run.scalars, here.run.groups)
+    assert there.records == here.records
+    assert there.atoms.keys() == here.atoms.keys()
+    assert (there.scalars, there.groups) == (here.scalars, here.groups)
 
 
 # -- there and back ---------------------------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ def test_an_export_can_be_opened(tmp_path: Path, layout: str) -> None:
     index = open_model(tmp_path, TOPOLOGIES[0])
     export_dcp(index, str(tmp_path / "out"), options=ExportOptions(), layout=layout)
     back = open_it(tmp_path / "out")
-    assert back.run.scalars == index.run.scalars
+    assert back.scalars == index.scalars
     ours, theirs = assemble_full_tensors(index), assemble_full_tensors(back)
     trained = {key for key in ours.tensors if key.state not in (MODULE,)}
     assert trained <= theirs.tensors.keys()
@@ -467,8 +467,8 @@ def test_an_export_can_be_opened(tmp_path: Path, layout: str) -> None:
         for key in trained:
             read = test_full_tensors.read_whole
             check_same({"it": read(other, theirs.tensors[key])}, {"it": read(one, ours.tensors[key])})
-    lrs = {name: group.hyper["lr"] for group in index.run.groups for name in group.names}
-    assert {name: group.hyper["lr"] for group in back.run.groups for name in group.names} == lrs
+    lrs = {name: group.hyper["lr"] for group in index.groups for name in group.names}
+    assert {name: group.hyper["lr"] for group in back.groups for name in group.names} == lrs
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -514,9 +514,9 @@ def test_weights_of_an_adapter_get_the_names_of_its_states(tmp_path: Path, adapt
     optim = {"state": state, "param_groups": [{"lr": 0.1, "params": live}]}
     dcp.save({"model": weights, "optim": optim}, checkpoint_id=tmp_path, no_dist=True)
     index = open_it(tmp_path)
-    assert {key.name for key in index.stored.atoms} == {*live}
-    assert torch.equal(read_whole(index, index.stored.atoms[AtomKey(live[0], MASTER)]), weight + 1)
-    assert "adapter" in index.limits.dropped
+    assert {key.name for key in index.atoms} == {*live}
+    assert torch.equal(read_whole(index, index.atoms[AtomKey(live[0], MASTER)]), weight + 1)
+    assert "adapter" in index.dropped
 
 
 def test_weights_of_a_base_keep_their_names(tmp_path: Path) -> None:
@@ -524,4 +524,4 @@ def test_weights_of_a_base_keep_their_names(tmp_path: Path) -> None:
     weights = {"a.lora_A.weight": torch.zeros(2), "a.weight": torch.zeros(2)}
     dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
     index = open_it(tmp_path)
-    assert {key.name for key in index.stored.atoms} == {*weights} and not index.limits.dropped
+    assert {key.name for key in index.atoms} == {*weights} and not index.dropped

@@ -100,7 +100,7 @@ def test_a_file_truncated_after_its_header_was_read(tmp_path: Path) -> None:
     index = open_it(tmp_path)
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 20)
     with pytest.raises(CheckpointError, match="truncated since"):
-        read_whole(index, index.stored.atoms["b", MODULE, 0])
+        read_whole(index, index.atoms["b", MODULE, 0])
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -111,7 +111,7 @@ def test_numbered_files_without_an_index(tmp_path: Path, kind: str) -> None:
     last = tmp_path / f"{stem}-00002-of-00002.{kind}"
     save({"a": torch.ones(2)}, tmp_path / f"{stem}-00001-of-00002.{kind}")
     save({"b": torch.ones(3)}, last)
-    assert {key.name for key in open_it(tmp_path).stored.atoms} == {"a", "b"}
+    assert {key.name for key in open_it(tmp_path).atoms} == {"a", "b"}
     save({"a": torch.ones(2)}, last)
     with pytest.raises(CheckpointError, match="a is in .* and in another file"):
         open_it(tmp_path)
@@ -128,7 +128,7 @@ def test_ties_across_files_are_no_ties(tmp_path: Path) -> None:
     files = {"embed": "pytorch_model-1.bin", "head": "pytorch_model-2.bin"}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
     index = open_it(tmp_path)
-    read = {name: read_whole(index, index.stored.atoms[name, MODULE, 0]) for name in ("embed", "head")}
+    read = {name: read_whole(index, index.atoms[name, MODULE, 0]) for name in ("embed", "head")}
     check_same(read, {"embed": new, "head": old})
 
 
@@ -176,8 +176,8 @@ def test_ties_of_a_state_dict(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
     torch.save({"embed": weight, "head": weight, "bias": torch.zeros(0)}, tmp_path / "pytorch_model.bin")
     index = open_it(tmp_path)
-    assert index.model.aliases == {"head": "embed"}
-    check_same({"it": read_whole(index, index.stored.atoms["embed", MODULE, 0])}, {"it": weight})
+    assert index.aliases == {"head": "embed"}
+    check_same({"it": read_whole(index, index.atoms["embed", MODULE, 0])}, {"it": weight})
 
 
 def test_other_contents_are_refused(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_tensors_that_share_a_storage(tmp_path: Path) -> None:
     saved = {"a": storage[:2], "b": storage[2:].view(2, 2)}
     torch.save(saved, tmp_path / "pytorch_model.bin")
     index = open_it(tmp_path)
-    check_same({name: read_whole(index, index.stored.atoms[name, MODULE, 0]) for name in saved}, saved)
+    check_same({name: read_whole(index, index.atoms[name, MODULE, 0]) for name in saved}, saved)
 
 
 # -- folders of Hugging Face's libraries ------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_the_model_of_transformers_is_chosen_with_a_warning(
 ) -> None:
     write_files(tmp_path, *taken, *left)
     index = open_it(tmp_path)
-    assert {Path(file.path).name for file in index.stored.files} == {*taken} - {WEIGHTS}
+    assert {Path(file.path).name for file in index.files} == {*taken} - {WEIGHTS}
     (told,) = [line for line in caplog.messages if "not read" in line]
     assert all(name in told for name in left if name != WEIGHTS)
 
@@ -259,9 +259,9 @@ def test_a_variant_alone_and_links_of_the_hubs_cache_are_the_model(
     (tmp_path / "snapshots" / "abc" / "model.safetensors").symlink_to("../../model.fp16.safetensors")
     for folder in (tmp_path, tmp_path / "snapshots" / "abc"):
         index = open_it(folder)
-        assert [key.name for key in index.stored.atoms] == ["model"]
+        assert [key.name for key in index.atoms] == ["model"]
         with AtomReader(index) as reader:
-            assert reader.read_want(Want(next(iter(index.stored.atoms.values())), 0, 2)) == b"\0\0\x80\x3f" * 2
+            assert reader.read_want(Want(next(iter(index.atoms.values())), 0, 2)) == b"\0\0\x80\x3f" * 2
         assert verify_checkpoint(str(folder)).whole
     assert not any("not read" in line for line in caplog.messages)
 
@@ -289,7 +289,7 @@ def test_quantized_weights_are_refused(tmp_path: Path, config: object, name: str
 def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:
     torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.bin")
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert [key.name for key in open_it(tmp_path).stored.atoms] == ["base_model.model.q.lora_A.default.weight"]
+    assert [key.name for key in open_it(tmp_path).atoms] == ["base_model.model.q.lora_A.default.weight"]
 
 
 def test_states_by_number_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -136,9 +135,9 @@ def test_a_published_tag_is_found_and_read(tag: Path, tmp_path: Path) -> None:
     assert find_tags(place) == [name] and check_tag(place, name) == str(tag) and find_checkpoint(place) == str(tag)
     assert not holds_foreign(str(tag)) and is_sealed([place], name) and find_mark(place, name)
     index = open_checkpoint(str(tag), Comm())
-    assert {os.path.dirname(file.path) for file in index.stored.files} == {str(tag / INSIDE)}
+    assert {os.path.dirname(file.path) for file in index.files} == {str(tag / INSIDE)}
     age = find_age([str(tag)])
-    assert age.sealed and age.step == index.run.counters["global_steps"] and age.time > 0
+    assert age.sealed and age.step == index.counters["global_steps"] and age.time > 0
     report = look_at_tag(place, name)
     assert not report.fault and report.topology
     assert verify_checkpoint(str(tag)).whole
@@ -186,7 +185,7 @@ def test_deepspeed_cannot_load_it(tag: Path) -> None:
     index = open_checkpoint(str(tag), Comm())
     assert choice._list_elsewhere(index, str(tag)) == [choice._BELOW]
     assert "below the tag" in choice._BELOW
-    assert choice._list_elsewhere(SimpleNamespace(stored=index.stored), resolve_published(str(tag))) == []
+    assert choice._list_elsewhere(index, resolve_published(str(tag))) == []
 
 
 def test_relative_paths_start_at_the_tag() -> None:

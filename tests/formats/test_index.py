@@ -22,9 +22,9 @@ def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
     itemsize, shard = ITEMSIZE[atom.dtype], atom.shards[rank]
     out, counts = bytearray(shard.numel * itemsize), np.zeros(shard.numel, np.int64)
     for fragment in shard.list_fragments(atom.state):
-        record = index.stored.records[fragment.record]
+        record = index.records[fragment.record]
         assert 0 <= fragment.offset <= record.nbytes - fragment.numel * itemsize
-        with open(index.stored.files[record.file].path, "rb") as stream:
+        with open(index.files[record.file].path, "rb") as stream:
             stream.seek(record.offset + fragment.offset)
             data = stream.read(fragment.numel * itemsize)
         out[fragment.start * itemsize : fragment.start * itemsize + len(data)] = data
@@ -36,7 +36,7 @@ def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
 
 def check_atom(index: AtomicIndex, key: AtomKey, value: torch.Tensor, rank: int = 0) -> None:
     """Check that a tensor-parallel rank's shard of an atom holds ``value``."""
-    found = read_atom(index, index.stored.atoms[key], rank)
+    found = read_atom(index, index.atoms[key], rank)
     assert (found.shape, found.dtype) == (value.shape, value.dtype), key
     assert found.numel() == 0 or found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8)), key
 
@@ -52,18 +52,18 @@ def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
             expected.add(key)
             check_atom(index, key, value if trained else value.to(topology.dtype))
         if trained:
-            assert index.run.scalars.get(ParamKey(param.name), {}) == saved.scalars.get(param.name, {}), param.name
+            assert index.scalars.get(ParamKey(param.name), {}) == saved.scalars.get(param.name, {}), param.name
     for name, value in model.buffers.items():
         expected.add(AtomKey(name, MODULE))
         check_atom(index, AtomKey(name, MODULE), value)
-    assert {key for key in index.stored.atoms if key[1] != COPY} == expected
-    assert index.model.buffers == set(model.buffers)
+    assert {key for key in index.atoms if key[1] != COPY} == expected
+    assert index.buffers == set(model.buffers)
     for param in model.params:
         assert index.resolve(param.name) == (param.alias_of or param.name)
     members = [tuple(p.name for p in group if p.trains) for group in model.groups]
-    assert [set(group.names) for group in index.run.groups] == [set(names) for names in members]
+    assert [set(group.names) for group in index.groups] == [set(names) for names in members]
     if saved.groups:
-        assert [group.hyper for group in index.run.groups] == [dict(hyper) for hyper in saved.groups]
+        assert [group.hyper for group in index.groups] == [dict(hyper) for hyper in saved.groups]
 
 
 @examples(200)
@@ -80,7 +80,7 @@ def test_the_index_is_the_state(case: Case) -> None:
 def test_the_topology_is_what_wrote_it(case: Case) -> None:
     with temporary_folder() as folder:
         index = open_checkpoint(str(case.write(folder)), Comm(), Naming(case.model.live_groups))
-    topology, found = case.topology, index.run.topology
+    topology, found = case.topology, index.topology
     wrappers = {"raw": "torch", "unfused": "fp16_unfused", "fused": "fp16_fused", "bf16": "bf16"}
     assert found.wrapper == wrappers.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")
     assert found.zero_stage == topology.stage
@@ -91,9 +91,9 @@ def test_the_topology_is_what_wrote_it(case: Case) -> None:
     if topology.kind != "raw":
         held = partition_layout(case.model, topology)[0]
         assert [(f.group, f.names, f.partition) for f in found.flats] == [(h.group, h.names, h.numel) for h in held]
-        assert index.run.flats == {0: found.flats}
+        assert index.flats == {0: found.flats}
         assert [f.numels for f in found.flats] == [
-            tuple(index.stored.atoms[AtomKey(n, MASTER)].numel for n in h.names) for h in held
+            tuple(index.atoms[AtomKey(n, MASTER)].numel for n in h.names) for h in held
         ]
 
 
@@ -104,20 +104,20 @@ def test_counters_scaler_and_clipping_are_taken_over(tmp_path: Path) -> None:
     run = Run(global_steps=12, global_samples=345, skipped_steps=2, clip_grad=0.5)
     path = write_checkpoint(tmp_path, SMALL, random_state(SMALL, 0, precision="fp16"), Topology(2, 3, "fp16"), run=run)
     index = open_checkpoint(str(path), Comm())
-    assert index.run.counters == {
+    assert index.counters == {
         "global_steps": 12,
         "global_samples": 345,
         "skipped_steps": 2,
         "dp_world_size": 3,
         "mp_world_size": 1,
     }
-    assert (index.run.scaler["cur_scale"], index.run.scaler["dynamic"], index.run.scaler["cur_iter"]) == (
+    assert (index.scaler["cur_scale"], index.scaler["dynamic"], index.scaler["cur_iter"]) == (
         2**16,
         True,
         12,
     )
-    assert index.run.clip_grad == 0.5
-    assert index.run.state_file == str(path / "mp_rank_00_model_states.pt")
+    assert index.clip_grad == 0.5
+    assert index.state_file == str(path / "mp_rank_00_model_states.pt")
 
 
 def count_read_bytes() -> int:
@@ -135,7 +135,7 @@ def test_only_headers_are_read(tmp_path: Path, topology: Topology, legacy: bool)
     before = count_read_bytes()
     index = open_checkpoint(str(path), Comm(), Naming([[("a", True), ("b", True), ("c", False)]]))
     assert count_read_bytes() - before < size / 20
-    assert sum(atom.nbytes for atom in index.stored.atoms.values()) > size * 0.9
+    assert sum(atom.nbytes for atom in index.atoms.values()) > size * 0.9
 
 
 def test_names_lose_the_prefix_of_torch_compile(tmp_path: Path) -> None:
@@ -145,6 +145,6 @@ def test_names_lose_the_prefix_of_torch_compile(tmp_path: Path) -> None:
     for topology in (Topology(0), Topology(1, 2), Topology(3, 2)):
         path = write_checkpoint(tmp_path, model, random_state(model, 0), topology, tag=topology.label)
         index = open_checkpoint(str(path), Comm(), Naming([[("_orig_mod.a", True), ("_orig_mod.b", False)]]))
-        assert {key.name for key in index.stored.atoms} == {"a", "b", "c"}
-        assert index.model.buffers == {"c"}
-        assert index.run.groups[0].names == ("a",)
+        assert {key.name for key in index.atoms} == {"a", "b", "c"}
+        assert index.buffers == {"c"}
+        assert index.groups[0].names == ("a",)

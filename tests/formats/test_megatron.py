@@ -59,7 +59,7 @@ def open_nested(folder: Path, topology: Topology, nest: Callable[..., Mapping[st
 def test_megatrons_nested_module_has_the_names_joined(tmp_path: Path, topology: Topology) -> None:
     index = open_nested(tmp_path, topology, nested_module)
     check_parallel(index, GPT, draw(topology), topology)
-    assert {key.name for key in index.stored.atoms if key.state == COPY} == {p.name for p in GPT.params if not p.frozen}
+    assert {key.name for key in index.atoms if key.state == COPY} == {p.name for p in GPT.params if not p.frozen}
 
 
 def strip(module: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_copies_of_other_names_are_left_out(tmp_path: Path) -> None:
     topology = Topology(2, 2, "bf16", tp=2)
     index = open_nested(tmp_path, topology, rename)
     check_parallel(index, GPT, draw(topology), topology)
-    assert COPY not in {key.state for key in index.stored.atoms}
+    assert COPY not in {key.state for key in index.atoms}
 
 
 def test_a_frozen_parameter_of_another_name_is_not_lost(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def open_with(folder: Path, *states: dict[str, Any], topology: Topology | None =
         if match := re.search(r"mp_rank_(\d+)_model", name):
             content.update(states[int(match[1])])
     write_files(folder, files)
-    return open_checkpoint(str(folder), Comm()).model.hints
+    return open_checkpoint(str(folder), Comm()).hints
 
 
 @pytest.mark.parametrize("make", [universal_info, old_universal_info], ids=["newest", "2023"])
@@ -232,4 +232,4 @@ def test_zero3_files_of_further_ranks_need_not_repeat_it(tmp_path: Path) -> None
         if "rank_0_mp" in name and "model" in name:
             content.update(iteration=5)
     write_files(tmp_path, files)
-    assert open_checkpoint(str(tmp_path), Comm()).model.hints == {"iteration": 5}
+    assert open_checkpoint(str(tmp_path), Comm()).hints == {"iteration": 5}

@@ -128,13 +128,13 @@ LOOSE = Model(
 
 
 def copies(index: AtomicIndex) -> set[ParamKey]:
-    return {key.param for key in index.stored.atoms if key.state == COPY}
+    return {key.param for key in index.atoms if key.state == COPY}
 
 
 def test_a_tied_modules_copy_belongs_to_the_stage_that_wrote_it(tmp_path: Path) -> None:
     topology = Topology(1, 2, "bf16", tp=2, pp=2)
     index = write_and_open(tmp_path / "one", PIPE, draw(PIPE, topology), topology)
-    assert index.model.instances[WORD] == 2
+    assert index.instances[WORD] == 2
     assert {ParamKey(WORD), ParamKey(POSITION)} <= copies(index)
     assert not {ParamKey(WORD, 1), ParamKey(POSITION, 1)} & copies(index)
     index = write_and_open(tmp_path / "two", TWICE, draw(TWICE, topology), topology)
@@ -161,8 +161,8 @@ def test_buffers_of_tied_files_that_are_equal_are_taken_once(tmp_path: Path) -> 
     """Both ranks hold both ends of the pipeline: either may have written either file."""
     index = write_and_open(tmp_path, TWICE, draw(TWICE, BIDIRECTIONAL), BIDIRECTIONAL)
     buffer = "tied_modules.embed.scale"
-    assert read_atom(index, index.stored.atoms[AtomKey(buffer, MODULE)]).equal(TWICE.buffers[buffer])
-    assert buffer not in index.model.instances
+    assert read_atom(index, index.atoms[AtomKey(buffer, MODULE)]).equal(TWICE.buffers[buffer])
+    assert buffer not in index.instances
     assert not index.find(buffer, MODULE, 1)
 
 

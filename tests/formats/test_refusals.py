@@ -286,18 +286,18 @@ def test_files_of_another_run_at_the_same_step_are_recognised_by_their_values(
 ) -> None:
     files = make_files(MODEL, topology)
     index = open_files(tmp_path / "whole", files)
-    check_samples(index, index.stored.atoms, Comm())
+    check_samples(index, index.atoms, Comm())
     index = open_files(tmp_path / "mixed", mix(end, MODEL, topology, 1)(files))
     named = "" if end == STATES else f"{end}: "
     with pytest.raises(CheckpointError, match=f"{named}its fp32 weights differ from the model states.*another run"):
-        check_samples(index, index.stored.atoms, Comm())
+        check_samples(index, index.atoms, Comm())
 
 
 def test_a_few_edited_weights_pass(tmp_path: Path) -> None:
     files = make_files(MODEL, Topology(1, 2))
     files[STATES]["module"]["a"].detach()[0, 0] += 1
     index = open_files(tmp_path, files)
-    check_samples(index, index.stored.atoms, Comm())
+    check_samples(index, index.atoms, Comm())
 
 
 @pytest.mark.parametrize(
@@ -325,10 +325,10 @@ def test_leftovers_of_an_earlier_save_are_ignored_with_a_warning(
     if model is MODEL:
         assert all(name in caplog.text for name in before.keys() - files.keys())
     else:
-        assert "files of an earlier save" in " ".join(index.limits.unnoticed)
-    dp, tp, pp = (getattr(index.run.topology, name) for name in ("dp", "tp", "pp"))
+        assert "files of an earlier save" in " ".join(index.unnoticed)
+    dp, tp, pp = (getattr(index.topology, name) for name in ("dp", "tp", "pp"))
     assert (dp, tp, pp) == (new.dp if new.stage else 1, new.tp, new.pp)
-    assert {Path(file.path).name for file in index.stored.files} <= files.keys()
+    assert {Path(file.path).name for file in index.files} <= files.keys()
 
 
 def test_supported_contents_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -337,7 +337,7 @@ def test_supported_contents_pass(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     open_files(tmp_path, make_files(MODEL, ZERO3))
     assert not caplog.records
     index = open_files(tmp_path / "weights", {STATES: make_files(MODEL, ZERO1)[STATES]})
-    assert {key.state for key in index.stored.atoms} == {"copy", "module"}
+    assert {key.state for key in index.atoms} == {"copy", "module"}
     for number, extra in enumerate(({"amax": [1.0]}, b"bytes", None, torch.ones(3))):
         files = make_files(MODEL, Topology(1, 2))
         files[STATES]["module"]["layer._extra_state"] = extra
@@ -346,8 +346,8 @@ def test_supported_contents_pass(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_copies_of_twin_modules_are_left_out(tmp_path: Path) -> None:
     index = open_files(tmp_path, make_files(TWINS, Topology(1, 1, "bf16", tp=2, pp=2)), TWINS)
-    assert {key.name for key in index.stored.atoms if key.state == "copy"} == {"2.row"}
-    assert len(index.model.instances) == 2
+    assert {key.name for key in index.atoms if key.state == "copy"} == {"2.row"}
+    assert len(index.instances) == 2
 
 
 # -- stage 0 saves no names -------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_stage0_in_another_order_is_recognised_by_values(tmp_path: Path) -> None
     optimizer["fp32_groups"] = [[tensor + 1 for tensor in group] for group in optimizer["fp32_groups"]]
     index = open_files(tmp_path, files)
     with pytest.raises(CheckpointError, match="in another order than the saved run did. Use the saved order") as error:
-        check_samples(index, list(index.stored.atoms), Comm())
+        check_samples(index, list(index.atoms), Comm())
     assert "verify" not in str(error.value) and "another run" not in str(error.value)
 
 
@@ -400,7 +400,7 @@ def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
     groups[0]["param_names"], groups[1]["param_names"] = ["a", "frozen"], ["b"]
     write_files(tmp_path, files)
     index = open_checkpoint(str(tmp_path), Comm(), Naming(None))
-    assert [set(group.names) for group in index.run.groups][1] == {"b"}
+    assert [set(group.names) for group in index.groups][1] == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -408,14 +408,14 @@ def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
 )
 def test_stages_of_equal_layers_are_identified_by_their_number(tmp_path: Path, topology: Topology) -> None:
     index = open_files(tmp_path, make_files(LAYERS, topology), LAYERS)
-    assert {key.name for key in index.stored.atoms if key.state == MASTER} == {param.name for param in LAYERS.params}
+    assert {key.name for key in index.atoms if key.state == MASTER} == {param.name for param in LAYERS.params}
 
 
 def test_a_tied_module_as_large_as_a_layer_is_identified(tmp_path: Path) -> None:
     """Before the first step no state has a shape to compare."""
     model = Model((EMBED, *EQUAL[:2]), {}, (Layer("embed"), Layer(), Layer(), Layer("embed", file=False)))
     files = make_files(model, Topology(0, 1, "fp16", "fused", pp=2, placement=((0, 1), (2, 3))))
-    assert open_files(tmp_path, files, model).model.instances == {WORD: 2}
+    assert open_files(tmp_path, files, model).instances == {WORD: 2}
 
 
 def test_weights_of_a_stage0_pipeline_need_no_names(tmp_path: Path) -> None:
@@ -431,8 +431,8 @@ def test_weights_of_a_stage0_pipeline_need_no_names(tmp_path: Path) -> None:
         with pytest.raises(MismatchError, match=text):
             open_checkpoint(str(tmp_path / folder), Comm(), Naming(groups))
         index = open_checkpoint(str(tmp_path / folder), Comm(), Naming(groups, weights_only=True))
-        assert {key.name for key in index.stored.atoms} == expected
-        assert folder == "tied" or {key.state for key in index.stored.atoms} == {"module"}
+        assert {key.name for key in index.atoms} == expected
+        assert folder == "tied" or {key.state for key in index.atoms} == {"module"}
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------

@@ -51,11 +51,11 @@ def refuse(folder: Path, target: FakeTarget, text: str) -> None:
     """The states are refused; the weights, which have names, load."""
     with pytest.raises(MismatchError, match=f"in another order .*{text}.* load with load_optimizer_states=False"):
         open_for(folder, target)
-    assert open_checkpoint(str(folder), Comm(), Naming(weights_only=True)).stored.atoms
+    assert open_checkpoint(str(folder), Comm(), Naming(weights_only=True)).atoms
 
 
 def compare(index: AtomicIndex, target: FakeTarget) -> list[str]:
-    saved = index.run.topology
+    saved = index.topology
     return find_differences(saved, replace(saved, flats=tuple(target.layout)))
 
 
@@ -104,7 +104,7 @@ def test_an_optimizer_in_another_order_needs_the_saved_module(wrapper: Topology,
     alike = define(["a.weight", "b.weight", "c.weight"])
     save(tmp_path / "alike", alike, wrapper)
     index = open_for(tmp_path / "alike", Backwards(alike, Topology(1), 0))
-    assert [group.names for group in index.run.groups] == [("c.weight", "b.weight", "a.weight")]
+    assert [group.names for group in index.groups] == [("c.weight", "b.weight", "a.weight")]
 
 
 @WRAPPERS
@@ -193,7 +193,7 @@ def test_named_groups_are_as_good_as_an_engine(model: Model, groups: Any, wrappe
     state = save(tmp_path, model, wrapper)
     index = open_named(tmp_path, groups)
     wanted = [["body.weight", "body.bias", "head.weight"]] if groups == "module" else NAMES
-    assert [list(group.names) for group in index.run.groups] == wanted
+    assert [list(group.names) for group in index.groups] == wanted
     check_content(load(index, make_targets(model, Topology(3, 2))), state)
 
 
@@ -212,7 +212,7 @@ def test_invalid_groups_are_refused(groups: Any, tmp_path: Path) -> None:
 
 def test_named_groups_of_other_stages_are_not_needed(tmp_path: Path) -> None:
     save(tmp_path, ONE_GROUP, Topology(1, 2))
-    assert open_named(tmp_path, "module").run.groups[0].names[0] == "body.weight"
+    assert open_named(tmp_path, "module").groups[0].names[0] == "body.weight"
 
 
 def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
@@ -223,6 +223,4 @@ def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="a pipeline's files do not say .* Give the names of each group"):
         open_named(folder, "module")
     index = open_named(folder, [[param.name for param in model.params]])
-    assert [set(group.names) for group in index.run.groups] == [
-        {key.name for key in index.stored.atoms if key.state == "fp32"}
-    ]
+    assert [set(group.names) for group in index.groups] == [{key.name for key in index.atoms if key.state == "fp32"}]

@@ -255,11 +255,11 @@ def damage(path: Path) -> None:
 def test_a_seal_has_the_checksums_that_swap_files_lack(tmp_path: Path) -> None:
     folder, kept = tmp_path / "tag", tmp_path / "kept.json"
     write(folder)
-    assert {r.crc is None for r in open_folder(folder).stored.records} == {True, False}
+    assert {r.crc is None for r in open_folder(folder).records} == {True, False}
     assert verify_checkpoint(str(folder)).unchecked == 2 * 2 * 3 * 1024
     run_ranks(2, lambda _rank, comm: seal_folder(str(folder), comm))
     kept.write_bytes((folder / SEAL).read_bytes())
-    assert all(record.crc is not None for record in open_folder(folder).stored.records)
+    assert all(record.crc is not None for record in open_folder(folder).records)
     assert verify_checkpoint(str(folder), against=str(kept)).faults == ()
     assert verify_checkpoint(str(folder)).unchecked == 0
     damage(folder / RANK1 / "exp_avg-0_1.tensor.swp")
@@ -298,7 +298,7 @@ def test_an_earlier_saves_swap_files_in_a_nearer_place_are_not_taken(
     write(near, seed=1)
     convert_checkpoint(str(folder), str(tmp_path / "right"), options=options)
     index = open_checkpoint(str(folder), Comm(), also=[str(near)])
-    swapped = [file for file in index.stored.files if file.path.endswith(".swp")]
+    swapped = [file for file in index.files if file.path.endswith(".swp")]
     assert {len(file.places) for file in swapped} == {1}
     assert all(file.path.startswith(str(folder)) for file in swapped)
     convert_index(index, str(folder), str(tmp_path / "out"), Comm(), options)

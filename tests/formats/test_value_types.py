@@ -172,13 +172,13 @@ def test_a_value_that_deepspeed_writes_is_read(
     changed = make(topology)
     field.change(changed, convert)
     index, job = open_files(tmp_path / "changed", changed)
-    assert (job, index.run.job) == (plain_job, plain.run.job)
+    assert (job, index.job) == (plain_job, plain.job)
     assert job.total_batch == 6 and job.accumulation == 1 and job.steps == 5
-    assert index.run.counters == plain.run.counters
-    assert all(type(value) is int for value in index.run.counters.values())
-    assert index.stored.atoms == plain.stored.atoms
-    assert index.run.topology == plain.run.topology
-    assert index.run.clip_grad == plain.run.clip_grad
+    assert index.counters == plain.counters
+    assert all(type(value) is int for value in index.counters.values())
+    assert index.atoms == plain.atoms
+    assert index.topology == plain.topology
+    assert index.clip_grad == plain.clip_grad
 
 
 @pytest.mark.parametrize(

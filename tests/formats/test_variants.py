@@ -98,8 +98,8 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -
         for name in tree.get("frozen_param_fragments", {}):
             tree["frozen_param_fragments"][name] = torch.ones(1, dtype=torch.float16)
     index = open_files(tmp_path, files)
-    assert list(index.limits.unreadable) == [AtomKey("frozen", MODULE)]
-    assert "placeholder" in index.limits.unreadable[AtomKey("frozen", MODULE)]
+    assert list(index.unreadable) == [AtomKey("frozen", MODULE)]
+    assert "placeholder" in index.unreadable[AtomKey("frozen", MODULE)]
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_an_unsaved_grad_scaler_is_a_warning(section: dict[str, Any], told: int,
 )
 def test_unsaved_moments_are_irregular(options: dict[str, Any], told: str, offload: str, tmp_path: Path) -> None:
     files = make_files(Topology(3, 2), offload_optimizer={"device": "cpu", **options})
-    assert open_files(tmp_path / "whole", files).limits.irregular == {}
+    assert open_files(tmp_path / "whole", files).irregular == {}
     for name, tree in files.items():
         if "optim_states" in name:
             tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0)
     index = open_files(tmp_path / "lost", files)
-    assert list(index.limits.irregular) == [AtomKey("a", "moments")]
-    assert told in index.limits.irregular[AtomKey("a", "moments")]
-    assert index.run.topology.offload == offload
+    assert list(index.irregular) == [AtomKey("a", "moments")]
+    assert told in index.irregular[AtomKey("a", "moments")]
+    assert index.topology.offload == offload
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int
                 state["row"] = torch.zeros(3)
     index = open_files(tmp_path, files)
     assert (
-        index.limits.irregular[AtomKey("a", "worker_error")]
+        index.irregular[AtomKey("a", "worker_error")]
         == "a compression error of rank 0; those of other ranks are not saved"
     )
-    assert "shape (3,) where the parameter's part has" in index.limits.irregular[AtomKey("a", "row")]
-    assert not {"worker_error", "row"} & {key.state for key in index.stored.atoms}
+    assert "shape (3,) where the parameter's part has" in index.irregular[AtomKey("a", "row")]
+    assert not {"worker_error", "row"} & {key.state for key in index.atoms}
 
 
 # -- MiCS: each group of ranks holds all partitions, and the first group saves ----------------------------------------
@@ -188,9 +188,9 @@ def save_mics(folder: Path, shard: Any = -1, ranks: int = 2) -> AtomicIndex:
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 def test_the_first_groups_partitions_are_the_checkpoint(tmp_path: Path, ranks: int) -> None:
     plain, index = save_mics(tmp_path / "plain"), save_mics(tmp_path / "mics", 2, ranks)
-    assert index.stored.atoms == plain.stored.atoms
-    assert index.run.topology == plain.run.topology
-    assert len(index.limits.unnoticed) == (ranks > 2)  # DeepSpeed's own load would refuse the number of ranks
+    assert index.atoms == plain.atoms
+    assert index.topology == plain.topology
+    assert len(index.unnoticed) == (ranks > 2)  # DeepSpeed's own load would refuse the number of ranks
 
 
 @pytest.mark.parametrize("shard", [0, 3, 8])
@@ -241,7 +241,7 @@ def test_steps_of_deepspeeds_fused_adam(
     steps: list[int | None], group: dict[str, Any], half: str, told: list[int | None], tmp_path: Path
 ) -> None:
     index = open_steps(tmp_path, steps, group, half=half)
-    found = {param.name: held["step"] for param, held in index.run.scalars.items() if held}
+    found = {param.name: held["step"] for param, held in index.scalars.items() if held}
     assert found == {n: step for n, step in zip("abcd", told, strict=True) if step is not None}
 
 
@@ -254,6 +254,6 @@ def test_buffers_of_offload_states_are_ignored(stage: int, tmp_path: Path) -> No
         for held in inner["state"].values():
             held["exp_avg_offload_buffer"] = torch.zeros_like(held["exp_avg"])
             held["own_offload_buffer"] = torch.zeros_like(held["exp_avg"])
-    states = {key.state for key in open_files(tmp_path, files).stored.atoms}
+    states = {key.state for key in open_files(tmp_path, files).atoms}
     assert "exp_avg_offload_buffer" not in states
     assert "own_offload_buffer" in states

@@ -29,20 +29,20 @@ def test_files_of_another_writer(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     files = {file: torch.load(file, weights_only=False) for file in path.glob("*_states.pt")}
     target = FakeTarget(MODEL, Topology(1), 0)
-    assert open_for(path, target).limits.unnoticed == ()
+    assert open_for(path, target).unnoticed == ()
     for config in ({"checkpoint": {"writer": {"type": "fast"}}}, {"datastates_ckpt": {"host_cache_size": 1}}):
         for file, tree in files.items():
             torch.save({**tree, "ds_config": {**tree["ds_config"], **config}}, file)
-        assert len(open_for(path, target).limits.unnoticed) == 1
+        assert len(open_for(path, target).unnoticed) == 1
 
 
 def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
     """An earlier save had more tensor-parallel ranks: DeepSpeed's load counts the files."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     target = FakeTarget(MODEL, Topology(1), 0)
-    assert open_for(path, target).limits.unnoticed == ()
+    assert open_for(path, target).unnoticed == ()
     shutil.copy(path / "mp_rank_00_model_states.pt", path / "mp_rank_01_model_states.pt")
-    assert "of an earlier save" in open_for(path, target).limits.unnoticed[0]
+    assert "of an earlier save" in open_for(path, target).unnoticed[0]
 
 
 OPEN = (

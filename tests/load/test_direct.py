@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,7 +122,7 @@ def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
         rank = FakeTarget(PLAIN, Topology(2), 0)
         engine, index = FakeEngine(rank), open_for(path, rank)
         engine.lr_scheduler = scheduler
-        index = index if grouped else index.change(groups=())
+        index = index if grouped else replace(index, groups=())
         live = [group["betas"] for group in rank.wrapped.param_groups]
         run_load(index, rank, config=UniversalConfig(param_groups=kept), engine=engine)
         groups = rank.wrapped.param_groups

@@ -143,7 +143,7 @@ def test_a_damaged_client_tensor_is_refused_with_the_path_of_its_copy(tmp_path: 
     path, _, rank = start(tmp_path / "first", run=RNG)
     shutil.copytree(path, tmp_path / "other")
     index = open_checkpoint(str(path), Comm(), also=[str(tmp_path / "other")])
-    damage_client_tensor(Path(index.run.state_file).parent)
+    damage_client_tensor(Path(index.state_file).parent)
     with pytest.raises(CheckpointError, match=r"one of the copies .* is damaged\. Nothing was changed"):
         run_load(index, rank)
     check_untouched(rank)

@@ -48,9 +48,9 @@ def test_a_whole_load(source: Topology, target: Topology, verify: str, tmp_path:
     results = run_ranks(target.dp, lambda rank, comm: run_load(index, targets[rank], comm, config))
     check_loaded(targets, replace(state, groups=()) if source.keeps_lean_states else state)
     read = sum(report.bytes_read for _, report, _ in results)
-    atoms = [atom for atom in index.stored.atoms.values() if atom.state != "copy"]
+    atoms = [atom for atom in index.atoms.values() if atom.state != "copy"]
     touched = {fragment.record for atom in atoms for fragment in atom.shards[0].list_fragments(atom.state)}
-    total = sum(index.stored.records[record].nbytes for record in touched)
+    total = sum(index.records[record].nbytes for record in touched)
     restored = results[0][1].state_bytes
     assert read == total if verify == "crc" else restored <= read <= total  # padding is read for the checksums alone
     assert len({repr(client) for _, _, client in results}) == 1 or source.stage == 3  # whose ranks have a file each
@@ -174,7 +174,7 @@ def test_a_state_file_whose_pickle_is_damaged_is_read_in_the_next_place(tmp_path
     near = tmp_path / "near"
     shutil.copytree(path, near)
     index = open_checkpoint(str(path), Comm(), Naming(*groups_of(rank, Comm())[:1]), also=[str(near)])
-    index = index.change(files=tuple(replace(file, places=file.places[::-1]) for file in index.stored.files))
+    index = replace(index, files=tuple(replace(file, places=file.places[::-1]) for file in index.files))
     flip(near / STATES, (near / STATES).read_bytes().index(b"a long text"))
     _, _, client = run_load(index, rank)
     assert client["mine"] == "a long text of the client" and client["rng"].equal(torch.arange(100))

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.load.states import OptimizerMatch
-from deepspeed_ucp.model import Limits
+from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.model.wrappers import MOMENTUM
 from deepspeed_ucp.plan.match import Match
@@ -106,8 +106,7 @@ def test_an_adams_states_are_none_of_muons(tmp_path: Path) -> None:
 )
 def test_an_order_by_local_shapes_is_not_taken_for_another_degrees(wrapper: str, saved: int, *, refused: bool) -> None:
     """At stage 0 a state's place in its group identifies it, and Muon has sorted the group."""
-    run = SimpleNamespace(topology=SavedTopology(0, wrapper, "float32", tp=saved))
-    index = SimpleNamespace(run=run, limits=Limits(), stored=SimpleNamespace(atoms={}))
+    index = AtomicIndex.of((), (), (), SavedTopology(0, wrapper, "float32", tp=saved), "")
     target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])
     optimizer = OptimizerMatch(index, target, Match(hyper={0: {"use_muon": True}}))  # type: ignore[arg-type]
     if not refused:

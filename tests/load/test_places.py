@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +31,9 @@ from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.transfer import CollectiveReader
-from deepspeed_ucp.model import AtomicIndex, FileRef, Record, StoredAtoms
+from deepspeed_ucp.model import AtomicIndex, FileRef, Record
 from deepspeed_ucp.model.access import READ_ALL
+from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.stream.reader import AtomReader, check_copy, refuse_scattered
 from tests.convert.conversions import read_bytes
@@ -143,8 +143,8 @@ def test_ranks_that_see_the_same_files_compare_no_content(tmp_path: Path, monkey
     save = write(tmp_path, Topology(1, 4))
     monkeypatch.setattr(places_module, "_sum_content", None)
     for index in indices([save] * 3):
-        assert index.stored.access == READ_ALL
-        assert all(file.places == () for file in index.stored.files)
+        assert index.access == READ_ALL
+        assert all(file.places == () for file in index.files)
 
 
 def test_machines_with_saves_of_equal_names_and_sizes_differ(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_save_that_has_other_times_on_every_machine_is_one(
     seal_folder(str(save), Comm())
     hosts = scatter(save, 2, lambda _name: [0, 1], times=False)
     folders = [hosts[0], hosts[1], hosts[1], hosts[0], hosts[0]]
-    assert [index.stored.access for index in indices(folders)] == [READ_ALL] * 5
+    assert [index.access for index in indices(folders)] == [READ_ALL] * 5
     if form == "legacy":
         monkeypatch.setattr(places_module, "_SMALL", 0)
         with pytest.raises(CheckpointError, match="is one file on"):
@@ -218,7 +218,7 @@ def test_a_seal_names_the_machine_of_a_missing_file(tmp_path: Path, monkeypatch:
     with pytest.raises(CheckpointError, match=rf"{shard(1)} is missing.*node-b had {shard(1)}; node-a has"):
         indices([hosts[0], hosts[2]])
     shutil.copy2(hosts[1] / shard(1), hosts[0])
-    assert len(indices([hosts[0], hosts[2]])[0].stored.files) == 4
+    assert len(indices([hosts[0], hosts[2]])[0].files) == 4
 
 
 def name_hosts(*names: str) -> Callable[[], str]:
@@ -241,9 +241,9 @@ def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: P
     rewrite(hosts[0] / STATES, script="of the second node")
     rewrite(hosts[1] / STATES, script="of the first node, which holds rank 0")
     index = indices(hosts)
-    assert [each.stored.access.is_partial for each in index] == [True, True]
-    access = index[0].stored.access
-    states = [os.path.basename(file.path) for file in index[0].stored.files].index(STATES)
+    assert [each.access.is_partial for each in index] == [True, True]
+    access = index[0].access
+    states = [os.path.basename(file.path) for file in index[0].files].index(STATES)
     assert access.list_readers(states, 2).tolist() == [1]
     loaded = load_scattered(hosts, MODEL, Topology(3, 3, "bf16"))
     check_content(loaded, read_state(save, MODEL, case.topology))
@@ -352,7 +352,7 @@ def test_without_checksums_an_earlier_save_in_a_nearer_place_is_not_taken(form: 
     shutil.copytree(nvme, tmp_path / "nvme-third")
     saved = read_state(write_unchecked(tmp_path / "again", form), MODEL, Topology(1, 3))
     index = open_checkpoint(str(save), Comm(), also=[str(nvme), str(tmp_path / "nvme-third")])
-    held = {Path(file.path).name: file.places for file in index.stored.files}
+    held = {Path(file.path).name: file.places for file in index.files}
     assert held[shard(1)] == (str(save / shard(1)),)
     assert held[shard(2)] == (str(nvme / shard(2)),), "the first place that has it"
     shutil.copy2(tmp_path / "again" / save.name / shard(2), save)
@@ -372,7 +372,7 @@ def test_without_checksums_a_header_of_another_place_is_not_taken(tmp_path: Path
 def test_nodes_copies_without_checksums_are_compared_by_their_times(tmp_path: Path) -> None:
     save = write_unchecked(tmp_path / "shared", "zip")
     hosts = scatter(save, 2, lambda name: [0] if name == shard(0) else [0, 1])
-    assert all(index.stored.access.is_partial for index in indices(hosts))
+    assert all(index.access.is_partial for index in indices(hosts))
     os.utime(hosts[1] / shard(1), (1, 1))
     with pytest.raises(CheckpointError, match=f"{shard(1)}: is one file on"):
         indices(hosts)
@@ -480,9 +480,9 @@ def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
 def flip(path: Path) -> None:
     """Change every byte of a file's records, but not its directory."""
     index = open_checkpoint(str(path.parent), Comm())
-    numbers = [number for number, file in enumerate(index.stored.files) if file.path.endswith(path.name)]
+    numbers = [number for number, file in enumerate(index.files) if file.path.endswith(path.name)]
     data = bytearray(path.read_bytes())
-    for record in (each for each in index.stored.records if each.file in numbers and each.nbytes > 4):
+    for record in (each for each in index.records if each.file in numbers and each.nbytes > 4):
         held = slice(record.offset, record.offset + record.nbytes)
         data[held] = bytes(byte ^ 255 for byte in data[held])
     path.write_bytes(data)
@@ -574,7 +574,7 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
 def make_index(files: Sequence[FileRef], nbytes: int) -> Any:
     """Make an index of files of one record each."""
     records = [Record(number, 0, nbytes, None) for number in range(len(files))]
-    return SimpleNamespace(stored=StoredAtoms.of(tuple(files), records, ()))
+    return AtomicIndex.of(files, records, (), SavedTopology(1, "zero12", "float32"), "")
 
 
 def make_copies(folder: Path, count: int, nbytes: int = 10) -> Any:
@@ -601,7 +601,7 @@ def test_a_failing_place_is_tried_for_a_few_files_only(
     monkeypatch.setattr("deepspeed_ucp.stream.reader.check_copy", look)
     with AtomReader(index) as reader:
         paths = [reader.read_file(number, lambda file: file.path) for number in range(8)]
-    assert paths == [file.places[1] for file in index.stored.files]
+    assert paths == [file.places[1] for file in index.files]
     assert sum(path.startswith(f"{tmp_path}/a/") for path in tried) == (3 if error else 8)
 
 
@@ -610,7 +610,7 @@ def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypa
     waited: list[bool] = []
 
     def look(path: str, file: FileRef) -> None:
-        if file is index.stored.files[0]:
+        if file is index.files[0]:
             begun.set()
             waited.append(read.wait(120))
 
@@ -668,7 +668,7 @@ def test_a_copy_is_later_than_its_save_and_no_other_one(
     if link:
         (save / shard(1)).symlink_to("nowhere")
     (index,) = indices([save], near)
-    assert str(near / shard(1)) in {file.path for file in index.stored.files}
+    assert str(near / shard(1)) in {file.path for file in index.files}
     assert "written" not in caplog.text
     other = write(tmp_path / "other", Topology(1, 3), seed=1)
     shutil.copy(other / shard(2), near / shard(2))

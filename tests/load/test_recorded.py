@@ -128,11 +128,11 @@ def describe(index: AtomicIndex, ranks: Sequence[Loaded]) -> dict[str, list[list
 
 def name_records(index: AtomicIndex) -> list[str]:
     """Name each record by its file and its place among the file's records: where torch puts them may change."""
-    records, names = list(index.stored.records), dict[int, str]()
+    records, names = list(index.records), dict[int, str]()
     seen = Counter[int]()
     for number in sorted(range(len(records)), key=lambda number: (records[number].file, records[number].offset)):
         file = records[number].file
-        names[number] = f"{os.path.basename(index.stored.files[file].path)} {seen[file]}"
+        names[number] = f"{os.path.basename(index.files[file].path)} {seen[file]}"
         seen[file] += 1
     return [names[number] for number in range(len(records))]
 

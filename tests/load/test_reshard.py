@@ -216,11 +216,11 @@ def test_a_flipped_bit_anywhere_in_a_needed_record_is_found(data: st.DataObject,
         targets = make_targets(case.model, target)
         index = open_for(path, targets[0])
         number = data.draw(st.sampled_from(sorted(touched_records(prepare_all(index, targets)))))
-        record = index.stored.records[number]
+        record = index.records[number]
         position = record.offset + data.draw(st.integers(0, record.nbytes - 1))
-        flip(Path(index.stored.files[record.file].path), position, data.draw(st.integers(0, 7)))
+        flip(Path(index.files[record.file].path), position, data.draw(st.integers(0, 7)))
         with pytest.raises(
-            CheckpointError, match=f"{Path(index.stored.files[record.file].path).name}: the {record.nbytes} bytes at"
+            CheckpointError, match=f"{Path(index.files[record.file].path).name}: the {record.nbytes} bytes at"
         ):
             reread(index, targets)
 

@@ -598,11 +598,11 @@ def test_the_loaders_own_flow(source: Topology, target: Topology, verify: str, t
     assert {client["epoch"] for _, _, client in results} == {4}
     assert len({report.state_bytes for _, report, _ in results}) == 1
     read = sum(report.bytes_read for _, report, _ in results)
-    needed = [atom for atom in index.stored.atoms.values() if atom.state != "copy"]
+    needed = [atom for atom in index.atoms.values() if atom.state != "copy"]
     records = {
         fragment.record for atom in needed for shard in atom.shards for fragment in shard.list_fragments(atom.state)
     }
-    assert 0 < read <= sum(index.stored.records[record].nbytes for record in records)
+    assert 0 < read <= sum(index.records[record].nbytes for record in records)
 
 
 TP2_PP2, ZERO3 = Topology(1, 2, tp=2, pp=2), Topology(3, 2, tp=2)

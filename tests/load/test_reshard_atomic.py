@@ -30,7 +30,6 @@ from tests.support.reshard import (
     check_load,
     check_reads,
     examples,
-    get_field,
     make_targets,
     open_for,
     temporary_folder,
@@ -98,7 +97,7 @@ def test_converted_pipelines(pair: tuple[Topology, Topology], tmp_path: Path) ->
 def test_converted_models_without_a_pipeline(pair: tuple[Topology, Topology], tmp_path: Path) -> None:
     """TP degrees, vocabularies of other paddings (18 rows at TP 3, 12 else), frozen parameters, buffers."""
     index = resume(draw_state(PLAIN, pair[0]), pair[1], tmp_path)
-    assert (index.run.topology.wrapper, index.run.topology.tp, index.run.topology.dp) == ("atomic", 1, 1)
+    assert (index.topology.wrapper, index.topology.tp, index.topology.dp) == ("atomic", 1, 1)
 
 
 @examples(20)
@@ -125,7 +124,7 @@ def test_every_wrapper_is_converted_and_loaded(source: Topology, tmp_path: Path)
     write_files(tmp_path / "tag", build_files(AWKWARD, state, source))
     index, out = convert(tmp_path / "tag", make_targets(AWKWARD, source))
     for target in (Topology(0, 1), Topology(3, 2, "bf16")):
-        kept = state if index.run.groups and index.run.groups[0].hyper else replace(state, groups=())
+        kept = state if index.groups and index.groups[0].hyper else replace(state, groups=())
         check_load(out, AWKWARD, target, kept)
 
 
@@ -136,15 +135,15 @@ def test_an_atomic_index_says_what_the_source_says(tmp_path: Path) -> None:
     found = open_checkpoint(str(out), Comm())
     same = ("scalars", "groups", "aliases", "buffers", "counters", "scaler", "clip_grad", "optimizer", "instances")
     for field in (*same, "hints", "scalar_dtypes", "dropped"):
-        assert get_field(found, field) == get_field(index, field), field
-    assert set(found.stored.atoms) == {key for key in index.stored.atoms if key[1] != COPY}
-    assert all(len(atom.shards) == 1 for atom in found.stored.atoms.values())
-    assert {key: atom.dtype for key, atom in found.stored.atoms.items()} == {
-        key: index.stored.atoms[key].dtype for key in found.stored.atoms
+        assert getattr(found, field) == getattr(index, field), field
+    assert set(found.atoms) == {key for key in index.atoms if key[1] != COPY}
+    assert all(len(atom.shards) == 1 for atom in found.atoms.values())
+    assert {key: atom.dtype for key, atom in found.atoms.items()} == {
+        key: index.atoms[key].dtype for key in found.atoms
     }
-    assert all(record.crc is not None for record in found.stored.records)
-    assert found.run.topology.precision == "bfloat16"
-    assert found.model.recorded["tied_modules.embed.word"] == {"kind": "shard-v", "vocab": 11}
+    assert all(record.crc is not None for record in found.records)
+    assert found.topology.precision == "bfloat16"
+    assert found.recorded["tied_modules.embed.word"] == {"kind": "shard-v", "vocab": 11}
 
 
 def test_several_ranks_open_a_folder_together(tmp_path: Path) -> None:

@@ -158,9 +158,9 @@ def test_model_states_of_older_releases(topology: Topology, tmp_path: Path) -> N
     make_older(path)
     index, ranks = load_all(path, wanted.make_targets(), make_config(NATIVES))
     check_content(ranks, wanted.state, wanted.locals)
-    assert index.stored.atoms.keys() == newer.stored.atoms.keys()
-    assert (index.run.topology, index.run.groups) == (newer.run.topology, newer.run.groups)
-    missed = [why for why in index.limits.unnoticed if "DeepSpeed looks for in the model states" in why]
+    assert index.atoms.keys() == newer.atoms.keys()
+    assert (index.topology, index.groups) == (newer.topology, newer.groups)
+    missed = [why for why in index.unnoticed if "DeepSpeed looks for in the model states" in why]
     assert bool(missed) == (topology.stage == 0 and topology.precision == "fp32")  # DeepSpeed's load fails there
 
 
@@ -186,8 +186,8 @@ def test_the_second_name_of_a_router_is_a_tie(stage: int, tmp_path: Path) -> Non
     topology = Topology(stage, 2, ep=(2,))
     path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
     index = open_for(path, make_targets(model, topology)[0])
-    assert index.model.aliases == {"0.mlp.gate.gate.weight": "0.mlp.router.gate.weight"}
-    assert {key.name for key in index.stored.atoms} == {param.name for param in model.owners}
+    assert index.aliases == {"0.mlp.gate.gate.weight": "0.mlp.router.gate.weight"}
+    assert {key.name for key in index.atoms} == {param.name for param in model.owners}
 
 
 def test_a_file_of_another_expert_is_refused(tmp_path: Path) -> None:
@@ -214,4 +214,4 @@ def test_a_file_of_another_expert_parallel_rank_is_refused(tmp_path: Path) -> No
 
 def open_and_compare(path: Path) -> None:
     index = open_checkpoint(str(path), Comm())
-    check_samples(index, index.stored.atoms, Comm())
+    check_samples(index, index.atoms, Comm())

@@ -29,7 +29,6 @@ from deepspeed_ucp.load.choice import LoaderChoice, choose_loader, find_damage, 
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from deepspeed_ucp.load.tags import find_folders, find_tag
-from deepspeed_ucp.model import Limits
 from tests.load.test_reshard import flip
 from tests.support.held import without_collector
 from tests.support.ranks import World, run_ranks
@@ -332,7 +331,7 @@ class StandIns:
             optimizer=SimpleNamespace(checkpoint_event_epilogue=end),
         )
         self.target = SimpleNamespace(**{"prepare": lambda: None, "discard": lambda: None, **target})
-        self.index = SimpleNamespace(run=SimpleNamespace(state_file="states"), limits=Limits(), is_weights_alone=False)
+        self.index = SimpleNamespace(state_file="states", unchecked="", is_weights_alone=False)
 
     def load(self, comm: Comm) -> Any:
         return _load(make_job(self.engine, comm), "", self.index, self.target)  # type: ignore[arg-type]
@@ -381,11 +380,11 @@ def test_damage_is_looked_for_in_the_files_that_deepspeed_reads(number: int, tmp
     for name in ("first", "near"):
         write_checkpoint(tmp_path / name, model, random_state(model, 0), Topology(1, 2), tag="tag")
     index = open_checkpoint(str(tmp_path / "first/tag"), Comm())
-    record = index.stored.records[number]
-    path = Path(index.stored.files[record.file].path)
+    record = index.records[number]
+    path = Path(index.files[record.file].path)
     near = str(tmp_path / "near/tag" / path.name)
-    files = [replace(file, places=(near, file.path)) if file.path == str(path) else file for file in index.stored.files]
-    index = index.change(files=tuple(files))
+    files = [replace(file, places=(near, file.path)) if file.path == str(path) else file for file in index.files]
+    index = replace(index, files=tuple(files))
     flip(Path(near), record.offset, 3)
     assert run_ranks(2, lambda _, comm: find_damage(index, comm, others=True)) == [[], []]
     flip(path, record.offset, 3)
@@ -610,7 +609,7 @@ def test_files_out_of_reach_keep_their_kind_up_to_the_load(
         monkeypatch.setattr(os, function, partial(refuse_path, getattr(os, function), os.path.join(folder, name)))
     with pytest.raises(OutOfReachError, match="Permission denied"):
         open_checkpoint(folder, Comm())
-    assert open_checkpoint(folder, Comm(), also=[other]).stored.atoms
+    assert open_checkpoint(folder, Comm(), also=[other]).atoms
 
 
 def refuse_path(work: Callable[..., Any], refused: str, path: Any, *rest: Any, **how: Any) -> Any:

@@ -89,10 +89,10 @@ def test_the_commands_report_missing_states(source: Topology, tmp_path: Path) ->
     path = lose(tmp_path / "in", source)
     report = survey_checkpoint(str(path), Comm())
     index = report.require()
-    assert index.run.topology.describe().startswith(f"ZeRO-{source.stage} ")
-    assert index.run.topology.describe().endswith("(optimizer states missing)")
+    assert index.topology.describe().startswith(f"ZeRO-{source.stage} ")
+    assert index.topology.describe().endswith("(optimizer states missing)")
     assert any("load_optimizer_states=False" in each.text for each in list_findings(report))
-    check = check_resume(index, parse_degrees("dp=3", index.run.topology))
+    check = check_resume(index, parse_degrees("dp=3", index.topology))
     assert any("load_optimizer_states=False" in text for text in check.obstacles)
     out = str(tmp_path / "out")
     with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
@@ -110,7 +110,7 @@ def test_a_run_without_an_optimizer(tmp_path: Path) -> None:
     write_files(tmp_path, files)
     rank = FakeTarget(MODEL, Topology(1), 0)
     index = open_for(tmp_path, rank)
-    assert index.run.topology.describe() == "ZeRO-0 float32 (none)"
+    assert index.topology.describe() == "ZeRO-0 float32 (none)"
     with pytest.raises(CheckpointError, match=r"had no optimizer.*load_optimizer_states=False"):
         run_load(index, rank, load_module_strict=False)
     run_load(index, rank, load_optimizer_states=False)
@@ -133,7 +133,7 @@ def test_a_pipeline_with_a_tied_module(source: Topology, files: tuple[bool, bool
         path.unlink()
     config, targets = make_config(model), held.make_targets()
     index, _ = load_all(tmp_path, targets, config, with_states=False)
-    assert index.limits.stateless
+    assert index.stateless
     for rank in targets:
         for flat in rank.flats:
             check_weights(held, rank, flat, files)
@@ -163,7 +163,7 @@ def test_weights_alone_need_no_complete_set_of_states(
         open_checkpoint(str(tmp_path), Comm())
     assert not caplog.records
     index = open_checkpoint(str(tmp_path), Comm(), Naming(weights_only=True))
-    assert index.limits.stateless and not index.find("a", "fp32") and index.find("a", "copy")
+    assert index.stateless and not index.find("a", "fp32") and index.find("a", "copy")
     assert [record.getMessage() for record in caplog.records if "only weights are loaded" in record.getMessage()]
 
 

@@ -156,9 +156,9 @@ def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
     path = write(tmp_path)
     target = SwappedTarget(tmp_path / "swap", Topology(3))
     before, index = target.look(), open_for(path, target)
-    fragment = index.stored.atoms[AtomKey("b", "exp_avg_sq")].shards[0].list_fragments("exp_avg_sq")[0]
-    record = index.stored.records[fragment.record]
-    flip(index.stored.files[record.file].path, record.offset + fragment.offset)
+    fragment = index.atoms[AtomKey("b", "exp_avg_sq")].shards[0].list_fragments("exp_avg_sq")[0]
+    record = index.records[fragment.record]
+    flip(index.files[record.file].path, record.offset + fragment.offset)
     with pytest.raises(CheckpointError, match="the file is damaged. Nothing was changed"):
         run_load(index, target)
     target.discard()

@@ -102,7 +102,7 @@ def test_an_error_waits_for_copies_in_progress(late: int, tmp_path: Path) -> Non
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
     targets = make_targets(MODEL, Topology(0, 2))
     index = open_for(path, targets[0])
-    Path(index.stored.files[-1].path).write_bytes(b"")
+    Path(index.files[-1].path).write_bytes(b"")
     with pytest.raises(CheckpointError, match="ends at byte 0"):
         run_ranks(1, lambda rank, comm: load(index, targets))
 

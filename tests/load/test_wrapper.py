@@ -51,7 +51,7 @@ def resume(folder: Path, source: Topology, target: Topology) -> None:
     """Save, load, and check every element."""
     write_files(folder, build_files(MODEL, STATE, source, Run()))
     index, _ = check_load(folder, MODEL, target, read_state(folder, MODEL, source))
-    assert index.run.topology.wrapper == source.row.name
+    assert index.topology.wrapper == source.row.name
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda topology: topology.label)

@@ -18,8 +18,6 @@ from deepspeed_ucp.model import (
     Fragments,
     Read,
     Record,
-    RunState,
-    StoredAtoms,
 )
 from deepspeed_ucp.model.access import READ_ALL, ReadAccess
 from deepspeed_ucp.model.topology import Topology
@@ -50,10 +48,9 @@ ITEM = 4
 
 
 def make_index(atoms: Iterable[Atom], records: Sequence[Record] = (), tp: int = 1, **fields: Any) -> AtomicIndex:
-    """Build an index of these atoms; `fields` are fields of any of its parts."""
-    run = RunState(Topology(1, "zero12", "float32", tp=tp), "tag/mp_rank_00_model_states.pt")
-    stored = StoredAtoms.of((), records, atoms)
-    return AtomicIndex(stored, run).change(**fields)
+    """Build an index of these atoms; `fields` are its further fields."""
+    topology = Topology(1, "zero12", "float32", tp=tp)
+    return AtomicIndex.of((), records, atoms, topology, "tag/mp_rank_00_model_states.pt", **fields)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,7 +160,7 @@ def test_other_numbers_of_rows_are_left_to_patterns() -> None:
 
 def test_tensors_that_the_sources_converter_dropped_keep_their_values() -> None:
     """Frozen parameters and buffers alone; a missing trained parameter is a fault."""
-    index = make_index({"a": (2,)}).change(dropped="the converter leaves buffers out")
+    index = replace(make_index({"a": (2,)}), dropped="the converter leaves buffers out")
     assert match(index, {"a": (2,)}, {"buffer": (3,)}).kept == ["buffer"]
     with pytest.raises(MismatchError, match=r"b \(2,\): not in the checkpoint"):
         match(index, {"a": (2,), "b": (2,)}, {})
@@ -206,14 +207,14 @@ def test_weights_alone_come_from_the_module(name: str, wants_master: bool, with_
 
 def test_a_copy_is_no_master() -> None:
     index = make_index({"a": (2,)})
-    index = index.change(atoms=Atoms.of(atom for atom in index.stored.atoms.values() if atom.state != MASTER))
+    index = replace(index, atoms=Atoms.of(atom for atom in index.atoms.values() if atom.state != MASTER))
     assert pick_weight(index, ParamKey("a"), True, True) is None
 
 
 def test_live_groups_keep_their_hyper_parameters_for_any_saved_groups() -> None:
     shapes = {"a": (2,), "b": (2,)}
     index = make_index(shapes, groups=[["a", "b"]])
-    index.run.groups[0].hyper.update(lr=0.5, step=3)
+    index.groups[0].hyper.update(lr=0.5, step=3)
     members = {0: ("a",), 1: ("b",)}
     with pytest.raises(MismatchError, match='"param_groups": "live"'):
         match_groups(index, members, match(index, shapes))
@@ -225,7 +226,7 @@ def test_live_groups_keep_their_hyper_parameters_for_any_saved_groups() -> None:
     joined = match(index, shapes)
     match_groups(index, {0: ("a", "b")}, joined, keep_live=True)
     assert joined.groups == {0: (0, 1)}  # differences between them are logged
-    for group, step in zip(index.run.groups, (3, 5), strict=True):
+    for group, step in zip(index.groups, (3, 5), strict=True):
         group.hyper["step"] = step
     with pytest.raises(MismatchError, match="stepped 3, 5 times"):
         match_groups(index, {0: ("a", "b")}, joined, keep_live=True)
@@ -234,7 +235,7 @@ def test_live_groups_keep_their_hyper_parameters_for_any_saved_groups() -> None:
 def test_extra_names_are_found_if_the_files_hold_copies_alone() -> None:
     """A folder without the optimizer's files, from which the weights are loaded."""
     index = make_index({"a": (2,), "gone": (1,)})
-    index = index.change(atoms=Atoms.of(atom for atom in index.stored.atoms.values() if atom.state == COPY))
+    index = replace(index, atoms=Atoms.of(atom for atom in index.atoms.values() if atom.state == COPY))
     with pytest.raises(MismatchError, match="gone: in the checkpoint, not in the model"):
         match(index, {"a": (2,)}, {}, with_states=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,19 +68,19 @@ def test_fusing_and_splitting_are_inverse() -> None:
     for state in STATES:
         wanted = np.stack([read(index, data, f"x.w1.{expert}", state) for expert in range(3)])
         assert np.array_equal(read(fused, data, "x.w1", state), wanted)
-    assert fused.run.scalars == {ParamKey("a"): {"step": 4}, ParamKey("x.w1"): {"step": 4}}
-    assert fused.run.groups[0].names == ("a", "x.w1")
-    back = split(fused, fused.model.fused)
-    assert back.run == index.run and back.model == index.model
-    assert set(back.stored.atoms) == set(index.stored.atoms)
+    assert fused.scalars == {ParamKey("a"): {"step": 4}, ParamKey("x.w1"): {"step": 4}}
+    assert fused.groups[0].names == ("a", "x.w1")
+    back = split(fused, fused.fused)
+    assert set(back.atoms) == set(index.atoms)
+    assert replace(back, atoms=index.atoms) == index
     for name in shapes:
         assert np.array_equal(read(back, data, name, "exp_avg"), read(index, data, name, "exp_avg"))
 
 
 def test_repeated_fragments_are_cut_too() -> None:
     index, _ = make_index({"x": (4, 2)}, cut=8)
-    index.stored.repeated[index.find("x", MASTER).key] = ((0, Fragment(1, 6, 0, 400)),)  # type: ignore[union-attr]
-    found = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 1) for e in range(4)}).stored.repeated
+    index.repeated[index.find("x", MASTER).key] = ((0, Fragment(1, 6, 0, 400)),)  # type: ignore[union-attr]
+    found = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 1) for e in range(4)}).repeated
     assert [(key.name, each) for key, (each,) in found.items()] == [
         ("x.0", (0, Fragment(1, 1, 0, 400))),
         ("x.1", (0, Fragment(0, 2, 0, 404))),
@@ -97,7 +98,7 @@ def test_experts_of_blocks_are_blocks() -> None:
     made = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 2) for e in range(4)})
     data = np.arange(120).reshape(4, 3, 2, 5).transpose(2, 0, 1, 3).reshape(-1)
     for expert in range(4):
-        (shard,) = made.stored.atoms[f"x.{expert}", MASTER, 0].shards
+        (shard,) = made.atoms[f"x.{expert}", MASTER, 0].shards
         assert (shard.shape, len(shard.list_fragments(MASTER))) == ((3, 10), 2)
         assert read(made, data, f"x.{expert}").tolist() == np.arange(120).reshape(4, 3, 10)[expert].tolist()
 
@@ -111,8 +112,8 @@ def test_experts_that_do_not_go_together(what: str) -> None:
         groups=tuple(GroupInfo((k,), {"lr": n if what[0] == "h" else 1}) for n, k in enumerate(keys)),
     )
     if what == "states":
-        left = [atom for key, atom in index.stored.atoms.items() if key[:2] != ("a.1", "exp_avg")]
-        index = index.change(atoms=Atoms.of(left))
+        left = [atom for key, atom in index.atoms.items() if key[:2] != ("a.1", "exp_avg")]
+        index = replace(index, atoms=Atoms.of(left))
     with pytest.raises(MismatchError, match=f"x joins a.0 and a.1, which were saved with different {what}"):
         derive(index, {"x": DerivedParam((Slice("a.0"), Slice("a.1")), 1)})
 

@@ -222,7 +222,7 @@ def load_folder(folder: Path, source: Source) -> Verdict:
 def load_targets(folder: Path, source: Source) -> None:
     targets = make_targets(source.model, Topology(2, 2))
     index = open_for(folder, targets[0])
-    check_samples(index, index.stored.atoms, Comm())
+    check_samples(index, index.atoms, Comm())
     if isinstance(source, Foreign):
         check_content(load(index, targets, with_states=not source.format.alone), source.expect())
     else:

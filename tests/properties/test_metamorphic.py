@@ -113,8 +113,8 @@ def test_hyper_parameters_and_scalars_of_any_type_are_kept(case: tuple[Model, St
     model, state, topology = case
     with temporary_folder() as folder:
         index = open_checkpoint(str(write_checkpoint(folder, model, state, topology)), Comm())
-    assert [dict(group.hyper) for group in index.run.groups] == [dict(group) for group in state.groups]
-    saved = {key.name: held for key, held in index.run.scalars.items()}
+    assert [dict(group.hyper) for group in index.groups] == [dict(group) for group in state.groups]
+    saved = {key.name: held for key, held in index.scalars.items()}
     assert saved.keys() == state.scalars.keys()
     for name, held in state.scalars.items():
         assert float(saved[name]["count"]) == float(held["count"])

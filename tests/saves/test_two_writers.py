@@ -110,7 +110,7 @@ class Bench:
             return ""
         index = open_checkpoint(f"{self.place}/{TAG}", Comm())
         assert is_sealed([self.place], TAG)
-        found = {os.path.basename(file.path): read_small(file.path) for file in index.stored.files}
+        found = {os.path.basename(file.path): read_small(file.path) for file in index.files}
         (name,) = [name for name, content in self.contents.items() if content.items() >= found.items()]
         assert {each for each in self.contents[name] if each.endswith("states.pt")} == found.keys()
         return name

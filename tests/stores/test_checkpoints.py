@@ -65,9 +65,7 @@ def test_a_load_gives_every_bit(saved: Save, stage: int) -> None:
 @pytest.mark.parametrize("legacy", [False, True])
 def test_headers_are_those_of_local_files(saved: Save, legacy: bool) -> None:
     folder, _ = saved(Topology(1, 2), legacy=legacy)
-    assert (
-        open_checkpoint(find_checkpoint(URL), Comm()).stored.records == open_checkpoint(folder, Comm()).stored.records
-    )
+    assert open_checkpoint(find_checkpoint(URL), Comm()).records == open_checkpoint(folder, Comm()).records
     for name in store.list_folder(find_checkpoint(URL)) if not legacy else ():
         one, other = list_records(f"{folder}/{name}"), list_records(f"{URL}/{Path(folder).name}/{name}")
         assert (one.header_crc, one.size, one.saved_as) == (other.header_crc, other.size, other.saved_as)

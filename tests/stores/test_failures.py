@@ -163,7 +163,7 @@ def test_requests_are_few(server: Server, tmp_path: Path) -> None:
     others = [(each.method, each.path) for each in server.asked if not each.span]
     listing = ("GET", f"/{BUCKET}")
     assert others.count(listing) <= 2 and len(others) <= 5 and not [path for _, path in others if path.endswith(".pt")]
-    for file in index.stored.files:
+    for file in index.files:
         gets = server.gets(os.path.basename(file.path))
         assert 1 <= len(gets) <= 2 and sum(each.nbytes for each in gets) <= 1 << 17
     server.asked.clear()

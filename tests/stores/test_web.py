@@ -199,7 +199,7 @@ def test_a_dead_link_hides_no_other_file(tmp_path: Path) -> None:
     with serve(tmp_path, Ranged) as url:
         assert store.list_folder(url)["gone"].size == 0
         assert find_checkpoint(url) == f"{url}/{path.name}"
-        assert open_checkpoint(f"{url}/{path.name}", Comm()).stored.atoms
+        assert open_checkpoint(f"{url}/{path.name}", Comm()).atoms
 
 
 def test_a_tree_has_all_of_its_folders_or_fails(folder: Path) -> None:

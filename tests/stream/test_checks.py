@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ from isal import isal_zlib
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.read import Checked
-from deepspeed_ucp.model import FileRef, Record, StoredAtoms
+from deepspeed_ucp.model import AtomicIndex, FileRef, Record
+from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.stream.reader import verify_reads, verify_records
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import examples
@@ -35,7 +35,7 @@ def record_of(low: int, high: int) -> Record:
 
 
 def make_index(records: list[Record], file: FileRef = ABSENT) -> Any:
-    return SimpleNamespace(stored=StoredAtoms.of((file,), records, ()))
+    return AtomicIndex.of((file,), records, (), Topology(1, "zero12", "float32"), "")
 
 
 def verify(parts: list[Checked], index: Any, comm: Comm | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def open_held(held: Held, folder: Path, run: Run | None = None) -> AtomicIndex:
 
 def flip_bit(index: AtomicIndex, name: str, state: str, offset: int | None = None) -> None:
     """Damage a source: in the record of an atom's last fragment, in the middle or at a byte."""
-    record = index.stored.records[index.stored.atoms[AtomKey(name, state)].shards[-1].list_fragments(state)[-1].record]
-    path = Path(index.stored.files[record.file].path)
+    record = index.records[index.atoms[AtomKey(name, state)].shards[-1].list_fragments(state)[-1].record]
+    path = Path(index.files[record.file].path)
     data = bytearray(path.read_bytes())
     data[record.offset + (record.nbytes // 2 if offset is None else offset % record.nbytes)] ^= 1
     path.write_bytes(data)
@@ -112,9 +113,7 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
             read_whole(reader, whole, 7, checks)
     touched = {check.record for check in checks}
     rest = verify_reads(checks, index, Comm())
-    assert sum(check.nbytes for check in checks) + rest == sum(
-        index.stored.records[number].nbytes for number in touched
-    )
+    assert sum(check.nbytes for check in checks) + rest == sum(index.records[number].nbytes for number in touched)
 
 
 def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +130,7 @@ def test_adjacent_items_are_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     wants = [whole.want(0, whole.numel) for whole in masters]
     with AtomReader(index) as reader:
         reader.read_tensors(wants, [memoryview(bytearray(want.nbytes)) for want in wants])
-    groups = len({(index.stored.records[whole.place[0]].file, whole.place[0]) for whole in masters})
+    groups = len({(index.records[whole.place[0]].file, whole.place[0]) for whole in masters})
     assert len(calls) == groups < len(wants)
 
 
@@ -196,7 +195,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     index = open_held(held, tmp_path)
     whole = assemble_full_tensors(index).tensors[AtomKey("body.norm", MASTER)]
     last = whole.atom.shards[0].list_fragments(whole.atom.state)[-1]
-    padded = last.offset + last.numel * 4 < index.stored.records[last.record].nbytes
+    padded = last.offset + last.numel * 4 < index.records[last.record].nbytes
     assert place == "atom" or padded, "the last partition is padded"
     flip_bit(index, "body.norm", MASTER, last.offset if place == "atom" else -1)
     checks = list[Checked]()
@@ -221,8 +220,8 @@ def test_the_users_rule_applies_to_equal_buffers(tmp_path: Path) -> None:
 def test_copies_without_masters_are_kept(tmp_path: Path) -> None:
     """The weights of a folder that has lost its masters are these copies."""
     with_masters = open_held(draw_state(make_plain(("norm", "column")), Topology(1, 2, precision="bf16")), tmp_path)
-    copies = {key for key in with_masters.stored.atoms if key.state == COPY}
+    copies = {key for key in with_masters.atoms if key.state == COPY}
     assert copies
     assert not copies & assemble_full_tensors(with_masters).tensors.keys()
-    kept = Atoms.of(atom for key, atom in with_masters.stored.atoms.items() if key.state != MASTER)
-    assert copies <= assemble_full_tensors(with_masters.change(atoms=kept)).tensors.keys()
+    kept = Atoms.of(atom for key, atom in with_masters.atoms.items() if key.state != MASTER)
+    assert copies <= assemble_full_tensors(replace(with_masters, atoms=kept)).tensors.keys()

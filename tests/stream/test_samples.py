@@ -23,7 +23,7 @@ def list_pairs(index: AtomicIndex, monkeypatch: pytest.MonkeyPatch, rank: int = 
     found: list[Pair] = []
     comm = mock.Mock(rank=rank, size=size, run=lambda work: work())
     monkeypatch.setattr(duplicates, "compare_pairs", lambda _, pairs, *others: found.extend(pairs))
-    duplicates.check_samples(index, index.stored.atoms, comm)
+    duplicates.check_samples(index, index.atoms, comm)
     return found
 
 
@@ -37,7 +37,7 @@ def test_each_rank_creates_only_the_atoms_of_its_files(tmp_path: Path, monkeypat
         assert {key.param for (_, key), _ in made.call_args_list} == {here.atom.param for here, _ in pairs}
         assert len({here.atom.param for here, _ in pairs}) < len(MODEL.params) / 2
         parted = [part for each, _ in pairs for part in each.atom.shards[0].find(MASTER, each.start, each.end)]
-        assert len({index.stored.records.files[part.record] for part in parted}) == (2 if rank < 2 else 1)
+        assert len({index.records.files[part.record] for part in parted}) == (2 if rank < 2 else 1)
         assert all(here.atom.state == MASTER and replace(here, atom=there.atom) == there for here, there in pairs)
         compared += pairs
     assert sorted(map(str, compared)) == sorted(map(str, whole))

@@ -126,6 +126,6 @@ def change_file(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def damage(index: AtomicIndex, name: str, state: str) -> None:
     """Flip a bit in the middle of an atom's last fragment."""
-    fragment = index.stored.atoms[AtomKey(name, state)].shards[0].list_fragments(state)[-1]
-    record = index.stored.records[fragment.record]
-    flip(Path(index.stored.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)
+    fragment = index.atoms[AtomKey(name, state)].shards[0].list_fragments(state)[-1]
+    record = index.records[fragment.record]
+    flip(Path(index.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)

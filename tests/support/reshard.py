@@ -178,12 +178,6 @@ class FakeTarget(Target):
         return f"{self.kind.label} stage {self.place.pp_rank} tp {self.place.tp_rank} dp {self.rank}"
 
 
-def get_field(index: AtomicIndex, name: str) -> Any:
-    """Return a field of any part of an index."""
-    parts = (index.stored, index.run, index.model, index.limits)
-    return next(getattr(part, name) for part in parts if hasattr(part, name))
-
-
 def own_layout(model: Model, topology: Topology, rank: int) -> tuple[Flat, ...]:
     """Return the flat buffers of a data-parallel rank."""
     return partition_layout(model, topology)[rank if topology.partitions or model.experts else 0]
@@ -513,7 +507,7 @@ def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK)
     for read in (read for rank in ranks for read in rank.reads):
         assert 0 < read.nbytes <= chunk and read.count == 1
         assert sum(item.nbytes for item in read.items) in (0, read.nbytes)
-        counts = found.setdefault(read.record, np.zeros(index.stored.records[read.record].nbytes, np.int64))
+        counts = found.setdefault(read.record, np.zeros(index.records[read.record].nbytes, np.int64))
         counts[read.offset : read.end] += 1
     assert found.keys() == touched_records(ranks)
     for record, counts in found.items():

@@ -270,8 +270,8 @@ def open_changed(folder: Path, change: Callable[[dict[str, Any]], object]) -> An
 def test_states_of_one_element_of_every_dtype(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     one = torch.ones(shape, dtype=dtype)
     index = open_changed(tmp_path, lambda base: [entries.update(counted=one) for entries in base["state"].values()])
-    assert {scalars["counted"] for scalars in index.run.scalars.values()} == {1}
-    assert index.run.scalar_dtypes["counted"] == str(dtype).removeprefix("torch.")
+    assert {scalars["counted"] for scalars in index.scalars.values()} == {1}
+    assert index.scalar_dtypes["counted"] == str(dtype).removeprefix("torch.")
 
 
 def own_function() -> None:
@@ -285,8 +285,8 @@ def own_function() -> None:
 )
 def test_functions_and_classes_in_a_param_group_can_be_sent(tmp_path: Path, value: Any) -> None:
     index = open_changed(tmp_path, lambda base: [group.update(hook=value) for group in base["param_groups"]])
-    assert isinstance(index.run.groups[0].hyper["hook"], Unread)
-    assert pickle.loads(pickle.dumps(index)).run.groups == index.run.groups
+    assert isinstance(index.groups[0].hyper["hook"], Unread)
+    assert pickle.loads(pickle.dumps(index)).groups == index.groups
 
 
 def test_all_names_are_checked_before_deepspeed_loads_a_file(tmp_path: Path) -> None:
@@ -294,9 +294,9 @@ def test_all_names_are_checked_before_deepspeed_loads_a_file(tmp_path: Path) -> 
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(1), run))
     index = open_checkpoint(str(tmp_path), Comm(), Naming(GROUPS))
     with pytest.raises(UnsupportedError, match=r"consent \(.*own_function, time\.sleep\).*trust_pickle"):
-        check_trusted(index.run.globals)
+        check_trusted(index.globals)
     with torch.serialization.safe_globals([own_function, time.sleep]):
-        check_trusted(index.run.globals)
+        check_trusted(index.globals)
 
 
 def test_deepspeed_files_are_trusted(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_deepspeed_files_are_trusted(tmp_path: Path) -> None:
     for number, topology in enumerate(topologies):
         state = random_state(MODEL, 0, precision=topology.precision)
         write_files(tmp_path / str(number), build_files(MODEL, state, topology))
-        check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), Naming(GROUPS)).run.globals)
+        check_trusted(open_checkpoint(str(tmp_path / str(number)), Comm(), Naming(GROUPS)).globals)
 
 
 @examples(100)

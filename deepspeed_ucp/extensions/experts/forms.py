@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -86,10 +87,10 @@ def _unite_groups(index: AtomicIndex, made: Mapping[str, DerivedParam]) -> Atomi
         return {key: value for key, value in group.hyper.items() if key != "name"}  # DeepSpeed names experts' groups
 
     groups: list[GroupInfo] = []
-    for group in sorted(index.run.groups, key=is_made):
+    for group in sorted(index.groups, key=is_made):
         at = next((at for at, known in enumerate(groups) if list_hyper(known) == list_hyper(group)), len(groups))
         if is_made(group) and at < len(groups):
             groups[at] = GroupInfo((*groups[at].members, *group.members), group.hyper)
         else:
             groups.append(group)
-    return index.change(groups=tuple(groups))
+    return replace(index, groups=tuple(groups))

@@ -56,7 +56,7 @@ class IndexedExperts(Extension):
 
     def check_degrees(self, index: AtomicIndex, degrees: Any) -> None:
         """Check the degrees of a planned run as DeepSpeed's expert layers do."""
-        names, ep = [read for key in index.stored.atoms if (read := read_name(key.name))], degrees.ep
+        names, ep = [read for key in index.atoms if (read := read_name(key.name))], degrees.ep
         layers = {read.layer: read.number + 1 for read in sorted(names)}  # the highest number of a layer is the last
         if ep > 1 and not names:
             raise MismatchError(f"The checkpoint has no experts that ep={ep} could distribute.")

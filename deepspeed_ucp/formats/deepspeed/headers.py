@@ -159,7 +159,7 @@ class ModelHeader:
         counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, if recorded.
         optim: the optimizer of stage 0; None if it has separate files, or is not saved.
         degrees: (pipeline, tensor) parallel degrees; None in older releases.
-        hints: as in :class:`~deepspeed_ucp.model.ModelInfo`.
+        hints: as in :class:`~deepspeed_ucp.model.AtomicIndex`.
         others: storages of the client's tensors.
         facts: facts for extensions.
         batch: batch sizes in its ds_config, by DeepSpeed's names.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...errors import UnsupportedError, fold_names, shorten
@@ -15,10 +16,6 @@ from ...model import (
     AtomKey,
     Atoms,
     GroupInfo,
-    Limits,
-    ModelInfo,
-    RunState,
-    StoredAtoms,
     strip_compiled,
 )
 from ...model.flat import FlatBuffer, count_degree
@@ -76,7 +73,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         flats=flats,
     )
     index = make_index(builder, atoms, optim, topology, groups)
-    return index if optim else index.change(stateless=_describe_stateless(save))
+    return index if optim else replace(index, stateless=_describe_stateless(save))
 
 
 def _has_trained(save: Save) -> bool:
@@ -134,42 +131,34 @@ def make_index(
     model = save.model(0)
     client = tuple(builder.record(save.main, record) for record in model.others)
     return AtomicIndex(
-        stored=StoredAtoms(
-            tuple(builder.files),
-            builder.records,
-            atoms,
-            {key: tuple(parts) for key, parts in builder.repeated.items()},
-            builder.find_access(),
-        ),
-        run=RunState(
-            scalars=builder.scalars,
-            groups=groups,
-            counters={**model.counters, **model.batch},
-            scaler=optim.scaler if optim else {},
-            clip_grad=optim.clip_grad if optim else None,
-            state_file=save.path(save.main),
-            topology=topology,
-            **_read_optimizer(save.main.config),
-            client_records=client,
-            flats={mp: rank.flats for mp, rank in enumerate(builder.ranks)},
-            scalar_dtypes=builder.scalar_dtypes,
-            globals=save.list_globals(),
-        ),
-        model=ModelInfo(
-            aliases=builder.aliases,
-            buffers=frozenset(name for header in save.first_models for name in header.buffers),
-            instances=builder.instances,
-            hints=join_hints((save.path(headers[0]), save.model(mp).hints) for mp, headers in enumerate(save.models)),
-            recorded=dict(recorded or {}),
-            fused=fused,
-        ),
-        limits=Limits(
-            {**builder.irregular, **_find_lost_states(save, atoms)},
-            builder.unreadable,
-            dropped,
-            tuple(_find_unnoticed(builder, topology, atoms)),
-            ambiguous=builder.ambiguous,
-        ),
+        files=tuple(builder.files),
+        records=builder.records,
+        atoms=atoms,
+        topology=topology,
+        state_file=save.path(save.main),
+        repeated={key: tuple(parts) for key, parts in builder.repeated.items()},
+        access=builder.find_access(),
+        counters={**model.counters, **model.batch},
+        scalars=builder.scalars,
+        groups=groups,
+        scaler=optim.scaler if optim else {},
+        clip_grad=optim.clip_grad if optim else None,
+        **_read_optimizer(save.main.config),
+        scalar_dtypes=builder.scalar_dtypes,
+        client_records=client,
+        flats={mp: rank.flats for mp, rank in enumerate(builder.ranks)},
+        globals=save.list_globals(),
+        aliases=builder.aliases,
+        buffers=frozenset(name for header in save.first_models for name in header.buffers),
+        instances=builder.instances,
+        hints=join_hints((save.path(headers[0]), save.model(mp).hints) for mp, headers in enumerate(save.models)),
+        recorded=dict(recorded or {}),
+        fused=fused,
+        irregular={**builder.irregular, **_find_lost_states(save, atoms)},
+        unreadable=builder.unreadable,
+        dropped=dropped,
+        unnoticed=tuple(_find_unnoticed(builder, topology, atoms)),
+        ambiguous=builder.ambiguous,
     )
 
 

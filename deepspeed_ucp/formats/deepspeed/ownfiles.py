@@ -39,17 +39,16 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
         mp_rank: model-parallel rank.
         dp_rank: data-parallel rank (ZeRO 3).
     """
-    run = index.run
-    folder, name = os.path.split(run.state_file)
+    folder, name = os.path.split(index.state_file)
     name = name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}").replace("zero_pp_rank_0_", f"zero_pp_rank_{dp_rank}_")
     pattern = re.escape(name)
-    if run.topology.tp == run.topology.pp == 1:  # ALST's files may have the sequence-parallel rank there
+    if index.topology.tp == index.topology.pp == 1:  # ALST's files may have the sequence-parallel rank there
         pattern = pattern.replace("_mp_rank_00_", r"_mp_rank_\d+_")
-    candidates = [file.path for file in index.stored.files if re.fullmatch(pattern, os.path.basename(file.path))]
-    if index.stored.access.is_partial:
-        return next((path for path in candidates if path != run.state_file), None)
+    candidates = [file.path for file in index.files if re.fullmatch(pattern, os.path.basename(file.path))]
+    if index.access.is_partial:
+        return next((path for path in candidates if path != index.state_file), None)
     paths = (*candidates, os.path.join(folder, name), os.path.join(folder, CLIENT, name))
-    return next((path for path in paths if path != run.state_file and is_file(path)), None)
+    return next((path for path in paths if path != index.state_file and is_file(path)), None)
 
 
 def read_state_tree(index: AtomicIndex) -> Any:
@@ -58,7 +57,7 @@ def read_state_tree(index: AtomicIndex) -> Any:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    return {} if index.run.format else read_header(index.run.state_file).tree
+    return {} if index.format else read_header(index.state_file).tree
 
 
 def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:

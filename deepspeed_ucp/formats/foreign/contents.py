@@ -20,12 +20,8 @@ from ...model import (
     Fragment,
     Fragments,
     GroupInfo,
-    Limits,
-    ModelInfo,
     ParamKey,
     Record,
-    RunState,
-    StoredAtoms,
     check_coverage,
     count,
     strip_compiled,
@@ -159,11 +155,11 @@ class Contents:
         scalars: numbers of the optimizer by parameter.
         groups: param groups: names, and hyper-parameters.
         aliases: tied name → name with the data.
-        counters: as in :class:`RunState`.
+        counters: as in :class:`AtomicIndex`.
         stateless: why the optimizer states cannot be loaded, and the remedy; empty if they can, or there are none.
         scalar_dtypes: dtypes of scalars that are 0-dim tensors.
-        dropped: as in :class:`Limits`.
-        hints: as in :class:`ModelInfo`.
+        dropped: as in :class:`AtomicIndex`.
+        hints: as in :class:`AtomicIndex`.
         unchecked: parts without a checksum, if the tensors have some.
     """
 
@@ -223,19 +219,23 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
         GroupInfo(tuple(ParamKey(strip_compiled(name)) for name in names), dict(hyper))
         for names, hyper in contents.groups
     ]
-    return AtomicIndex(
-        stored=StoredAtoms.of(maker.files, maker.records, maker.atoms),
-        run=RunState(
-            topology=Topology(zero_stage=0, wrapper=ATOMIC, precision=precision, master=masters[0]),
-            state_file=where.path(contents.head),
-            counters=dict(contents.counters),
-            scalars={ParamKey(strip_compiled(name)): dict(values) for name, values in contents.scalars.items()},
-            groups=tuple(groups),
-            scalar_dtypes=dict(contents.scalar_dtypes),
-            format=contents.format,
-        ),
-        model=ModelInfo(aliases=aliases, hints=dict(contents.hints)),
-        limits=Limits(irregular=irregular, stateless=contents.stateless, dropped=contents.dropped, unchecked=unchecked),
+    return AtomicIndex.of(
+        maker.files,
+        maker.records,
+        maker.atoms,
+        topology=Topology(zero_stage=0, wrapper=ATOMIC, precision=precision, master=masters[0]),
+        state_file=where.path(contents.head),
+        counters=dict(contents.counters),
+        scalars={ParamKey(strip_compiled(name)): dict(values) for name, values in contents.scalars.items()},
+        groups=tuple(groups),
+        scalar_dtypes=dict(contents.scalar_dtypes),
+        format=contents.format,
+        aliases=aliases,
+        hints=dict(contents.hints),
+        irregular=irregular,
+        stateless=contents.stateless,
+        dropped=contents.dropped,
+        unchecked=unchecked,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NoReturn, Protocol
 
@@ -93,7 +94,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     if kind != names.DCP:
         config = _read_config(where, kind, comm)
         shaping = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
-        index = index.change(hints={**index.model.hints, "config": shaping}) if shaping else index
+        index = replace(index, hints={**index.hints, "config": shaping}) if shaping else index
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
     stray = sorted({*contents.states, *contents.scalars} - {*contents.weights, *contents.aliases})
     findings += list_ignored(stray, _WEIGHTLESS, where.path(contents.head), contents.head)

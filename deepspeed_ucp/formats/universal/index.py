@@ -23,8 +23,6 @@ from ...model import (
     GroupInfo,
     ParamKey,
     Record,
-    RunState,
-    StoredAtoms,
     count,
 )
 from ...model.topology import Topology
@@ -50,7 +48,7 @@ _PLAIN = (
     *("scalar_dtypes", "counters", "scaler", "clip_grad", "optimizer", "optimizer_params"),
     *("aliases", "instances", "hints", "fused", "dropped"),
 )
-"""Fields of RunState, ModelInfo and Limits that are kept as they are."""
+"""Fields of the index that are kept as they are."""
 
 
 class PatternRecord(TypedDict):
@@ -171,33 +169,27 @@ def dump_index(
     Raises:
         UnsupportedError: a hint is not plain data.
     """
-    topology = {
-        field.name: getattr(index.run.topology, field.name) for field in fields(Topology) if field.name != "flats"
-    }
-    if index.run.degrees is not None:
-        topology["tp"], topology["pp"] = index.run.degrees
-    parts = (index.run, index.model, index.limits)
-    plain = {name: getattr(part, name) for part in parts for name in _PLAIN if hasattr(part, name)}
+    topology = {field.name: getattr(index.topology, field.name) for field in fields(Topology) if field.name != "flats"}
+    if index.degrees is not None:
+        topology["tp"], topology["pp"] = index.degrees
     recorded = {
         name: {"pattern": record_pattern(pattern), "origin": origin.get(name, "")} for name, pattern in patterns.items()
     }
     return {
         **identity,
-        **{name: encode(value, name) for name, value in plain.items()},
+        **{name: encode(getattr(index, name), name) for name in _PLAIN},
         "source": topology,
         "atoms": sorted(atoms),
         "patterns": encode(recorded, "patterns"),
-        "scalars": sorted((key, encode(value, "scalars")) for key, value in index.run.scalars.items()),
-        "groups": [
-            {"members": group.members, "hyper": encode(keep_plain(group.hyper), "")} for group in index.run.groups
-        ],
-        "buffers": sorted(index.model.buffers),
+        "scalars": sorted((key, encode(value, "scalars")) for key, value in index.scalars.items()),
+        "groups": [{"members": group.members, "hyper": encode(keep_plain(group.hyper), "")} for group in index.groups],
+        "buffers": sorted(index.buffers),
     }
 
 
 def find_unplain(index: AtomicIndex) -> list[str]:
     """Return the hyper-parameters that are objects, which a manifest omits."""
-    return sorted({key for group in index.run.groups for key, value in group.hyper.items() if not is_plain(value)})
+    return sorted({key for group in index.groups for key, value in group.hyper.items() if not is_plain(value)})
 
 
 def keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,8 +298,8 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequ
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[STATE_FILE], blob.offset, blob.nbytes, blob.crc) for blob in others]
     topology = {**manifest.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}
-    index = AtomicIndex(StoredAtoms.of(files, records, atoms), RunState(Topology(**topology), f"{folder}/{STATE_FILE}"))
-    index = index.change(
+    index = AtomicIndex.of(
+        *(files, records, atoms, Topology(**topology), f"{folder}/{STATE_FILE}"),
         **{name: getattr(manifest, name) for name in _PLAIN if name != "fused"},
         scalars=dict(manifest.scalars),
         groups=manifest.groups,

@@ -69,7 +69,7 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     )
     groups, recorded = _make_groups(part, notes), _record_cuts(part)
     index = make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped)
-    index = replace(index, run=replace(index.run, degrees=(save.tp, save.pp)))
+    index = replace(index, degrees=(save.tp, save.pp))
     files = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
     return split(index, {name: file.count for name, file in files.items() if file and file.count}), notes
 

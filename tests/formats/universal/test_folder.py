@@ -24,7 +24,7 @@ from deepspeed_ucp.model import COPY, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.tensor_parallel import ShardH, ShardV, read_pattern
 from tests.support.memory import clear_memory, put_folder
 from tests.support.ranks import Apart, run_ranks
-from tests.support.reshard import LIVE_LR, check_content, check_reads, get_field, load, make_targets
+from tests.support.reshard import LIVE_LR, check_content, check_reads, load, make_targets
 from tests.support.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
 from tests.support.upstream import to_universal
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
@@ -84,15 +84,13 @@ def test_everything_is_there_and_loads(source: Topology, made: Callable[[Topolog
     index = open_alone(folder)
     normal = open_alone(folder.with_name("tag"))
     for field in ("scalars", "aliases", "buffers", "counters", "scaler", "clip_grad", "optimizer", "scalar_dtypes"):
-        assert get_field(index, field) == get_field(normal, field), field
-    assert [set(group.names) for group in index.run.groups] == [set(group.names) for group in normal.run.groups]
-    assert [group.hyper for group in index.run.groups] == [group.hyper for group in normal.run.groups]
-    assert {key for key in index.stored.atoms if key[1] != COPY} == {
-        key for key in normal.stored.atoms if key[1] != COPY
-    }
-    assert (index.run.topology.wrapper, index.run.topology.zero_stage) == ("atomic", source.stage)
-    assert index.run.topology.precision == normal.run.topology.precision
-    assert not index.limits.dropped
+        assert getattr(index, field) == getattr(normal, field), field
+    assert [set(group.names) for group in index.groups] == [set(group.names) for group in normal.groups]
+    assert [group.hyper for group in index.groups] == [group.hyper for group in normal.groups]
+    assert {key for key in index.atoms if key[1] != COPY} == {key for key in normal.atoms if key[1] != COPY}
+    assert (index.topology.wrapper, index.topology.zero_stage) == ("atomic", source.stage)
+    assert index.topology.precision == normal.topology.precision
+    assert not index.dropped
     for target in (Topology(2, 3), Topology(3, 2, source.precision)):
         targets = make_targets(MODEL, target)
         ranks = load(index, targets)
@@ -118,7 +116,7 @@ def test_of_a_store_one_rank_lists_all_files_once_and_every_rank_knows_their_ver
         monkeypatch.setattr(ObjectStore, name, partial(_note, getattr(ObjectStore(), name), listed))
 
     def look(_: int, comm: Comm) -> list[str]:
-        files = open_checkpoint(url, comm).stored.files
+        files = open_checkpoint(url, comm).files
         return [file.path for file in files if objects.find_known(file.path) is None]
 
     assert run_ranks(2, look) == [[], []]
@@ -139,9 +137,9 @@ def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
         torch.save(content, path, _use_new_zipfile_serialization=bool(number % 2))
         torch.serialization.set_crc32_options(True)
     after = open_alone(folder)
-    assert after.stored.atoms.keys() == before.stored.atoms.keys()
-    masters = [a for a in after.stored.atoms.values() if a.state == "exp_avg"]
-    assert {after.stored.records[atom.shards[0].list_fragments(atom.state)[0].record].crc for atom in masters} == {None}
+    assert after.atoms.keys() == before.atoms.keys()
+    masters = [a for a in after.atoms.values() if a.state == "exp_avg"]
+    assert {after.records[atom.shards[0].list_fragments(atom.state)[0].record].crc for atom in masters} == {None}
     check_content(load(after, make_targets(MODEL, Topology(3, 2))), random_state(MODEL, 5, precision="bf16"))
 
 
@@ -150,7 +148,7 @@ def test_a_missing_step_comes_from_the_counters(folder: Path, caplog: pytest.Log
         path.unlink()
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
         index = open_alone(folder)
-    assert index.run.scalars == {ParamKey(name): {"step": 3} for name in ("a.weight", "b.weight", "one")}
+    assert index.scalars == {ParamKey(name): {"step": 3} for name in ("a.weight", "b.weight", "one")}
     assert "kept no step of the optimizer; 3, by the counters, is taken" in caplog.text
 
 
@@ -159,8 +157,8 @@ def test_a_group_without_gradients_has_only_masters(tmp_path: Path) -> None:
     state = random_state(MODEL, 5, without=("b.weight", "one"))
     write_files(tmp_path / "tag", build_files(MODEL, state, Topology(1, 2)))
     index = open_alone(to_universal(tmp_path / "tag", tmp_path / "universal"))
-    assert {key.state for key in index.stored.atoms if key.name == "b.weight"} == {"fp32", COPY}
-    assert set(index.run.scalars) == {ParamKey("a.weight")}
+    assert {key.state for key in index.atoms if key.name == "b.weight"} == {"fp32", COPY}
+    assert set(index.scalars) == {ParamKey("a.weight")}
 
 
 # --- refusals
@@ -255,7 +253,7 @@ def test_a_normal_checkpoint_with_converted_files_in_it_is_a_normal_one(
 ) -> None:
     folder = Path(shutil.copytree(made(ZERO1).with_name("tag"), tmp_path / "tag"))
     shutil.copytree(made(ZERO1) / "zero", folder / "zero")
-    assert open_alone(folder).run.topology.wrapper == "zero12"
+    assert open_alone(folder).topology.wrapper == "zero12"
 
 
 # --- tensor and pipeline parallelism
@@ -276,16 +274,14 @@ def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog
     _, folder = convert_parallel(model, Topology(2, 2, tp=2), tmp_path)
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
         index = open_alone(folder)
-    assert read_pattern(index.model.recorded["body.column"]) == ShardV()
-    assert read_pattern(index.model.recorded["body.row"]) == ShardH(dim=1)
-    assert "body.norm" not in index.model.recorded  # the converter has no mark for replicated parameters
-    assert index.stored.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that both ranks have alike
+    assert read_pattern(index.recorded["body.column"]) == ShardV()
+    assert read_pattern(index.recorded["body.row"]) == ShardH(dim=1)
+    assert "body.norm" not in index.recorded  # the converter has no mark for replicated parameters
+    assert index.atoms[AtomKey("body.count", "module")].shape == (3,)  # a buffer that both ranks have alike
     assert not index.find("body.bias", "module")
     assert "does not unite the tensor-parallel shards of frozen parameters and buffers: body.bias" in caplog.text
-    assert "frozen parameters and buffers" in index.limits.dropped
-    masters = {
-        name: index.stored.atoms[AtomKey(name, "fp32")].shape for name in ("body.column", "body.row", "body.norm")
-    }
+    assert "frozen parameters and buffers" in index.dropped
+    masters = {name: index.atoms[AtomKey(name, "fp32")].shape for name in ("body.column", "body.row", "body.norm")}
     assert masters == {"body.column": (12, 5), "body.row": (5, 12), "body.norm": (7,)}
 
 
@@ -309,7 +305,7 @@ def test_missing_data_keeps_the_fresh_value_with_a_warning(tmp_path: Path, caplo
         index, ranks = load_all(
             folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
         )
-    assert "a pipeline's buffers and frozen parameters" in index.limits.dropped
+    assert "a pipeline's buffers and frozen parameters" in index.dropped
     assert all(rank.work.match.kept == ["1.bias", "0.count", "1.count"] for rank in ranks)
     assert "1.bias, 0.count, 1.count keep the values that the new model has" in caplog.text
     for rank in ranks:
@@ -335,7 +331,7 @@ def test_different_groups_of_stages_are_not_guessed(tmp_path: Path, caplog: pyte
         index, ranks = load_all(
             folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
         )
-    assert index.run.groups == ()
+    assert index.groups == ()
     assert "the hyper-parameters of this run are kept (the saved groups differ in lr" in caplog.text
     for rank in ranks:
         assert {group["lr"] for group in rank.target.wrapped.param_groups} == {LIVE_LR}

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ from deepspeed_ucp.formats.universal.index import (
     place_file,
 )
 from deepspeed_ucp.formats.universal.plainjson import decode, encode
-from deepspeed_ucp.model import AtomicIndex, FileRef, GroupInfo, Limits, ModelInfo, ParamKey, RunState, StoredAtoms
+from deepspeed_ucp.model import AtomicIndex, FileRef, GroupInfo, ParamKey
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.tensor_parallel import ShardNC, ShardV, read_pattern
-from tests.support.reshard import examples, get_field
+from tests.support.reshard import examples
 from tests.synth import Model, Param, random_state, write_checkpoint
 from tests.synth import Topology as SavedTopology
 
@@ -79,28 +80,24 @@ def test_objects_are_refused_by_name() -> None:
         encode({"args": {"model": [1, object()]}}, "")
 
 
-INDEX = AtomicIndex(
-    stored=StoredAtoms.of((FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)), (), ()),
-    run=RunState(
-        scalars={ParamKey("w"): {"step": math.nan}, ParamKey("ä/w", 1): {"step": 2}},
-        groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "betas": (0.9, 0.999)}), GroupInfo((), {})),
-        counters={"global_steps": 3},
-        scaler={"cur_scale": math.inf, "dynamic": True},
-        clip_grad=math.nan,
-        state_file="/run/tag/a.pt",
-        topology=Topology(1, "zero12", "bfloat16", 4, 2, 2, flats=(join_parameters(0, ("w",), ((6,),)),)),
-        optimizer="AdamW",
-        scalar_dtypes={"step": "float32"},
-    ),
-    model=ModelInfo(
-        aliases={"tied": "w"},
-        buffers=frozenset({"z", "count"}),
-        instances={"w": 2},
-        hints={"args": {"sizes": (1, 2)}, "iteration": 7},
-    ),
-    limits=Limits(
-        dropped="why",
-    ),
+INDEX = AtomicIndex.of(
+    (FileRef("/run/tag/b.pt", 20, 7), FileRef("/run/tag/a.pt", 10, None)),
+    (),
+    (),
+    topology=Topology(1, "zero12", "bfloat16", 4, 2, 2, flats=(join_parameters(0, ("w",), ((6,),)),)),
+    state_file="/run/tag/a.pt",
+    scalars={ParamKey("w"): {"step": math.nan}, ParamKey("ä/w", 1): {"step": 2}},
+    groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "betas": (0.9, 0.999)}), GroupInfo((), {})),
+    counters={"global_steps": 3},
+    scaler={"cur_scale": math.inf, "dynamic": True},
+    clip_grad=math.nan,
+    optimizer="AdamW",
+    scalar_dtypes={"step": "float32"},
+    aliases={"tied": "w"},
+    buffers=frozenset({"z", "count"}),
+    instances={"w": 2},
+    hints={"args": {"sizes": (1, 2)}, "iteration": 7},
+    dropped="why",
 )
 
 ATOM = SealedAtom("w", "fp32", 0, "float32", (3, 2), 64, 5)
@@ -137,9 +134,9 @@ def test_a_manifest_comes_back() -> None:
     made, again = make(), round_trip(make())
     assert again.seal == made.model_copy(update={"index": {}, "digest": again.seal.digest})
     for name in ("scalar_dtypes", "counters", "scaler", "clip_grad", "optimizer", "aliases", "instances", "hints"):
-        assert same(getattr(again, name), get_field(INDEX, name)), name
-    assert same(dict(again.scalars), dict(INDEX.run.scalars))
-    assert again.groups == INDEX.run.groups
+        assert same(getattr(again, name), getattr(INDEX, name)), name
+    assert same(dict(again.scalars), dict(INDEX.scalars))
+    assert again.groups == INDEX.groups
     assert [atom.state for atom in again.atoms] == ["exp_avg", "fp32"]
     assert again.groups[0].hyper["betas"] == (0.9, 0.999)
     assert again.patterns["w"]["origin"] == "the user's rules"
@@ -152,10 +149,11 @@ def test_a_manifest_comes_back() -> None:
 
 def test_equal_sources_give_equal_bytes() -> None:
     """Independent of the order of discovery."""
-    turned = INDEX.change(
-        files=INDEX.stored.files[::-1],
-        counters=dict(reversed(INDEX.run.counters.items())),
-        hints=dict(reversed(INDEX.model.hints.items())),
+    turned = replace(
+        INDEX,
+        files=INDEX.files[::-1],
+        counters=dict(reversed(INDEX.counters.items())),
+        hints=dict(reversed(INDEX.hints.items())),
     )
     other = make(turned, ATOMS[::-1], dict(reversed(PATTERNS.items())))
     assert make().dump() == other.dump()
@@ -164,7 +162,7 @@ def test_equal_sources_give_equal_bytes() -> None:
 
 def test_objects_in_param_groups_stay_the_live_optimizers() -> None:
     """A load does not take them over either."""
-    index = INDEX.change(groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "hook": object(), "list": [object()]}),))
+    index = replace(INDEX, groups=(GroupInfo((ParamKey("w"),), {"lr": 0.1, "hook": object(), "list": [object()]}),))
     assert round_trip(make(index)).groups[0].hyper == {"lr": 0.1}
 
 
@@ -177,7 +175,7 @@ def test_a_fingerprint_is_of_names_sizes_and_directories() -> None:
         {"name": "a.pt", "size": 10, "header_crc": None, "records": []},
         {"name": "b.pt", "size": 20, "header_crc": 7},
     ]
-    moved = INDEX.change(state_file="/new/a.pt", files=(FileRef("/new/b.pt", 20, 7), FileRef("/new/a.pt", 10, None)))
+    moved = replace(INDEX, state_file="/new/a.pt", files=(FileRef("/new/b.pt", 20, 7), FileRef("/new/a.pt", 10, None)))
     assert fingerprint(moved) == fingerprint(INDEX)
 
 
@@ -185,7 +183,7 @@ def test_a_fingerprint_is_of_names_sizes_and_directories() -> None:
     "file", [FileRef("/run/tag/b.pt", 21, 7), FileRef("/run/tag/b.pt", 20, 8), FileRef("/run/tag/c.pt", 20, 7)]
 )
 def test_another_file_is_another_fingerprint(file: FileRef) -> None:
-    other = INDEX.change(files=(file, INDEX.stored.files[1]))
+    other = replace(INDEX, files=(file, INDEX.files[1]))
     assert fingerprint(other)["digest"] != fingerprint(INDEX)["digest"]
     assert make(other).dump() != make().dump()
 
@@ -241,7 +239,7 @@ def test_files_outside_of_the_folder_are_refused(name: str) -> None:
         make(atoms=[ATOM._replace(name=name)]),
         make(atoms=[ATOM._replace(state=name)]),
         make(states={**STATES, name: SealedFile(size=1, crc=2)}),
-        make(INDEX.change(scalars={ParamKey(name): {"step": 1}})),
+        make(replace(INDEX, scalars={ParamKey(name): {"step": 1}})),
     ):
         with pytest.raises(CheckpointError, match="names files outside of its folder"):
             round_trip(made)
@@ -263,7 +261,7 @@ def test_files_outside_of_the_folder_are_refused(name: str) -> None:
     ids=str,
 )
 def test_contradictory_atoms_are_refused(changes: dict[str, Any], experts: int | None, text: str) -> None:
-    index = INDEX if experts is None else INDEX.change(fused={"w": experts})
+    index = INDEX if experts is None else replace(INDEX, fused={"w": experts})
     with pytest.raises(CheckpointError, match=text):
         round_trip(make(index, [ATOM._replace(**changes)]))
 
