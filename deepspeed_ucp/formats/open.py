@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -193,19 +193,12 @@ def lacks_states(folder: str) -> bool:
     return model is not None and model.optim is None
 
 
-def seal_folder(
-    folder: str,
-    comm: Comm,
-    *,
-    local: bool = False,
-    hosts: Mapping[str, list[str]] | None = None,
-) -> None:
+def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     """Write or replace the seal of a finished save; collective.
 
     Args:
         folder: the tag's folder.
         local: every node has its own folder, and gets the seal.
-        hosts: names of the files that each machine holds elsewhere.
 
     Raises:
         CheckpointError: the files are damaged or of several saves; no seal is written.
@@ -232,7 +225,7 @@ def seal_folder(
         hosts = list_by_host(where)
         comm.run(lambda: write_seal(where.folder, sealed, hosts) if where.is_first else None)
     else:
-        comm.once(lambda: write_seal(where.folder, sealed, hosts))
+        comm.once(lambda: write_seal(where.folder, sealed))
 
 
 def _sum_file(folder: str, name: str, size: int) -> int:

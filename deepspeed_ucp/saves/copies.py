@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import UcpError, escape
+from ..errors import StorageError, UcpError, escape
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated, write_at
 from ..io.paths import LONGEST_PATH, is_below
@@ -47,9 +47,6 @@ _REACHED, _SILENT = 10.0, 30.0
 
 _LOOKED, _AGAIN = 0.1, 2.0
 """Seconds between looks for a save to send, and before a failed one is sent again."""
-
-_MOST_PEERS = 64
-"""Maximum number of connections served at once."""
 
 _UNCHANGED = b"unchanged"
 
@@ -82,11 +79,7 @@ class _Reply(_Message):
     why: str = Field(default="", max_length=4096)
 
 
-class _TransferError(Exception):
-    """A peer sent something unexpected."""
-
-
-_FAULTS = (OSError, EOFError, UcpError, AuthenticationError, ValidationError, _TransferError)
+_FAULTS = (OSError, EOFError, UcpError, AuthenticationError, ValidationError)
 """Errors of a transfer, after which it is tried again."""
 
 
@@ -143,11 +136,11 @@ class Peer:
         """Receive a reply.
 
         Raises:
-            _TransferError: the receiver refuses the save.
+            StorageError: the receiver refuses the save.
         """
         reply = _Reply.model_validate_json(self.receive(_LONGEST))
         if reply.why:
-            raise _TransferError(f"{reply.host}: {reply.why}")
+            raise StorageError(f"{reply.host}: {reply.why}")
         return reply
 
     def send_file(self, path: str, size: int) -> None:
@@ -157,7 +150,7 @@ class Peer:
             while at < size:
                 count = file.readinto(buffer[: size - at])
                 if not count:
-                    raise _TransferError(f"{path} was truncated while it was sent")
+                    raise StorageError(f"{path} was truncated while it was sent")
                 crc, at = crc32(buffer[:count], crc), at + count
                 self.send(buffer[:count])
         self.send(crc.to_bytes(_CRC, "big"))
@@ -166,7 +159,7 @@ class Peer:
         """Receive a file.
 
         Raises:
-            _TransferError: its size or CRC32 is wrong.
+            StorageError: its size or CRC32 is wrong.
         """
         fd, crc, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), 0, 0
         try:
@@ -178,7 +171,7 @@ class Peer:
         finally:
             os.close(fd)
         if crc != int.from_bytes(self.receive(_CRC), "big"):
-            raise _TransferError(f"{path}: its CRC32 is not the one that was sent")
+            raise StorageError(f"{path}: its CRC32 is not the one that was sent")
 
 
 class Replicator:
@@ -197,9 +190,7 @@ class Replicator:
         self.address = str(settings["address"][0]), int(settings["address"][1])
         self._is_over = threading.Event()
         self._logged = dict[str, str]()
-        self._receiving = threading.Lock()
         self._current: Peer | None = None
-        self._served = threading.BoundedSemaphore(_MOST_PEERS)
         self._failing: float | None = None  # time of the first of the attempts that fail
         self._forwarded = dict[int, dict[str, str]]()
         self._ended = 0.0  # time when the job ended; 0 before
@@ -284,7 +275,7 @@ class Replicator:
                 for file in files:
                     peer.send_file(os.path.join(save.folder, file.path), file.size)
                 if not save.is_recorded():  # a newer one may be written over it
-                    raise _TransferError(f"{save.tag} is no longer in memory")
+                    raise StorageError(f"{save.tag} is no longer in memory")
                 peer.send(_UNCHANGED)
                 reply = peer.receive_reply()
         finally:
@@ -309,16 +300,15 @@ class Replicator:
     # -- receiving
 
     def _serve(self) -> None:
+        """Serve one connection after the other: there is one sender."""
         while not self._is_over.is_set():
-            self._served.acquire()
             try:
                 sock, _ = self.listener.accept()
             except OSError as error:  # too many files are open
-                self._served.release()
                 self._warn("listener", str(error))
                 time.sleep(_AGAIN)
                 continue
-            threading.Thread(target=self._serve_one, args=(sock,), daemon=True).start()
+            self._serve_one(sock)
 
     def _serve_one(self, sock: socket.socket) -> None:
         try:
@@ -331,7 +321,6 @@ class Replicator:
             self._warn("received", f"a copy was not received: {str(error) or type(error).__name__}")
         finally:
             sock.close()
-            self._served.release()
 
     def _receive(self, peer: Peer) -> None:
         """Receive a save if it is wanted.
@@ -342,17 +331,11 @@ class Replicator:
         try:
             parcel = _Parcel.model_validate_json(peer.receive(_LONGEST))
             self._check(parcel)
-        except (ValidationError, _TransferError) as error:
+        except (ValidationError, StorageError) as error:
             why = "it is not a description of a save" if isinstance(error, ValidationError) else str(error)
             self._reply(peer, why=f"refused: {why}"[:LONGEST_PATH])
-            raise _TransferError(f"refused: {why}") from None
-        before, self._current = self._current, peer
-        if before is not None:
-            before.hang_up()  # the sender has connected again: the former connection is dead
-        with self._receiving:
-            self._receive_parcel(peer, parcel)
-
-    def _receive_parcel(self, peer: Peer, parcel: _Parcel) -> None:
+            raise StorageError(f"refused: {why}") from None
+        self._current = peer
         save = replace(parcel.save, folder=self.job.find_copy(parcel.save.node, parcel.save.number))
         if save.is_recorded() or not parcel.files:
             if save.is_recorded():
@@ -365,7 +348,7 @@ class Replicator:
         try:
             if why := self._find_obstacle(parcel):
                 self._reply(peer, why=why)
-                raise _TransferError(why)
+                raise StorageError(why)
             self._reply(peer, wanted=True)
             for file in parcel.files:
                 path = os.path.join(aside, file.path)
@@ -373,7 +356,7 @@ class Replicator:
                 peer.receive_file(path, file.size)
                 os.utime(path, ns=(file.changed, file.changed))
             if peer.receive(len(_UNCHANGED)) != _UNCHANGED:
-                raise _TransferError("the save changed while it was sent")
+                raise StorageError("the save changed while it was sent")
             made = replace(save, folder=aside)
             made.write_record()
             made.note("done", parcel.done)
@@ -387,16 +370,16 @@ class Replicator:
         """Validate a description.
 
         Raises:
-            _TransferError: it is not of a save of this job's source, or a path leads elsewhere.
+            StorageError: it is not of a save of this job's source, or a path leads elsewhere.
         """
         save = parcel.save
         if (save.job, save.nodes, save.node) != (self.job.name, self.nodes, self.source):
-            raise _TransferError("it is not from the node of this job that sends here")
+            raise StorageError("it is not from the node of this job that sends here")
         if not 0 < save.number < 10**8 or not is_below(save.tag):
-            raise _TransferError("its number or its tag leads elsewhere")
+            raise StorageError("its number or its tag leads elsewhere")
         for file in parcel.files:
             if not (is_below(file.path) and save.owns(file.path)):
-                raise _TransferError(f"{file.path!r} is no file of {save.tag!r}")
+                raise StorageError(f"{file.path!r} is no file of {save.tag!r}")
 
     def _drop_older(self) -> None:
         """Remove copies that newer ones replace."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..comm import Comm
 from ..config import UniversalConfig
@@ -28,28 +28,18 @@ from .saver import list_savers
 logger = logging.getLogger("deepspeed_ucp")
 
 
-class _Wanted(NamedTuple):
-    """A postponed removal: the function that does it, and a trainer's file that every complete folder has."""
-
-    remove: Callable[[], object]
-    marker: str
-
-
-_postponed, _times, _logged = dict[str, _Wanted](), dict[str, float](), set[str]()
-"""Folder → postponed removal; folder → time of its save; folders that were logged as late."""
+_postponed, _times = dict[str, tuple[Callable[[], object], str]](), dict[str, float]()
+"""Folder → function that removes it, and a trainer's file that every complete folder has; folder → time of its save."""
 
 
 def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Comm) -> bool:
-    """Note that a trainer saves to a folder, cancel its postponed removal and log late folders (collective).
+    """Note that a trainer saves to a folder, and cancel its postponed removal (collective).
 
     Returns:
         True if the save is written to this folder, and the folder holds no save yet.
     """
     place = locate(os.fspath(folder))
     _postponed.pop(place, None)
-    for late in sorted(_list_written() - {place} - _logged):
-        _logged.add(late)
-        logger.warning("%s is still written when the next save comes: storage is slower than saves", late)
     _times[place] = time.time()
     is_there = config.save is not None and not config.save.to
     return is_there and comm.once(lambda: not exists(os.path.join(place, LATEST)))
@@ -105,19 +95,19 @@ def remove_when_safe(
     _postponed.pop(place, None)
     remove_postponed()
     if _is_needed(place, marker, coming=coming):
-        _postponed[place] = _Wanted(remove, marker)
+        _postponed[place] = remove, marker
     else:
         remove()
 
 
 def remove_postponed() -> None:
     """Remove the postponed folders that are no longer needed."""
-    for folder, wanted in list(_postponed.items()):
-        if _is_needed(folder, wanted.marker):
+    for folder, (remove, marker) in list(_postponed.items()):
+        if _is_needed(folder, marker):
             continue
         del _postponed[folder]
         try:
-            wanted.remove()
+            remove()
         except OSError as error:
             logger.warning("%s: cannot be removed: %s", folder, error)
 

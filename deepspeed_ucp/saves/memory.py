@@ -9,7 +9,6 @@ writer) and a folder for each save. A save's folder has the form of any checkpoi
 * ``copied``: by node that was sent a copy its host name; an empty name if the copy failed.
 * ``refused``: by destination that no retry can write to the reason.
 * ``failed``: by destination why the last attempt to write there failed.
-* ``overtaken``: a later save was written without memory, so ``latest`` must not name this one.
 
 A copy of another node's part is in a separate folder of the same form. The numbers of a job's saves increase, even if
 the clock is set back.
@@ -21,7 +20,6 @@ import fcntl
 import json
 import os
 import re
-import socket
 import stat
 import time
 import uuid
@@ -96,10 +94,21 @@ class Snapshot:
         others = os.sep in path or path.startswith((_STATE, "latest", "."))
         return path.startswith(f"{self.tag}{os.sep}") or not others
 
-    def list_pending(self) -> list[str]:
+    def list_lacking(self) -> list[str]:
         """Return the destinations that lack it."""
         done = self.read("done")
         return [place for place in self.destinations if place not in done]
+
+    def list_pending(self) -> list[str]:
+        """Return the destinations that lack it and have not been given up."""
+        refused = self.read("refused")
+        return [place for place in self.list_lacking() if place not in refused]
+
+    def find_failure(self, place: str) -> str:
+        """Return the reason why the last attempt to write it to a destination failed, or an empty string."""
+        state = self.read_state()
+        fault: str = state["refused"].get(place) or state["failed"].get(place, "")
+        return fault
 
     def is_written(self) -> bool:
         """Return True if it has destinations and all of them have it."""
@@ -110,16 +119,6 @@ class Snapshot:
         """Return True if a load of the older save's folder would take this one of the same job instead."""
         is_later = self.number > older.number and self.save_dir == older.save_dir
         return is_later and (self.latest or not older.latest)
-
-    def list_refused(self) -> dict[str, str]:
-        """Return the reason by destination that its writer has given up."""
-        state = self.read_state()
-        return {place: why for place, why in state["refused"].items() if place not in state["done"]}
-
-    def list_hosts(self) -> list[str]:
-        """Return the hosts with this part in memory, this one first; an empty list if no other host has it."""
-        others = [host for host in self.read("copied").values() if host]
-        return [socket.gethostname(), *others] if others else []
 
     @property
     def _state(self) -> str:
@@ -406,7 +405,7 @@ def locate(place: str) -> str:
 
 
 def list_late(saves: Iterable[Snapshot]) -> dict[str, list[str]]:
-    """Return by destination the tags of a job's saves that it lacks, the oldest first."""
+    """Return by destination the tags of a job's pending saves, the oldest first."""
     tags: dict[str, list[str]] = defaultdict(list)
     for save in saves:
         for place in save.list_pending():
@@ -415,7 +414,7 @@ def list_late(saves: Iterable[Snapshot]) -> dict[str, list[str]]:
 
 
 def describe_late(saves: Iterable[Snapshot]) -> str:
-    """Name the tags that destinations lack: ``best, last to /checkpoints``."""
+    """Name the pending saves: ``best, last to /checkpoints``."""
     return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in sorted(list_late(saves).items()))
 
 

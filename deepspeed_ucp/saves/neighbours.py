@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..comm import Comm
 from ..config import SaveOptions
-from ..errors import UcpError, pluralize, shorten
+from ..errors import UcpError, shorten
 from .memory import Job
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -42,8 +42,7 @@ class Neighbours:
         settings: for the writer; empty on ranks that keep no folder.
         listener: socket on which the writer receives copies; it outlives a writer that is killed.
         safe, current: as of :meth:`.memory.Job.read`.
-        failed: names of the nodes whose saves did not reach the next node.
-        logged: number of saves that copies were behind when this was last logged.
+        late: names of the nodes whose saves did not reach the next node in time.
     """
 
     job: Job
@@ -51,8 +50,7 @@ class Neighbours:
     listener: socket.socket | None = None
     safe: int = 0
     current: int = 0
-    failed: set[str] = field(default_factory=set)
-    logged: int = 0
+    late: set[str] = field(default_factory=set)
 
     def agree(self, number: int, comm: Comm) -> None:
         """Before the save with this number: agree on which copies are complete, and which save is copied next.
@@ -61,24 +59,20 @@ class Neighbours:
         there might never be a save with copies of all nodes.
         """
         nodes = list(filter(None, comm.each(self._look)))
-        states, failed = [state for _, state in nodes], {host for host, state in nodes if state == _FAILED}
-        if set(states) == {_COPIED}:
+        states, is_late = {state for _, state in nodes}, number - self.current > 1
+        if states == {_COPIED}:
             self.safe = self.current
         if _WAITING not in states:
             self.current = number
         if self.listener is not None:
             with suppress(UcpError, OSError):  # memory is full: the former record stays valid
                 self.job.note("copying", {"safe": self.safe, "current": self.current})
-        log = os.path.join(self.job.folder, "log")
-        if comm.rank == 0 and failed - self.failed:
-            named = shorten(sorted(failed))
-            logger.warning("saves of %s do not reach their neighbours' memory: see %s there", named, log)
-        self.failed, behind = failed, number - self.current
-        if behind > 1 and behind >= 2 * self.logged:
-            self.logged = behind
-            if comm.rank == 0:
-                logger.warning("copies in other nodes' memory are %s behind: see %s", pluralize(behind, "save"), log)
-        self.logged = self.logged if behind else 0
+        late = {host for host, state in nodes if state == _FAILED or (state == _WAITING and is_late)}
+        if comm.rank == 0 and late - self.late:
+            log = os.path.join(self.job.folder, "log")
+            named = shorten(sorted(late))
+            logger.warning("saves of %s reach their neighbours' memory late or not at all: see %s there", named, log)
+        self.late = late
 
     def _look(self) -> tuple[str, str] | None:
         """Return this node's name and the state of its part of the current save."""

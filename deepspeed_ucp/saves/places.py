@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import TypeVar
@@ -23,7 +22,6 @@ from ..formats.deepspeed.reading import read_file
 from ..formats.deepspeed.seal import read_seal
 from ..formats.latest import LATEST, find_age, read_tag
 from ..formats.open import seal_folder
-from ..io.jsonfile import read_json
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
 from .memory import Snapshot, list_later
@@ -43,17 +41,12 @@ _DONE = "on the first node"
 _LOOKED_AGAIN, _SELDOM = 0.05, 1.0
 """Seconds between the first polls for other nodes' files, and between later ones."""
 
-_QUIET, _SLOWER = 30.0, 3.0
-"""Seconds without a file from another node after which a save gives way to a newer one, and the factor by which other
-nodes may be slower than the first node."""
 
-
-def write_save(save: Snapshot, place: str, wait: float, is_late: Callable[[], bool] = lambda: False) -> str:
+def write_save(save: Snapshot, place: str, wait: float) -> str:
     """Write a node's files of a save to a place; when all are there the first node publishes it.
 
     Args:
         wait: seconds that other nodes may take longer.
-        is_late: returns True if a newer save waits for this one; then an inactive node is not waited for.
 
     Returns:
         On the first node the save's mark (:func:`find_mark`); on others a constant.
@@ -64,16 +57,24 @@ def write_save(save: Snapshot, place: str, wait: float, is_late: Callable[[], bo
     """
     if save.node and not has_begun(save, place) and is_sealed(save, place):
         return _DONE  # it was stopped right before it could note that
-    tag, named, begin = make_tag(save, place), _read_latest(place), time.monotonic()
-    before = begin_writing(tag)
+    tag, named = make_tag(save, place), _read_latest(place)
+    before, missing = begin_writing(tag), {name_node_file(save, node) for node in range(save.nodes)}
+
+    def look() -> bool | None:
+        missing.difference_update(list_folder(tag.temporary))
+        return not missing or None
+
+    def explain() -> str:
+        return f"{len(missing)} of {save.nodes} nodes have not written their files"
+
     if not tag.is_published(before):
         parts = _put_part(save, tag.temporary)
         if save.node:
             return _DONE
-        _wait_for_nodes(save, tag.temporary, wait, is_late, begin)
+        wait_until(look, wait, explain, tag.temporary)
         if is_replaced(save):
             raise StorageError("a later job has saved this tag while it was written.", path=tag.final)
-        _seal(save, tag.temporary, parts)
+        _seal(tag.temporary, parts)
         tag.publish(before)
     if save.node:
         return _DONE
@@ -104,60 +105,22 @@ def _put_part(save: Snapshot, folder: str) -> list[str]:
             put_file(path, f"{folder}/{name}")
 
     map_threads(put, names, _COPIERS)
-    hosts = dict.fromkeys(save.list_hosts(), names)
-    write_small(f"{folder}/{name_node_file(save, save.node)}", json.dumps(hosts).encode())
+    write_small(f"{folder}/{name_node_file(save, save.node)}", b"")
     return names
 
 
-def _seal(save: Snapshot, folder: str, names_here: Iterable[str]) -> None:
+def _seal(folder: str, names_here: Iterable[str]) -> None:
     """Seal the temporary folder of a save.
 
     Args:
         names_here: names of this node's files, which the next attempt writes again if they do not belong together.
     """
-    hosts = defaultdict[str, list[str]](list)
-    for host, names in (by_host for part in read_parts(save, folder) for by_host in part.items()):
-        hosts[host] = sorted({*hosts[host], *names})
     try:
-        seal_folder(folder, Comm(), hosts=hosts)
+        seal_folder(folder, Comm())
     except CheckpointError:
         for name in names_here:
             remove(f"{folder}/{name}")
         raise
-
-
-def read_parts(save: Snapshot, folder: str) -> list[dict[str, list[str]]]:
-    """Return by node the files in each machine's memory; empty without copies."""
-    return [read_json(f"{folder}/{name_node_file(save, node)}") for node in range(save.nodes)]
-
-
-def _wait_for_nodes(save: Snapshot, folder: str, most: float, is_late: Callable[[], bool], begin: float) -> None:
-    """Wait until all nodes have written their parts of a save.
-
-    Args:
-        most: seconds to wait.
-        is_late: returns True if a newer save waits for this one.
-        begin: time when this node began to write its part.
-
-    Raises:
-        StorageError: some parts were not written in time.
-    """
-    wanted = {name_node_file(save, node) for node in range(save.nodes)}
-    present, changed = set[str](), time.monotonic()
-    quiet = max(_QUIET, _SLOWER * (changed - begin))
-
-    def describe() -> str:
-        return f"{len(wanted - present)} of {save.nodes} nodes have not written their files"
-
-    def find() -> bool | None:
-        nonlocal present, changed
-        before, present = present, set(list_folder(folder))
-        changed = time.monotonic() if present != before else changed
-        if wanted - present and time.monotonic() - changed > quiet and is_late():
-            raise StorageError(f"{describe()}, and a newer save waits.", path=folder)
-        return wanted <= present or None
-
-    wait_until(find, most, describe, folder)
 
 
 def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], str], folder: str) -> T:

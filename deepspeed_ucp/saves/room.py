@@ -42,9 +42,9 @@ def free_unwanted(job: Job, keep: int) -> None:
 
 
 def _is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
-    """Return True if a save is not pending, nor a snapshot in memory alone that no other of its job supersedes."""
+    """Return True if no destination lacks a save, and it is no snapshot in memory alone that nothing supersedes."""
     is_needed = save.by_itself and not save.is_written() and not any(other.supersedes(save) for other in saves)
-    return not (is_needed or save.list_pending())
+    return not (is_needed or save.list_lacking())
 
 
 def _is_only(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
@@ -57,7 +57,7 @@ def _is_only(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
 def _split_dead(job: Job) -> tuple[list[Snapshot], list[Snapshot]]:
     """Return the removable saves and copies of a dead job, and those that may be the only ones of their state."""
     saves, copies = job.list_saves(), job.list_copies()
-    only = [save for save in saves if save.list_pending() or _is_only(save, saves)]
+    only = [save for save in saves if save.list_lacking() or _is_only(save, saves)]
     keys = {save.key for save in saves} - {save.key for save in only}
     only += [copy for copy in copies if copy.key not in keys and _is_only(copy, saves)]
     return [save for save in [*saves, *copies] if save not in only], only
@@ -68,12 +68,11 @@ class Room:
 
     Attributes:
         root: folder of all jobs.
-        needed: bytes of the job's next save on this node; None if unknown.
+        needed: bytes of the job's next save on this node.
     """
 
-    def __init__(self, root: str, job: Job) -> None:
-        self.root, self.job = root, job
-        self.needed: int | None = None
+    def __init__(self, root: str, job: Job, needed: int) -> None:
+        self.root, self.job, self.needed = root, job, needed
 
     def make(self) -> str:
         """Free memory for the next save.
@@ -111,7 +110,7 @@ class Room:
     def _count_needed(self) -> int:
         """Return the bytes that must be free for the next save: if several are pending, some more for training."""
         pending = [save for save in self.job.list_saves() if save.list_pending()]
-        return (self.needed or 0) * (2 if len(pending) > 1 else 1)
+        return self.needed * (2 if len(pending) > 1 else 1)
 
     def _is_enough(self) -> bool:
         return count_free(self.root) >= self._count_needed()
@@ -156,7 +155,7 @@ def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> 
         return []
     folder, replaced = locate(save_dir), list[Snapshot]()
     for save in [*job.list_saves(), *job.list_copies()]:
-        is_pending = bool(save.list_pending())
+        is_pending = bool(save.list_lacking())
         if is_pending and not with_pending:
             continue
         if save.save_dir != folder:

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,12 +22,11 @@ from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine.references import replace_method
 from ..engine_state import find_state
-from ..errors import StorageError, pluralize
+from ..errors import StorageError
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..writer import is_decoupled
-from .claims import TagOwner, claim_tag
 from .files import MappedFiles, save_over
 from .launch import POLLED, WriterPipe, finish_dead, list_settings
 from .memory import (
@@ -43,7 +43,7 @@ from .memory import (
 )
 from .neighbours import find_neighbours
 from .room import ADVICE, Room, free_unwanted
-from .sizes import SPARE, estimate_save
+from .sizes import SPARE
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -54,15 +54,19 @@ _RESTARTS = 3
 
 _savers = WeakSet["Saver"]()
 
+_claimed = dict[tuple[str, str], tuple[str, tuple[str, int]]]()
+"""(place, tag) → the folder that the script named for the save there, and the save's job and step."""
+
 
 class Saver:
     """One engine's saves on one rank.
 
     Args:
         owners: for each rank the first rank that shares its folder in memory, and owns it.
+        needed: bytes of the first save on this node, estimated.
     """
 
-    def __init__(self, config: UniversalConfig, name: str, rank: int, owners: Sequence[int]) -> None:
+    def __init__(self, config: UniversalConfig, name: str, rank: int, owners: Sequence[int], needed: int = 0) -> None:
         options = config.save or SaveOptions()
         self.options = options
         nodes = list(dict.fromkeys(owners))
@@ -70,15 +74,13 @@ class Saver:
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
         self.number, self.failed = 0, ""
-        self.room, self.writer = Room(self.root, self.job), WriterPipe(self.job, list_settings(config))
+        self.room, self.writer = Room(self.root, self.job, needed), WriterPipe(self.job, list_settings(config))
         self.made = {False: 0, True: 0}  # numbers of saves of the script, and of snapshots
         self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._requested, self.lost = dict[int, str](), dict[str, str]()
-        self._stuck: dict[str, list[str]] | None = None  # pending saves when the last wait timed out
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
-        self._logged = set[str]()
+        self._logged = dict[str, str]()  # faults that were logged, by late destination
         _savers.add(self)
-        self._behind = dict[str, tuple[int, int]]()  # by late destination: step since which, and steps that were logged
 
     def open(self) -> None:
         """Create this job's folder, and start writers for saves of dead jobs."""
@@ -98,6 +100,23 @@ class Saver:
             self.writer.neighbours.close()
         atexit.unregister(self.close)
         self.job.disown()
+
+    def claim(self, save_dir: str, tag: str, step: int) -> None:
+        """Reserve a tag in the folder that the script named and in all destinations.
+
+        Raises:
+            StorageError: one of them has the save of another folder under this tag.
+        """
+        folder, owner = locate(save_dir), (self.job.name, step)
+        for place in {folder, *(locate(tier.place) for tier in self.options.to)}:
+            other, former = _claimed.setdefault((place, tag), (folder, owner))
+            if other != folder and former != owner:
+                raise StorageError(
+                    f"has {tag!r} of {other}, which the save of {folder} would replace. Give each engine another place "
+                    'in "save": {"to": …}, or each save another tag.',
+                    path=place,
+                )
+            _claimed[place, tag] = folder, owner
 
     @property
     def folder(self) -> str:
@@ -136,6 +155,9 @@ class Saver:
 
         Returns:
             An error message if there is no room for it, else an empty string.
+
+        Raises:
+            StorageError: pending saves hold the memory, and none was written in ``wait_s``.
         """
         if not self.is_owner:
             return ""
@@ -144,7 +166,8 @@ class Saver:
                 delete_own(self.job.find_folder(number))
         if (why := self.room.make()) and waits:
             self.wait(self.options.wait_s, self.room.free_older)
-            why = self.room.make()
+            if why := self.room.make():
+                self.check_pending(why)
         if why:
             return why
         try:
@@ -183,20 +206,22 @@ class Saver:
         if latest and (self.writer.neighbours is None or self.writer.neighbours.safe):
             self.room.drop_dead(save_dir, tag, by_itself=by_itself)
 
-    def overtake(self, save_dir: str, tag: str) -> None:
-        """Wait for pending saves before a save that bypasses memory, and mark those that are still pending.
+    def check_pending(self, why: str) -> None:
+        """Refuse a save outside of memory while saves are pending, which would later replace it in ``latest``.
 
-        These are written later, but must not replace the new save in ``latest`` or under its tag.
+        Args:
+            why: reason why memory does not take the save.
+
+        Raises:
+            StorageError: saves are pending.
         """
-        if not self.is_owner:
-            return
-        self.finish(lambda: False)
-        for save in self.job.list_saves():
-            for place in save.list_pending():
-                save.note("overtaken", {tag: save_dir})
-                if (place, save.tag) == (locate(save_dir), tag):
-                    save.note("done", {place: ""})
-        self._stuck = self._look_late()
+        if late := describe_late(self.job.list_saves()):
+            log = os.path.join(self.job.folder, "log")
+            raise StorageError(
+                f"it is not saved, as {why}. Earlier saves are still to be written: {late}; see {log}. Repair the "
+                'destination, or for a slow one increase "save": {"wait_s": …}, and save again.',
+                path=self.folder,
+            )
 
     def list_missing(self) -> dict[str, str]:
         """Return the script's saves that a destination lacks: the reason by tag. Lost ones are named once."""
@@ -204,42 +229,32 @@ class Saver:
         if self.is_lost():
             why = f"{self.job.folder} was removed, perhaps before it was written"
             missing |= dict.fromkeys(self._requested.values(), why)
-        for save in self.job.list_saves() if self.is_owner else ():
-            for place in save.list_pending() if not save.by_itself else ():
-                faults = {**save.read("failed"), **save.list_refused()}
-                fault = faults.get(place) or f"see {self.job.folder}/log"
-                missing[save.tag] = f"missing at {place} ({fault})"
+        for save in self._look_late():
+            for place in save.list_lacking() if not save.by_itself else ():
+                missing[save.tag] = f"missing at {place} ({save.find_failure(place) or f'see {self.job.folder}/log'})"
         return missing
 
-    def warn_late(self, step: int) -> None:
-        """Warn if a destination lacks several saves, whenever the number of steps has doubled."""
-        self._warn_refused()
-        late = self._look_late()
-        self._behind = {place: self._behind.get(place, (step, 0)) for place in late}
-        for place, (since, logged) in self._behind.items():
-            if len(late[place]) > 1 and step - since >= 2 * logged:
-                self._behind[place] = since, max(step - since, 1)
-                logger.warning(
-                    "%s is %s behind, memory holds %s for it: see %s/log",
-                    place, pluralize(step - since, "step"), ", ".join(late[place]), self.job.folder,
-                )  # fmt: skip
-
-    def _warn_refused(self) -> None:
-        """Warn once about each save that the writer has given up."""
-        for save in self.job.list_saves():
-            why = "; ".join(save.list_refused().values())
-            text = f"{save.tag} is in memory alone ({self.job.folder}), no retry can mend this: {why}"
-            if why and text not in self._logged:
-                self._logged.add(text)
-                logger.warning("%s", text)
+    def warn_late(self) -> None:
+        """Warn once about each destination that lacks a save when the next one comes, until it has all saves."""
+        late = defaultdict[str, list[Snapshot]](list)
+        for save in self._look_late():
+            for place in save.list_lacking():
+                late[place].append(save)
+        self._logged = {place: fault for place, fault in self._logged.items() if place in late}
+        for place, saves in late.items():
+            fault = next(filter(None, (save.find_failure(place) for save in saves)), "")
+            is_snapshot = all(save.by_itself for save in saves)  # the next one replaces it
+            if self._logged.get(place) != fault and (fault or not is_snapshot):
+                self._logged[place] = fault
+                tags, why = ", ".join(save.tag for save in saves), fault or f"see {self.job.folder}/log"
+                logger.warning("%s still lacks %s, which memory holds: %s", place, tags, why)
 
     def wait(self, seconds: float, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait until every destination has its saves, or no writer is running; a writer that was killed is restarted.
 
         Args:
             seconds: to wait at most.
-            is_enough: ends the wait too. Then each written save extends it, and it ends at once if no save has
-                been written since such a wait timed out.
+            is_enough: ends the wait too. Then each written save extends it.
 
         Returns:
             True if every destination has its saves.
@@ -247,17 +262,12 @@ class Saver:
         end, before, restarts = time.monotonic() + seconds, dict[str, list[str]](), 0
         while True:
             is_running = is_locked(self.job)  # before the look: a writer may write the last save and end
-            late = self._look_late()
+            late = list_late(saves := self._look_late())
             if not late:
                 return True
-            if is_enough is not None and (is_enough() or late == self._stuck):
+            if is_enough is not None and is_enough():
                 return False
             now = time.monotonic()
-            saves = self.job.list_saves()
-            refused = [(save.list_refused(), save.list_pending()) for save in saves]
-            if any(faults for faults, _ in refused) and all(len(faults) == len(places) for faults, places in refused):
-                self._warn_refused()
-                return False
             if not is_running and self.writer.is_open() and restarts < _RESTARTS:
                 restarts, is_running = restarts + 1, True
                 self.writer.notify()
@@ -268,23 +278,25 @@ class Saver:
             before = late
             if now > end or not is_running:
                 logger.warning("still to be written: %s; see %s/log", describe_late(saves), self.job.folder)
-                self._stuck = late
                 return False
             time.sleep(POLLED)
 
-    def _look_late(self) -> dict[str, list[str]]:
-        """Return by destination the tags that it lacks, and note which saves of the script are written."""
-        saves = self.job.list_saves()
+    def _look_late(self) -> list[Snapshot]:
+        """Return the saves in memory, and note which ones of the script are written."""
+        saves = self.job.list_saves() if self.is_owner else []
         if not self.is_lost():
-            pending = {save.number for save in saves if save.list_pending()}
-            self._requested = {number: tag for number, tag in self._requested.items() if number in pending}
-        return list_late(saves)
+            lacking = {save.number for save in saves if save.list_lacking()}
+            self._requested = {number: tag for number, tag in self._requested.items() if number in lacking}
+        return saves
 
     def finish(self, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait for ``wait_s`` as :meth:`wait` does; restart a writer that was killed."""
         if list_late(self.job.list_saves()):
             self.writer.notify()
-        return self.wait(self.options.wait_s, is_enough)
+        is_written = self.wait(self.options.wait_s, is_enough)
+        if is_written:
+            self.warn_late()  # about saves that the writer has given up
+        return is_written
 
     def close(self) -> None:
         """Write pending saves at exit.
@@ -333,8 +345,8 @@ def save_into_memory(
 ) -> tuple[Any, bool]:
     """Save into memory; the writer process writes to the destinations (collective).
 
-    If there is no room, or the tag or the engine's writer is not supported, pending saves are written first and then
-    DeepSpeed saves to ``save_dir`` itself, with a warning.
+    If there is no room, or the tag or the engine's writer is not supported, pending saves are written first. If there
+    is no room even then, DeepSpeed saves to ``save_dir`` itself, with a warning.
 
     Args:
         write: DeepSpeed's save; takes the folder of tags.
@@ -344,7 +356,8 @@ def save_into_memory(
         The result of ``write``, and True if the save is in memory.
 
     Raises:
-        StorageError: it cannot be saved into memory, and it is a snapshot or ``save_dir`` is a URL; on all ranks.
+        StorageError: it cannot be saved into memory, and it is a snapshot, or ``save_dir`` is a URL, or pending saves
+            cannot be written; on all ranks.
     """
     saver = _open_saver(engine, config)
     comm = connect(waits=False)  # all ranks get here together, as to DeepSpeed's barriers
@@ -352,12 +365,9 @@ def save_into_memory(
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
     saver.lost.pop(tag, None)  # it is saved again
-    if saver.room.needed is None:
-        saver.room.needed = estimate_save(engine, comm)
 
     def begin(*, waits: bool = False) -> str:
-        claim = TagOwner(locate(save_dir), saver.job.name, engine.global_steps)
-        claim_tag(tag, claim, [locate(tier.place) for tier in saver.options.to], logs=comm.rank == 0)
+        saver.claim(save_dir, tag, engine.global_steps)
         return _find_obstacle(engine, saver, tag) or saver.begin(waits=waits)
 
     if why := next(filter(None, comm.each(begin)), ""):
@@ -375,7 +385,7 @@ def save_into_memory(
     def end() -> None:
         if saver.is_owner:
             saver.job.drop_spare()
-            saver.warn_late(step)
+            saver.warn_late()
             saver.end(save_dir, tag, step, latest=latest, by_itself=by_itself)
 
     comm.run(end)
@@ -405,15 +415,17 @@ def _write_slowly(
     """Save without memory, while training waits (collective).
 
     Raises:
-        StorageError: it is a snapshot, or DeepSpeed cannot write to the folder; the same on all ranks.
+        StorageError: it is a snapshot, DeepSpeed cannot write to the folder, or saves stay pending; on all ranks.
     """
 
     def check() -> None:
         if by_itself or is_url(save_dir):
             raise StorageError(f"{tag} cannot be saved through memory: {why}", path=save_dir)
+        if saver.is_owner:
+            saver.finish(lambda: False)
+            saver.check_pending(why)
 
-    comm.alike(check)
-    connect().run(lambda: saver.overtake(save_dir, tag))
+    connect().run(check)
     if comm.rank == 0:
         others = ", ".join(tier.place for tier in saver.options.to)
         only = f" (not to {others})" if others else ""
@@ -471,7 +483,7 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
         state.saver = None
     if state.saver is None:
         name, owners = comm.broadcast(name_job()), list_owners((config.save or SaveOptions()).memory, comm)
-        saver = comm.run(partial(Saver, config, name, comm.rank, owners))
+        saver = comm.run(partial(Saver, config, name, comm.rank, owners, state.save_size))
         if lost is not None:
             saver.made = lost.made
             saver.lost |= lost.list_missing()

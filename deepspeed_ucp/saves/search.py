@@ -5,26 +5,22 @@ Imports neither torch nor deepspeed.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import UcpError, shorten
+from ..errors import UcpError
 from ..formats.latest import find_age, read_latest
 from ..io.paths import normalize
 from ..io.store import is_folder
 from .launch import finish_dead, list_settings
 from .memory import Job, Snapshot, find_root, list_jobs, locate, owns_memory
 from .places import find_mark
-
-logger = logging.getLogger("deepspeed_ucp")
 
 _ROOT = re.compile(r"deepspeed_ucp-\d+")
 """Name of a user's folder in memory."""
@@ -48,39 +44,17 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
 
     Returns None as well if the folder has a later save, or else the first of the further places that has a checkpoint.
-    Pending saves of dead jobs are written meanwhile. Rank 0 warns if the folder had saves of that job and was emptied:
-    the user may want to start from scratch.
+    Pending saves of dead jobs are written meanwhile.
 
     Args:
         load_dir: the folder of all tags, or without ``tag`` the folder of one tag; it may not exist yet.
     """
     if config.save is None:
         return None
-    memory, is_empty = config.save.memory, False
+    memory = config.save.memory
     root, is_owner = comm.run(lambda: find_root(memory)), owns_memory(memory, comm)
-    if comm.rank == 0:  # before a writer writes pending saves there
-        with suppress(UcpError, OSError):
-            is_empty = read_latest(load_dir) is None
     comm.run(lambda: finish_dead(root, list_settings(config)) if is_owner else None)
-    newest = search_memory(root, load_dir, tag, comm, also=config.with_tiers().also, is_owner=is_owner)
-    if newest is not None and is_empty:
-        _warn_removed(root, load_dir, newest)
-    return newest
-
-
-def _warn_removed(root: str, load_dir: str, newest: Found) -> None:
-    """Warn if a job wrote saves to a folder that is empty now, and its newest one is loaded from memory."""
-    place, job = locate(load_dir), Job(os.path.dirname(newest.folder))
-    noted = [save.tag for save in job.list_saves() if save.read("done").get(place)]
-    written = list(dict.fromkeys([*job.read("written").get(place, ()), *noted]))
-    if not written:
-        return
-    folders = [other.folder for other in list_jobs(root) if any(save.save_dir == place for save in other.list_saves())]
-    logger.warning(
-        "%s holds none of the checkpoints that were written there (%s): the run continues from %s in memory, step %d. "
-        "To start from scratch, remove it on each node: rm -r %s",
-        load_dir, shorten(written), newest.tag, newest.step, " ".join(folders),
-    )  # fmt: skip
+    return search_memory(root, load_dir, tag, comm, also=config.with_tiers().also, is_owner=is_owner)
 
 
 def search_memory(

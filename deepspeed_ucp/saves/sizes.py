@@ -8,8 +8,9 @@ from typing import Any
 from torch import is_tensor
 from torch.optim import Optimizer
 
-from ..comm import Comm, connect
+from ..comm import connect
 from ..config import SaveOptions, UniversalConfig
+from ..engine_state import find_state
 from ..errors import ConfigError
 from ..io.disk import count_allocated
 from ..io.memory import identify_host
@@ -23,14 +24,8 @@ SPARE = 1.05
 """Factor from the bytes of a save's tensors to the bytes of its files."""
 
 
-def estimate_save(engine: Any, comm: Comm) -> int:
-    """Return the bytes of an engine's save on this node (collective)."""
-    counts = comm.each(lambda: (identify_host(), _count_saved(engine)))
-    return int(SPARE * sum(count for host, count in counts if host == identify_host()))
-
-
 def foresee_saves(engine: Any, config: UniversalConfig) -> None:
-    """Log the memory that a save of a new engine takes and the memory that is free (collective).
+    """Estimate the bytes of a new engine's save on this node, and log the memory that is free (collective).
 
     Raises:
         ConfigError: a node has no room for a save; the same on all ranks.
@@ -45,9 +40,9 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
     nodes = dict[str, tuple[int, int]]()
     for host, needed, free in comm.each(look):
         known = nodes.get(host, (0, free))
-        nodes[host] = known[0] + needed, min(known[1], free)
+        nodes[host] = known[0] + int(SPARE * needed), min(known[1], free)
+    find_state(engine).save_size = nodes[identify_host()][0]
     needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
-    needed = int(SPARE * needed)
     text = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
     if needed > free:
         raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
@@ -31,14 +30,11 @@ from .room import free_unwanted, is_safe
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_AGAIN, _AGAIN_AT_END = 10.0, 1.0
-"""Seconds until the first retry of a destination that failed, and the same after the end of the job."""
+_AGAIN = 10.0
+"""Seconds until a destination that failed is tried again."""
 
 _BY_ITSELF = "\0by itself"
 """Suffix of a destination's key for snapshots, which are counted apart from saves of the script."""
-
-_DOUBLED = 5
-"""Number of failures in a row after which the pause between retries no longer doubles."""
 
 
 def main(folder: str) -> int:
@@ -153,22 +149,18 @@ class PlaceWriter(threading.Thread):
         self._written = dict[str, dict[str, str]]()  # marks by kind of save, in order
         self._logged = dict[str, str]()  # faults by tag
         self._busy = set[int]()  # numbers of the saves that are written now
-        self._refused = {save.number for save in self.job.list_saves() if folder in save.read("refused")}
+        self._refused = set[int]()  # numbers of those that are given up, also if memory was full for the record
 
     def run(self) -> None:
-        """Write whenever there is a new save; retry failures with growing pauses."""
-        failures, was_last = 0, False
+        """Write whenever there is a new save; retry failures after pauses."""
         while True:
             self.news.clear()
             is_last = self.writer.end < math.inf
-            failures = 0 if was_last != is_last else failures
-            was_last = is_last
-            failures = 0 if self.write_all() else failures + 1
+            is_written = self.write_all()
             left = self.writer.end - time.monotonic()
-            if is_last and (not failures or left <= 0):
+            if is_last and (is_written or left <= 0):
                 return
-            pause = (_AGAIN_AT_END if is_last else _AGAIN) * 2 ** min(failures - 1, _DOUBLED)
-            self.news.wait(min(pause, left) if failures else None)
+            self.news.wait(None if is_written else min(_AGAIN, left))
 
     def write_all(self) -> bool:
         """Write all saves that the destination lacks; return True if none failed.
@@ -244,7 +236,7 @@ class PlaceWriter(threading.Thread):
     def _write(self, save: Snapshot) -> bool:
         try:
             named = replace(save, latest=save.latest and not self._is_overtaken(save))
-            mark = write_save(named, self.folder, self.writer.wait, partial(self._gives_way, save))
+            mark = write_save(named, self.folder, self.writer.wait)
             with self.writer.lock:
                 save.note("done", {self.folder: mark})
             if save.node == 0:  # the save is complete when the first node has sealed it
@@ -268,15 +260,7 @@ class PlaceWriter(threading.Thread):
         """Return True if ``latest`` of the destination has named a later save."""
         with self.writer.lock:
             later = [other for other in self.job.list_saves() if other.latest and other.number > save.number]
-            return bool(save.read("overtaken")) or any(other.read("done").get(self.folder) for other in later)
-
-    def _gives_way(self, save: Snapshot) -> bool:
-        """Return True if a newer save waits for the destination, whose last write has not failed.
-
-        The older one is tried again after it.
-        """
-        newer = [other for other in self.job.list_saves() if other.number > save.number]
-        return not self._logged and any(self.folder in other.list_pending() for other in newer)
+            return any(other.read("done").get(self.folder) for other in later)
 
     def _note_written(self, save: Snapshot, mark: str) -> None:
         with suppress(OSError):  # the save is complete: such files go with later saves, or with the tag

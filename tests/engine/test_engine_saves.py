@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import ConfigError
-from deepspeed_ucp.formats.deepspeed.seal import read_seal
 from deepspeed_ucp.saves.sizes import _count_saved
 from deepspeed_ucp.testing import World, WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
@@ -288,7 +286,6 @@ def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -
     for place in (memory, folder):
         check_loads(ucp_worlds.get(2), loader, folder, place, 1, states[1], memory=memory)
         shutil.rmtree(memory / "node0")
-    assert set(read_seal(f"{folder}/global_step2/ucp_seal.json").hosts) <= {socket.gethostname()}
 
 
 @pytest.mark.parametrize("case", params(CASES[:2], CASES, str))

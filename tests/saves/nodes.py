@@ -53,7 +53,6 @@ class Nodes:
         """Copy a save of the first node to the second one, with nothing else going on."""
         ours, theirs = socket.socketpair()
         sender, receiver = self.make(0), self.make(1)
-        receiver._served.acquire()
         thread = threading.Thread(target=receiver._serve_one, args=(ours,))
         thread.start()
         with mock.patch.object(socket, "create_connection", return_value=theirs):

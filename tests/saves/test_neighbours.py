@@ -20,8 +20,7 @@ import pytest
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
-from deepspeed_ucp.errors import DiskFullError
-from deepspeed_ucp.formats.deepspeed.seal import read_seal
+from deepspeed_ucp.errors import DiskFullError, StorageError
 from deepspeed_ucp.io.read import crc32
 from deepspeed_ucp.saves import copies, neighbours, room
 from deepspeed_ucp.saves.copies import Peer
@@ -32,7 +31,7 @@ from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.search import find_in_memory, search_memory
 from tests.convert.conversions import read_bytes, write_source
 from tests.saves.nodes import SECRET, Nodes
-from tests.saves.saving import PATIENCE, SETTINGS, TAG, find_writer, is_whole, make_save, write
+from tests.saves.saving import PATIENCE, SETTINGS, TAG, find_writer, is_whole, make_save
 from tests.support.ranks import run_ranks
 from tests.support.until import wait_until
 
@@ -152,15 +151,6 @@ def test_a_slow_stranger_is_disconnected(nodes: Nodes, monkeypatch: pytest.Monke
             assert sock.recv(100) == b""
 
 
-def test_a_connection_that_hangs_is_replaced_by_the_next(nodes: Nodes) -> None:
-    nodes.start(1)
-    save = nodes.save(0)
-    with nodes.call() as peer:
-        assert offer(peer, describe(save)).wanted
-        nodes.start(0)
-        wait_until(lambda: save.read("copied").get("1"))
-
-
 PATHS = (
     "../elsewhere", f"{TAG}/../../elsewhere", "/tmp/elsewhere", f"{TAG}/a\0b", f"{TAG}/./a", "other/a", "save-0.json",
     "latest", ".hidden",
@@ -187,7 +177,7 @@ def test_a_description_that_leads_elsewhere_is_refused(changes: dict[str, Any], 
     if path:
         description["files"].append({"path": path, "size": 4, "changed": 1})
     before = set(nodes.folder.rglob("*"))
-    with nodes.call() as peer, pytest.raises(copies._TransferError, match="refused"):
+    with nodes.call() as peer, pytest.raises(StorageError, match="refused"):
         offer(peer, description)
     assert set(nodes.folder.rglob("*")) == before
 
@@ -195,7 +185,7 @@ def test_a_description_that_leads_elsewhere_is_refused(changes: dict[str, Any], 
 @pytest.mark.parametrize("data", [b"", b"no JSON", b"[" * 100_000, b'{"save": {}}', b"\xff\xfe"], ids=len)
 def test_a_malformed_description_is_refused(data: bytes, nodes: Nodes) -> None:
     nodes.start(1)
-    with nodes.call() as peer, pytest.raises(copies._TransferError, match="refused"):
+    with nodes.call() as peer, pytest.raises(StorageError, match="refused"):
         offer(peer, data)
     with nodes.call() as peer:  # a message that no memory can hold
         peer._sock.sendall(b"\x7f\xff\xff\xff")
@@ -342,14 +332,6 @@ def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: No
     assert is_whole(str(nodes.folder / "place" / "later"))
 
 
-def test_the_seal_names_the_hosts_that_have_files_in_memory(nodes: Nodes) -> None:
-    save = make_save(nodes.jobs[0], str(nodes.folder / "place"), nodes=1)
-    save.note("copied", {"1": "host1"})
-    assert write(nodes.jobs[0])
-    seal = read_seal(str(nodes.folder / "place" / TAG / "ucp_seal.json"))
-    assert seal.hosts == {host: sorted(seal.files) for host in (socket.gethostname(), "host1")}
-
-
 # -- agreement of ranks ------------------------------------------------------------------------------------------------
 
 
@@ -401,13 +383,12 @@ def test_all_nodes_copy_the_same_save(nodes: Nodes, caplog: pytest.LogCaptureFix
     assert agree(2, "copied") == (1, 2)
     make().note("copied", {"1": "there"})
     assert agree(3, "failed") == (1, 3)
-    assert caplog.text.count("saves of there do not reach their neighbours' memory") == 1
+    assert caplog.text.count("saves of there reach their neighbours' memory late or not at all") == 1
     assert agree(4, "gone") == (1, 4)
     for number in range(5, 10):
         make(number=4)
         assert agree(number, "waiting") == (1, 4)
-    assert caplog.text.count("2 saves behind") == caplog.text.count("4 saves behind") == 1
-    assert caplog.text.count("behind") == 2
+    assert caplog.text.count("late or not at all") == 2
 
 
 def test_a_single_node_has_no_neighbour(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
