@@ -38,10 +38,6 @@ class WriterPipe:
         self.neighbours: Neighbours | None = None
         self._pipe: BinaryIO | None = None
 
-    def is_open(self) -> bool:
-        """Return True if a writer has been started; it may have been killed."""
-        return self._pipe is not None
-
     def notify(self, line: bytes = b"\n") -> None:
         """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..io.memory import measure_available
 from ..io.paths import MEMORY, find_kind
@@ -47,20 +47,27 @@ def _is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
     return not (is_needed or save.list_lacking())
 
 
-def _is_only(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
-    """Return True if memory may have the only copy of the newest state of a save's folder."""
-    return not is_safe(save) and not any(
-        other.supersedes(save) and (other.nodes == 1 or other.is_written()) for other in saves
-    )
+def _split_dead(
+    job: Job, is_replaced: Callable[[Snapshot], bool] = lambda _: False
+) -> tuple[list[Snapshot], list[Snapshot]]:
+    """Return the removable saves and copies of a dead job, and those that may be the only ones of their state.
 
-
-def _split_dead(job: Job) -> tuple[list[Snapshot], list[Snapshot]]:
-    """Return the removable saves and copies of a dead job, and those that may be the only ones of their state."""
+    Args:
+        is_replaced: returns True if a running job has a save instead.
+    """
     saves, copies = job.list_saves(), job.list_copies()
-    only = [save for save in saves if save.list_lacking() or _is_only(save, saves)]
-    keys = {save.key for save in saves} - {save.key for save in only}
-    only += [copy for copy in copies if copy.key not in keys and _is_only(copy, saves)]
-    return [save for save in [*saves, *copies] if save not in only], only
+
+    def is_needed(save: Snapshot) -> bool:
+        if is_safe(save) or is_replaced(save):
+            return False
+        if save.list_lacking() and not save.is_copy():
+            return True
+        return not any(other.supersedes(save) and (other.nodes == 1 or other.is_written()) for other in saves)
+
+    needed = list(filter(is_needed, saves))
+    keys = {save.key for save in saves} - {save.key for save in needed}
+    needed += [copy for copy in copies if copy.key not in keys and is_needed(copy)]
+    return [save for save in [*saves, *copies] if save not in needed], needed
 
 
 class Room:
@@ -125,45 +132,32 @@ class Room:
             logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
 
     def drop_dead(self, save_dir: str, tag: str, *, by_itself: bool) -> None:
-        """Remove dead jobs' saves for a folder, as this job has a complete save for it.
+        """Remove dead jobs' saves that nobody needs, as this job has a complete save for a folder.
+
+        Pending saves of a script stay, except those with the same tag, and those of several nodes: without the part of
+        a node that is lost they can never be written.
 
         Args:
             tag: tag of this job's save.
             by_itself: it is a snapshot, in memory alone.
         """
+        folder = locate(save_dir)
+
+        def is_replaced(save: Snapshot) -> bool:
+            is_removable = not by_itself and (save.by_itself or save.tag == tag or save.nodes > 1)
+            return save.save_dir == folder and (is_removable or not save.list_lacking())
+
         for job in list_dead(self.root):
-            spare = _list_replaced(job, save_dir, tag, with_pending=not by_itself)
+            if is_locked(job):
+                continue
+            spare, _ = _split_dead(job, is_replaced)
+            given_up = describe_late(save for save in spare if save.tag != tag and not save.by_itself)
             for save in spare:
                 save.remove()
+            if given_up:
+                logger.warning("%s: given up, it could not be written: %s", job.folder, given_up)
             if spare:
                 names = ", ".join(dict.fromkeys(save.tag for save in spare))
                 logger.info("%s: removed %s of a dead job, as %s has %s now", job.folder, names, save_dir, tag)
                 if job.holds_none():
                     job.remove()
-
-
-def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> list[Snapshot]:
-    """Return the saves of a dead job to remove, as a running job has a complete save of this tag for a folder.
-
-    These are the saves for that folder, except pending ones of a script, and saves for a folder next to it (as trainers
-    have) that all their destinations have.
-
-    Args:
-        with_pending: include pending ones that have the same tag or can never be written.
-    """
-    if is_locked(job):
-        return []
-    folder, replaced = locate(save_dir), list[Snapshot]()
-    for save in [*job.list_saves(), *job.list_copies()]:
-        is_pending = bool(save.list_lacking())
-        if is_pending and not with_pending:
-            continue
-        if save.save_dir != folder:
-            is_removable = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(folder)
-        else:
-            is_removable = save.by_itself or save.is_copy() or save.tag == tag or not is_pending
-            if not is_removable and save.nodes > 1:  # without the part of a node that is lost it can never be written
-                logger.warning("%s: given up, it could not be written: %s", job.folder, describe_late([save]))
-                is_removable = True
-        replaced += [save] if is_removable else []
-    return replaced

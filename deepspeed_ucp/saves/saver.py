@@ -49,9 +49,6 @@ logger = logging.getLogger("deepspeed_ucp")
 
 _ENGINE = "deepspeed.runtime.engine"
 
-_RESTARTS = 3
-"""Number of writers that one wait starts after a writer was killed."""
-
 _savers = WeakSet["Saver"]()
 
 _claimed = dict[tuple[str, str], tuple[str, tuple[str, int]]]()
@@ -165,7 +162,7 @@ class Saver:
             if self.job.is_unfinished(number):
                 delete_own(self.job.find_folder(number))
         if (why := self.room.make()) and waits:
-            self.wait(self.options.wait_s, self.room.free_older)
+            self.finish(self.room.free_older)
             if why := self.room.make():
                 self.check_pending(why)
         if why:
@@ -249,17 +246,17 @@ class Saver:
                 tags, why = ", ".join(save.tag for save in saves), fault or f"see {self.job.folder}/log"
                 logger.warning("%s still lacks %s, which memory holds: %s", place, tags, why)
 
-    def wait(self, seconds: float, is_enough: Callable[[], bool] | None = None) -> bool:
-        """Wait until every destination has its saves, or no writer is running; a writer that was killed is restarted.
+    def wait(self, is_enough: Callable[[], bool] | None = None) -> bool:
+        """Wait until every destination has its saves, or no writer is running, ``wait_s`` at most.
 
         Args:
-            seconds: to wait at most.
             is_enough: ends the wait too. Then each written save extends it.
 
         Returns:
             True if every destination has its saves.
         """
-        end, before, restarts = time.monotonic() + seconds, dict[str, list[str]](), 0
+        seconds, before = self.options.wait_s, dict[str, list[str]]()
+        end = time.monotonic() + seconds
         while True:
             is_running = is_locked(self.job)  # before the look: a writer may write the last save and end
             late = list_late(saves := self._look_late())
@@ -268,9 +265,6 @@ class Saver:
             if is_enough is not None and is_enough():
                 return False
             now = time.monotonic()
-            if not is_running and self.writer.is_open() and restarts < _RESTARTS:
-                restarts, is_running = restarts + 1, True
-                self.writer.notify()
             if not before:
                 logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, describe_late(saves))
             elif is_enough is not None and late != before:
@@ -290,10 +284,10 @@ class Saver:
         return saves
 
     def finish(self, is_enough: Callable[[], bool] | None = None) -> bool:
-        """Wait for ``wait_s`` as :meth:`wait` does; restart a writer that was killed."""
+        """Wait as :meth:`wait` does; a writer that was killed is restarted first."""
         if list_late(self.job.list_saves()):
             self.writer.notify()
-        is_written = self.wait(self.options.wait_s, is_enough)
+        is_written = self.wait(is_enough)
         if is_written:
             self.warn_late()  # about saves that the writer has given up
         return is_written
@@ -311,7 +305,7 @@ class Saver:
             self.writer.notify()
         self.writer.close(FINISHED if is_finished else b"")
         end = time.monotonic() + self.options.wait_s
-        frees = self.wait(self.options.wait_s) and is_finished  # some platforms kill the writer with the rank
+        frees = self.wait() and is_finished  # some platforms kill the writer with the rank
         neighbours = self.writer.neighbours
         while is_locked(self.job) and time.monotonic() < end:
             if not (frees or (neighbours is not None and neighbours.is_waited_for())):

@@ -40,9 +40,10 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
     nodes = dict[str, tuple[int, int]]()
     for host, needed, free in comm.each(look):
         known = nodes.get(host, (0, free))
-        nodes[host] = known[0] + int(SPARE * needed), min(known[1], free)
-    find_state(engine).save_size = nodes[identify_host()][0]
+        nodes[host] = known[0] + needed, min(known[1], free)
+    find_state(engine).save_size = int(SPARE * nodes[identify_host()][0])
     needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
+    needed = int(SPARE * needed)
     text = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
     if needed > free:
         raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')

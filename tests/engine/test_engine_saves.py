@@ -47,7 +47,7 @@ def save_steps(ds_config: dict[str, Any], folder: str, steps: int, *, own: str =
         engine.save_checkpoint(folder, client_state={"number": number})
         states.append(capture(engine))
         saver = find_state(engine).saver
-        assert not saver.is_owner or saver.wait(240)
+        assert not saver.is_owner or saver.wait()
         if own:
             with uninstalled():
                 engine.save_checkpoint(own, client_state={"number": number})
@@ -65,7 +65,7 @@ def save_at_odd_times(ds_config: dict[str, Any], folder: str, own: str) -> None:
             engine.save_checkpoint(own, tag=tag)
         engine.save_checkpoint(folder, tag=tag)
         saver = find_state(engine).saver
-        assert tag or not saver.is_owner or saver.wait(240)  # otherwise the next save replaces it
+        assert tag or not saver.is_owner or saver.wait()  # otherwise the next save replaces it
     close(engine)
 
 

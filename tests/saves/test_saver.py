@@ -239,7 +239,7 @@ def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
     """Also while it starts: a second writer would wait for the first one's lock, and the first for announcements."""
     with mock.patch.object(launch, "start_writer", side_effect=launch.start_writer) as start:
         assert training.save("a") and training.save("b") and training.saver.finish()
-        assert training.save("c") and training.saver.wait(PATIENCE)
+        assert training.save("c") and training.saver.wait()
         assert start.call_count == 1 and is_whole(str(training.place / "c"))
         os.kill(find_writer(training.job), signal.SIGKILL)
         assert training.save("d") and training.saver.finish() and is_whole(str(training.place / "d"))
@@ -266,7 +266,7 @@ def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
         time.sleep(seconds)
 
     training.save("a")
-    assert training.saver.wait(PATIENCE)
+    wait_until(lambda: not list_late(training.job.list_saves()))
     stopped = find_writer(training.job)
     os.kill(stopped, signal.SIGSTOP)
     try:

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -610,6 +611,27 @@ def test_folders_that_cannot_be_exchanged_are_renamed(run: Run, monkeypatch: pyt
     for _ in range(2):
         assert run.holds(run.write_save())
     assert run.list_names() == {TAG, "latest", SCRIPT}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_tag_that_another_job_publishes_right_before_the_rename_stays(
+    can_exchange: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS cannot lock the folder in which writers rename, nor exchange two folders."""
+    run.write_save()
+    made, other, rename = run.save(), Run(run.folder, run.place, memory="other", name="other"), publishing._rename
+    theirs = [other.save() for _ in range(3)][-1]  # of other weights
+    acts = [other.write]
+
+    def rename_late(old: str, new: str, flag: int) -> bool:
+        if acts:
+            assert acts.pop()()
+        return (can_exchange or flag == publishing._NOREPLACE) and rename(old, new, flag)
+
+    monkeypatch.setattr(publishing, "_lock_folder", lambda _: nullcontext())
+    monkeypatch.setattr(publishing, "_rename", rename_late)
+    assert run.write() and other.holds(theirs)
+    assert "another job has published this tag" in made.read("refused")[run.place]
 
 
 def test_leftovers_of_a_dead_job_are_removed_after_a_day(run: Run) -> None:

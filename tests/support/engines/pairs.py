@@ -69,7 +69,7 @@ def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> Local:
             engine.save_checkpoint(own, str(number))
         engine.save_checkpoint(folder, str(number))
         train_steps(trained, 1)
-        assert not find_state(engine).saver.is_owner or find_state(engine).saver.wait(240)
+        assert not find_state(engine).saver.is_owner or find_state(engine).saver.wait()
     close(engine)
     return local
 
