@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The action that a command's parser is added to."""
 
+REPORT_KEYS = (
+    "phases (seconds by name); spans; bytes_read; format; source; destination; reused; tensors; parameters; dtypes; "
+    "files (bytes by name); state_bytes; bytes_written; nodes; workers; seconds"
+)
+"""Keys of the JSON of `convert` and `export`."""
+
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of examples, and limits the width of help texts."""

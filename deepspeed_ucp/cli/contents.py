@@ -1,27 +1,37 @@
-"""The contents of a checkpoint that opens, as ``ds_ucp inspect`` shows them."""
+"""The contents of a checkpoint that opens, as ``ds_ucp inspect`` shows them: data and text."""
 
 from __future__ import annotations
 
+import json
 import os
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..errors import escape, fold_names, pluralize
 from ..examine.verify import list_findings
 from ..formats.deepspeed.compare import DEEPSPEEDS
 from ..formats.deepspeed.ownfiles import read_state_tree
 from ..formats.findings import NOTE, WARNING, Finding
 from ..formats.open import FolderReport
 from ..io.store import list_tree
-from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count, number_layer
+from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count, number_layer
 from ..plan.settling import settle_index
 from ..secrets import hide_at
 from ..tensor_parallel import Pattern, RuleSet, Settled, Unique, list_families, load_family
 from ..tensor_parallel.recorded import ORIGIN, read_pattern, record_pattern
 from ..torchsave.objects import describe
+from .printing import format_bytes, format_count, format_table, list_fields
 
 TRAINED, FROZEN, BUFFER, WEIGHTS = "trained", "frozen", "buffer", "weights"
+
+_SHOWN = ("vocab", "dim", "parts", "blocks", "grid")
+"""Fields of a pattern that the table shows."""
+
+_MOST_NAMES = 12
+"""Names that a finding lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class Parameter:
         name: as in the model.
         instance: number of the copy, if several pipeline stages hold the parameter.
         kind: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` if no optimizer is known.
-        shape, numel: logical shape and number of elements; None if no pattern is known for its shards.
+        shape: logical shape; None if no pattern is known for its shards.
         shards: shape on each tensor-parallel rank.
         dtype: of the master, or of the module's tensor.
         copy: dtype of the model's copy of a trained parameter.
@@ -40,9 +50,6 @@ class Parameter:
         pattern, origin: how tensor parallelism cuts it (None: not known), and the source of the pattern.
         group: number of its param group, or None.
         scalars: scalars of the optimizer.
-        aliases: names that are tied to it.
-        fragments: state → number of contiguous pieces in files.
-        files: names of the files that hold a part of a state.
         nbytes: of all states as stored, replicas of tensor-parallel ranks included, copies not.
         why: rule to give if the pattern is not known.
     """
@@ -51,7 +58,6 @@ class Parameter:
     instance: int
     kind: str
     shape: tuple[int, ...] | None
-    numel: int | None
     shards: tuple[tuple[int, ...], ...]
     dtype: str
     copy: str | None
@@ -60,11 +66,8 @@ class Parameter:
     origin: str
     group: int | None
     scalars: dict[str, Any]
-    aliases: tuple[str, ...]
-    fragments: dict[str, int]
-    files: tuple[str, ...]
     nbytes: int
-    why: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, Any]
 
     @property
     def param(self) -> ParamKey:
@@ -81,16 +84,19 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
     Raises:
         CheckpointError: the state file is damaged.
     """
-    settled, topology = settle_index(index, rules), index.topology
-    rows, files = list_parameters(index, settled), _list_files(report)
+    settled = settle_index(index, rules)
+    rows, files = _list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)
-    findings = [*_find_limits(index, rows, settled, rules), *list_findings(report)]
-    described = {field.name: getattr(topology, field.name) for field in fields(topology) if field.name != "flats"}
-    optimizer, _, parameters = described.pop("offload").partition("/")
+    topology = {key: value for key, value in list_fields(index.topology).items() if key != "flats"}
+    optimizer, _, parameters = topology.pop("offload").partition("/")
+    sizes: dict[str, int] = defaultdict(int)
+    for key, atom in index.atoms.items():
+        sizes[key.state if key.state in (MASTER, COPY, MODULE) else ""] += atom.nbytes
+    shapes = [row.shape for row in rows if row.kind != BUFFER and not row.instance]
     return {
         "folder": report.folder,
         "written_by": {"deepspeed": version or None, **_find_writer(report, index)},
-        "topology": {**described, "offload_optimizer": optimizer, "offload_param": parameters},
+        "topology": {**topology, "offload_optimizer": optimizer, "offload_param": parameters},
         "counters": index.counters,
         "optimizer": {
             "name": index.optimizer,
@@ -99,46 +105,44 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
             "loss_scaler": index.scaler,
             "clip_grad": index.clip_grad,
         },
-        "totals": _count_totals(index, files, rows),
+        "totals": {  # bytes include replicas of tensor-parallel ranks
+            "parameters": len(shapes),
+            "elements": None if None in shapes else sum(count(shape) for shape in shapes if shape is not None),
+            "masters": sizes[MASTER],
+            "states": sizes[""],
+            "copies": sizes[COPY],
+            "module": sizes[MODULE],
+            "files": len(files),
+            "file_bytes": sum(files.values()),
+        },
         "parameters": rows,
         "ties": index.aliases,
         "instances": index.instances,
         "client_state": {"file": os.path.basename(index.state_file), "keys": client},
         "files": [{"name": name, "size": size} for name, size in files.items()],
-        "findings": findings,
+        "findings": [*_find_limits(index, rows, settled, rules), *list_findings(report)],
     }
 
 
-def list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
+def _list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
     """All parameters and buffers in the model's order: as its files list them, layers of a pipeline by number."""
     atoms: dict[ParamKey, dict[str, Atom]] = defaultdict(dict)
     for key, atom in index.atoms.items():
         atoms[key.param][key.state] = atom
     groups = {param: number for number, group in enumerate(index.groups) for param in group.members}
-    aliases: dict[str, list[str]] = defaultdict(list)
-    for alias, name in index.aliases.items():
-        aliases[name].append(alias)
-    listed = [key.param for key in index.atoms if key.state in (COPY, MODULE)]
     has_copies = any(COPY in states for states in atoms.values())
-    params = list(dict.fromkeys([*listed, *atoms] if has_copies else atoms))
+    listed = [key.param for key in index.atoms if has_copies and key.state in (COPY, MODULE)]
+    params = list(dict.fromkeys([*listed, *atoms]))
     if index.topology.pp > 1:
         params.sort(key=lambda param: number_layer(param.name))
-    return [
-        _describe_parameter(index, settled, param, atoms[param], groups.get(param), aliases.get(param.name, ()))
-        for param in params
-    ]
+    return [_describe_parameter(index, settled, param, atoms[param], groups.get(param)) for param in params]
 
 
 def _describe_parameter(
-    index: AtomicIndex,
-    settled: Settled,
-    param: ParamKey,
-    atoms: Mapping[str, Atom],
-    group: int | None,
-    aliases: Iterable[str],
+    index: AtomicIndex, settled: Settled, param: ParamKey, atoms: Mapping[str, Atom], group: int | None
 ) -> Parameter:
     name, copy = param.name, atoms.get(COPY)
-    states = {state: atoms[state] for state in sort_states(atoms) if state != COPY} or dict(atoms)
+    states = {state: atoms[state] for state in _sort_states(atoms) if state != COPY} or dict(atoms)
     main = next(iter(states.values()))
     pattern, origin = settled.patterns.get(name), settled.origin.get(name, "")
     if name in index.recorded:  # of an atomic checkpoint: how its source was cut
@@ -148,18 +152,12 @@ def _describe_parameter(
     why = settled.open[name].suggest() if name in settled.open else {}
     if name in settled.wrong:
         why = {"error": f"{name}: {settled.wrong[name]}"}
-    shape = settled.layouts[name][0].shape if name in settled.layouts else None
-    unowned = FROZEN if knows_optimizer(index) else WEIGHTS
-    fragments = {
-        state: [f for shard in atom.shards for f in shard.list_fragments(state)] for state, atom in states.items()
-    }
-    used = {f.record for listed in fragments.values() for f in listed}
+    unowned = FROZEN if _knows_optimizer(index) else WEIGHTS
     return Parameter(
         name=name,
         instance=param.instance,
         kind=TRAINED if MODULE not in states else BUFFER if name in index.buffers else unowned,
-        shape=shape,
-        numel=None if shape is None else count(shape),
+        shape=settled.layouts[name][0].shape if name in settled.layouts else None,
         shards=tuple(shard.shape for shard in main.shards),
         dtype=main.dtype,
         copy=copy.dtype if copy else None,
@@ -168,26 +166,46 @@ def _describe_parameter(
         origin=origin,
         group=group,
         scalars=dict(index.scalars.get(param, {})),
-        aliases=tuple(aliases),
-        fragments={state: len(listed) for state, listed in fragments.items()},
-        files=tuple(sorted({find_file(index, record) for record in used})),
         nbytes=sum(atom.nbytes for state, atom in states.items() if state != COPY),
         why=why,
     )
 
 
-def knows_optimizer(index: AtomicIndex) -> bool:
+def _knows_optimizer(index: AtomicIndex) -> bool:
     """Return whether the files name the parameters that an optimizer owns."""
     return any(key.state != MODULE for key in index.atoms)
 
 
-def sort_states(states: Iterable[str]) -> list[str]:
+def _sort_states(states: Mapping[str, Atom]) -> list[str]:
     """Sort states: masters first, the module's tensors and copies last, the optimizer's by name."""
     ends = {MASTER: 0, MODULE: 2, COPY: 3}
     return sorted(states, key=lambda state: (ends.get(state, 1), state))
 
 
-def find_file(index: AtomicIndex, record: int) -> str:
+def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
+    """Describe a parameter with every fragment: file, byte offset, length in bytes, elements of its shard."""
+    atoms = {key.state: atom for key, atom in index.atoms.items() if key.param == row.param}
+    layout = [
+        {
+            "state": state,
+            "dtype": atoms[state].dtype,
+            "rank": rank,
+            "file": _find_file(index, fragment.record),
+            "offset": index.records[fragment.record].offset + fragment.offset,
+            "bytes": fragment.numel * ITEMSIZE[atoms[state].dtype],
+            "start": fragment.start,
+            "numel": fragment.numel,
+            "block": [*zip(fragment.find_begins(shard.shape), fragment.block, strict=True)] if fragment.block else None,
+        }
+        for state in _sort_states(atoms)
+        for rank, shard in enumerate(atoms[state].shards)
+        for fragment in shard.list_fragments(state)
+    ]
+    hyper = index.groups[row.group].hyper if row.group is not None else None
+    return {**asdict(row), "hyper": hyper, "layout": layout}
+
+
+def _find_file(index: AtomicIndex, record: int) -> str:
     """The file of a record, relative to the checkpoint's folder."""
     path = index.files[index.records[record].file].path
     return path.removeprefix(f"{os.path.dirname(index.state_file)}/")
@@ -201,38 +219,12 @@ def _name_pattern(pattern: Pattern) -> str:
     return " ".join((kind, *(f"{key}={value}".replace(" ", "") for key, value in plain.items())))
 
 
-def _count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Parameter]) -> dict[str, int | None]:
-    """Bytes on disk, replicas of tensor-parallel ranks included, and counts.
-
-    Returns:
-        parameters, elements: each counted once; no elements if a shape is unknown.
-        masters, states, copies: bytes of the masters, of the optimizer's states, and of the model's copies.
-        module: bytes of frozen parameters and buffers.
-        files, file_bytes: number of files, and their bytes.
-    """
-    sums: dict[str, int] = defaultdict(int)
-    for key, atom in index.atoms.items():
-        sums[key.state if key.state in (MASTER, COPY, MODULE) else ""] += atom.nbytes
-    numels = [row.numel for row in rows if row.kind != BUFFER and not row.instance]
-    return {
-        "parameters": len(numels),
-        "elements": None if None in numels else sum(filter(None, numels)),
-        "masters": sums[MASTER],
-        "states": sums[""],
-        "copies": sums[COPY],
-        "module": sums[MODULE],
-        "files": len(files),
-        "file_bytes": sum(files.values()),
-    }
-
-
 def _list_files(report: FolderReport) -> dict[str, int]:
     """The checkpoint's files with their sizes, by name relative to its folder."""
     if report.atomic:
         return {name: entry.size for name, entry in sorted(list_tree(report.folder).items()) if not entry.is_folder}
     old = {finding.file for finding in report.findings if finding.kind == "leftover"}
-    sizes = report.files.sizes
-    return {name: size for name, size in sorted(sizes.items()) if size >= 0 and name not in old}
+    return {name: size for name, size in sorted(report.files.sizes.items()) if size >= 0 and name not in old}
 
 
 def _read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
@@ -261,34 +253,170 @@ def _find_writer(report: FolderReport, index: AtomicIndex) -> dict[str, Any]:
 
 
 def _find_limits(
-    index: AtomicIndex, rows: Iterable[Parameter], settled: Settled, rules: Sequence[RuleSet]
+    index: AtomicIndex, rows: Sequence[Parameter], settled: Settled, rules: Sequence[RuleSet]
 ) -> Iterator[Finding]:
     """Find tensors that other topologies cannot take, or not without rules, and files without checksums."""
     if unsettled := [row for row in rows if row.why]:
-        advice = {row.why.get("match", row.name): row.why for row in unsettled}
+        known = list_families()
+        fit = [name for name in known if settle_index(index, [*rules, load_family(name)]).is_complete]
+        advice = f"a family ({', '.join(known)}) or rules"
+        if fit:
+            advice = f"families with rules for all of them: {'; '.join(fit)} (choose the model's), or rules"
         text = (
             "the pattern of tensor parallelism is not known for these; to convert, or to resume with another degree, "
-            f"give --patterns: {_advise(index, rules)}"
+            f"give --patterns: {advice}"
         )
-        yield Finding("unsettled", "", text, WARNING, tuple(row.name for row in unsettled), tuple(advice.values()))
-    irregular = {f"{key.param}.{key.state}": text for key, text in index.irregular.items()}
-    unreadable = {f"{key.param} ({key.state})": text for key, text in index.unreadable.items()}
+        whys = {row.why.get("match", row.name): row.why for row in unsettled}
+        yield Finding("unsettled", "", text, WARNING, tuple(row.name for row in unsettled), tuple(whys.values()))
     for kind, problem, faults in (
-        ("irregular", "optimizer states that are not element-wise, which other topologies cannot take", irregular),
-        ("unreadable", "bytes that cannot be cut", unreadable),
+        (
+            "irregular",
+            "optimizer states that are not element-wise, which other topologies cannot take",
+            index.irregular,
+        ),
+        ("unreadable", "bytes that cannot be cut", index.unreadable),
     ):
         for text in dict.fromkeys(faults.values()):
-            names = tuple(name for name in faults if faults[name] == text)
+            names = tuple(f"{key.param} ({key.state})" for key, each in faults.items() if each == text)
             yield Finding(kind, "", f"{problem}: {text}", WARNING, names)
     yield from (Finding("rules", "", text, WARNING) for text in settled.unused)
-    if files := {find_file(index, at) for at, record in enumerate(index.records) if record.crc is None}:
+    if files := {_find_file(index, at) for at, record in enumerate(index.records) if record.crc is None}:
         text = "files without checksums; damage to them cannot be found"
         yield Finding("checksums", "", text, NOTE, tuple(sorted(files)))
 
 
-def _advise(index: AtomicIndex, rules: Sequence[RuleSet]) -> str:
-    """Name the package's families whose rules would settle all parameters."""
-    known = list_families()
-    if fit := "; ".join(name for name in known if settle_index(index, [*rules, load_family(name)]).is_complete):
-        return f"families with rules for all of them: {fit} (choose the model's), or rules"
-    return f"a family ({', '.join(known)}) or rules"
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) -> list[str]:
+    """Write the report; the first line is the verdict.
+
+    Args:
+        unfold: one line per parameter; otherwise parameters whose names differ only in numbers share a line.
+    """
+    findings, named = data["findings"], [(row.name, row) for row in data["parameters"]]
+    more = f"; {pluralize(len(findings), 'finding')} at the end" if findings else ""
+    lines = [f"{data['folder']}: opens{more}", *_write_head(index, data), ""]
+    folded = [(name, [row]) for name, row in named]
+    if not unfold:
+        folded = fold_names(named, lambda row: (row.instance, *_describe_form(row)))
+    rows = [
+        (
+            str(ParamKey(name, group[0].instance)),
+            *_describe_form(group[0]),
+            format_bytes(sum(row.nbytes for row in group)),
+        )
+        for name, group in folded
+    ]
+    lines += format_table(rows, ("parameter", "shape", "dtype", "states", "pattern", "size"), right=(5,))
+    if ties := sorted(data["ties"].items()):
+        lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in ties)]
+    if findings:
+        lines += ["", "findings", *(line for finding in findings for line in _write_finding(finding))]
+    return lines
+
+
+def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
+    totals, optimizer, kinds = data["totals"], data["optimizer"], [row.kind for row in data["parameters"]]
+    others = "frozen and buffers" if _knows_optimizer(index) else "weights and buffers"
+    parts = {"masters": "masters", "optimizer": "states", others: "module", "model copies": "copies"}
+    sizes = [f"{name} {format_bytes(totals[part])}" for name, part in parts.items() if totals[part]]
+    elements = "unknown" if totals["elements"] is None else format_count(totals["elements"])
+    counts = {
+        "frozen": kinds.count(FROZEN),
+        "tied": len(data["ties"]),
+        "buffer": kinds.count(BUFFER),
+        "held by several pipeline stages": len(data["instances"]),
+    }
+    model = [pluralize(totals["parameters"], "parameter"), f"{elements} elements"]
+    model += [
+        pluralize(number, what) if what == "buffer" else f"{number} {what}" for what, number in counts.items() if number
+    ]
+    states = " ".join(optimizer["states"]) or "no states"
+    rows = [
+        ("written by", _describe_writer(index, data["written_by"])),
+        ("step", str(data["counters"].get("global_steps", "not recorded"))),
+        ("optimizer", f"{optimizer['name']}: {states}" if optimizer["name"] else states),
+        *(
+            (f"  group {number}", f"{pluralize(group['parameters'], 'parameter')}: {_write_values(group['hyper'])}")
+            for number, group in enumerate(optimizer["groups"])
+        ),
+        ("model", ", ".join(model)),
+        ("files", f"{format_bytes(totals['file_bytes'])} in {pluralize(totals['files'], 'file')}: {', '.join(sizes)}"),
+        ("client state", ", ".join(f"{key} ({kind})" for key, kind in data["client_state"]["keys"].items())),
+    ]
+    return [f"  {line}" for line in format_table([row for row in rows if row[1]])]
+
+
+def _write_values(hyper: Mapping[str, Any]) -> str:
+    """Write hyper-parameters without those that are off or unset (``--json`` has all)."""
+    shown = {key: value for key, value in hyper.items() if value is not None and value is not False}
+    return ", ".join(
+        f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items()
+    )
+
+
+def _describe_writer(index: AtomicIndex, written: Mapping[str, Any]) -> str:
+    topology = index.topology
+    if index.format:
+        return f"{written['tool']}, {topology.precision}"
+    if topology.is_atomic:
+        return f"{written['tool']}, an atomic checkpoint"
+    version = f"DeepSpeed {written['deepspeed']}: " if written["deepspeed"] else ""
+    extra = [f"masters {topology.master}"] + ["elastic"] * topology.elastic
+    extra += [f"offload {topology.offload}"] * (topology.offload != "none/none")
+    return f"{version}{topology.describe()}, {', '.join(extra)}"
+
+
+def _describe_form(row: Parameter) -> tuple[str, ...]:
+    """Shape, dtype, states, pattern with its source."""
+    shapes = dict.fromkeys(row.shards) if row.shape is None else (row.shape,)
+    shape = " | ".join(str(list(shape)) for shape in shapes)
+    dtype = f"{row.dtype} + {row.copy}" if row.copy and row.copy != row.dtype else row.dtype
+    states = " ".join(state for state in row.states if state not in (MASTER, MODULE))
+    kind, *fields = (row.pattern or "?").split(" ")
+    pattern = " ".join((kind, *(field for field in fields if field.split("=")[0] in _SHOWN)))
+    if row.origin and row.pattern != "unique":
+        pattern += f" ({row.origin})"
+    return shape, dtype, row.kind if row.kind != TRAINED else states or "no states yet", pattern
+
+
+def _write_finding(finding: Finding) -> list[str]:
+    """Write a finding with the names that it is about, and rules to paste."""
+    names = [f"      {name}" for name, _ in fold_names(((name, None) for name in finding.names), bool)]
+    if len(names) > _MOST_NAMES:
+        names = [*names[:_MOST_NAMES], f"      … {len(finding.names)} in all (--json lists them)"]
+    rules = [f"      {json.dumps(rule)}" for rule in finding.rules if "match" in rule]
+    rules = ["    rules to be checked and pasted (docs/patterns.md):", *rules] if rules else []
+    faults = [f"      {rule['error']}" for rule in finding.rules if "error" in rule]
+    text = escape(f"{finding.kind}: {finding.text}")
+    lines = textwrap.wrap(text, 116, initial_indent="  ", subsequent_indent="    ")
+    return [*lines, *names, *faults, *rules]
+
+
+def write_detail(detail: Mapping[str, Any]) -> list[str]:
+    """Write the text of ``--param``."""
+    shape = detail["shape"]
+    group = "" if detail["group"] is None else f"{detail['group']}: {_write_values(detail['hyper'])}"
+    facts = [
+        ("kind", detail["kind"]),
+        ("shape", "not known" if shape is None else f"{list(shape)}, {format_count(count(shape))} elements"),
+        ("pattern", f"{detail['pattern'] or '?'}{' by ' + detail['origin'] if detail['origin'] else ''}"),
+        ("rule to give", ", ".join(f"{key}: {value}" for key, value in detail["why"].items())),
+        ("scalars", _write_values(detail["scalars"])),
+        ("param group", group),
+    ]
+    rows = [
+        (part["state"], part["dtype"], part["rank"], _write_elements(part), part["file"], part["offset"], part["bytes"])
+        for part in detail["layout"]
+    ]
+    header = ("state", "dtype", "tp rank", "elements", "file", "from byte", "bytes")
+    table = format_table(rows, header, right=(2, 5, 6))
+    return [detail["name"], *(f"  {line}" for line in format_table([fact for fact in facts if fact[1]])), "", *table]
+
+
+def _write_elements(part: Mapping[str, Any]) -> str:
+    """``[0, 12)``, or of a block ``[0:4, 6:9]``."""
+    if part["block"]:
+        return f"[{', '.join(f'{begin}:{begin + size}' for begin, size in part['block'])}]"
+    return f"[{part['start']}, {part['start'] + part['numel']})"

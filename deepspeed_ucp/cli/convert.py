@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from ..errors import pluralize
 from .common import (
+    REPORT_KEYS,
     Commands,
     add_checkpoint,
     add_command,
@@ -16,10 +16,7 @@ from .common import (
     read_rules,
     read_work_options,
 )
-from .printing import OK, emit, format_bytes, format_duration
-
-if TYPE_CHECKING:
-    from ..stream.report import OutputReport
+from .printing import OK, emit, format_bytes, format_duration, list_fields
 
 
 def add_parser(commands: Commands) -> None:
@@ -40,8 +37,7 @@ def add_parser(commands: Commands) -> None:
             mpirun -np 8 --map-by ppr:1:node ds_ucp convert checkpoints/
             torchrun --nnodes 8 --nproc-per-node 1 --no-python ds_ucp convert checkpoints/
         """,
-        keys="source; destination; reused; tensors; state_bytes; bytes_read; bytes_written; nodes; workers; phases "
-        "(seconds by name); seconds",
+        keys=REPORT_KEYS,
     )
     add_checkpoint(parser, "source", "SOURCE")
     text = "folder to be made (default: the tag's folder + _universal)"
@@ -70,17 +66,10 @@ def run(options: argparse.Namespace) -> int:
         index = open_index(options, folders, comm)
         destination = options.destination or default_destination(folders[0])
         report = convert_index(index, folders[0], destination, comm, how, rules=rules)
-        names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written")
-        data = report.to_data(*names, "nodes", "workers", "phases", "seconds")
-        emit(options, {"tensors": report.tensors, **data}, [_to_text(report)])
+        text = f"{report.destination}: already there, made of the same checkpoint."
+        if not report.reused:
+            rate = format_bytes(report.state_bytes / max(report.seconds, 1e-9))
+            written = f"{pluralize(report.tensors, 'tensor')}, {format_bytes(report.bytes_written)}"
+            text = f"{report.destination}: {written} in {format_duration(report.seconds)} ({rate}/s)."
+        emit(options, list_fields(report), [text])
     return OK
-
-
-def _to_text(report: OutputReport) -> str:
-    if report.reused:
-        return f"{report.destination}: already there, made of the same checkpoint."
-    rate = report.state_bytes / max(report.seconds, 1e-9)
-    return (
-        f"{report.destination}: {pluralize(report.tensors, 'tensor')}, {format_bytes(report.bytes_written)} in "
-        f"{format_duration(report.seconds)} ({format_bytes(rate)}/s)."
-    )

@@ -18,7 +18,7 @@ from .common import (
     read_rules,
     read_work_options,
 )
-from .printing import FAULT, OK, emit, format_count, format_table
+from .printing import FAULT, OK, emit, format_count, format_table, list_fields
 
 if TYPE_CHECKING:
     from ..examine.diff import AtomDifference, Difference
@@ -44,9 +44,9 @@ def add_parser(commands: Commands) -> None:
             ds_ucp diff before after --states fp32 --only 'layers\.0\.' --tolerance 1e-6
             ds_ucp diff --config checkpoints/global_step1000 ds_config.json
         """,
-        keys="a; b; equal; tolerance; tensors_compared; elements_compared; tensors_of_two_dtypes; tensors (those "
-        "that differ); values (other differences); notes; unused_rules. With --config: a, b, equal, values, "
-        "notes",
+        keys="a; b; equal; compared, numel, converted (numbers of tensors, of their elements, and of tensors of two "
+        "dtypes); atoms (tensors that differ); values (other differences); notes; unused (rules); tolerance. With "
+        "--config: a, b, equal, values, notes",
     )
     add_checkpoint(parser, "a", "A")
     add_checkpoint(parser, "b", "B")
@@ -79,9 +79,10 @@ def run(options: argparse.Namespace) -> int:
     with join_launch() as comm:
         rules = comm.run(lambda: read_rules(options))
         left, right = (open_index(options, find_folders(*side, comm), comm) for side in _list_sides(options))
-        difference = diff_checkpoints(left, right, comm, how, rules=rules)
-    emit(options, to_data(difference, options.a, options.b), to_text(difference, everything=options.all))
-    return OK if difference.equal else FAULT
+        found = diff_checkpoints(left, right, comm, how, rules=rules)
+    data = {"a": options.a, "b": options.b, "equal": found.equal, **list_fields(found)}
+    emit(options, data, to_text(found, everything=options.all))
+    return OK if found.equal else FAULT
 
 
 def _compare_settings(options: argparse.Namespace) -> int:
@@ -99,7 +100,7 @@ def _compare_settings(options: argparse.Namespace) -> int:
         values += compare_hyper(left, theirs, is_left=True)
     elif right:
         values += compare_hyper(right, mine, is_left=False)
-    data = {"a": options.a, "b": options.b, "equal": not values, "values": _list_values(values), "notes": notes}
+    data = {"a": options.a, "b": options.b, "equal": not values, "values": values, "notes": notes}
     verdict = f"different: {pluralize(len(values), 'value')}" if values else "equal: ds_config and hyper-parameters"
     emit(options, data, [verdict, *(f"note: {note}" for note in notes), *map(_describe_value, values)])
     return FAULT if values else OK
@@ -124,65 +125,26 @@ def _open_settings(
     return index, read_saved_config(index)
 
 
-def to_data(difference: Difference, a: str, b: str) -> dict[str, Any]:
-    """Convert a difference to data for ``--json``."""
-    return {
-        "a": a,
-        "b": b,
-        "equal": difference.equal,
-        "tolerance": difference.tolerance,
-        "tensors_compared": difference.compared,
-        "elements_compared": difference.numel,
-        "tensors_of_two_dtypes": difference.converted,
-        "tensors": [_describe_atom(atom) for atom in difference.atoms],
-        "values": _list_values(difference.values),
-        "notes": difference.notes,
-        "unused_rules": difference.unused,
-    }
+def to_text(found: Difference, *, everything: bool = False) -> list[str]:
+    """Write a difference; the first line is the verdict.
 
-
-def _list_values(values: Iterable[ValueDifference]) -> list[dict[str, Any]]:
-    return [
-        {"section": value.section, "key": value.key, "a": value.left, "b": value.right, "parameters": value.names}
-        for value in values
-    ]
-
-
-def _describe_atom(atom: AtomDifference) -> dict[str, Any]:
-    data = {key: getattr(atom, key) for key in ("name", "instance", "state", "kind", "dtypes")}
-    if atom.kind == "values":
-        for label, tally in (("", atom.tally), ("padding_", atom.padding)):
-            data |= {f"{label}elements": tally.numel, f"{label}differing": tally.differing}
-            data |= {f"{label}largest": tally.largest, f"{label}relative": tally.relative}
-        data |= {"first": atom.index, "tp_rank": atom.shard}
-    elif atom.text:
-        data["text"] = atom.text
-    return data
-
-
-def to_text(difference: Difference, *, everything: bool = False) -> list[str]:
-    """Write a difference; the first line is the verdict."""
-    lines = [
-        _conclude(difference),
-        *(f"note: {note}" for note in difference.notes),
-        *(f"unused: {rule}" for rule in difference.unused),
-    ]
-    groups = [[atom] for atom in difference.atoms] if everything else fold(difference.atoms)
-    shown = groups if everything else groups[:ROWS]
+    Args:
+        everything: a line for every tensor; otherwise tensors whose names differ only in numbers share a line.
+    """
+    groups: dict[object, list[AtomDifference]] = {}
+    for atom in found.atoms:
+        key = (atom.name, atom.instance) if everything else _star(atom.label)
+        groups.setdefault((key, atom.state, atom.kind), []).append(atom)
+    rows = [_make_row(atoms) for atoms in groups.values()]
+    shown = rows if everything else rows[:ROWS]
+    lines = [_conclude(found)]
+    lines += [f"note: {note}" for note in found.notes] + [f"unused: {rule}" for rule in found.unused]
     if shown:
         header = ("tensor", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
-        lines += format_table([_make_row(atoms) for atoms in shown], header, right=(3, 5, 6))
-    if len(shown) < len(groups):
-        lines.append(f"… {len(groups) - len(shown)} more lines; --all shows all, --json too")
-    return [*lines, *map(_describe_value, difference.values)]
-
-
-def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
-    """Group atoms whose names differ only in numbers, in the given order."""
-    groups: dict[tuple[str, str, str], list[AtomDifference]] = {}
-    for atom in atoms:
-        groups.setdefault((_star(atom.label), atom.state, atom.kind), []).append(atom)
-    return list(groups.values())
+        lines += format_table(shown, header, right=(3, 5, 6))
+    if len(shown) < len(rows):
+        lines.append(f"… {len(rows) - len(shown)} more lines; --all shows all, --json too")
+    return [*lines, *map(_describe_value, found.values)]
 
 
 def _star(name: str) -> str:
@@ -197,12 +159,11 @@ def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
     if worst.kind != "values":
         return (name, worst.state, (worst.text or worst.kind) + dtypes, "", "", "", "")
     in_padding = not worst.tally.differing
-    difference = "padding rows" if in_padding else f"values{dtypes}"
     tallies = [atom.padding if in_padding else atom.tally for atom in atoms]
     counts = [format_count(sum(values)) for values in zip(*((t.differing, t.numel) for t in tallies), strict=True)]
     place = str(list(worst.index)) + (f" of tp rank {worst.shard}" if worst.shard is not None else "")
     sizes = f"{tallies[0].largest:.3g}", f"{tallies[0].relative:.3g}"
-    return (name, worst.state, difference, " of ".join(counts), place, *sizes)
+    return (name, worst.state, "padding rows" if in_padding else f"values{dtypes}", " of ".join(counts), place, *sizes)
 
 
 def _describe_value(value: ValueDifference) -> str:
@@ -211,13 +172,13 @@ def _describe_value(value: ValueDifference) -> str:
     return f"{value.section} {value.key}: {value.left} ≠ {value.right}{where}"
 
 
-def _conclude(difference: Difference) -> str:
-    compared = f"{pluralize(difference.compared, 'tensor')} ({format_count(difference.numel)} elements) compared"
-    if difference.converted:
-        compared += f", {difference.converted} of two dtypes by value"
-    if not difference.atoms and not difference.values:
+def _conclude(found: Difference) -> str:
+    compared = f"{pluralize(found.compared, 'tensor')} ({format_count(found.numel)} elements) compared"
+    if found.converted:
+        compared += f", {found.converted} of two dtypes by value"
+    if not found.atoms and not found.values:
         return f"equal: {compared}"
-    counts = (len(difference.atoms), "tensor"), (len(difference.values), "other value")
+    counts = (len(found.atoms), "tensor"), (len(found.values), "other value")
     parts = [f"{pluralize(number, noun)} differ{'s' * (number == 1)}" for number, noun in counts if number]
-    verdict = f"equal within {difference.tolerance:g}" if difference.equal else "different"
+    verdict = f"equal within {found.tolerance:g}" if found.equal else "different"
     return f"{verdict}: {', '.join(parts)}; {compared}"

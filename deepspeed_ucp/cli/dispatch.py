@@ -16,14 +16,8 @@ from ..version import __version__
 from .common import HelpFormatter, Parser, read_storage_options
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, print_message
 
-GROUPS = {
-    "Train": ("run", "list"),
-    "Look": ("inspect", "verify", "diff", "plan"),
-    "Change": ("convert", "export"),
-}
-"""Commands by purpose. Each is a module with ``add_parser(commands)`` and ``run(options) -> exit code``."""
-
-COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+COMMANDS = ("run", "list", "inspect", "verify", "diff", "plan", "convert", "export")
+"""Modules with ``add_parser(commands)`` and ``run(options) -> exit code``."""
 
 _EPILOG = """\
 exit codes:
@@ -39,18 +33,12 @@ exit codes:
 def build_parser(names: Sequence[str] = COMMANDS) -> Parser:
     """Build the command line of all commands, or of some."""
     usage = "ds_ucp [--version] [-h] COMMAND …"
-    parser = Parser("ds_ucp", usage, epilog=_EPILOG, formatter_class=HelpFormatter, allow_abbrev=False)
+    text = "Elastic resume for DeepSpeed checkpoints: resume, look into, check, compare, convert and export them."
+    parser = Parser("ds_ucp", usage, text, _EPILOG, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ds_ucp {__version__}")
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="ds_ucp"
-    )
-    lines = ["Elastic resume for DeepSpeed checkpoints: resume, look into, check, compare, convert and export them."]
-    for title, members in GROUPS.items():
-        for name in (name for name in members if name in names):
-            load_command(name).add_parser(commands)
-        lines += ["", f"{title}:", *(f"  {action.dest:9}{action.help}" for action in commands._choices_actions)]
-        commands._choices_actions.clear()
-    parser.description = "\n".join(lines)
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND", prog="ds_ucp")
+    for name in names:
+        load_command(name).add_parser(commands)
     return parser
 
 
@@ -84,12 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not ours:
         build_parser().print_help(sys.stderr)
         raise SystemExit(ERROR)
+    options = _parse(ours)
     try:
-        return _run_command(_parse(ours))
+        with _show_warnings(quiet=options.quiet):
+            return _run_command(options)
     except KeyboardInterrupt:
-        print_message(
-            f"ds_ucp: interrupted\n{traceback.format_exc()}".rstrip() if "--debug" in ours else "ds_ucp: interrupted"
-        )
+        trace = f"\n{traceback.format_exc()}".rstrip() if options.debug else ""
+        print_message(f"ds_ucp: interrupted{trace}")
         return INTERRUPTED
     except BrokenPipeError:
         return BROKEN_PIPE
@@ -107,38 +96,30 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_command(options: argparse.Namespace) -> int:
-    with _show_warnings(quiet=getattr(options, "quiet", False)):
-        try:
-            if given := getattr(options, "storage_option", None):
-                from ..io.store import set_storage_options
-
-                set_storage_options(read_storage_options(given))
-            return int(load_command(options.command).run(options))
-        except (KeyboardInterrupt, BrokenPipeError):
-            raise
-        except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
-            _report(error, options)
-            return ERROR
-
-
-def _report(error: Exception, options: argparse.Namespace) -> None:
-    """Print an error on stderr (``--debug``: after its traceback), and as JSON with ``--json``."""
+    """Run a command. An error becomes a line on stderr (``--debug``: after its traceback), and JSON with ``--json``."""
     from ..comm import describe_os_error
+    from ..io.store import set_storage_options
 
-    if options.debug:
-        print_message(traceback.format_exc().rstrip())
-    elif isinstance(error, UcpError) and error.echo:
-        return
-    if isinstance(error, UcpError):
-        text = str(error)
-    elif isinstance(error, OSError):
-        text = describe_os_error(error)
-    else:
+    try:
+        if options.storage_option:
+            set_storage_options(read_storage_options(options.storage_option))
+        return int(load_command(options.command).run(options))
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the last resort: one line instead of a traceback
+        if options.debug:
+            print_message(traceback.format_exc().rstrip())
+        elif isinstance(error, UcpError) and error.echo:
+            return ERROR
         hint = "" if options.debug else " (a fault of ds_ucp itself; --debug shows where)"
         text = f"{type(error).__name__}: {error}{hint}"
-    print_message(f"ds_ucp: error: {text}")
-    if getattr(options, "json", False):
-        emit(options, {"error": text, "kind": type(error).__name__}, ())
+        if isinstance(error, UcpError | OSError):
+            text = str(error) if isinstance(error, UcpError) else describe_os_error(error)
+        print_message(f"ds_ucp: error: {text}")
+        if options.json:
+            findings = {"findings": error.findings} if isinstance(error, UcpError) and error.findings else {}
+            emit(options, {"error": text, "kind": type(error).__name__, **findings}, ())
+        return ERROR
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..io.paths import join_path
 from .common import (
+    REPORT_KEYS,
     Commands,
     add_checkpoint,
     add_command,
@@ -20,11 +20,10 @@ from .common import (
     read_rules,
     read_work_options,
 )
-from .printing import OK, emit, format_bytes, format_count, format_duration
+from .printing import OK, emit, format_bytes, format_count, format_duration, list_fields
 
 if TYPE_CHECKING:
     from ..comm import Comm
-    from ..export.tensors import ExportOptions
     from ..model import AtomicIndex
     from ..stream.report import OutputReport
 
@@ -64,8 +63,7 @@ def add_parser(commands: Commands) -> None:
             ds_ucp export out/checkpoint-300/ fsdp/checkpoint-300/ --to dcp --layout accelerate
             mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/
         """,
-        keys="format; folder; files (bytes by name); tensors; parameters; dtypes; bytes_read; bytes_written; "
-        "seconds; nodes; workers",
+        keys=REPORT_KEYS,
     )
     add_checkpoint(parser)
     parser.add_argument("out", metavar="OUT", help="folder to create")
@@ -81,7 +79,6 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--like", metavar="MODEL", help=text)
     parser.add_argument("--adapter", action="store_true", help="hf: write only an adapter, in PEFT's format")
-    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)  # removed: `_check` names the remedy
     parser.add_argument("--adapter-name", metavar="NAME", help="name of the adapter (default: default)")
     text = "adapter_config.json, or its folder (default: the folder of the checkpoint, where trainers put it)"
     parser.add_argument("--adapter-config", metavar="PATH", help=text)
@@ -113,26 +110,29 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Export; collective under mpirun and torchrun."""
     from ..comm import join_launch
+    from ..formats.foreign.names import CONFIG
+    from ..io.store import exists
 
     _check(options)
     with join_launch() as comm:
         only_weights = options.to == "hf" or options.weights_only
         folders = find_folders(options.checkpoint, options.also, comm)
-        index = open_index(options, folders, comm, weights_only=only_weights)
-        report = _export(options, index, comm)
-        names = ("format", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
-        data = {"folder": report.destination, **report.to_data(*names, "nodes", "workers")}
-        emit(options, data, [_to_text(report), *_list_lacking(options, report)])
+        report = _export(options, open_index(options, folders, comm, weights_only=only_weights), comm)
+        rate = format_bytes(report.bytes_read / max(report.seconds, 1e-9))
+        lines = [
+            f"{report.destination}: {report.tensors} tensors ({format_count(report.parameters)} parameters, "
+            f"{'/'.join(report.dtypes)}), {format_bytes(report.bytes_written)} in {len(report.files)} files, in "
+            f"{format_duration(report.seconds)} ({rate}/s read)."
+        ]
+        if options.to == "hf" and not (options.adapter or exists(join_path(report.destination, CONFIG))):
+            hint = "export with --like MODEL, or copy it and the tokenizer's files."
+            lines.append(f"from_pretrained needs a {CONFIG} there: {hint}")
+        emit(options, list_fields(report), lines)
     return OK
 
 
 def _check(options: argparse.Namespace) -> None:
     of_others = {"hf": ["weights_only", "layout"], "dcp": ["like", "adapter"]}
-    if options.merge:
-        raise ConfigError(
-            "ds_ucp merges no adapters. Export it with --adapter, then merge it with PEFT: "
-            "PeftModel.from_pretrained(base, OUT).merge_and_unload()."
-        )
     if not options.adapter and (options.adapter_name or options.adapter_config):
         raise ConfigError("--adapter-name and --adapter-config need --adapter.")
     if options.adapter and options.like:
@@ -143,40 +143,16 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
-    rules, how = read_rules(options), _make_options(options)
-    if options.adapter:
-        from ..formats.foreign.adapter import read_config
-
-        folder = os.path.dirname(index.state_file)
-        config = read_config(options.adapter_config, folder)
-        how = replace(how, adapter=options.adapter_name or "default", adapter_config=config)
-    if options.to == "hf":
-        from ..export.like import find_model
-        from ..export.safetensors import export_safetensors
-
-        like = None if options.like is None else find_model(options.like)
-        return export_safetensors(
-            index, options.out, comm, how, rules=rules, max_shard=options.max_shard_size, like=like
-        )
-    from ..export.dcp import export_dcp
-
-    layout = options.layout or "torch"
-    return export_dcp(index, options.out, comm, how, rules=rules, weights_only=options.weights_only, layout=layout)
-
-
-def _make_options(options: argparse.Namespace) -> ExportOptions:
-    """Make the options of the export.
-
-    Raises:
-        ConfigError: a rename is invalid.
-    """
     from ..export.tensors import ExportOptions
+    from ..formats.foreign.adapter import read_config
     from ..tensor_parallel import parse_renames
 
     pairs = [text.rpartition("=") for text in options.rename]
     if invalid := next(("".join(pair) for pair in pairs if not all(pair[:2])), None):
         raise ConfigError(f"--rename {invalid!r}: REGEX=NAME is needed, such as 'model\\.(?P<rest>.*)={{rest}}'.")
-    return ExportOptions(
+    folder = os.path.dirname(index.state_file)
+    rules = read_rules(options)
+    how = ExportOptions(
         dtype=DTYPES[options.dtype],
         tied=options.tied,
         keep_padding=options.keep_padding,
@@ -184,24 +160,17 @@ def _make_options(options: argparse.Namespace) -> ExportOptions:
         strip_prefix=options.strip_prefix,
         renames=parse_renames([{"from": regex, "to": name} for regex, _, name in pairs]),
         overwrite=options.overwrite,
+        adapter=(options.adapter_name or "default") if options.adapter else "",
+        adapter_config=read_config(options.adapter_config, folder) if options.adapter else {},
         **read_work_options(options, least=8),
     )
+    if options.to == "hf":
+        from ..export.like import find_model
+        from ..export.safetensors import export_safetensors
 
+        like, max_shard = options.like and find_model(options.like), options.max_shard_size
+        return export_safetensors(index, options.out, comm, how, rules=rules, max_shard=max_shard, like=like)
+    from ..export.dcp import export_dcp
 
-def _list_lacking(options: argparse.Namespace, report: OutputReport) -> list[str]:
-    """Return a hint if ``from_pretrained`` would miss its config."""
-    from ..formats.foreign.names import CONFIG
-    from ..io.store import exists
-
-    if options.to != "hf" or options.adapter or exists(join_path(report.destination, CONFIG)):
-        return []
-    return [f"from_pretrained needs a {CONFIG} there: export with --like MODEL, or copy it and the tokenizer's files."]
-
-
-def _to_text(report: OutputReport) -> str:
-    rate = report.bytes_read / max(report.seconds, 1e-9)
-    return (
-        f"{report.destination}: {report.tensors} tensors ({format_count(report.parameters)} parameters, "
-        f"{'/'.join(report.dtypes)}), {format_bytes(report.bytes_written)} in {len(report.files)} files, in "
-        f"{format_duration(report.seconds)} ({format_bytes(rate)}/s read)."
-    )
+    layout = options.layout or "torch"
+    return export_dcp(index, options.out, comm, how, rules=rules, weights_only=options.weights_only, layout=layout)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, advise, pluralize, shorten
+from ..errors import ConfigError, advise, shorten
 from .common import Commands, add_checkpoint, add_command, add_shared_options, find_folders, read_groups, read_rules
-from .printing import ERROR, OK, emit, print_message
+from .printing import OK, emit
 
 if TYPE_CHECKING:
     from ..formats.open import FolderReport
@@ -36,11 +35,9 @@ def add_parser(commands: Commands) -> None:
             ds_ucp inspect checkpoints/ --json | jq .totals
         """,
         keys="folder; written_by; topology; counters; optimizer (name, states, groups, loss_scaler, clip_grad); "
-        "totals (bytes and counts); parameters, each with name, instance, kind, shape (or null), shards, "
-        "numel, dtype, copy, states, pattern (or null), origin, group, scalars, aliases, fragments, files, "
-        "nbytes, why; ties; instances; client_state; files; findings (kind, file, text, severity, names, "
-        "rules). With --param one parameter with hyper and layout. Without a checkpoint that opens: folder, "
-        "error, kind, files, findings",
+        "totals (bytes and counts); parameters, each with name, instance, kind, shape (or null), shards, dtype, copy, "
+        "states, pattern (or null), origin, group, scalars, nbytes, why; ties; instances; client_state; files; "
+        "findings (kind, file, text, severity, names, rules). With --param one parameter with hyper and layout",
     )
     add_checkpoint(parser)
     text = "one line per parameter, also for layers of equal form"
@@ -51,7 +48,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the checkpoint; 2 if it does not open. The ranks of a launch share the reading of headers."""
+    """Show the checkpoint. The ranks of a launch share the reading of headers.
+
+    Raises:
+        UcpError: all faults of a checkpoint that does not open.
+    """
     from ..comm import join_launch
     from ..formats.deepspeed.naming import Naming
     from ..formats.open import survey_checkpoint
@@ -61,26 +62,25 @@ def run(options: argparse.Namespace) -> int:
         rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
         report = survey_checkpoint(folder, comm, Naming(groups=groups), also=also)
         faults = {finding.kind for finding in report.findings if not finding.warning}
-        opens = report.index is not None and faults <= (set() if groups else {"unnamed"})
+        is_unnamed = not groups and faults == {"unnamed"}
+        index = report.index if is_unnamed and report.index else comm.run(report.require)
         if not comm.rank:
-            _show(options, report, rules) if opens else _show_damage(options, report)
-    return OK if opens else ERROR
+            _show(options, report, index, rules)
+    return OK
 
 
-def _show(options: argparse.Namespace, report: FolderReport, rules: Sequence[RuleSet]) -> None:
-    from .contents import list_contents
-    from .summary import detail_parameter, write_detail, write_summary
+def _show(options: argparse.Namespace, report: FolderReport, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
+    from .contents import detail_parameter, list_contents, write_detail, write_summary
 
-    index = report.index or report.require()
     data = list_contents(report, index, rules)
     if options.param:
-        detail = detail_parameter(index, pick_parameter(index, data["parameters"], options.param))
+        detail = detail_parameter(index, _pick_parameter(index, data["parameters"], options.param))
         emit(options, detail, write_detail(detail))
     else:
         emit(options, data, write_summary(index, data, unfold=options.all))
 
 
-def pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: str) -> Parameter:
+def _pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: str) -> Parameter:
     """Find the parameter of that name (or tied to it), or the only one whose name matches a regular expression.
 
     Raises:
@@ -100,19 +100,3 @@ def pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: 
         advice = advise(wanted, rows, f"The checkpoint holds {shorten(rows)}.")
         raise ConfigError(f"--param: nothing is named like {wanted!r}. {advice}")
     return rows[matches[0]]
-
-
-def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
-    """Print all faults of a checkpoint that does not open, and the error on stderr."""
-    from ..formats.findings import fold_findings, make_error
-
-    faults = [finding for finding in report.findings if not finding.warning]
-    if any(finding.kind == "unnamed" for finding in faults):
-        report.require()
-    error = make_error(report.findings)
-    files = [{"name": name, "size": size} for name, size in sorted(report.files.sizes.items()) if size >= 0]
-    texts = (finding.text.removeprefix(f"{report.folder}{os.sep}") for finding in fold_findings(faults))
-    lines = [f"{report.folder}: does not open, {pluralize(len(faults), 'fault')}", *dict.fromkeys(texts)]
-    facts = {"folder": report.folder, "error": str(error), "kind": type(error).__name__}
-    emit(options, {**facts, "files": files, "findings": report.findings}, lines)
-    print_message(f"ds_ucp: error: {str(error).removeprefix(f'{report.folder}{os.sep}')}")

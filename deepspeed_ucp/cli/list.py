@@ -6,23 +6,23 @@ import argparse
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import CheckpointError, UcpError, pluralize
 from .common import Commands, add_command, add_shared_options
 from .printing import FAULT, OK, emit, format_bytes, format_table
 
 if TYPE_CHECKING:
-    from ..examine.tags import TagReport
     from ..saves.search import HeldSave
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_WHOLE = {None: "part", True: "yes", False: "no"}
 STORAGE, MEMORY = "storage", "memory"
 """Places of a checkpoint."""
+
+Row: TypeAlias = dict[str, Any]
+"""A checkpoint, as in the JSON."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -79,12 +79,12 @@ def run(options: argparse.Namespace) -> int:
     return OK if all(map(_is_usable, rows)) else FAULT
 
 
-def _is_usable(row: Mapping[str, Any]) -> bool:
+def _is_usable(row: Row) -> bool:
     """Return True unless the checkpoint is known to lack weights."""
     return row["whole"] is not False or row["weights_only"]
 
 
-def _list_stored(folder: str, *, required: bool) -> list[dict[str, Any]]:
+def _list_stored(folder: str, *, required: bool) -> list[Row]:
     """List the checkpoints on storage.
 
     Raises:
@@ -98,10 +98,10 @@ def _list_stored(folder: str, *, required: bool) -> list[dict[str, Any]]:
         if required:
             raise
         return []
-    return [{**_describe(save), "place": STORAGE, "memory": None, "resume": False} for save in saves]
+    return [{**save, "place": STORAGE, "memory": None, "resume": False} for save in saves]
 
 
-def _list_in_memory(memory: str, folder: str | None) -> list[dict[str, Any]]:
+def _list_in_memory(memory: str, folder: str | None) -> list[Row]:
     """List the saves in this node's memory.
 
     Args:
@@ -119,19 +119,19 @@ def _list_in_memory(memory: str, folder: str | None) -> list[dict[str, Any]]:
     return [data for save in saves if (data := _describe_in_memory(save, folder)) is not None]
 
 
-def _describe_in_memory(save: HeldSave, folder: str | None) -> dict[str, Any] | None:
+def _describe_in_memory(save: HeldSave, folder: str | None) -> Row | None:
     """Describe a save in memory; None if its job has removed it meanwhile."""
     from ..examine.tags import look_at_tag
     from ..saves.memory import locate
 
     first, *others = save.parts
     try:
-        report = look_at_tag(first.folder, first.tag, [os.path.join(other.folder, other.tag) for other in others])
+        data = look_at_tag(first.folder, first.tag, [os.path.join(other.folder, other.tag) for other in others])
     except (UcpError, OSError):
         if first.is_recorded():
             raise
         return None
-    data = _describe(report) | {"age": report.age._replace(step=first.step), "step": first.step}
+    data |= {"age": data["age"]._replace(step=first.step), "step": first.step}
     if not save.is_complete:
         data |= {"whole": None, "fault": None}  # other nodes have the rest
     path = first.tag if folder is None else os.path.relpath(os.path.join(save.place, first.tag), locate(folder))
@@ -147,7 +147,7 @@ def _describe_in_memory(save: HeldSave, folder: str | None) -> dict[str, Any] | 
     return {**data, "tag": path, "place": MEMORY, "memory": memory, "resume": save.is_taken}
 
 
-def _mark_resumed(folder: str, in_memory: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) -> str:
+def _mark_resumed(folder: str, in_memory: Sequence[Row], stored: Sequence[Row]) -> str:
     """Mark the checkpoint that a resume from the folder takes, in memory or on storage, and name it."""
     from ..comm import Comm
     from ..load.tags import find_tag
@@ -182,41 +182,26 @@ def _read_name(folder: str, name: str) -> str | None:
         return None
 
 
-def _describe(save: TagReport) -> dict[str, Any]:
-    """Describe a checkpoint as data, with its ``age`` as sort key."""
-    age = save.age
-    return {
-        "age": age,
-        "tag": save.path,
-        "folder": save.folder,
-        "step": None if age.step < 0 else age.step,
-        "whole": not save.fault,
-        "weights_only": save.weights_only,
-        "sealed": age.sealed,
-        "bytes": sum(entry.size for entry in save.files.values()),
-        "files": len(save.files),
-        "written": datetime.fromtimestamp(age.time).astimezone().isoformat(timespec="seconds") if age.time else None,
-        "topology": save.topology,
-        "fault": save.describe_fault(),
-    }
-
-
-def _write(rows: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
+def _write(rows: Sequence[Row], resumed: str) -> list[str]:
     broken = sum(not _is_usable(row) for row in rows)
     verdict = f"{pluralize(len(rows), 'checkpoint')}, {f'{broken} not complete' if broken else 'all complete'}"
-    cells = [
-        [
-            *(row["tag"], "?" if row["step"] is None else row["step"]),
-            *(
-                "weights" if row["weights_only"] and row["whole"] is not None else _WHOLE[row["whole"]],
+    cells = []
+    for row in rows:
+        whole = {None: "part", True: "yes", False: "no"}[row["whole"]]
+        cells.append(
+            (
+                row["tag"],
+                "?" if row["step"] is None else row["step"],
+                "weights" if row["weights_only"] and row["whole"] is not None else whole,
                 "yes" if row["sealed"] else "no",
-            ),
-            *(format_bytes(row["bytes"]), (row["written"] or "?")[:16].replace("T", " "), row["topology"] or "?"),
-            *(row["place"], ", ".join([*row["named_by"], *(["resume"] if row["resume"] else [])])),
-        ]
-        for row in rows
-    ]
-    header = ["tag", "step", "complete", "sealed", "size", "written", "topology", "place", ""]
+                format_bytes(row["bytes"]),
+                (row["written"] or "?")[:16].replace("T", " "),
+                row["topology"] or "?",
+                row["place"],
+                ", ".join([*row["named_by"], *["resume"] * row["resume"]]),
+            )
+        )
+    header = ("tag", "step", "complete", "sealed", "size", "written", "topology", "place", "")
     lines = [f"{verdict}; {resumed}", "", *format_table(cells, header, right=(1, 4))]
     faults = [(row["tag"], *row["fault"].split("\n")) for row in rows if row["fault"]]
     notes = [f"{tag}: {first}{f' (and {len(more)} more)' if more else ''}" for tag, first, *more in faults]
@@ -224,7 +209,7 @@ def _write(rows: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
     return [*lines, *([""] if notes else []), *notes]
 
 
-def _write_memory(row: Mapping[str, Any]) -> str:
+def _write_memory(row: Row) -> str:
     """Folder, host, nodes and pending destinations of a save in memory."""
     memory = row["memory"]
     text = f"in {row['folder']} on {memory['host']}, for {memory['save_dir']}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from .printing import FAULT, OK, emit, format_both, format_bytes, format_count, 
 
 if TYPE_CHECKING:
     from ..examine.degrees import Degrees
-    from ..examine.resume import ResumeCheck
 
 GIGA = 1_000_000_000
 MEMORY = 10 * GIGA
@@ -105,33 +103,28 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     from ..examine.degrees import parse_degrees
     from ..examine.resume import check_resume
     from ..examine.sizing import count_state
+    from ..model.topology import list_undescribed
 
     index = open_index(options, find_folders(options.checkpoint, options.also, Comm()), Comm())
     degrees = parse_degrees(options.target, index.topology, world=options.ranks)
     check = check_resume(index, degrees, read_rules(options), train_batch=options.train_batch_size)
     data = {"possible": not check.obstacles, "source": index.written, "target": degrees.describe()}
     data |= {**asdict(check), "read_per_rank": -(-check.read // degrees.world)}
-    lines = [f"possible: {check.loader} loads it on {pluralize(degrees.world, 'rank')}", ""]
-    if check.obstacles:
-        lines = ["not possible", *(f"  - {text}" for text in check.obstacles), ""]
-    lines += format_table([("from", index.written), ("to", degrees.describe()), *_list_facts(check)])
-    return _add_times(options, data, lines, degrees, *count_state(index, degrees))
-
-
-def _list_facts(check: ResumeCheck) -> Iterator[tuple[str, str]]:
-    from ..model.topology import list_undescribed
-
+    rows = [("from", index.written), ("to", degrees.describe())]
     if more := list_undescribed(check.differences):
-        yield "differs", "; ".join(more)
+        rows.append(("differs", "; ".join(more)))
     if check.obstacles:
-        return
+        return data, ["not possible", *(f"  - {text}" for text in check.obstacles), "", *format_table(rows)]
     if train := check.batch["train"]:
-        ranks = pluralize(check.degrees.dp, "data-parallel rank")
-        yield "batch", f"train_batch_size {train} on {ranks}: {check.batch['change'] or 'fits'}"
-    yield "checkpoint", f"{format_both(check.checkpoint)} in {pluralize(check.files, 'file')}"
+        ranks = pluralize(degrees.dp, "data-parallel rank")
+        rows.append(("batch", f"train_batch_size {train} on {ranks}: {check.batch['change'] or 'fits'}"))
+    rows.append(("checkpoint", f"{format_both(check.checkpoint)} in {pluralize(check.files, 'file')}"))
     if check.read:
-        per_rank = format_bytes(check.read / check.degrees.world)
-        yield "reads", f"{format_both(check.read)}, each byte once; {per_rank} per rank on average"
+        per_rank = format_bytes(check.read / degrees.world)
+        rows.append(("reads", f"{format_both(check.read)}, each byte once; {per_rank} per rank on average"))
+    verdict = f"possible: {check.loader} loads it on {pluralize(degrees.world, 'rank')}"
+    lines = _add_times(options, data, degrees, *count_state(index, degrees))
+    return data, [verdict, "", *format_table(rows), *lines]
 
 
 def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -143,26 +136,30 @@ def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     degrees = parse_degrees(options.target, Topology(1, ATOMIC, "bfloat16"), world=options.ranks)
     size = estimate_run(options.params, degrees, options.optimizer)
     data = {"possible": True, "target": degrees.describe(), "degrees": degrees}
-    data |= {"params": options.params, "optimizer": options.optimizer, **asdict(size)}
+    data |= {"params": options.params, "optimizer": options.optimizer, **size}
     rows = [
-        ("weights", format_bytes(size.weights), degrees.precision if size.weights else "the masters are the weights"),
-        ("gradients", format_bytes(size.gradients), ""),
-        ("masters", format_bytes(size.masters), "float32"),
-        ("optimizer states", format_bytes(size.states), options.optimizer),
-        ("each rank", format_bytes(size.total), "without activations and communication buffers"),
-        ("checkpoint", format_both(size.checkpoint), pluralize(size.files, "file")),
-        ("state to restore", format_both(size.restored), "read once"),
+        ("weights", format_bytes(size["weights"]), "" if size["weights"] else "the masters are the weights"),
+        ("gradients", format_bytes(size["gradients"]), ""),
+        ("masters", format_bytes(size["masters"]), "float32"),
+        ("optimizer states", format_bytes(size["states"]), options.optimizer),
+        ("each rank", format_bytes(size["total"]), "without activations and communication buffers"),
+        ("checkpoint", format_both(size["checkpoint"]), pluralize(size["files"], "file")),
+        ("state to restore", format_both(size["restored"]), "read once"),
     ]
-    verdict = f"possible: {format_bytes(size.total)} of memory for each rank's engine"
+    verdict = f"possible: {format_bytes(size['total'])} of memory for each rank's engine"
     target = f"{format_count(options.params)} parameters, {degrees.describe()}"
-    lines = [verdict, "", target, "", *format_table(rows, right=(1,))]
-    return _add_times(options, data, lines, degrees, size.restored, size.checkpoint - size.restored)
+    lines = _add_times(options, data, degrees, size["restored"], size["checkpoint"] - size["restored"])
+    return data, [verdict, "", target, "", *format_table(rows, right=(1,)), *lines]
 
 
 def _add_times(
-    options: argparse.Namespace, data: dict[str, Any], lines: list[str], degrees: Degrees, states: int, weights: int
-) -> tuple[dict[str, Any], list[str]]:
-    """Add seconds at the given bandwidths, and how often to save. ``states``, ``weights``: bytes of a save."""
+    options: argparse.Namespace, data: dict[str, Any], degrees: Degrees, states: int, weights: int
+) -> list[str]:
+    """Add seconds at the given bandwidths to ``data``, and how often to save; returns the lines about them.
+
+    Args:
+        states, weights: bytes of a save.
+    """
     read, saved = data.get("read") or states, states + weights
     seconds = {
         "load": options.read_gbs and read / options.read_gbs,
@@ -170,40 +167,29 @@ def _add_times(
     }
     data["seconds"] = seconds
     times = [f"a {name} takes at least {format_duration(time)}" for name, time in seconds.items() if time]
-    if not data["possible"] or not times:
-        return data, lines
-    lines = [*lines, "", "; ".join(times)]
-    if options.mtbf:
-        data["saves"], table = _plan_saves(options, degrees, states, weights)
-        lines += table
-    return data, lines
+    lines = ["", "; ".join(times)] if times else []
+    return [*lines, *_plan_saves(options, data, degrees, states, weights)] if options.mtbf else lines
 
 
 def _plan_saves(
-    options: argparse.Namespace, degrees: Degrees, states: int, weights: int
-) -> tuple[dict[str, Any], list[str]]:
-    """How often to save, as data and as lines."""
-    from ..examine.sizing import SaveSpeeds, choose_interval, list_ways, measure_save
+    options: argparse.Namespace, data: dict[str, Any], degrees: Degrees, states: int, weights: int
+) -> list[str]:
+    """Add how often to save to ``data``; returns the lines about it."""
+    from ..examine.sizing import choose_interval, judge_interval, list_ways, measure_save
 
-    per_node, network = options.ranks_per_node, options.net_gbs
-    size = measure_save(states, weights, degrees, per_node)
-    network = network and network * per_node
-    speeds = SaveSpeeds(MEMORY, options.write_gbs, options.read_gbs, network, options.stall, options.restart)
-    ways = [(way, choose_interval(way, options.mtbf)) for way in list_ways(size, speeds)]
-    data = {
-        "mtbf": options.mtbf,
-        "size": size,
-        "ways": [{**asdict(way), "interval": interval} for way, interval in ways],
-    }
-    rows = [
-        (
-            *(way.saves, way.leaves),
-            *(format_duration(time) for time in (interval.seconds, way.stall, way.safe, interval.lost)),
-            f"{interval.trains:.2%}",
-        )
-        for way, interval in ways
-    ]
+    per_node, ways, rows = options.ranks_per_node, list[dict[str, Any]](), list[tuple[str, ...]]()
+    node, nodes = measure_save(states, weights, degrees, per_node)
+    speeds = {"memory": MEMORY, "write": options.write_gbs, "read": options.read_gbs, "restart": options.restart}
+    network = options.net_gbs and options.net_gbs * per_node
+    for way in list_ways(states + weights, node, **speeds, network=network, stall=options.stall):
+        seconds = choose_interval(way, options.mtbf)
+        trains, lost = judge_interval(way, seconds, options.mtbf)
+        ways.append({**asdict(way), "interval": {"seconds": seconds, "trains": trains, "lost": lost}})
+        times = (format_duration(time) for time in (seconds, way.stall, way.safe, lost))
+        rows.append((way.saves, way.leaves, *times, f"{trains:.2%}"))
+    size = {"total": states + weights, "node": node, "nodes": nodes}
+    data["saves"] = {"mtbf": options.mtbf, "size": size, "ways": ways}
     header = ("saves", "a failure leaves", "interval", "stall", "safe after", "a failure costs", "trains")
-    text = f"a failure every {format_duration(options.mtbf)}; {pluralize(size.nodes, 'node')} of {per_node} ranks"
+    text = f"a failure every {format_duration(options.mtbf)}; {pluralize(nodes, 'node')} of {per_node} ranks"
     table = format_table(rows, header, right=range(2, len(header)))
-    return data, ["", f"{text}, at most {format_bytes(size.node)} of a save each", "", *table]
+    return ["", f"{text}, at most {format_bytes(node)} of a save each", "", *table]

@@ -6,13 +6,11 @@ Every line is escaped, so that no name in a checkpoint can forge another line.
 from __future__ import annotations
 
 import argparse
-import codecs
 import io
 import json
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,10 +30,6 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
-_PLAIN = {"→": "->", "…": "...", "·": "-", "×": "x", "≠": "!=", "Δ": "d"}
-"""ASCII replacements of signs that the terminal's encoding lacks."""
-
-
 def prepare_streams() -> None:
     """Open stdout and stderr if they are closed, and let them accept every character.
 
@@ -44,21 +38,12 @@ def prepare_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
-    codecs.register_error("ds_ucp", _replace)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
             setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w")))
         elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="ds_ucp")
-
-
-def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Error handler of a codec: replaces our signs by ASCII, and other characters by their codes."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    sign = _PLAIN.get(error.object[error.start])
-    return (sign, error.start + 1) if sign else codecs.backslashreplace_errors(error)
+            stream.reconfigure(errors="backslashreplace")
 
 
 def find_rank() -> int:
@@ -71,21 +56,16 @@ def find_rank() -> int:
 
 
 def emit(options: argparse.Namespace, data: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Print a result, on rank 0 only: ``data`` under ``--json``, else ``lines``."""
-    if find_rank():
-        return
-    write_out(to_json(data) if options.json else "\n".join(map(escape, lines)))
-
-
-def write_out(text: str) -> None:
-    """Write text to stdout at once.
+    """Print a result to stdout at once, on rank 0 only: ``data`` under ``--json``, else ``lines``.
 
     Raises:
         StorageError: stdout cannot be written.
         BrokenPipeError: its reader has exited.
     """
+    if find_rank():
+        return
     try:
-        print(text, flush=True)
+        print(to_json(data) if options.json else "\n".join(map(escape, lines)), flush=True)
     except OSError as error:
         # Flushing the buffer would raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -95,15 +75,18 @@ def write_out(text: str) -> None:
 
 
 def to_json(data: Any) -> str:
-    """Serialize to strict JSON: NaN and infinities become the strings ``nan``, ``inf``, ``-inf``."""
-    is_ascii = not codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
-    text = hide_secrets(json.dumps(_to_plain(data), indent=2, ensure_ascii=is_ascii, allow_nan=False))
-    return re.sub(r"[^\n -~]", lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text)
+    """Serialize to strict JSON in ASCII: NaN and infinities become the strings ``nan``, ``inf``, ``-inf``."""
+    return hide_secrets(json.dumps(_to_plain(data), indent=2, allow_nan=False))
+
+
+def list_fields(result: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass instance as data for :func:`emit`."""
+    return {field.name: getattr(result, field.name) for field in fields(result)}
 
 
 def _to_plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _to_plain(getattr(value, field.name)) for field in fields(value)}
+    if is_dataclass(value):
+        return _to_plain(list_fields(value))
     if isinstance(value, Mapping):
         return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ..errors import ConfigError, UcpError
@@ -42,34 +40,27 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the script, whose errors and exit code are passed through."""
+    script = options.script
     try:
-        default = read_default(options)
-        _check_script(options.script, is_module=options.module)
+        default = _read_default(options.config)
+        if not options.module and not os.access(script, os.R_OK):
+            why = "cannot be read" if os.path.exists(script) else "no such file"
+            advice = "Name the training script, after the options of ds_ucp."
+            raise ConfigError(f"{script}: {why} (in {os.getcwd()}). {advice}")
     except UcpError as error:
         print_message(f"ds_ucp run: {error}")
         return ERROR
-    run_script(options.script, [*options.launcher, *options.args], is_module=options.module, default_on=default)
+    _run_script(script, [*options.launcher, *options.args], is_module=options.module, default_on=default)
     return OK
 
 
-def _check_script(script: str, *, is_module: bool) -> None:
-    """Check that Python can run the script, before a traceback of ours would say so.
-
-    Raises:
-        ConfigError: there is no such script or module.
-    """
-    if not is_module and not os.access(script, os.R_OK):
-        why = "cannot be read" if os.path.exists(script) else "no such file"
-        raise ConfigError(f"{script}: {why} (in {os.getcwd()}). Name the training script, after the options of ds_ucp.")
-    if is_module:
-        with suppress(ImportError, ValueError):  # of the package of the module
-            if importlib.util.find_spec(script) is not None:
-                return
-        raise ConfigError(f"--module {script}: there is no such module. Name one that `python -m` would run.")
-
-
-def read_default(options: argparse.Namespace) -> bool | dict[str, Any]:
+def _read_default(text: str | None) -> bool | dict[str, Any]:
     """Read ``--config``: the options of engines whose ds_config does not set them; True without any.
+
+    Errors do not quote the text, which may contain secrets.
+
+    Args:
+        text: a JSON object, or the file that has one.
 
     Raises:
         ConfigError: it is not a JSON object, or an option is unknown or has an invalid value.
@@ -77,37 +68,25 @@ def read_default(options: argparse.Namespace) -> bool | dict[str, Any]:
     from ..config import merge_options
     from ..tensor_parallel import from_config
 
-    if options.config is None:
+    if text is None:
         return True
-    given = _read_object(options.config)
+    wanted = "--config: a JSON object or a file with one is needed"
+    try:
+        if not text.lstrip().startswith("{"):
+            with open(text, encoding="utf-8") as file:
+                text = file.read()
+        given = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{wanted}: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f'{wanted}, such as {{"fallback": true}}.')
     if "patterns" in given:
         from_config(given["patterns"])
     merge_options([("--config", given)])
     return given or True
 
 
-def _read_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object, or the file that has one. Errors do not quote the text, which may contain secrets.
-
-    Raises:
-        ConfigError: it is not a JSON object.
-    """
-    is_text = text.lstrip().startswith("{")
-    try:
-        if not is_text:
-            with open(text, encoding="utf-8") as file:
-                text = file.read()
-        parsed = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--config: a JSON object or a file with one is needed: {error}") from None
-    if not isinstance(parsed, dict):
-        raise ConfigError('--config: a JSON object is needed, such as {"fallback": true}.')
-    return parsed
-
-
-def run_script(
-    script: str, args: Sequence[str], *, is_module: bool, default_on: bool | Mapping[str, Any] = True
-) -> None:
+def _run_script(script: str, args: Sequence[str], *, is_module: bool, default_on: bool | Mapping[str, Any]) -> None:
     """Run a script as ``python SCRIPT ARGS…`` would, the plugin installed and on by default."""
     import deepspeed_ucp
 

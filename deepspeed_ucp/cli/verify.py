@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError, ConfigError, pluralize
+from ..errors import ConfigError, pluralize
 from .common import (
     Commands,
     add_checkpoint,
@@ -16,11 +16,10 @@ from .common import (
     read_groups,
     read_work_options,
 )
-from .printing import FAULT, OK, emit, format_bytes, format_duration, print_message
+from .printing import FAULT, OK, emit, format_bytes, format_duration, list_fields, print_message
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
-    from ..formats.findings import Finding
 
 
 def add_parser(commands: Commands) -> None:
@@ -38,9 +37,9 @@ def add_parser(commands: Commands) -> None:
             ds_ucp verify /nvme/checkpoints --also s3://bucket/run
             mpirun -np 4 ds_ucp verify checkpoints/global_step1000_universal --json
         """,
-        keys="folder; kind (normal, atomic, foreign); topology; whole; files, each with name, bytes, records, "
-        "unchecked; others; bytes; read; unchecked (records without a checksum); seconds; rate; faults (kind, "
-        "file, text, warning, tensors); fingerprint",
+        keys="folder; kind (normal, atomic, foreign); topology; files, each with name, nbytes, records, unchecked, "
+        "checked; others; read; seconds; faults (kind, file, text, severity, names); fingerprint; whole; nbytes; "
+        "unchecked (bytes without a checksum)",
     )
     add_checkpoint(parser)
     text = (
@@ -66,11 +65,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--seal needs a folder that is complete without other places. Remove --also.")
     how = WorkOptions(**read_work_options(options, least=1))
     with join_launch() as comm:
-        try:
-            folder, *also = find_folders(options.checkpoint, options.also, comm)
-        except CheckpointError as error:
-            return _report_dangling(options, error)
-        verification = verify_checkpoint(
+        folder, *also = find_folders(options.checkpoint, options.also, comm)
+        found = verify_checkpoint(
             folder,
             comm,
             how,
@@ -79,93 +75,46 @@ def run(options: argparse.Namespace) -> int:
             groups=read_groups(options.groups),
             against=options.against,
         )
-        if options.seal and verification.whole:
+        if options.seal and found.whole:
             seal_folder(folder, comm)
             if not options.quiet and not comm.rank:
                 print_message(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
-    emit(options, to_data(verification), to_text(verification, headers_only=options.headers_only))
-    return OK if verification.whole else FAULT
+    sums = {"whole": found.whole, "nbytes": found.nbytes, "unchecked": found.unchecked}
+    emit(options, {**list_fields(found), **sums}, _to_text(found, headers_only=options.headers_only))
+    return OK if found.whole else FAULT
 
 
-def _report_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
-    """Report a `latest` that names no checkpoint as a fault.
-
-    Raises:
-        CheckpointError: there is no `latest`.
-    """
-    from ..examine.verify import Verification
-    from ..formats.findings import Finding
-    from ..io.store import exists
-
-    for latest in ("latest", "latest_universal"):
-        if exists(os.path.join(options.checkpoint, latest)):
-            fault = Finding("latest", latest, str(error))
-            verification = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (fault,))
-            emit(options, to_data(verification), [f"{options.checkpoint}: 1 fault", _word(fault)])
-            return FAULT
-    raise error
-
-
-def to_data(verification: Verification) -> dict[str, Any]:
-    """Convert a verification to data for ``--json``."""
-    files = [
-        {"name": f.name, "bytes": f.nbytes, "records": f.records, "unchecked": f.unchecked} for f in verification.files
-    ]
-    faults = [
-        {"kind": f.kind, "file": f.file, "text": f.text, "warning": f.warning, "tensors": f.names}
-        for f in verification.faults
-    ]
-    return {
-        "folder": verification.folder,
-        "kind": verification.kind,
-        "topology": verification.topology,
-        "whole": verification.whole,
-        "files": files,
-        "others": verification.others,
-        "bytes": verification.nbytes,
-        "read": verification.read,
-        "unchecked": verification.unchecked,
-        "seconds": verification.seconds,
-        "rate": verification.read / verification.seconds if verification.seconds else 0.0,
-        "faults": faults,
-        "fingerprint": verification.fingerprint,
-    }
-
-
-def to_text(verification: Verification, *, headers_only: bool = False) -> list[str]:
+def _to_text(found: Verification, *, headers_only: bool) -> list[str]:
     """Write a verification; the first line is the verdict."""
     from ..formats.findings import fold_findings
 
-    records = sum(file.records for file in verification.files)
-    rate = format_bytes(verification.read / max(verification.seconds, 1e-9))
-    read = f"{format_bytes(verification.read)} read in {format_duration(verification.seconds)} ({rate}/s)"
+    rate = format_bytes(found.read / max(found.seconds, 1e-9))
+    read = f"{format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
     lines = [
-        f"{verification.folder}: {_conclude(verification, headers_only=headers_only)}",
-        f"{verification.kind} checkpoint{f', {verification.topology}' if verification.topology else ''}",
-        f"{pluralize(len(verification.files), 'file')}, {pluralize(records, 'record')}, "
-        f"{format_bytes(verification.nbytes)}; {'only headers were read' if headers_only else read}",
+        f"{found.folder}: {_conclude(found, headers_only=headers_only)}",
+        f"{found.kind} checkpoint{f', {found.topology}' if found.topology else ''}",
+        f"{pluralize(len(found.files), 'file')}, {pluralize(sum(file.records for file in found.files), 'record')}, "
+        f"{format_bytes(found.nbytes)}; {'only headers were read' if headers_only else read}",
     ]
-    if verification.fingerprint.get("digest"):
-        lines.append(f"source: {verification.fingerprint['digest']}")
-    if verification.others:
-        lines.append(f"{pluralize(len(verification.others), 'other file')} not looked into")
-    return [*lines, *map(_word, fold_findings(verification.faults))]
+    if found.fingerprint.get("digest"):
+        lines.append(f"source: {found.fingerprint['digest']}")
+    if found.others:
+        lines.append(f"{pluralize(len(found.others), 'other file')} not looked into")
+    faults = fold_findings(found.faults)
+    return [*lines, *(f"{'warning' if each.warning else 'FAULT'} [{each.kind}] {each.text}" for each in faults)]
 
 
-def _conclude(verification: Verification, *, headers_only: bool) -> str:
+def _conclude(found: Verification, *, headers_only: bool) -> str:
     """Write the verdict: the number of faults, or the extent to which checksums were compared."""
-    warnings = sum(fault.warning for fault in verification.faults)
-    more = f" ({pluralize(warnings, 'warning')})" if warnings else ""
-    if not verification.whole:
-        return pluralize(len(verification.faults) - warnings, "fault") + more
-    if headers_only:
-        return f"complete by names, sizes and headers; checksums were not compared{more}"
-    if not any(file.checked for file in verification.files):
-        return f"complete by names and sizes; no checksums to compare{more}"
-    if verification.unchecked:
-        return f"complete; {format_bytes(verification.unchecked)} have no checksums to compare, the rest matches{more}"
-    return f"complete, all checksums match{more}"
-
-
-def _word(fault: Finding) -> str:
-    return f"{'warning' if fault.warning else 'FAULT'} [{fault.kind}] {fault.text}"
+    warnings = sum(fault.warning for fault in found.faults)
+    if not found.whole:
+        text = pluralize(len(found.faults) - warnings, "fault")
+    elif headers_only:
+        text = "complete by names, sizes and headers; checksums were not compared"
+    elif not any(file.checked for file in found.files):
+        text = "complete by names and sizes; no checksums to compare"
+    elif found.unchecked:
+        text = f"complete; {format_bytes(found.unchecked)} have no checksums to compare, the rest matches"
+    else:
+        text = "complete, all checksums match"
+    return f"{text} ({pluralize(warnings, 'warning')})" if warnings else text

@@ -12,46 +12,37 @@ OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "momentum": 1, "adagrad": 1, "sg
 """Number of element-wise fp32 states per parameter."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunSize:
-    """Bytes that a run needs.
-
-    Attributes:
-        weights, gradients, masters, states: of one rank; no weights if the masters are the weights.
-        total: of one rank.
-        restored: masters and optimizer states of all ranks, which a load restores.
-        checkpoint, files: of one save.
-    """
-
-    weights: int
-    gradients: int
-    masters: int
-    states: int
-    total: int
-    restored: int
-    checkpoint: int
-    files: int
-
-
-def estimate_run(params: int, degrees: Degrees, optimizer: str) -> RunSize:
+def estimate_run(params: int, degrees: Degrees, optimizer: str) -> dict[str, int]:
     """Estimate memory and disk of a dense model, without padding, activations and communication buffers.
 
     Args:
         params: parameters of the whole model, all of them trained.
         optimizer: a key of :data:`OPTIMIZERS`.
+
+    Returns:
+        Bytes of one rank: ``weights`` (0 if the masters are the weights), ``gradients``, ``masters``, ``states`` and
+        ``total``. ``restored``: bytes of masters and optimizer states of all ranks. ``checkpoint``, ``files``: bytes
+        and files of one save.
     """
     states, width = 4 * OPTIMIZERS[optimizer], ITEMSIZE[degrees.precision]
     is_bare, is_cut = not degrees.traits.has_copies, degrees.traits.is_cut
     lanes = degrees.tp * degrees.pp
     per_lane = -(-params // lanes)
     partition = -(-per_lane // degrees.shards) if is_cut else per_lane
+    sizes = {
+        "weights": 0 if is_bare else width * (partition if degrees.zero == 3 else per_lane),
+        "gradients": width * (partition if degrees.zero >= 2 else per_lane),
+        "masters": 4 * partition,
+        "states": states * partition,
+    }
     restored = (4 + states) * params
-    weights = 0 if is_bare else width * (partition if degrees.zero == 3 else per_lane)
-    gradients = width * (partition if degrees.zero >= 2 else per_lane)
-    total = weights + gradients + (4 + states) * partition
-    checkpoint = restored + (0 if is_bare or degrees.zero == 3 else width * params)
-    files = (degrees.world if degrees.zero == 3 else lanes) + (degrees.world if is_cut else 0)
-    return RunSize(weights, gradients, 4 * partition, states * partition, total, restored, checkpoint, files)
+    return {
+        **sizes,
+        "total": sum(sizes.values()),
+        "restored": restored,
+        "checkpoint": restored + (0 if is_bare or degrees.zero == 3 else width * params),
+        "files": (degrees.world if degrees.zero == 3 else lanes) + (degrees.world if is_cut else 0),
+    }
 
 
 def count_state(index: AtomicIndex, degrees: Degrees) -> tuple[int, int]:
@@ -64,21 +55,15 @@ def count_state(index: AtomicIndex, degrees: Degrees) -> tuple[int, int]:
     return states, others + (ITEMSIZE[degrees.precision] * masters if has_copies else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSize:
-    """Bytes of a save: of all nodes, and of the node that writes most of it."""
-
-    total: int
-    node: int
-    nodes: int
-
-
-def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> SaveSize:
+def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> tuple[int, int]:
     """Distribute a save over nodes as DeepSpeed does: the first data-parallel ranks write what is not partitioned.
 
     Args:
         states, weights: as returned by :func:`count_state`.
         per_node: consecutive ranks of a node.
+
+    Returns:
+        Bytes of the node that writes most, and the number of nodes.
     """
     world, tp = degrees.world, degrees.tp
     cut, whole = (states, weights) if degrees.traits.is_cut else (0, states + weights)
@@ -87,9 +72,9 @@ def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> 
     nodes = [range(first, min(first + per_node, world)) for first in range(0, world, per_node)]
     writers = [sum(rank // tp % degrees.shards == 0 for rank in node) for node in nodes]
     sizes = (
-        cut * len(states) // world + whole * n // (tp * degrees.pp) for states, n in zip(nodes, writers, strict=True)
+        cut * len(ranks) // world + whole * n // (tp * degrees.pp) for ranks, n in zip(nodes, writers, strict=True)
     )
-    return SaveSize(states + weights, max(sizes), len(nodes))
+    return max(sizes), len(nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +98,6 @@ class SaveWay:
     least: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An interval between saves and its cost.
-
-    Attributes:
-        seconds: training time between two saves.
-        trains: share of all time that trains and is not repeated.
-        lost: mean seconds that a failure costs: repeated work and saves, and the restart.
-    """
-
-    seconds: float
-    trains: float
-    lost: float
-
-
 def find_daly(stall: float, mtbf: float) -> float:
     """Daly's higher-order interval (Daly 2006, equation 37): training time between two saves."""
     if stall >= 2 * mtbf:
@@ -136,55 +106,61 @@ def find_daly(stall: float, mtbf: float) -> float:
     return math.sqrt(2 * stall * mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - stall
 
 
-def judge_interval(way: SaveWay, seconds: float, mtbf: float) -> Interval:
+def judge_interval(way: SaveWay, seconds: float, mtbf: float) -> tuple[float, float]:
     """Compute the exact cost of an interval, for failures at random (Poisson).
 
     Of X seconds between two failures the k-th safe save takes ``restart + k · seconds + (k - 1) · stall + safe``. X is
     exponential: the sum over k of the probabilities that X is longer is a geometric series. If a save is safe as soon
     as training continues, this is Daly's complete model.
+
+    Args:
+        seconds: training time between two saves.
+
+    Returns:
+        The share of all time that trains and is not repeated; and the mean seconds that a failure costs: repeated work
+        and saves, and the restart.
     """
     first = way.restart + seconds + way.safe
     trains = seconds / mtbf * math.exp(-first / mtbf) / -math.expm1(-(seconds + way.stall) / mtbf)
-    return Interval(seconds, trains, mtbf * (1 - trains * (1 + way.stall / seconds)))
+    return trains, mtbf * (1 - trains * (1 + way.stall / seconds))
 
 
-def choose_interval(way: SaveWay, mtbf: float) -> Interval:
-    """Choose the interval with the least loss that storage and neighbour can follow.
+def choose_interval(way: SaveWay, mtbf: float) -> float:
+    """Choose the training time between two saves with the least loss that storage and neighbour can follow.
 
     It depends on the stall alone: a save that is safe later costs the same at every interval.
     """
-    return judge_interval(way, max(find_daly(way.stall, mtbf), way.least), mtbf)
+    return max(find_daly(way.stall, mtbf), way.least)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSpeeds:
-    """Speeds in bytes per second, and times in seconds.
+def list_ways(
+    total: int,
+    node: int,
+    *,
+    memory: float,
+    write: float,
+    read: float,
+    network: float | None,
+    stall: float | None,
+    restart: float,
+) -> list[SaveWay]:
+    """List the ways to save: DeepSpeed's own, and to memory against each kind of failure.
 
-    Attributes:
-        memory: copies of a node into its memory.
-        write, read: the storage, for all nodes together.
-        network: a node in each direction; None: unlimited, and no neighbour has copies.
-        stall: measured stall; None: the time of the copy into memory.
-        restart: time of a restart without its load.
+    Args:
+        total, node: bytes of a save, of all nodes and of the node that writes most.
+        memory: bytes per second that a node copies into its memory.
+        write, read: bytes per second of the storage, for all nodes together.
+        network: bytes per second of a node in each direction; None: unlimited, and no neighbour has copies.
+        stall: measured stall in seconds; None: the time of the copy into memory.
+        restart: seconds of a restart without its load.
     """
-
-    memory: float
-    write: float
-    read: float
-    network: float | None
-    stall: float | None
-    restart: float
-
-
-def list_ways(size: SaveSize, speeds: SaveSpeeds) -> list[SaveWay]:
-    """DeepSpeed's own saves, and saves to memory against each kind of failure."""
-    copied, sent = size.node / speeds.memory, size.node / speeds.network if speeds.network else 0.0
-    written, read = max(size.total / speeds.write, sent), max(size.total / speeds.read, sent)
-    stall = copied if speeds.stall is None else speeds.stall
+    copied, sent = node / memory, node / network if network else 0.0
+    written, loaded = max(total / write, sent), max(total / read, sent)
+    stall = copied if stall is None else stall
     in_memory = max(stall, copied)
     least = max(written, sent, in_memory) - stall
-    memory = SaveWay("to memory", "the node's memory", stall, in_memory, speeds.restart + copied, least)
-    neighbour = replace(memory, leaves="a neighbour's memory", safe=in_memory + sent, restart=memory.restart + sent)
-    stored = replace(memory, leaves="the storage", safe=in_memory + written, restart=speeds.restart + read)
-    deepspeed = SaveWay("DeepSpeed's own", "the storage", written, written, speeds.restart + read)
-    return [deepspeed, stored, *([neighbour] if speeds.network else []), memory]
+    own = SaveWay("to memory", "the node's memory", stall, in_memory, restart + copied, least)
+    neighbour = replace(own, leaves="a neighbour's memory", safe=in_memory + sent, restart=own.restart + sent)
+    stored = replace(own, leaves="the storage", safe=in_memory + written, restart=restart + loaded)
+    deepspeed = SaveWay("DeepSpeed's own", "the storage", written, written, restart + loaded)
+    return [deepspeed, stored, *([neighbour] if network else []), own]

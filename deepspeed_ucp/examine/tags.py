@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError
@@ -15,39 +15,10 @@ from ..formats.deepspeed.naming import Naming
 from ..formats.foreign.names import PARTS, TRAINER_STATE, is_foreign
 from ..formats.latest import LOST, Age, find_age, find_checkpoint, find_tags, holds_foreign, is_checkpoint
 from ..formats.open import survey_checkpoint
-from ..io.paths import Entry
 from ..io.store import list_tree
 from ..model.wrappers import STATELESS
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_TRAINERS = re.compile(r"checkpoint-\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class TagReport:
-    """Description of a tag by its headers.
-
-    Attributes:
-        path: path relative to the searched folder; ``.`` for this folder.
-        folder: full path.
-        fault: fault that makes it incomplete; None if it is whole, or only of an unsupported kind.
-        topology: description of the saving topology; None if unknown.
-        weights_only: whether it lacks only the optimizer states, and all of them.
-        files: all files of its tree.
-    """
-
-    path: str
-    folder: str
-    age: Age
-    fault: UcpError | str | None
-    topology: str | None
-    weights_only: bool
-    files: Mapping[str, Entry]
-
-    def describe_fault(self) -> str | None:
-        """Return the fault without the folder's path."""
-        return str(self.fault).removeprefix(self.folder).lstrip("/: ") if self.fault else None
 
 
 def find_saves(folder: str) -> list[str]:
@@ -69,12 +40,15 @@ def find_saves(folder: str) -> list[str]:
     return saves or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and describes the folder
 
 
-def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
-    """Read the headers of a tag.
+def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, Any]:
+    """Describe a tag by its headers, as data for ``ds_ucp list --json``.
 
     Args:
         folder, path: as :func:`find_saves` returns it.
         also: folders that hold further files of the tag.
+
+    Returns:
+        The row, with ``age`` as sort key. ``weights_only``: it lacks only the optimizer states, and all of them.
 
     Raises:
         CheckpointError, OSError: it cannot be listed.
@@ -94,30 +68,27 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
         times = (entry.changed for entry in files.values())
         age = Age(index.counters.get("global_steps", -1), False, max(times, default=0.0))
     weights_only = index is not None and not fault and index.topology.wrapper == STATELESS
-    if index and weights_only:
-        fault = CheckpointError(index.stateless)
-    return TagReport(
-        path,
-        where,
-        age,
-        fault or _find_cut_short(os.path.dirname(where)),
-        index.written if index else None,
-        weights_only=weights_only,
-        files=files,
-    )
-
-
-def is_trainers(folder: str) -> bool:
-    """Return whether a folder is a checkpoint of Hugging Face's Trainer, with the Trainer's own files."""
-    return _TRAINERS.fullmatch(os.path.basename(folder)) is not None and any(map(_is_beside, scan_if_there(folder)))
-
-
-def _is_beside(name: str) -> bool:
-    return name in (TRAINER_STATE, "scheduler.pt") or name.startswith("rng_state")
+    text = index.stateless if index and weights_only else str(fault or _find_cut_short(os.path.dirname(where)))
+    return {
+        "age": age,
+        "tag": path,
+        "folder": where,
+        "step": None if age.step < 0 else age.step,
+        "whole": not text,
+        "weights_only": weights_only,
+        "sealed": age.sealed,
+        "bytes": sum(entry.size for entry in files.values()),
+        "files": len(files),
+        "written": datetime.fromtimestamp(age.time).astimezone().isoformat(timespec="seconds") if age.time else None,
+        "topology": index.written if index else None,
+        "fault": text.removeprefix(where).lstrip("/: ") or None,
+    }
 
 
 def _find_cut_short(folder: str) -> str:
     """Return a fault if Hugging Face's Trainer has not finished a save, else an empty text."""
     names = scan_if_there(folder)
-    is_cut = any(map(_is_beside, names)) and TRAINER_STATE not in names
-    return f"{folder}/{TRAINER_STATE}: missing, which a trainer's save writes last" if is_cut else ""
+    is_cut = any(name == "scheduler.pt" or name.startswith("rng_state") for name in names)
+    if is_cut and TRAINER_STATE not in names:
+        return f"{folder}/{TRAINER_STATE}: missing, which a trainer's save writes last"
+    return ""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,8 +71,3 @@ class OutputReport(Report):
         begin = time.perf_counter()
         yield
         self.seconds = time.perf_counter() - begin
-
-    def to_data(self, *names: str) -> dict[str, Any]:
-        """Return some fields as plain data."""
-        data = asdict(self)
-        return {name: data[name] for name in names}

@@ -15,9 +15,8 @@ from typing import Any, NoReturn
 from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..errors import CheckpointError, OutOfReachError, shorten
-from ..examine.tags import TRAINER_STATE
 from ..examine.verify import verify_checkpoint
-from ..formats.foreign.names import NUMBERED
+from ..formats.foreign.names import NUMBERED, TRAINER_STATE
 from ..formats.open import look_at_job
 from ..io.jsonfile import read_json
 from ..io.store import exists

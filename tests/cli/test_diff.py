@@ -70,10 +70,10 @@ def test_differences_exit_1_the_worst_first(
     assert run(left, right, "--all") == 1
     assert len([line for line in capsys.readouterr().out.splitlines()[1:] if " values " in line]) == 3
     code, found = run_json("diff", left, right)
-    assert (code, [atom["name"] for atom in found["tensors"]][:2]) == (1, [name for name, _ in reversed(by)])
-    first = found["tensors"][0]
-    assert (first["kind"], first["state"], first["first"], first["differing"]) == ("values", "fp32", [0, 0], 64 * 16)
-    assert first["largest"] == pytest.approx(2.0)
+    assert (code, [atom["name"] for atom in found["atoms"]][:2]) == (1, [name for name, _ in reversed(by)])
+    first = found["atoms"][0]
+    assert (first["kind"], first["state"], first["index"]) == ("values", "fp32", [0, 0])
+    assert (first["tally"]["differing"], first["tally"]["largest"]) == (64 * 16, pytest.approx(2.0))
 
 
 def write_text(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = (), **options: bool) -> str:
@@ -115,7 +115,7 @@ def test_settings_of_a_save_are_compared_with_a_file(tmp_path: Path, run_json: A
     saved = write_sample(tmp_path / "saved", Topology(1, 2, "bf16"), make_gpt(1))
     config = tmp_path / "ds_config.json"
     config.write_text(CONFIG)
-    for a, b, sides in ((saved, config, ("a", "b")), (config, saved, ("b", "a"))):
+    for a, b, sides in ((saved, config, ("left", "right")), (config, saved, ("right", "left"))):
         code, found = run_json("diff", "--config", a, b)
         values = {(each["section"], each["key"], each[sides[0]]): each[sides[1]] for each in found["values"]}
         assert (code, found["equal"]) == (1, False)

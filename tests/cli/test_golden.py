@@ -30,7 +30,7 @@ MADE = [
     "export good exported-bf16 --dtype bf16",
 ]
 REFUSED_EXPORTS = [
-    *("--layout torchtitan", "--to dcp --like .", "--to dcp --adapter", "--merge", "--adapter-name x", "--adapter"),
+    *("--layout torchtitan", "--to dcp --like .", "--to dcp --adapter", "--adapter-name x", "--adapter"),
     *("--adapter --like .", "--like nowhere", "--rename abc", "--rename h.*=x", "--window-mb 1"),
 ]
 

@@ -88,17 +88,14 @@ def test_a_parameter_s_fragments_are_its_bytes(
     state = random_state(model, 0, precision="bf16", topology=topology)
     found = inspect(folder, "--param", name)
     assert found["hyper"]["lr"] == 1e-3
-    for layout in found["layout"]:
-        if layout["state"] == "copy":
-            continue
-        for shard in layout["shards"]:
-            held = np.zeros(int(np.prod(shard["shape"])), np.float32)
-            for part in shard["fragments"]:
-                with open(folder / part["file"], "rb") as file:
-                    file.seek(part["offset"])
-                    held[part["start"] :][: part["numel"]] = np.frombuffer(file.read(part["bytes"]), np.float32)
-            expected = cut(name, state.atoms[name][layout["state"]], topology.tp, shard["rank"])
-            assert np.array_equal(held.reshape(shard["shape"]), expected.numpy()), layout["state"]
+    for each in ("fp32", "exp_avg", "exp_avg_sq"):
+        for rank, shape in enumerate(found["shards"]):
+            held = np.zeros(int(np.prod(shape)), np.float32)
+            for part in (part for part in found["layout"] if (part["state"], part["rank"]) == (each, rank)):
+                data = (folder / part["file"]).read_bytes()[part["offset"] :][: part["bytes"]]
+                held[part["start"] :][: part["numel"]] = np.frombuffer(data, np.float32)
+            expected = cut(name, state.atoms[name][each], topology.tp, rank)
+            assert np.array_equal(held.reshape(shape), expected.numpy()), each
 
 
 def test_stage_0_without_names_and_with_groups(
@@ -139,10 +136,9 @@ def test_all_faults_of_a_damaged_checkpoint_are_listed(tmp_path: Path, inspect: 
     os.truncate(folder / short, 1000)
     (folder / gone).unlink()
     found = inspect(folder)
-    assert found["code"] == 2 and gone in found["error"] + found["stderr"]
-    faults = {each["file"]: each for each in found["findings"] if each["severity"] == "fault"}
+    assert found["code"] == 2 and all(name in found["error"] and name in found["stderr"] for name in (short, gone))
+    faults = {each["file"]: each for each in found["findings"]}
     assert "truncated" in faults[short]["text"] and faults[gone]["kind"] == "missing"
-    assert {file["name"]: file["size"] for file in found["files"]}[short] == 1000
 
 
 # -- atomic checkpoints -----------------------------------------------------------------------------------------------

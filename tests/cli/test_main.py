@@ -24,7 +24,7 @@ import deepspeed_ucp
 from deepspeed_ucp import attach, hook
 from deepspeed_ucp.cli import dispatch
 from deepspeed_ucp.cli.common import read_rules
-from deepspeed_ucp.cli.dispatch import COMMANDS, GROUPS, main, split_launcher_arguments
+from deepspeed_ucp.cli.dispatch import COMMANDS, main, split_launcher_arguments
 from deepspeed_ucp.cli.printing import (
     emit,
     format_bytes,
@@ -116,18 +116,9 @@ def test_exit_codes_and_errors_of_a_script_are_passed_on(tmp_path: Path) -> None
         assert getattr(end.value, "code", 3) == 3
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["nofile.py"], "nofile.py: no such file (in {}). Name the training script"),
-        (["-m", "nowhere.at_all"], "--module nowhere.at_all: there is no such module"),
-        (["-m", "os.nothing"], "--module os.nothing: there is no such module"),
-    ],
-    ids=str,
-)
-def test_a_missing_script_is_an_error(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", *argv]) == 2
-    assert capsys.readouterr().err.startswith(f"ds_ucp run: {message.format(os.getcwd())}")
+def test_a_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "nofile.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"ds_ucp run: nofile.py: no such file (in {os.getcwd()}). Name the ")
 
 
 @pytest.mark.parametrize("argv", [[], ["run"], ["--local_rank=0"], ["fly", "x.py"]], ids=str)
@@ -223,15 +214,14 @@ def replace_inspect(monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> None:
     monkeypatch.setattr("deepspeed_ucp.cli.inspect.run", mock.Mock(**behaviour))
 
 
-def test_help_lists_every_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert COMMANDS == ("run", "list", "inspect", "verify", "diff", "plan", "convert", "export")
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    for title, names in GROUPS.items():
-        section = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
-        assert re.findall(r"^  (\w+) +\S", section, re.MULTILINE) == list(names)
+    section = shown.partition("\ncommands:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+) +\S", section, re.MULTILINE) == list(COMMANDS)
     assert "usage: ds_ucp [--version] [-h] COMMAND" in shown and "130" in shown
 
 
@@ -312,10 +302,9 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "shown"),
-    [("ascii", rb"1 -> 2 ... \xfc"), ("latin-1", b"1 -> 2 ... \xfc"), ("utf-8", "1 → 2 … ü".encode())],
+    ("encoding", "shown"), [("ascii", rb"1 \u2192 2 \u2026 \xfc"), ("utf-8", "1 → 2 … ü".encode())]
 )
-def test_signs_that_an_encoding_lacks_are_replaced(encoding: str, shown: bytes) -> None:
+def test_signs_that_an_encoding_lacks_are_escaped(encoding: str, shown: bytes) -> None:
     done = run_python(PRINTING, encoding=encoding)
     assert (done.returncode, done.stdout) == (1, shown + b"\n"), done.stderr
     done = run_python(PRINTING, "--json", encoding=encoding)

@@ -139,7 +139,7 @@ def test_a_published_tag_is_found_and_read(tag: Path, tmp_path: Path) -> None:
     age = find_age([str(tag)])
     assert age.sealed and age.step == index.counters["global_steps"] and age.time > 0
     report = look_at_tag(place, name)
-    assert not report.fault and report.topology
+    assert not report["fault"] and report["topology"]
     assert verify_checkpoint(str(tag)).whole
 
 

@@ -184,7 +184,7 @@ def run_cli(*argv: str) -> tuple[int, dict[str, Any]]:
 def verify(folder: Path, source: Source, *options: str) -> Verdict:
     """Run `ds_ucp verify`, without its warnings."""
     code, answer = run_cli("verify", str(folder), *groups_option(source), *options)
-    faults = [fault for fault in answer.get("faults", ()) if not fault["warning"]]
+    faults = [fault for fault in answer.get("faults", ()) if fault["severity"] == "fault"]
     assert (code == 0) == (not faults and "error" not in answer), answer
     names = [path.name for path in folder.rglob("*")]
     for fault in faults:
