@@ -20,15 +20,17 @@ from deepspeed_ucp.extensions.experts.files import (
 from deepspeed_ucp.extensions.experts.saved import SavedExperts
 from deepspeed_ucp.formats.deepspeed.files import sort_roles
 from deepspeed_ucp.formats.deepspeed.headers import (
-    Batches,
     FileHeader,
-    HeaderCodec,
     HeaderDelta,
+    HeaderTemplate,
     ModelHeader,
     OptimHeader,
     Piece,
     PrefixedTensors,
     TensorStates,
+    batch_files,
+    encode_header,
+    select_files,
 )
 from deepspeed_ucp.formats.deepspeed.save import Save, name_expected_files
 from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_group
@@ -242,13 +244,19 @@ def make_expert(tensors: dict[str, Piece], name: str = "expert", size: int = 1) 
     return FileHeader(name, size, layer=tensors)
 
 
+def encode(headers: list[FileHeader], first: FileHeader) -> tuple[list[FileHeader | HeaderDelta], list[FileHeader]]:
+    """Encode headers as a rank does that has also read `first`; return them, and what another rank decodes."""
+    template, known = HeaderTemplate(first), dict[HeaderTemplate, HeaderTemplate]()
+    short = [encode_header(header, template, known) for header in headers]
+    received = pickle.loads(pickle.dumps(short))
+    return short, [each.decode(template) if isinstance(each, HeaderDelta) else each for each in received]
+
+
 def test_decoded_headers_equal_the_originals_and_share_a_template() -> None:
     files = [make_tensors(0, "0"), make_tensors(1, "12", at=640, crc=None)]
     headers = [make_expert(tensors, f"file{number}", number) for number, tensors in enumerate(files)]
-    codec = HeaderCodec(FileHeader("first", 1))
-    short = [codec.encode(header) for header in headers]
+    short, again = encode(headers, FileHeader("first", 1))
     assert all(isinstance(each, HeaderDelta) for each in short)
-    again = list(map(codec.decode, pickle.loads(pickle.dumps(short))))
     assert [replace(each, layer=dict(each.layer or {})) for each in again] == headers
     tensors = [each.layer for each in again if isinstance(each.layer, PrefixedTensors)]
     assert tensors[0].template is tensors[1].template
@@ -276,13 +284,12 @@ PLAIN = make_tensors(0, "0")
 )
 def test_other_headers_are_not_encoded(tensors: dict[str, Piece]) -> None:
     header = make_expert(tensors)
-    assert HeaderCodec(FileHeader("first", 1)).encode(header) is header
+    assert encode([header], FileHeader("first", 1))[0][0] is header
 
 
 def test_experts_are_counted_by_their_files() -> None:
-    codec = HeaderCodec(FileHeader("first", 1))
     files = [make_expert(make_tensors(layer, number)) for layer, number in ((0, "0"), (0, "1"), (1, "0"))]
-    short = [codec.decode(codec.encode(header)) for header in files]
+    _, short = encode(files, FileHeader("first", 1))
     headers = [*short, make_expert(make_tensors(0, "2")), make_expert(PLAIN)]
     experts = ExpertFiles()
     experts.files = dict(enumerate(headers))  # type: ignore[arg-type]
@@ -308,16 +315,14 @@ def unfold(header: FileHeader) -> FileHeader:
 def test_decoded_optimizer_headers_equal_the_originals_and_form_a_table() -> None:
     first, *others = headers = [make_shard(rank, numel) for rank, numel in enumerate((8, 5, 8))]
     odd = make_shard(3, 8, "bfloat16")
-    codec = HeaderCodec(first)
-    short = [codec.encode(header) for header in (*others, odd)]
+    short, again = encode([*others, odd], first)
     assert [each.template is None for each in short if isinstance(each, HeaderDelta)] == [True, True, False]
-    again = list(map(codec.decode, pickle.loads(pickle.dumps(short))))
     assert list(map(unfold, again)) == [*others, odd]
-    alike, apart = Batches([first, *again]).list_runs([*again, first])
+    alike, apart = select_files(batch_files([first, *again]), [*again, first])
     assert (alike.parts, apart.parts) == ([0, 1, 3], [2])
     assert alike.headers == [*again[:2], first]
     assert alike.pick(0, "offset") == [64, 128, 0]
     assert alike.pick(1, "start") == [20, 32, 32]
     assert alike.pick_padding(0) == [1, 2, 0]
-    assert alike.batch.template.firsts == [0, 0]
-    assert headers[0].optim and alike.batch.make_piece(1, 0) == headers[0].optim.tensors[0].states["exp_avg"]
+    assert alike.template.firsts == [0, 0]
+    assert headers[0].optim and [*alike.split()][2].make_piece(1) == headers[0].optim.tensors[0].states["exp_avg"]

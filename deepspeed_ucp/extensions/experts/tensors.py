@@ -9,7 +9,7 @@ from itertools import chain
 
 from ...errors import CheckpointError, UnsupportedError
 from ...formats.deepspeed.builder import Builder, SavedRank
-from ...formats.deepspeed.headers import Batches, FileHeader, FileRun, Piece
+from ...formats.deepspeed.headers import FileBatch, FileHeader, Piece, batch_files, select_files
 from ...formats.deepspeed.save import Save
 from ...model import COPY, MODULE, PartitionedState, are_alike
 from ...model.flat import Cut, join_parameters
@@ -60,10 +60,10 @@ def add_tensors(experts: ExpertFiles, builder: Builder, optimized: set[str]) -> 
             compact[mp].append(header)
         else:
             _add_expert(builder, ranks[mp], header, seen if over_tp else None, optimized)
-    batches = Batches(chain(*compact.values()))
+    batches = batch_files(chain(*compact.values()))
     for mp, headers in compact.items():
-        for run in batches.list_runs(headers):
-            _add_run(builder, ranks[mp], run, optimized)
+        for batch in select_files(batches, headers):
+            _add_batch(builder, ranks[mp], batch, optimized)
 
 
 def _add_expert(
@@ -97,15 +97,15 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
             )
 
 
-def _add_run(builder: Builder, rank: SavedRank, run: FileRun, optimized: set[str]) -> None:
+def _add_batch(builder: Builder, rank: SavedRank, batch: FileBatch, optimized: set[str]) -> None:
     """Add the tensors of experts' files with one template: each tensor as a buffer with a partition per file."""
-    states, parts, headers = [], len(run.files), run.headers
+    states, parts, headers = [], len(batch.headers), batch.headers
     names = list(zip(*(header.layer or {} for header in headers), strict=True))
     for piece, named in enumerate(names):
-        first = run.batch.make_piece(piece, run.files[0])
+        first = batch.make_piece(piece)
         buffer = join_parameters(0, named, [first.shape] * parts, parts=parts, partition=first.numel)
-        records = array("q", run.number(builder.number_records(run.batch, piece)))
-        storage = PartitionedState(buffer, first.dtype, records, array("q", run.pick(piece, "start")))
+        records = array("q", builder.number_records(batch, piece))
+        storage = PartitionedState(buffer, first.dtype, records, array("q", batch.pick(piece, "start")))
         states.append((first.shape, {COPY: storage}, {MODULE: storage}))
     for place, (header, *local) in enumerate(zip(headers, *names, strict=True)):
         for name, (shape, copies, others) in zip(local, states, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -256,7 +255,6 @@ class Builder:
     def __init__(self, save: Save, tp: int = 1) -> None:
         self.save, self.tp = save, tp
         self.ranks: list[SavedRank] = []
-        self.batches = Batches(())
         self.instances: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
         self.ambiguous: tuple[str, ...] = ()
@@ -271,6 +269,7 @@ class Builder:
         self._storages: dict[ParamKey, list[ParamStorage]] = {}
         self._tp_shards: dict[ParamKey, int] = {}
         self._module: dict[ParamKey, None] = {}
+        self.batches: Batches = {}
         self.repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
         for header in save.headers:
             self._file(header)
@@ -289,16 +288,15 @@ class Builder:
             self.records.append(Record(file, record.offset, record.nbytes, record.crc))
         return number
 
-    def number_records(self, batch: FileBatch, piece: int) -> int:
-        """Return the record number of the batch's first file for a piece; those of the other files follow."""
+    def number_records(self, batch: FileBatch, piece: int) -> list[int]:
+        """Return the record number of a piece in each file of a batch; all files with its template are numbered."""
         first = batch.template.firsts[piece]
-        number = batch.records.get(first)
-        if number is None:
-            number = batch.records[first] = len(self.records)
-            batch.numbers = batch.numbers or array("q", map(self._file, batch.files))
+        if first not in batch.records:
+            batch.records[first] = len(self.records)
             column = batch.table[:, first]
-            self.records.extend(batch.numbers, *(column[which].tolist() for which in ("offset", "nbytes", "crc")))
-        return number
+            columns = (column[name].tolist() for name in ("offset", "nbytes", "crc"))
+            self.records.extend(map(self._file, batch.all_files), *columns)
+        return [batch.records[first] + file for file in batch.files]
 
     def _file(self, header: FileHeader) -> int:
         number = self._file_ids.get(header.name)

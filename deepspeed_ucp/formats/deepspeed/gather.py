@@ -14,6 +14,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,14 +32,9 @@ from ..latest import LATEST, read_tag
 from ..places import FileTable, describe_hosts, hold_copies, list_variants
 from .compare import find_foreign_files
 from .files import SEAL, Key, read_model_rank, scan_if_there, strip_writer
-from .headers import FileHeader, HeaderCodec, HeaderDelta
+from .headers import FileHeader, HeaderDelta, HeaderTemplate, encode_header
 from .reading import read_file
-from .save import (
-    Save,
-    arrange_headers,
-    count_ranks,
-    name_expected_files,
-)
+from .save import Save, arrange_headers, count_ranks, name_expected_files
 
 _OVERWRITTEN = (
     " DeepSpeed's fast writer does not truncate files that it overwrites: a save into an existing tag may keep the end "
@@ -163,12 +159,11 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     Returns:
         The faults of the files that were read; without a save, the reason.
     """
-    folder = _Folder(save, results)
     try:
-        save.first = folder.choose()
+        save.first = _choose_first(save, results)
         save.extensions = find_for_save(save)
         for extension in save.extensions:
-            extension.identify(save, folder.find_first)
+            extension.identify(save, partial(_find_first, save, results))
         save.expected = name_expected_files(save)
     except (CheckpointError, UnsupportedError) as error:
         save.first = []
@@ -186,70 +181,61 @@ def _explain_none(folder: str, error: UcpError) -> list[Finding]:
     ]
 
 
-class _Folder:
-    """A folder's files, from which a save is identified."""
+def _find_first(save: Save, results: ReadResults, role: str, keys: Iterable[Key] | None = None) -> FileHeader | None:
+    """Return the first readable header of a role's files, in the order of their ranks."""
+    files = save.names[role]
+    read = (results[files[key]] for key in sorted(files if keys is None else keys))
+    return next((result for result in read if isinstance(result, FileHeader)), None)
 
-    def __init__(self, save: Save, results: ReadResults) -> None:
-        self.save, self.results = save, results
 
-    def find_first(self, role: str, keys: Iterable[Key] | None = None) -> FileHeader | None:
-        """Return the first readable header of a role's files, in the order of their ranks."""
-        files = self.save.names[role]
-        for key in sorted(files if keys is None else keys):
-            result = self.results[files[key]]
-            if isinstance(result, FileHeader):
-                return result
-        return None
+def _choose_first(save: Save, results: ReadResults) -> list[FileHeader]:
+    """Return the lowest rank's model header and, if any, the matching optimizer header.
 
-    def choose(self) -> list[FileHeader]:
-        """Return the lowest rank's model header and, if any, the matching optimizer header.
-
-        Raises:
-            CheckpointError: the folder holds two saves, or optimizer states are missing.
-        """
-        names = self.save.names
-        plain, sharded = self.find_first("model"), self.find_first("model_zero3")
-        candidates = []
-        mate = self._find_mate(plain, Form.PARTITIONS)
-        if plain and plain.model and plain.model.optim and not plain.model.optim.traits.is_cut:
-            candidates.append([plain])  # it has overwritten the model file of any ZeRO 1/2 shards: these are leftovers
-        elif plain and mate:
-            candidates.append([plain, mate])
-        mate = self._find_mate(sharded, Form.RESERVED)
-        if sharded and mate:
-            candidates.append([sharded, mate])
-        if len(candidates) > 1:
-            raise CheckpointError(
-                f"holds the files of two saves ({candidates[0][0].name} and {candidates[1][-1].name} "
-                "do not belong together). Remove the older save's files.",
-                path=self.save.folder,
-            )
-        if candidates:
-            return candidates[0]
-        if plain and plain.model and (plain.model.module or names["layer"]) and not names["optim"]:
-            return [plain]  # weights only: enough for load_optimizer_states=False
-        known = next((header.name for header in (plain, sharded) if header), "the model states")
+    Raises:
+        CheckpointError: the folder holds two saves, or optimizer states are missing.
+    """
+    plain, sharded = (_find_first(save, results, role) for role in ("model", "model_zero3"))
+    candidates = []
+    mate = _find_mate(save, results, plain, Form.PARTITIONS)
+    if plain and plain.model and plain.model.optim and not plain.model.optim.traits.is_cut:
+        candidates.append([plain])  # it has overwritten the model file of any ZeRO 1/2 shards: these are leftovers
+    elif plain and mate:
+        candidates.append([plain, mate])
+    mate = _find_mate(save, results, sharded, Form.RESERVED)
+    if sharded and mate:
+        candidates.append([sharded, mate])
+    if len(candidates) > 1:
         raise CheckpointError(
-            f"the optimizer states that go with {known} are missing "
-            f"({shorten(sorted(self.save.where.entries))}). Copy the whole folder, or load with "
-            "load_optimizer_states=False where the model states hold the weights (ZeRO 0-2).",
-            path=self.save.folder,
+            f"holds the files of two saves ({candidates[0][0].name} and {candidates[1][-1].name} "
+            "do not belong together). Remove the older save's files.",
+            path=save.folder,
         )
+    if candidates:
+        return candidates[0]
+    if plain and plain.model and (plain.model.module or save.names["layer"]) and not save.names["optim"]:
+        return [plain]  # weights only: enough for load_optimizer_states=False
+    known = next((header.name for header in (plain, sharded) if header), "the model states")
+    raise CheckpointError(
+        f"the optimizer states that go with {known} are missing ({shorten(sorted(save.where.entries))}). Copy the "
+        "whole folder, or load with load_optimizer_states=False where the model states hold the weights (ZeRO 0-2).",
+        path=save.folder,
+    )
 
-    def _find_mate(self, model: FileHeader | None, form: Form) -> FileHeader | None:
-        """Return the lowest rank's optimizer header that matches a model header.
 
-        Files with the prefix of the saved precision (engine.py ``_get_zero_ckpt_prefix``) come first.
-        """
-        if model is None:
-            return None
-        usual = "bf16_" if find_precision(model.config) == "bfloat16" else ""
-        keys = self.save.names["optim"]
-        for prefix in sorted({prefix for prefix, _, _ in keys}, key=lambda prefix: (prefix != usual, prefix)):
-            header = self.find_first("optim", (key for key in keys if key[0] == prefix))
-            if header and header.optim and header.optim.traits.form is form:
-                return header
+def _find_mate(save: Save, results: ReadResults, model: FileHeader | None, form: Form) -> FileHeader | None:
+    """Return the lowest rank's optimizer header that matches a model header.
+
+    Files with the prefix of the saved precision (engine.py ``_get_zero_ckpt_prefix``) come first.
+    """
+    if model is None:
         return None
+    usual = "bf16_" if find_precision(model.config) == "bfloat16" else ""
+    keys = save.names["optim"]
+    for prefix in sorted({prefix for prefix, _, _ in keys}, key=lambda prefix: (prefix != usual, prefix)):
+        header = _find_first(save, results, "optim", (key for key in keys if key[0] == prefix))
+        if header and header.optim and header.optim.traits.form is form:
+            return header
+    return None
 
 
 # -- all other files ---------------------------------------------------------------------------------------------------
@@ -261,17 +247,18 @@ def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileH
     known = {header.name for header in first}
     names = [name for name in save.expected if name in entries and name not in known]
     further = {name for (_, rank), name in save.names["model_zero3"].items() if rank}
-    codec = HeaderCodec(first[-1])
+    common, templates = HeaderTemplate(first[-1]), dict[HeaderTemplate, HeaderTemplate]()
 
     def read(name: str) -> HeaderDelta | ReadResult:
         result = results.pop(name, None) or results.read(name)  # keep only the compact form of thousands
         if isinstance(result, Finding):
             return result
-        return codec.encode(_slim(result, first[0], repeats=name in further))
+        return encode_header(_slim(result, first[0], repeats=name in further), common, templates)
 
     shared = save.where.share(names, read, comm, choose_map(save.folder), first=1)
-    headers = [codec.decode(result) for result in shared if not isinstance(result, Finding)]
-    return [*first, *headers], [result for result in shared if isinstance(result, Finding)]
+    decoded = [result.decode(common) if isinstance(result, HeaderDelta) else result for result in shared]
+    headers = [result for result in decoded if isinstance(result, FileHeader)]
+    return [*first, *headers], [result for result in decoded if isinstance(result, Finding)]
 
 
 def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:

@@ -6,7 +6,6 @@ Headers that differ only in offsets and sizes have a compact form: a shared temp
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -326,27 +325,6 @@ class HeaderTemplate:
         states = {name: next(made) for name in like.states}
         return replace(like, states=states, zero_dim={name: next(made) for name in like.zero_dim})
 
-    def fill(self, delta: HeaderDelta) -> FileHeader:
-        """Decode the header of another file."""
-        optim, numbers = self.header.optim, delta.numbers
-        layer: Mapping[str, Piece] | None = None
-        if optim is None:
-            layer = PrefixedTensors(self, numbers, *delta.variables)
-        else:
-            slices, paddings = delta.variables
-            masters = LazyParts(numbers, len(optim.masters), self.make_piece, self)
-            tensors = LazyParts(numbers, len(optim.tensors), self.make_states, self)
-            optim = replace(optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
-        return replace(
-            self.header,
-            name=delta.name,
-            size=delta.size,
-            crc=delta.crc,
-            optim=optim,
-            layer=layer,
-            writer=delta.writer,
-        )
-
 
 class LazyParts(Sequence[T]):
     """Masters or tensors of an optimizer's file, which ``make`` builds on demand from their number."""
@@ -398,7 +376,7 @@ class HeaderDelta(NamedTuple):
     """A header encoded against its template, for sending.
 
     Attributes:
-        template: None for the template of :attr:`HeaderCodec.first`.
+        template: None for the template of a header that every rank has.
         name, size, crc, writer: the header's.
         variables: see :data:`_Variables`.
         numbers: its encoded pieces.
@@ -416,46 +394,45 @@ class HeaderDelta(NamedTuple):
         """Pickle the numbers as integers: most take a few bytes."""
         return _restore_delta, (*self[:-1], struct.unpack(f"<{len(self.numbers) // 8}q", self.numbers))
 
+    def decode(self, first: HeaderTemplate) -> FileHeader:
+        """Return the header; ``first`` is the template of the header that every rank has."""
+        template = self.template or first
+        header, optim = template.header, template.header.optim
+        layer: Mapping[str, Piece] | None = None
+        if optim is None:
+            layer = PrefixedTensors(template, self.numbers, *self.variables)
+        else:
+            slices, paddings = self.variables
+            masters = LazyParts(self.numbers, len(optim.masters), template.make_piece, template)
+            tensors = LazyParts(self.numbers, len(optim.tensors), template.make_states, template)
+            optim = replace(optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
+        _, name, size, crc, writer, *_ = self
+        return replace(header, name=name, size=size, crc=crc, writer=writer, optim=optim, layer=layer)
+
 
 def _restore_delta(*fields: Any) -> HeaderDelta:
     return HeaderDelta._make((*fields[:-1], _pack(fields[-1])))
 
 
-class HeaderCodec:
-    """Encodes the headers that a rank has read, and decodes those that it receives.
+def encode_header(
+    header: FileHeader, first: HeaderTemplate, known: dict[HeaderTemplate, HeaderTemplate]
+) -> FileHeader | HeaderDelta:
+    """Encode the header of an optimizer's file or a state_dict; return other headers unchanged.
 
     Args:
-        first: a header that every rank has.
+        first: template of a header that every rank has.
+        known: this rank's other templates, to which new ones are added.
     """
-
-    def __init__(self, first: FileHeader) -> None:
-        self.first = HeaderTemplate(first)
-        self._known = {self.first: self.first}
-
-    def encode(self, header: FileHeader) -> FileHeader | HeaderDelta:
-        """Encode the header of an optimizer's file or a state_dict; return other headers unchanged."""
-        variables = _find_variables(header)
-        if variables is None:
-            return header
-        template = HeaderTemplate(header)
-        known = self._known.setdefault(template, template)
-        sent = None if known is self.first else known
-        return HeaderDelta(sent, header.name, header.size, header.crc, header.writer, variables, _number_pieces(header))
-
-    def decode(self, encoded: FileHeader | HeaderDelta) -> FileHeader:
-        """Invert :meth:`encode`."""
-        if isinstance(encoded, FileHeader):
-            return encoded
-        return (encoded.template or self.first).fill(encoded)
-
-
-def _find_variables(header: FileHeader) -> _Variables | None:
-    """Return the variables of a header, or None if it has no compact form."""
     if header.optim is not None:
-        return header.optim.slices, header.optim.paddings
-    tensors = header.layer or {}
-    prefix = find_prefix(tensors)
-    return (prefix,) if prefix and all(piece.numel and not piece.fault for piece in tensors.values()) else None
+        variables: _Variables = header.optim.slices, header.optim.paddings
+    else:
+        tensors = header.layer or {}
+        variables = (prefix := find_prefix(tensors),)
+        if not prefix or not all(piece.numel and not piece.fault for piece in tensors.values()):
+            return header
+    template = HeaderTemplate(header)
+    sent = None if template == first else known.setdefault(template, template)
+    return HeaderDelta(sent, header.name, header.size, header.crc, header.writer, variables, _number_pieces(header))
 
 
 def find_prefix(names: Collection[str]) -> str:
@@ -465,90 +442,78 @@ def find_prefix(names: Collection[str]) -> str:
     return first[: first.rfind(".", 0, same) + 1]
 
 
-# -- files of one template ---------------------------------------------------------------------------------------------
-
-
+@dataclass(eq=False)
 class FileBatch:
-    """Files with one template, and their pieces as a table.
+    """Some of the files with one template, and the partitions of a flat buffer that they hold.
 
     Attributes:
-        rows: encoded pieces of each file.
-        numbers: of the files in the index, once these are assigned.
-        records: piece → number of the first file's record; those of the other files follow.
+        all_files: all files with the template.
+        table: a :data:`PIECE` for each of these and each piece.
+        records: piece → number of the first file's record in the index; those of all other files follow. All selections
+            of the files share it.
+        files, parts: the selected files, by their places, and the partition that each holds.
     """
 
-    def __init__(self, template: HeaderTemplate) -> None:
-        self.template, self.files, self.numbers = template, list[FileHeader](), array("q")
-        self.rows: list[bytes] = []
-        self.records: dict[int, int] = {}
-
-    @cached_property
-    def table(self) -> npt.NDArray[np.void]:
-        """A :data:`PIECE` for each file and piece; valid once all files are added."""
-        return np.frombuffer(b"".join(self.rows), PIECE).reshape(len(self.files), -1)
-
-    def make_piece(self, piece: int, file: int) -> Piece:
-        """Build a piece of one of the files."""
-        return self.template.make_piece(piece, self.rows[file])
-
-
-@dataclass(frozen=True, slots=True)
-class FileRun:
-    """Some files of a batch, by their places in it, and the partitions of a flat buffer that they hold."""
-
-    batch: FileBatch
-    files: list[int]
-    parts: list[int]
+    template: HeaderTemplate
+    all_files: list[FileHeader]
+    table: npt.NDArray[np.void]
+    records: dict[int, int] = field(default_factory=dict)
+    files: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
 
     @property
     def headers(self) -> list[FileHeader]:
-        """The files' headers."""
-        return [self.batch.files[file] for file in self.files]
+        """The selected files' headers."""
+        return [self.all_files[file] for file in self.files]
+
+    def make_piece(self, piece: int) -> Piece:
+        """Build a piece of the first selected file."""
+        return self.template.make_piece(piece, self.table[self.files[0]].tobytes())
 
     def pick(self, piece: int, field: str) -> list[int]:
-        """Return one field of :data:`PIECE` of a piece for each file."""
-        values: list[int] = self.batch.table[field][self.files, piece].tolist()
+        """Return one field of :data:`PIECE` of a piece for each selected file."""
+        values: list[int] = self.table[field][self.files, piece].tolist()
         return values
 
     def pick_padding(self, group: int) -> list[int]:
         """Return the elements of padding at the end of a group's partition for each file; 0 if not recorded."""
-        optim = self.batch.template.optim
+        optim = self.template.optim
         recorded = optim.traits.strips_padding and group < len(optim.paddings)
         return [header.optim.paddings[group] if recorded and header.optim else 0 for header in self.headers]
 
-    def number(self, first: int) -> list[int]:
-        """Return the record number of each file, given that of the batch's first file."""
-        return [first + file for file in self.files]
-
-    def split(self) -> Iterator[FileRun]:
-        """Yield a run for each file."""
-        for file, part in zip(self.files, self.parts, strict=True):
-            yield FileRun(self.batch, [file], [part])
+    def split(self) -> Iterator[FileBatch]:
+        """Yield a selection of each file."""
+        return (replace(self, files=[file], parts=[part]) for file, part in zip(self.files, self.parts, strict=True))
 
 
-class Batches:
-    """Files of optimizers and state_dicts, grouped by template."""
+Batches = dict[str, tuple[FileBatch, int]]
+"""File → the batch of all files with its template, and its place in the batch."""
 
-    def __init__(self, headers: Iterable[FileHeader]) -> None:
-        self._batches: dict[HeaderTemplate, FileBatch] = {}
-        self._places: dict[str, tuple[FileBatch, int]] = {}
-        for header in headers:
-            parts = header.optim.masters if header.optim else header.layer
-            if isinstance(parts, (LazyParts, PrefixedTensors)):
-                template, numbers = parts.template, parts.numbers
-            else:
-                template, numbers = HeaderTemplate(header), _number_pieces(header)
-            batch = self._batches.setdefault(template, FileBatch(template))
-            self._places[header.name] = batch, len(batch.files)
-            batch.files.append(header)
-            batch.rows.append(numbers)
 
-    def list_runs(self, headers: Iterable[FileHeader]) -> list[FileRun]:
-        """Group files by batch; a file's place among ``headers`` is the partition of a flat buffer that it holds."""
-        runs: dict[int, FileRun] = {}
-        for part, header in enumerate(headers):
-            batch, file = self._places[header.name]
-            run = runs.setdefault(id(batch), FileRun(batch, [], []))
-            run.files.append(file)
-            run.parts.append(part)
-        return list(runs.values())
+def batch_files(headers: Iterable[FileHeader]) -> Batches:
+    """Group files of optimizers and state_dicts by template."""
+    groups: dict[HeaderTemplate, list[tuple[FileHeader, bytes]]] = {}
+    for header in headers:
+        parts = header.optim.masters if header.optim else header.layer
+        if isinstance(parts, (LazyParts, PrefixedTensors)):
+            groups.setdefault(parts.template, []).append((header, parts.numbers))
+        else:
+            groups.setdefault(HeaderTemplate(header), []).append((header, _number_pieces(header)))
+    places: Batches = {}
+    for template, files in groups.items():
+        table = np.frombuffer(b"".join(numbers for _, numbers in files), PIECE)
+        batch = FileBatch(template, [header for header, _ in files], table.reshape(len(files), len(template.firsts)))
+        places.update({header.name: (batch, file) for file, (header, _) in enumerate(files)})
+    return places
+
+
+def select_files(batches: Batches, headers: Iterable[FileHeader]) -> list[FileBatch]:
+    """Select some files by template; a file's place among ``headers`` is the partition that it holds."""
+    chosen: dict[int, FileBatch] = {}
+    for part, header in enumerate(headers):
+        batch, file = batches[header.name]
+        if id(batch) not in chosen:
+            chosen[id(batch)] = replace(batch, files=[], parts=[])
+        chosen[id(batch)].files.append(file)
+        chosen[id(batch)].parts.append(part)
+    return list(chosen.values())

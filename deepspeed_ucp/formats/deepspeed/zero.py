@@ -15,12 +15,18 @@ from ...model.flat import Cut, FlatBuffer, Shape, cut_parameter, find_gaps
 from ...model.topology import drop_labels
 from ...model.wrappers import MOMENTUM
 from .builder import Builder, SavedRank, fill_param_shapes, list_ranks
-from .headers import Batches, FileHeader, FileRun, OptimHeader, Piece, TensorStates
+from .headers import FileBatch, FileHeader, OptimHeader, Piece, TensorStates, batch_files, select_files
 from .module import add_tensors
 from .save import Save, describe_offload
 
 Slices = tuple[tuple[str, int, int], ...]
 """Parts of parameters in a partition: (name, first element in the partition, elements)."""
+
+_Files = tuple[list[FileHeader], list[FileBatch], list[tuple[Slices, ...]]]
+"""Files of ranks that hold the same parameters, by rank and by template, and the slices of each group by rank."""
+
+_Local = tuple[FlatBuffer, tuple[Slices, ...]]
+"""A flat buffer under the ranks' local names, and the slices that DeepSpeed records for each partition below ZeRO 3."""
 
 
 def build_zero(builder: Builder) -> None:
@@ -37,7 +43,7 @@ def build_zero(builder: Builder) -> None:
     ]
     names = [[name for share in chain(*groups) for name in share.shapes] for groups in dealt]
     builder.ranks, builder.instances = list_ranks(save, names)
-    builder.batches = Batches(chain(*save.shards))
+    builder.batches = batch_files(chain(*save.shards))
     optimized = set(chain(*names))
     for mp, rank in enumerate(builder.ranks):
         _add_rank(builder, rank, dealt[mp], _get_optim(save.shards[mp][0]))
@@ -87,12 +93,12 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
     hypers = list(map(drop_labels, first.groups)) if save.is_sharded else []
-    holders: dict[range, _Holders] = {}
+    holders: dict[range, _Files] = {}
     for index, shares in enumerate(dealt):
         owner = first.owners[index] if index < len(first.owners) else None
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_labels(first.groups[owner]))
-        local: _LocalBuffer | None = None
+        local: _Local | None = None
         for place, share in enumerate(shares):
             files = holders.get(share.ranks) or holders.setdefault(share.ranks, _find_files(builder, rank, share.ranks))
             rank.shapes.update(share.shapes)
@@ -101,69 +107,39 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
                 _check_partition(save, rank.pp, index, share)
             for extension in save.extensions:
                 extension.check_share(save, rank.pp, place, share)
-            local = _lay_out(builder, files.shards, index, share, owner or 0, local)
-            buffer = local.buffer.split(share.parts)
+            local = _lay_out(builder, files[0], index, share, owner or 0, local)
+            buffer = local[0].split(share.parts)
             if not (share.unsharded and rank.tp):
-                _BufferAdder(builder, rank, files, index, local, replace(buffer, names=tuple(share.shapes))).add()
+                whole = replace(buffer, names=tuple(share.shapes))
+                _BufferAdder(builder, rank, *files, local[1], index, whole).add()
             members[buffer.group] += map(rank.param, share.shapes)
             flats.append(replace(buffer, ranks=share.ranks if share.named else None))
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
 
 
-@dataclass(frozen=True, slots=True)
-class _Holders:
-    """The files of ranks that hold the same parameters, grouped into runs, and each group's slices in each file."""
-
-    shards: list[FileHeader]
-    runs: list[FileRun]
-    slices: list[tuple[Slices, ...]]
-
-
-def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
+def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Files:
     shards = [builder.save.shard(rank.pp, holder) for holder in ranks]
     slices = zip_longest(*(_get_optim(shard).slices for shard in shards), fillvalue=())
-    return _Holders(shards, builder.batches.list_runs(shards), list(slices))
-
-
-@dataclass(frozen=True)
-class _LocalBuffer:
-    """A flat buffer under the ranks' local parameter names, which are equal on all ranks."""
-
-    buffer: FlatBuffer
-
-    @cached_property
-    def slices(self) -> tuple[Slices, ...]:
-        """The slices that DeepSpeed records for each partition."""
-        cuts = map(self.buffer.cuts, range(self.buffer.parts))
-        return tuple(tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts)
-
-    @cached_property
-    def ends(self) -> list[int]:
-        """End of the last parameter in each partition."""
-        return [part[-1][1] + part[-1][2] if part else 0 for part in self.slices]
+    return shards, select_files(builder.batches, shards), list(slices)
 
 
 def _lay_out(
-    builder: Builder,
-    shards: Sequence[FileHeader],
-    index: int,
-    share: GroupShare,
-    owner: int,
-    known: _LocalBuffer | None,
-) -> _LocalBuffer:
+    builder: Builder, shards: Sequence[FileHeader], index: int, share: GroupShare, owner: int, known: _Local | None
+) -> _Local:
     """Lay out the flat buffer of some ranks; reuse ``known`` of other ranks if it is equal.
 
     ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
     """
     optim, sharded = _get_optim(shards[0]), builder.save.is_sharded
     partition = None if sharded else _count_elements(builder, shards[0], index)
-    if known and (sharded or (known.buffer.partition, known.buffer.parts) == (partition, len(shards))):
+    if known and (sharded or (known[0].partition, known[0].parts) == (partition, len(shards))):
         return known
     gaps = optim.alignment[index] if optim.alignment else ()
     names, shapes = tuple(share.local), tuple(share.local.values())
     (buffer,) = optim.traits.lay_out(owner if sharded else index, names, shapes, len(shards), partition, gaps)
-    return _LocalBuffer(buffer)
+    cuts = () if sharded else map(buffer.cuts, range(buffer.parts))
+    return buffer, tuple(tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts)
 
 
 def _check_partition(save: Save, stage: int, group: int, share: GroupShare) -> None:
@@ -184,28 +160,31 @@ class _BufferAdder:
     """Adds the storages of a flat buffer from the files of the ranks that hold it.
 
     Attributes:
+        shards, batches, recorded: see :data:`_Files`.
+        expected: the slices that each partition has below ZeRO 3.
         index: number of the flat buffer in each file.
-        local: the buffer under the ranks' local names.
         buffer: the buffer under the whole model's names.
         columns: state → dtype, record of each partition, and byte in the record at which the partition begins.
     """
 
     builder: Builder
     rank: SavedRank
-    holders: _Holders
+    shards: list[FileHeader]
+    batches: list[FileBatch]
+    recorded: list[tuple[Slices, ...]]
+    expected: tuple[Slices, ...]
     index: int
-    local: _LocalBuffer
     buffer: FlatBuffer
     columns: dict[str, tuple[str, array[int], array[int]]] = field(default_factory=dict)
 
     def add(self) -> None:
-        builder, shards = self.builder, self.holders.shards
+        builder, shards = self.builder, self.shards
         if not self.buffer.by_parameter:
             self._add_empty(shards[0])
         apart = bool(builder.save.swaps) or _keeps_whole_momentum(builder.save, _get_optim(shards[0]), self.index)
-        for files in self.holders.runs:
-            for run in files.split() if apart else (files,):
-                self._add_run(run)
+        for files in self.batches:
+            for batch in files.split() if apart else (files,):
+                self._add_batch(batch)
         states = {state: PartitionedState(self.buffer, *column) for state, column in self.columns.items()}
         for place, (name, shape) in enumerate(zip(self.buffer.names, self.buffer.shapes, strict=True)):
             if states and count(shape):
@@ -218,72 +197,69 @@ class _BufferAdder:
                 empty = replace(_get_optim(shard).masters[self.index].narrow(0, 0), shape=shape)
                 self.builder.add(self.rank, name, MASTER, shard, empty)
 
-    def _add_run(self, run: FileRun) -> None:
+    def _add_batch(self, batch: FileBatch) -> None:
         """Add the masters and the optimizer's states.
 
         A swapped sub-group only takes from the state file what no swap file holds, such as the step.
         """
-        first = self.holders.shards[run.parts[0]]
+        first = batch.headers[0]
         swaps = self.builder.save.swaps.get((first.name, self.index), {})
         for state, header in swaps.items():
             if header.swap is not None:
                 record = self.builder.record(header, header.swap.record)
-                self._put(state, header.swap, run.parts, [record], [header.swap.offset])
+                self._put(state, header.swap, batch.parts, [record], [header.swap.offset])
         if not swaps:
-            self._check_masters(run)
-            self._put_pieces(MASTER, self.index, run)
-        if self.index < len(run.batch.template.starts) - 1:
-            for alike in self._split(run):
+            self._check_masters(batch)
+            self._put_pieces(MASTER, self.index, batch)
+        if self.index < len(batch.template.starts) - 1:
+            for alike in self._split(batch):
                 self._add_states(alike, swaps)
 
-    def _split(self, run: FileRun) -> Iterable[FileRun]:
+    def _split(self, batch: FileBatch) -> Iterable[FileBatch]:
         """Separate the files if their states have different sizes."""
-        template = run.batch.template
+        template = batch.template
         pieces = [*([self.index] if template.optim.elastic else []), *template.list_states(self.index)]
-        sizes = set(zip(*(run.pick(piece, "numel") for piece in pieces), strict=True))
-        return run.split() if len(sizes) > 1 else (run,)
+        sizes = set(zip(*(batch.pick(piece, "numel") for piece in pieces), strict=True))
+        return batch.split() if len(sizes) > 1 else (batch,)
 
-    def _check_masters(self, run: FileRun) -> None:
+    def _check_masters(self, batch: FileBatch) -> None:
         """Verify the sizes and the parameters of the files' partitions."""
-        partition, shards = self.buffer.partition, self.holders.shards
-        if self.index < len(run.batch.template.optim.masters):
-            sizes = zip(run.pick(self.index, "numel"), run.pick_padding(self.index), strict=True)
+        partition = self.buffer.partition
+        if self.index < len(batch.template.optim.masters):
+            sizes = zip(batch.pick(self.index, "numel"), batch.pick_padding(self.index), strict=True)
             totals = [size + padding for size, padding in sizes]
         else:
-            totals = [_count_elements(self.builder, shards[run.parts[0]], self.index)]
-        for part, size in zip(run.parts, totals, strict=True) if totals.count(partition) < len(totals) else ():
+            totals = [_count_elements(self.builder, batch.headers[0], self.index)]
+        for header, size in zip(batch.headers, totals, strict=True) if totals.count(partition) < len(totals) else ():
             if size != partition:
                 kind = "sub-group" if self.buffer.by_parameter else "partition"
                 raise CheckpointError(
                     f"{kind} {self.index} has {size} elements, {partition} are expected. "
                     "The file belongs to another run or world size; put the right one back.",
-                    path=self._path(shards[part]),
+                    path=self._path(header),
                 )
         if not self.buffer.by_parameter:
-            self._check_slices(run)
+            self._check_slices(batch)
 
-    def _check_slices(self, run: FileRun) -> None:
+    def _check_slices(self, batch: FileBatch) -> None:
         """Refuse files of another rank or run by their ``param_slice_mappings``, which round robin makes wrong."""
-        shards, index, slices = self.holders.shards, self.index, self.holders.slices
-        recorded: Sequence[Slices] = slices[index] if index < len(slices) else ((),) * len(shards)
-        expected: Sequence[Slices] = self.local.slices
-        if len(run.parts) < len(shards):
-            recorded, expected = ([row[part] for part in run.parts] for row in (recorded, expected))
-        zero = shards[run.parts[0]].config.get("zero_optimization") or {}
-        if recorded != expected and not zero.get("round_robin_gradients"):
-            for part, *pair in zip(run.parts, recorded, expected, strict=True):
-                self._compare_slices(shards[part], *pair)
-        ends = self.local.ends
-        for part, numel in zip(run.parts, run.pick(index, "numel"), strict=True):
-            if ends[part] > numel:
-                self._refuse_short(part, numel)
+        recorded = self.recorded[self.index] if self.index < len(self.recorded) else ((),) * len(self.shards)
+        zero = batch.headers[0].config.get("zero_optimization") or {}
+        sizes = batch.pick(self.index, "numel")
+        for part, header, numel in zip(batch.parts, batch.headers, sizes, strict=True):
+            expected = self.expected[part]
+            if recorded[part] != expected and not zero.get("round_robin_gradients"):
+                self._compare_slices(header, recorded[part], expected)
+            _, start, size = expected[-1] if expected else ("", 0, 0)
+            if start + size > numel:
+                self._refuse_short(header, part, numel)
 
-    def _refuse_short(self, part: int, numel: int) -> None:
+    def _refuse_short(self, header: FileHeader, part: int, numel: int) -> None:
         cut = next(cut for cut in self.buffer.cuts(part) if cut.offset + cut.numel > numel)
         raise CheckpointError(
             f"{cut.name} ends beyond the fp32 partition of group {self.index} "
             f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run.",
-            path=self._path(self.holders.shards[part]),
+            path=self._path(header),
         )
 
     def _compare_slices(self, shard: FileHeader, recorded: Slices, expected: Slices) -> None:
@@ -300,10 +276,10 @@ class _BufferAdder:
                 path=self._path(shard),
             )
 
-    def _add_states(self, run: FileRun, swapped: Container[str]) -> None:
+    def _add_states(self, batch: FileBatch, swapped: Container[str]) -> None:
         """Add the optimizer's states of files that have them in the same sizes."""
-        shard = self.holders.shards[run.parts[0]]
-        optim, template = _get_optim(shard), run.batch.template
+        shard = batch.headers[0]
+        optim, template = _get_optim(shard), batch.template
         recorded = optim.tensors[self.index]
         pieces = dict(zip(recorded.states, template.list_states(self.index), strict=False))
         states = replace(
@@ -311,26 +287,26 @@ class _BufferAdder:
             states={state: piece for state, piece in recorded.states.items() if state not in swapped},
         )
         if _keeps_whole_momentum(self.builder.save, optim, self.index):
-            states = self._add_momentum(shard, run.parts[0], states)
+            states = self._add_momentum(shard, batch.parts[0], states)
         stored = optim.masters[self.index].numel if optim.elastic else self.buffer.partition
-        params = list(map(self.rank.param, self._list_names(run)))
+        params = list(map(self.rank.param, self._list_names(batch)))
         for state in self.builder.sort_states(params, states, stored, shard):
-            self._put_pieces(state, pieces[state], run)
+            self._put_pieces(state, pieces[state], batch)
 
-    def _list_names(self, run: FileRun) -> Iterable[str]:
+    def _list_names(self, batch: FileBatch) -> Iterable[str]:
         """Return the parameters with elements in some files."""
-        if len(run.parts) == self.buffer.parts:
+        if len(batch.parts) == self.buffer.parts:
             return [name for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True) if count(shape)]
-        return dict.fromkeys(cut.name for part in run.parts for cut in self.buffer.cuts(part))
+        return dict.fromkeys(cut.name for part in batch.parts for cut in self.buffer.cuts(part))
 
-    def _put_pieces(self, state: str, piece: int, run: FileRun) -> None:
+    def _put_pieces(self, state: str, piece: int, batch: FileBatch) -> None:
         """Record the locations of a state in files."""
-        first = run.batch.make_piece(piece, run.files[0])
+        first = batch.make_piece(piece)
         if first.fault:
-            self.builder.note_unreadable(self.rank, self._list_names(run), state, first.fault)
+            self.builder.note_unreadable(self.rank, self._list_names(batch), state, first.fault)
             return
-        base = self.builder.number_records(run.batch, piece)
-        self._put(state, first, run.parts, run.number(base), run.pick(piece, "start"))
+        records = self.builder.number_records(batch, piece)
+        self._put(state, first, batch.parts, records, batch.pick(piece, "start"))
 
     def _put(
         self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]
@@ -338,7 +314,7 @@ class _BufferAdder:
         missing = array("q", [-1]) * self.buffer.parts
         dtype, record_numbers, begins = self.columns.setdefault(state, (piece.dtype, missing, missing[:]))
         if dtype != piece.dtype:
-            name, shard = self.buffer.cuts(parts[0])[0].name, self.holders.shards[parts[0]]
+            name, shard = self.buffer.cuts(parts[0])[0].name, self.shards[parts[0]]
             shape = self.rank.shapes[name]
             self.builder.refuse_mismatch(shard, self.rank.param(name), state, (piece.dtype, shape), (dtype, shape))
         if len(parts) == self.buffer.parts:  # all, in order
