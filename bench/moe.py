@@ -20,7 +20,7 @@ from synthetic import (
 )
 
 from deepspeed_ucp.engine.parallel import Place
-from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts
+from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts, share_out
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader
 from deepspeed_ucp.model import count
 
@@ -125,7 +125,9 @@ class MoeRanks:
         numbers = range(rank % self.ep * local, (rank % self.ep + 1) * local)
         replicas = range(rank % self.ep, self.dp, self.ep)
         experts = LocalExperts(self.ep, replicas, unsharded=False, is_first_replica=rank < self.ep, numbers=numbers)
-        extension = LiveExperts()
-        extension.set_layers({f"layers.{layer}.{EXPERTS}": experts for layer in range(self.sizes.layers)})
-        groups = self.sizes.make_groups(self.dp, self.ep)
-        return SyntheticTarget(self.find_place(rank), groups, extensions=[extension])
+        groups, layers = self.sizes.make_groups(self.dp, self.ep), range(self.sizes.layers)
+        shares = share_out(
+            {f"layers.{layer}.{EXPERTS}": experts for layer in layers},
+            (name for group in groups for name in group.tensors),
+        )
+        return SyntheticTarget(self.find_place(rank), groups, extensions=[LiveExperts()], shares=shares)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from deepspeed_ucp.engine.base import Target
-from deepspeed_ucp.engine.parallel import Instance, Place
+from deepspeed_ucp.engine.parallel import Instance, Place, Share
 from deepspeed_ucp.extensions.registry import Extension
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
 from deepspeed_ucp.model import count
@@ -177,10 +177,11 @@ class SyntheticTarget(Target):
         marks: Mapping[str, SimpleNamespace] | None = None,
         instances: Mapping[str, Instance] | None = None,
         extensions: Sequence[Extension] = (),
+        shares: Mapping[str, Share] = MappingProxyType({}),
     ) -> None:
         self.place, self.groups, self.sub_group = place, groups, sub_group
         self.aliases, self.flats, self.layout = {}, [], []
-        self.extensions, self._instances = extensions, dict(instances or {})
+        self.extensions, self.shares, self._instances = extensions, shares, dict(instances or {})
         parameters = list((marks or {}).items())
         module = SimpleNamespace(named_parameters=lambda: parameters, named_modules=tuple, modules=tuple)
         self.engine = SimpleNamespace(module=module)

@@ -59,20 +59,18 @@ def test_numbers_in_the_whole_layer() -> None:
     assert cut_number(f"{LAYER}3.fc.w") == cut_number(f"{LAYER}0.fc.w") == (LAYER, ".fc.w")
     assert cut_number("dense") == ("dense", "")
     assert count_experts([f"{LAYER}0.w", f"{LAYER}2.w", "dense"]) == {LAYER: 3}
-    assert name_experts(f"{LAYER}1.fc.w", (3, 2), {LAYER: range(6, 9)}) == {f"{LAYER}7.fc.w": (3, 2)}
-    assert name_experts(f"{LAYER}1.fc.w", (3, 2), {"another.": (6,)}) == {f"{LAYER}1.fc.w": (3, 2)}
-    assert name_experts("dense", (3, 2), {LAYER: (6,)}) == {"dense": (3, 2)}
+    assert name_experts(f"{LAYER}1.fc.w", (3, 2), range(6, 9)) == {f"{LAYER}7.fc.w": (3, 2)}
 
 
 def test_fused_experts() -> None:
     """AutoEP's experts, in the rank's order."""
-    held = {"m.0.mlp.experts.": (3, 1)}
     parts = {"m.0.mlp.experts.w1.3": (5, 6), "m.0.mlp.experts.w1.1": (5, 6)}
-    assert name_experts("m.0.mlp.experts.w1", (2, 5, 6), held) == parts
-    assert list(name_experts("m.0.mlp.experts.w1", (2, 5, 6), held)) == list(parts)
-    assert name_experts("m.1.mlp.experts.w1", (2, 5, 6), held) == {"m.1.mlp.experts.w1": (2, 5, 6)}
+    assert name_experts("m.0.mlp.experts.w1", (2, 5, 6), (3, 1)) == parts
+    assert list(name_experts("m.0.mlp.experts.w1", (2, 5, 6), (3, 1))) == list(parts)
+    held = {"m.0.mlp.experts."}
     assert find_layer("m.0.mlp.experts.w1", held) == "m.0.mlp.experts."
     assert find_layer("m.0.mlp.router.gate.weight", held) is None
+    assert find_layer("m.1.mlp.experts.w1", held) is None
     assert all(map(is_expert, [*parts, "experts.w3.0", f"{LAYER}1.fc.w"]))
     assert not any(map(is_expert, ["m.experts.w1", "m.experts.w4.0", "m.experts.w1.0.bias", "myexperts.w1.0"]))
 

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,12 +53,14 @@ class Target(ABC):
         layout: the same over all ranks, under the names in a checkpoint.
         owned: parameters that the optimizer trains.
         extensions: special cases of the engine.
+        shares: name in the module → the ranks with this distributed parameter or buffer.
     """
 
     wrapper: str
     unsharded: Set[str] = frozenset()
     ep = 1
     extensions: Sequence[Extension] = ()
+    shares: Mapping[str, Share] = MappingProxyType({})
 
     def __init__(self, engine: Any, wrapper: str) -> None:
         self.engine, self.wrapper = engine, wrapper
@@ -67,7 +71,7 @@ class Target(ABC):
         self.aliases: dict[str, str] = {}
         self.unsharded = set()
         for extension in self.extensions:
-            extension.find_shares(self)
+            self.shares = {**self.shares, **extension.find_shares(self)}
         for name, param in engine.module.named_parameters(remove_duplicate=False):
             first = self.names.setdefault(id(param), name)
             if first != name:
@@ -97,7 +101,7 @@ class Target(ABC):
     def _add_parameter(self, param: Any) -> None:
         """Register a parameter of the module; a fused one under several names, with their indices."""
         shape, raw = _find_shape(param), self.names[id(param)]
-        share = self.get_share(raw)
+        share = self.shares.get(raw)
         for place, (name, part) in enumerate(self._name_parts(raw, shape).items()):
             self.params[strip_compiled(name)] = param
             if part != shape:
@@ -107,30 +111,27 @@ class Target(ABC):
 
     def _name_parts(self, name: str, shape: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
         """Map a name of this rank's module to names and shapes in the whole model."""
-        named = (extension.name_parts(name, shape) for extension in self.extensions)
-        return next((parts for parts in named if parts is not None), {name: shape})
-
-    def get_share(self, name: str) -> Share | None:
-        """Return the ranks with a distributed parameter, by its name in the module; None for other parameters."""
-        return next(filter(None, (extension.get_share(name) for extension in self.extensions)), None)
+        share = self.shares.get(name)
+        return share.name_parts(name, shape) if share else {name: shape}
 
     @property
     def is_uneven(self) -> bool:
         """True if data-parallel ranks hold different parameters."""
-        return any(extension.is_uneven for extension in self.extensions)
-
-    def is_distributed(self, name: str) -> bool:
-        """Return True for the name of a distributed parameter in the whole model."""
-        return any(extension.is_distributed(name) for extension in self.extensions)
+        return any(share.ranks is not None for share in self.shares.values())
 
     @property
     def is_first_replica(self) -> bool:
         """True if this rank reports tensors for its replicas, all or those with its distributed parameters."""
-        return self.place.dp_rank == 0 or any(extension.is_first_replica for extension in self.extensions)
+        return self.place.dp_rank == 0 or any(share.is_first_replica for share in self.shares.values())
 
     def reports(self, name: str) -> bool:
         """Return True if such a rank reports a tensor: all others than the first only distributed parameters."""
-        return self.place.dp_rank == 0 or self.is_distributed(strip_compiled(name))
+        return self.place.dp_rank == 0 or strip_compiled(name) in self._distributed
+
+    @cached_property
+    def _distributed(self) -> set[str]:
+        """Names of the distributed parameters and buffers in the whole model."""
+        return {strip_compiled(part) for name in self.shares for part in self._name_parts(name)}
 
     def _find_empty(self) -> set[str]:
         """List trained parameters without an element on this tensor-parallel rank (AutoTP: more ranks than heads).
@@ -153,7 +154,7 @@ class Target(ABC):
         self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, whole: frozenset[str] = frozenset()
     ) -> None:
         """Register a live buffer; its names are those in the module, as in a checkpoint of this engine."""
-        if share := next(filter(None, map(self.get_share, buffer.names)), None):
+        if share := next(filter(None, map(self.shares.get, buffer.names)), None):
             buffer, self.ep = replace(buffer, ranks=share.ranks), max(self.ep, share.degree)
         named = zip(buffer.names, buffer.shapes, strict=True)
         buffer = buffer.split({name: self._name_parts(name, shape) for name, shape in named})
@@ -224,15 +225,15 @@ class Target(ABC):
 
     def instances(self) -> dict[str, Instance]:
         """Return parameters and buffers of tied modules that other pipeline stages have under the same name."""
-        found = (extension.find_instances(self) for extension in self.extensions)
-        return {name: instance for instances in found for name, instance in instances.items()}
+        return {name: instance for name, instance in self._find_tied().items() if instance.count > 1}
 
     def unfiled(self) -> list[str]:
         """List trained parameters that DeepSpeed's load of a pipeline's layers does not restore."""
-        if any(extension.saves_modules for extension in self.extensions):
-            return []
-        unfiled = set[str]().union(*(extension.find_unfiled(self) for extension in self.extensions))
-        return sorted(unfiled & self.owned)
+        return sorted(n for n, instance in self._find_tied().items() if n in self.owned and not instance.is_filed)
+
+    def _find_tied(self) -> dict[str, Instance]:
+        found = (extension.find_instances(self) for extension in self.extensions)
+        return {name: instance for instances in found for name, instance in instances.items()}
 
     def tp_shard_of(self, name: str) -> int:
         """Return this rank's shard number of a parameter or buffer."""
@@ -286,7 +287,7 @@ class Target(ABC):
         """Map keys of the module's state dict to names of parameters or buffers, if they differ."""
         keys: dict[str, str] = {}
         for extension in self.extensions:
-            keys |= extension.list_keys()
+            keys |= extension.list_keys(self)
         return keys
 
     def extras(self) -> list[EngineBuffer]:
@@ -296,7 +297,7 @@ class Target(ABC):
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
                 (part,) = self._name_parts(name)
-                if (share := self.get_share(name)) and share.unsharded:
+                if (share := self.shares.get(name)) and share.unsharded:
                     self.unsharded |= {strip_compiled(part)}
                 extras.append(self.make_whole(strip_compiled(part), buffer, is_buffer=True))
         for extension in self.extensions:

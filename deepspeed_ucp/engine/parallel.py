@@ -19,6 +19,7 @@ from deepspeed.utils.bwc import (
 )
 
 from ..model import strip_compiled
+from ..model.flat import Shape
 from ..tensor_parallel.metadata import INFO
 from .coverage import UnknownLayoutError
 
@@ -99,11 +100,13 @@ class Instance:
         ordinal: index of this stage among these stages.
         count: number of these stages.
         tied: DeepSpeed keeps the copies equal (``tied_weight_attr``); other copies are independent.
+        is_filed: DeepSpeed's load of a pipeline's layers restores this copy.
     """
 
     ordinal: int
     count: int
     tied: bool
+    is_filed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,10 @@ class Share:
     ranks: range | None
     unsharded: bool
     is_first_replica: bool
+
+    def name_parts(self, name: str, shape: Shape) -> dict[str, Shape]:
+        """Return the whole model's parameters in a parameter of the module, with shapes."""
+        return {name: shape}
 
 
 def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:

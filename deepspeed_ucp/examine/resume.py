@@ -80,21 +80,29 @@ def check_resume(
         renamed = {new: old for old, new in names.items() if new != old}
         if renamed:
             check.differences.append("parameters under other names by rename rules")
-        for extension in find_for_names(names) if not check.differences else ():
-            check.differences += extension.list_unforeseen(names)
-        if not check.differences:
+        named, known = rename_all(index, renamed), len(objections.errors)
+        for extension in find_for_names([key.name for key in named.atoms], degrees):
+            with objections:
+                reasons = extension.check_degrees(named, degrees)
+                check.differences += reasons if not check.differences else ()
+        if not check.differences and len(objections.errors) == known:
             check.loader = DEEPSPEED
         else:
-            _check_load(index, renamed, check, rules, objections)
+            _check_load(index, named, renamed, check, rules, objections)
     check.obstacles = [line for error in objections.errors for line in str(error).split("\n")]
     return check
 
 
 def _check_load(
-    index: AtomicIndex, renamed: Mapping[str, str], check: ResumeCheck, rules: Sequence[RuleSet], objections: Objections
+    index: AtomicIndex,
+    named: AtomicIndex,
+    renamed: Mapping[str, str],
+    check: ResumeCheck,
+    rules: Sequence[RuleSet],
+    objections: Objections,
 ) -> None:
     """Collect the objections of a load, in its order, and measure its reads."""
-    degrees, named = check.degrees, rename_all(index, renamed)
+    degrees = check.degrees
     with objections:
         settling.refuse_unreadable(index)
     with objections:
@@ -103,9 +111,6 @@ def _check_load(
         objections.errors.append(MismatchError(f"{text} Pass load_optimizer_states=False to load the weights alone."))
     if degrees.pp > 1 and degrees.zero > 1:
         objections.errors.append(MismatchError("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism."))
-    for extension in find_for_names([key.name for key in named.atoms], degrees):
-        with objections:
-            extension.check_degrees(named, degrees)
     with objections:
         _measure(index, named, renamed, check, rules)
 

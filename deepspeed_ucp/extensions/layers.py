@@ -12,21 +12,21 @@ from ..formats.deepspeed.headers import FileHeader, Piece
 from ..formats.deepspeed.module import drop_ties
 from ..formats.deepspeed.save import Save, find_degrees
 from ..model import COPY, MODULE, TIED, are_alike, number_layer
-from .registry import Extension
+from .registry import SaveExtension
 
 TiedModule = tuple[str, int]
 """A tied module's key, and a stage that holds it."""
 
 
-class SavedLayers(Extension):
+class SavedLayers(SaveExtension):
     """A save of a pipeline, with the model's tensors in layer files."""
 
-    def name_files(self, save: Save) -> list[str]:
+    def name_files(self, save: Save) -> dict[str, str]:
         """Return the names of the layer files."""
         model = save.first[0].model
-        return _name_layers(save, find_degrees(save, model)[1]) if model else []
+        return dict.fromkeys(_name_layers(save, find_degrees(save, model)[1]), "") if model else {}
 
-    def add_layers(self, builder: Builder, tied: Collection[str]) -> None:
+    def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
         """Add the tensors in layer files."""
         _LayerFiles(builder, tied).add()
 

@@ -1,67 +1,34 @@
 """The special cases of a load: one module each, which is imported only if its gate in :data:`REGISTRY` is open.
 
-The common code knows :class:`Extension` alone, and calls the hooks of the active extensions.
+The common code knows the classes below alone, and calls the hooks of the active extensions. A hook that a class does
+not override does nothing. The arguments are ``Any`` because this module is below the classes that the hooks get.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 
-class Extension:
-    """One special case. A hook that a class does not override does nothing.
+class SaveExtension:
+    """A special case of a save (:class:`deepspeed_ucp.formats.deepspeed.save.Save`).
 
-    Each ``find_for_*`` call makes new instances, which may keep state between the hooks of that step. A load also has
-    the engine's instances. The main hooks in the order of a resume:
-
-    1. of an engine (:func:`find_for_engine`): :meth:`find_shares`, :meth:`complete_target`, :meth:`list_keys`
-    2. of a state file (:func:`find_for_tree`): :meth:`read_facts`
-    3. of a save (:func:`find_for_save`): :meth:`open_save`, :meth:`identify`, :meth:`name_files`, :meth:`list_hosts`,
-       :meth:`arrange`, :meth:`add_files`, :meth:`verify_save`, :meth:`check_save`, and the hooks of its index
-    4. of an engine, the user's rules and a direct load (:func:`find_for_load`): :meth:`prepare`, :meth:`refuse`,
-       :meth:`complete_extras`, :meth:`find_instances`, :meth:`find_renamed`, :meth:`adapt`, :meth:`log_changes`,
-       :meth:`read_more`, :meth:`change_engine`, :meth:`commit`, :meth:`open_masters`, :meth:`relink`,
-       :meth:`describe_differences`; at the end, and after an error, :meth:`discard`
-
-    :func:`find_for_names` is called with an index alone, for its hooks "with the live model's names". The arguments are
-    ``Any`` because this module is below the classes that the hooks get.
+    The hooks are in the order of their calls: first those of a state file (:func:`find_for_tree`), then those of a save
+    and of its index (:func:`find_for_save`). A save has its own instances, which may keep state between the hooks.
 
     Attributes:
-        name, row: of the registry.
-        is_first_replica: of an engine: this rank describes its distributed parameters for all of their replicas.
-        is_uneven: of a save or an engine: data-parallel ranks hold different parameters.
-        saves_modules: of an engine: a pipeline's ranks save their whole modules instead of layers.
+        name: of the row in the registry.
+        is_uneven: data-parallel ranks hold different parameters.
     """
 
     name = ""
-    row: SpecialCase | None = None
-    is_first_replica = False
     is_uneven = False
-    saves_modules = False
 
-    # -- a save (:class:`deepspeed_ucp.formats.deepspeed.save.Save`) and its index
-
-    def list_hosts(self, save: Any, comm: Any) -> dict[str, list[str]]:
-        """Return the names of the files that each machine had when the save was written (collective)."""
-        return {}
-
-    def add_files(self, save: Any) -> list[Any]:
-        """Add files that have no header, such as swap files, after :meth:`arrange`; return findings."""
-        return []
-
-    def verify_save(self, save: Any, comm: Any) -> list[Any]:
-        """Return findings about a save whose headers have been read and compared (collective)."""
-        return []
-
-    # -- files of a save
-
-    def open_save(self, save: Any) -> None:
-        """Add the names of further files to a save whose first headers have been read."""
+    # -- a state file
 
     def read_facts(
         self, tree: Mapping[Any, Any], read: Callable[[str, Callable[[Any], Any]], Any]
@@ -69,39 +36,35 @@ class Extension:
         """Return the facts in a state file's tree, and the rank that wrote it; ``read`` reads one entry."""
         return {}, {}
 
-    def identify(self, save: Any, find: Callable[[str, Iterable[Any]], Any]) -> None:
-        """Complete the headers that identify the save; ``find`` returns the first readable header of a role's keys."""
-
-    def name_files(self, save: Any) -> Iterable[str]:
-        """Return the names of further files that a save must have."""
-        return ()
-
-    def explain_missing(self, save: Any) -> dict[str, str]:
-        """Return file → reason for which DeepSpeed may not have written it."""
-        return {}
-
-    def arrange(self, save: Any, headers: Mapping[str, Any]) -> None:
-        """Take further headers, by file name, of a save whose headers are sorted by role."""
-
-    def list_comparisons(self, save: Any) -> Iterable[Any]:
-        """Return comparisons (``formats.deepspeed.compare``) of values that must be equal in further files."""
-        return ()
-
     def describe_own_files(self, tree: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return the facts of a rank's model states file that must equal :meth:`describe_engine`'s."""
+        """Return the facts of a rank's model states file that must equal :meth:`Extension.describe_engine`'s."""
         return {}
 
-    # -- the index of a save
+    # -- the files of a save
 
-    def check_save(self, save: Any) -> None:
-        """Refuse a save that cannot be resharded."""
+    def open_save(self, save: Any, find: Callable[[str, Iterable[Any]], Any] | None) -> None:
+        """Add the names of further files, and complete the first headers.
 
-    def deal_group(self, save: Any, mp: int, number: int, group: Any) -> list[Any]:
-        """Return the shares of a model-parallel rank's param group; empty if all of its ranks hold all parameters."""
+        Args:
+            find: returns the first readable header of a role's keys; None if the headers are complete.
+        """
+
+    def name_files(self, save: Any) -> Mapping[str, str]:
+        """Name files that a save must have; a text is the reason why DeepSpeed may not have written one."""
+        return {}
+
+    def arrange(self, save: Any, headers: Mapping[str, Any]) -> list[Any]:
+        """Take further headers, by file name, and files without header; return findings about the latter.
+
+        Some files may be missing.
+        """
         return []
 
-    def check_share(self, save: Any, stage: int, place: int, share: Any) -> None:
-        """Verify the files of the ranks that share parameters."""
+    def verify_save(self, save: Any, comm: Any) -> list[Any]:
+        """Return findings about a save whose headers have been read and compared (collective)."""
+        return []
+
+    # -- the index of a save
 
     def list_group_files(self, save: Any, mp: int, group: int) -> list[Any]:
         """Return the optimizer files that hold a group; empty if they are those of its model-parallel rank."""
@@ -110,6 +73,10 @@ class Extension:
     def find_shapes(self, save: Any, mp: int, name: str) -> set[Any]:
         """Return the shapes that further files give a parameter."""
         return set()
+
+    def deal_group(self, save: Any, mp: int, number: int, group: Any) -> list[Any]:
+        """Return the shares of a model-parallel rank's param group; empty if all of its ranks hold all parameters."""
+        return []
 
     def name_optimizers(self, save: Any, naming: Any, live: Any) -> list[Any]:
         """Name the parameters of each ZeRO-0 optimizer if a model-parallel rank has several, else return nothing."""
@@ -123,101 +90,60 @@ class Extension:
         """Return further ties in model states, alias → name."""
         return {}
 
-    def add_layers(self, builder: Any, tied: Any) -> None:
-        """Add the tensors in layer files; ``tied`` are names that the model states lack."""
+    def add_tensors(self, builder: Any, optimized: set[str], tied: Collection[str]) -> None:
+        """Add the model's tensors in further files; ``tied`` are names that a pipeline's model states lack."""
 
-    def add_tensors(self, builder: Any, optimized: set[str]) -> None:
-        """Add the model's tensors in further files."""
-
-    def list_unnoticed(self, builder: Any, topology: Any, atoms: Any) -> Iterable[str]:
-        """Describe state that DeepSpeed's load silently fails to restore."""
-        return ()
-
-    def list_fused(self, save: Any, atoms: Any) -> dict[str, int]:
-        """Return parameter → number of atoms that DeepSpeed's universal format joins to it."""
-        return {}
-
-    # -- an index, with the live model's names
-
-    def recast(self, index: Any, live: Any) -> Any:
-        """Return the index with parameters in the live model's form; ``live``: shapes by name."""
+    def complete_index(self, index: Any, builder: Any) -> Any:
+        """Return the index with further facts, such as state that DeepSpeed's load silently fails to restore."""
         return index
 
-    def fold_faults(self, saved: Iterable[str], live: Iterable[str], faults: Any) -> tuple[Any, str]:
-        """Merge differences between saved and live names that have one cause; return them and a remedy, if any."""
-        return faults, ""
 
-    def cuts_groups(self, names: Iterable[str]) -> bool:
-        """Return True if DeepSpeed may split a param group of these parameters differently at each degree."""
-        return False
+class Extension:
+    """A special case of an engine or a load.
 
-    def list_unforeseen(self, names: Iterable[str]) -> list[str]:
-        """Return the reasons why only a live engine shows whether DeepSpeed's own load works."""
-        return []
+    The hooks are in the order of their calls: those of an engine (:func:`find_for_engine`), then those of a load
+    (:func:`find_for_load`), which has the engine's instances too. Instances may keep state between the hooks.
 
-    def check_degrees(self, index: Any, degrees: Any) -> None:
-        """Refuse the degrees of a planned run that do not fit the checkpoint."""
+    Attributes:
+        name, row: of the registry.
+    """
 
-    def count_fused(self, tree: Mapping[Any, Any], shape: Any, path: str) -> int:
-        """Return the number of atoms in a parameter of DeepSpeed's universal format; 0 if it is a single one."""
-        return 0
-
-    def make_upstream_keys(self, name: str, count: int) -> dict[str, Any]:
-        """Return the entries by which DeepSpeed cuts a parameter of ``count`` atoms; empty for other parameters."""
-        return {}
+    name = ""
+    row: SpecialCase | None = None
 
     # -- an engine (:class:`deepspeed_ucp.engine.Target`)
-
-    def find_shares(self, target: Any) -> None:
-        """Find the distributed parameters of an engine, before its parameters are listed."""
-
-    def get_share(self, name: str) -> Any:
-        """Return the :class:`~deepspeed_ucp.engine.parallel.Share` of a parameter of the module, by name, or None."""
-        return None
-
-    def name_parts(self, name: str, shape: Any) -> dict[str, Any] | None:
-        """Return the whole model's parameters in a parameter of the module, with shapes; None for the same name."""
-        return None
-
-    def is_distributed(self, name: str) -> bool:
-        """Return True for the name of a distributed parameter in the whole model."""
-        return False
-
-    def list_unknown(self, target: Any) -> Iterable[str]:
-        """Describe features with which DeepSpeed's load is not known to be right."""
-        return ()
 
     def describe_engine(self, engine: Any) -> dict[str, Any]:
         """Return facts about an engine that its own files have too."""
         return {}
 
-    def find_instances(self, target: Any) -> dict[str, Any]:
-        """Return parameters and buffers that other pipeline stages have under the same name."""
+    def find_shares(self, target: Any) -> Mapping[str, Any]:
+        """Return the :class:`~deepspeed_ucp.engine.parallel.Share` of each distributed parameter or buffer, by name."""
         return {}
-
-    def find_unfiled(self, target: Any) -> set[str]:
-        """Return parameters that DeepSpeed's load of a pipeline's layers does not restore."""
-        return set()
 
     def complete_target(self, target: Any) -> None:
         """Complete the description of an engine whose buffers have been collected."""
 
-    def list_keys(self) -> dict[str, str]:
+    def list_keys(self, target: Any) -> dict[str, str]:
         """Map keys of the module's state dict to names of parameters or buffers, if they differ."""
         return {}
 
-    def prepare(self, target: Any) -> None:
-        """Prepare the engine for a load."""
+    def find_instances(self, target: Any) -> dict[str, Any]:
+        """Return this stage's :class:`~deepspeed_ucp.engine.Instance` of each tensor of a tied module, by name."""
+        return {}
+
+    def list_unknown(self, target: Any) -> Iterable[str]:
+        """Describe features with which DeepSpeed's load is not known to be right."""
+        return ()
 
     def complete_extras(self, target: Any, extras: list[Any]) -> list[Any]:
         """Return the buffers of tensors without optimizer state, as this case changes or extends them."""
         return extras
 
-    # -- a load (:class:`deepspeed_ucp.load.context.LoadContext`)
+    def prepare(self, target: Any) -> None:
+        """Prepare the engine for a load."""
 
-    def find_renamed(self, saved: Any, live: Any, rules: Any) -> dict[str, str]:
-        """Map live names to the saved names that the user's rules rename to them."""
-        return {}
+    # -- a load (:class:`deepspeed_ucp.load.context.LoadContext`)
 
     def refuse(self, job: Any, index: Any, target: Any) -> None:
         """Raise UcpError if the checkpoint cannot be loaded into the engine."""
@@ -225,11 +151,8 @@ class Extension:
     def adapt(self, adaptation: Any) -> None:
         """Adapt a checkpoint and an engine (:class:`deepspeed_ucp.plan.match.Adaptation`) to each other."""
 
-    def log_changes(self, index: Any, resized: Any, *, with_states: bool) -> None:
-        """Log differences of the engine's tensors from the saved ones, on rank 0."""
-
     def read_more(self, job: Any, work: Any) -> None:
-        """Read data that the buffers do not need, before the engine changes (collective)."""
+        """Log changes, and read data that the buffers do not need, before the engine changes (collective)."""
 
     def change_engine(self, job: Any, target: Any, work: Any) -> None:
         """Change the engine before its buffers are filled; an error marks it as unusable (collective)."""
@@ -244,12 +167,36 @@ class Extension:
     def relink(self, target: Any) -> None:
         """Renew DeepSpeed's references to optimizer states after new ones were attached."""
 
-    def describe_differences(self) -> str:
+    def describe_differences(self, target: Any) -> str:
         """Describe values of the loaded engine that differ from the saved ones; empty without any."""
         return ""
 
     def discard(self) -> None:
         """Release what a load needed, also if it failed."""
+
+
+class NameExtension(Extension):
+    """A special case of parameters' names, of an index, a model or a planned run (:func:`find_for_names`)."""
+
+    def fold_faults(self, saved: Iterable[str], live: Iterable[str], faults: Any) -> tuple[Any, str]:
+        """Merge differences between saved and live names that have one cause; return them and a remedy, if any."""
+        return faults, ""
+
+    def cuts_groups(self, names: Iterable[str]) -> bool:
+        """Return True if DeepSpeed may split a param group of these parameters differently at each degree."""
+        return False
+
+    def check_degrees(self, index: Any, degrees: Any) -> list[str]:
+        """Refuse degrees of a planned run; return why only a live engine shows whether DeepSpeed's own load works."""
+        return []
+
+    def count_fused(self, tree: Mapping[Any, Any], shape: Any, path: str) -> int:
+        """Return the number of atoms in a parameter of DeepSpeed's universal format; 0 if it is a single one."""
+        return 0
+
+    def make_upstream_keys(self, name: str, count: int) -> dict[str, Any]:
+        """Return the entries by which DeepSpeed cuts a parameter of ``count`` atoms; empty for other parameters."""
+        return {}
 
 
 def _never(*_: Any) -> bool:
@@ -268,6 +215,7 @@ class SpecialCase:
         in_rules: gate of the user's sets of rules.
         in_load: gate of a load's context, index and target.
         keys: gate of a state file: one of these top-level keys is set.
+        fused_keys: the same of a parameter's file in DeepSpeed's universal format.
         in_names: gate of an index or a model, by its parameters' names.
         in_degrees: gate of a planned run.
         sections, flags: parts of a ds_config that the headers keep.
@@ -281,16 +229,17 @@ class SpecialCase:
     in_rules: Callable[[Any], bool] = _never
     in_load: Callable[[Any, Any, Any], bool] = _never
     keys: tuple[str, ...] = ()
+    fused_keys: tuple[str, ...] = ()
     in_names: Callable[[Collection[str]], bool] = _never
     in_degrees: Callable[[Any], bool] = _never
     sections: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def make(self) -> Extension:
+    def make(self) -> Any:
         """Import the module and return a new instance."""
         module, _, kind = self.source.partition(":")
-        extension: Extension = getattr(import_module(f"{__package__}.{module}"), kind)()
+        extension = getattr(import_module(f"{__package__}.{module}"), kind)()
         extension.name, extension.row = self.name, self
         return extension
 
@@ -392,7 +341,7 @@ REGISTRY = [
     SpecialCase(
         "experts",
         "experts.index:IndexedExperts",
-        keys=("is_expert_param",),
+        fused_keys=("is_expert_param",),
         in_names=_names_experts,
         in_degrees=lambda degrees: degrees.ep > 1,
         in_load=lambda _, index, __: _names_experts([param.name for param in index.atoms.storages]),
@@ -403,17 +352,31 @@ REGISTRY = [
 """All special cases. Hooks run in this order."""
 
 
-def find_for_tree(tree: Mapping[Any, Any]) -> list[Extension]:
+def find_for_tree(tree: Mapping[Any, Any]) -> list[SaveExtension]:
     """Return new extensions for the facts in a state file."""
     return [row.make() for row in REGISTRY if any(tree.get(key) for key in row.keys)]
 
 
-def find_for_save(save: Any) -> list[Extension]:
-    """Return new extensions for a save whose first headers have been read."""
-    extensions = [row.make() for row in REGISTRY if row.in_save(save)]
-    for extension in extensions:
-        extension.open_save(save)
-    return extensions
+def find_for_fused(tree: Mapping[Any, Any]) -> list[NameExtension]:
+    """Return new extensions for a parameter's file in DeepSpeed's universal format."""
+    return [row.make() for row in REGISTRY if any(tree.get(key) for key in row.fused_keys)]
+
+
+def find_for_save(save: Any, find: Callable[[str, Iterable[Any]], Any] | None = None) -> list[SaveExtension]:
+    """Open a save whose first headers have been read: return new extensions for it.
+
+    Args:
+        find: see :meth:`SaveExtension.open_save`; a header that it completes may open the gates of later rows.
+    """
+
+    def open_rows() -> Iterator[SaveExtension]:
+        for row in REGISTRY:
+            if row.in_save(save):
+                extension: SaveExtension = row.make()
+                extension.open_save(save, find)
+                yield extension
+
+    return list(open_rows())
 
 
 def find_for_engine(engine: Any) -> list[Extension]:
@@ -421,14 +384,9 @@ def find_for_engine(engine: Any) -> list[Extension]:
     return [row.make() for row in REGISTRY if row.in_engine(engine)]
 
 
-def find_for_names(names: Collection[str], degrees: Any = None) -> list[Extension]:
+def find_for_names(names: Collection[str], degrees: Any = None) -> list[NameExtension]:
     """Return new extensions for an index or a model with parameters of these names, and for a planned run."""
     return [row.make() for row in REGISTRY if row.in_names(names) or (degrees and row.in_degrees(degrees))]
-
-
-def find_for_rules(rules: Any) -> list[Extension]:
-    """Return new extensions for the user's sets of rules."""
-    return [row.make() for row in REGISTRY if row.in_rules(rules)]
 
 
 def find_for_load(job: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
@@ -439,7 +397,7 @@ def find_for_load(job: Any, index: Any, target: Any, rules: Any) -> list[Extensi
     return sorted(extensions, key=lambda extension: places.get(id(extension.row), -1))
 
 
-def name_active(extensions: Iterable[Extension], more: Iterable[str] = ()) -> tuple[str, ...]:
+def name_active(extensions: Iterable[Extension | SaveExtension], more: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the names of active extensions, and more names, each once, in the order of the registry."""
     active = {*more, *(extension.name for extension in extensions)}
     return tuple(dict.fromkeys(row.name for row in REGISTRY if row.name in active))

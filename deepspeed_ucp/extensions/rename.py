@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..errors import MismatchError, shorten
@@ -11,7 +11,7 @@ from ..model import AtomicIndex
 from ..model.view import Shapes
 from ..plan.match import Adaptation
 from ..plan.settling import list_names, list_shapes
-from ..tensor_parallel import Facts, Rename, RuleSet, find_idle, list_renames, rename_names
+from ..tensor_parallel import Facts, RuleSet, find_idle, find_renamed, list_renames
 from .registry import Extension
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -19,10 +19,6 @@ logger = logging.getLogger("deepspeed_ucp")
 
 class Renames(Extension):
     """The user's ``rename`` rules."""
-
-    def find_renamed(self, saved: Set[str], live: Set[str], rules: Sequence[RuleSet]) -> dict[str, str]:
-        """Return live name → saved name, by :func:`find_renamed`."""
-        return find_renamed(saved, live, list_renames(rules))
 
     def adapt(self, adaptation: Adaptation) -> None:
         """Set the saved names of the engine's tensors; log rules that match no saved name."""
@@ -50,11 +46,8 @@ def apply_renames(
         MismatchError: the rules are not of this checkpoint, or the model holds matrices transposed.
         ConfigError: a rule names a group or a variable that does not exist.
     """
-    renames = list_renames(rules)
-    if not renames:
-        return {}
     saved = list_shapes(index)
-    renamed = find_renamed(list_names(index), {*live, *aliases}, renames)
+    renamed = find_renamed(list_names(index), {*live, *aliases}, rules)
     if renamed:
         for rule_set in (rule_set for rule_set in rules if rule_set.renames):
             rule_set.check(Facts.of(index.hints, saved))
@@ -69,8 +62,3 @@ def apply_renames(
             "no rule transposes. Take a model of linear layers, such as GPTBigCode."
         )
     return renamed
-
-
-def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> dict[str, str]:
-    """Return live name → saved name of the saved names that are not live and that rules give a live one."""
-    return {new: old for old, new in rename_names(sorted(saved - live), renames, live).items() if new in live}

@@ -24,7 +24,7 @@ from ..io.cast import find_dtype
 from ..io.memory import Scratch
 from ..io.paths import count_readers
 from ..io.read import Checked
-from ..model import AtomicIndex, AtomKey
+from ..model import COPY, MASTER, MODULE, AtomicIndex, AtomKey
 from ..plan.match import Adaptation
 from ..plan.settling import list_names
 from ..stream.full_tensors import assemble_full_tensor
@@ -51,22 +51,26 @@ class ResizedRows(Extension):
         if idle and adaptation.log:
             logger.info("patterns: %s", shorten(f"resize: {match!r} matches no parameter" for match in idle))
 
-    def log_changes(self, index: AtomicIndex, resized: Mapping[str, Resized], *, with_states: bool) -> None:
-        """Log each parameter that has another shape here; those that only differ in their numbers share a line."""
-        alike: dict[Resized, list[str]] = defaultdict(list)
-        changed = [pair for pair in sorted(resized.items()) if not pair[1].pads]
-        for name, (how, *_) in fold_names(changed, lambda how: how):
-            alike[how].append(name)
-        for how, names in alike.items():
-            logger.warning("resize: %s: %s", shorten(names), how.describe())
-        if with_states and any(index.scalars.values()) and any(how.live > how.kept for how in alike):
-            logger.warning("resize: %s", _describe_new_states(index))
-
     def read_more(self, job: Any, work: Any) -> None:
-        """Read the means of saved rows (collective)."""
+        """Log each parameter that has another shape here, and read the means of saved rows (collective)."""
+        if job.comm.rank == 0:
+            _log_changes(work)
         if work.averaged:
             with job.report.phase("read"):
                 work.destinations.averages = average_rows(work.index, work.averaged, job.comm, job.config)
+
+
+def _log_changes(work: Any) -> None:
+    """Log the parameters with another shape; those that only differ in their numbers share a line."""
+    alike: dict[Resized, list[str]] = defaultdict(list)
+    changed = [pair for pair in sorted(work.resized.items()) if not pair[1].pads]
+    for name, (how, *_) in fold_names(changed, lambda how: how):
+        alike[how].append(name)
+    for how, names in alike.items():
+        logger.warning("resize: %s: %s", shorten(names), how.describe())
+    with_states = any(key.state not in (MASTER, COPY, MODULE) for key in work.touched)
+    if with_states and any(work.index.scalars.values()) and any(how.live > how.kept for how in alike):
+        logger.warning("resize: %s", _describe_new_states(work.index))
 
 
 def _describe_new_states(index: AtomicIndex) -> str:

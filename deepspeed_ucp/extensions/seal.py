@@ -13,15 +13,11 @@ from ..formats.deepspeed.headers import FileHeader
 from ..formats.deepspeed.save import Save
 from ..formats.deepspeed.seal import compare_file, read_seal
 from ..formats.findings import Finding, from_failure
-from .registry import Extension
+from .registry import SaveExtension
 
 
-class SealedSave(Extension):
+class SealedSave(SaveExtension):
     """A save with a seal."""
-
-    def list_hosts(self, save: Save, comm: Comm) -> dict[str, list[str]]:
-        """Return the files of each machine by the seal, if it can be read."""
-        return save.where.once(SEAL, lambda: _read_hosts(save.path(SEAL)), comm)
 
     def verify_save(self, save: Save, comm: Comm) -> list[Finding]:
         """Return the faults of files that differ from the sealed ones, and set the checksums of swap files."""
@@ -33,13 +29,6 @@ class SealedSave(Extension):
                     record = header.swap.record._replace(crc=sums[header.name])
                     states[state] = replace(header, swap=replace(header.swap, record=record))
         return faults
-
-
-def _read_hosts(path: str) -> dict[str, list[str]]:
-    try:
-        return read_seal(path).hosts
-    except (UcpError, FileNotFoundError):
-        return {}
 
 
 def _compare(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Finding], dict[str, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,32 +17,31 @@ from .registry import Extension
 
 
 class ModuleStateDict(Extension):
-    """A module with a state dict that is not torch's own."""
+    """A module with a state dict that is not torch's own.
 
-    target: Target
+    Attributes:
+        state_dict: its differences before the load.
+    """
 
-    def complete_target(self, target: Target) -> None:
-        """Keep the engine, whose module's state dict is asked when it is needed."""
-        self.target = target
+    state_dict: StateDict | None = None
 
-    @cached_property
-    def state_dict(self) -> StateDict:
-        """Differences of the state dict before the load."""
-        return ask_state_dict(self.target.engine.module)
+    def _ask(self, target: Target) -> StateDict:
+        self.state_dict = self.state_dict or ask_state_dict(target.engine.module)
+        return self.state_dict
 
-    def list_keys(self) -> dict[str, str]:
-        """Map keys to names of parameters or buffers, if they differ."""
-        named = ((strip_compiled(key), strip_compiled(name)) for key, name in self.state_dict.keys.items())
-        return {key: name for key, name in named if not self.target.is_distributed(name)}
+    def list_keys(self, target: Target) -> dict[str, str]:
+        """Map keys to names of parameters or buffers, if they differ; a rank's own names of experts are omitted."""
+        keys = self._ask(target).keys.items()
+        return {strip_compiled(key): strip_compiled(name) for key, name in keys if name not in target.shares}
 
     def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
         """Add the tensors that are neither parameters nor buffers."""
-        others = self.state_dict.others.items()
+        others = self._ask(target).others.items()
         return extras + [target.make_whole(strip_compiled(key), tensor, is_buffer=True) for key, tensor in others]
 
-    def describe_differences(self) -> str:
+    def describe_differences(self, target: Target) -> str:
         """Describe tensors that the state dict computes with another result than the saved one."""
-        changed = find_changed(self.target.engine.module, self.state_dict)
+        changed = find_changed(target.engine.module, self._ask(target))
         return f"{shorten(changed)}: the module computes them, with other values than saved" if changed else ""
 
 

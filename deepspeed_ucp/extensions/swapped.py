@@ -8,7 +8,7 @@ their parent's parameters. The folder may contain files of other engines that sw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -23,7 +23,7 @@ from ..model import ITEMSIZE, MASTER, strip_compiled
 from ..model.flat import reserve
 from ..model.wrappers import MOMENTUM, Form
 from ..torchsave.records import FileRecord
-from .registry import Extension
+from .registry import SaveExtension
 
 _LEAST = 1 << 20
 """Least bytes of a swapped sub-group (swap_tensor/utils.py ``MIN_AIO_BYTES``)."""
@@ -50,13 +50,13 @@ class SubGroup:
         return self.numel * ITEMSIZE[self.dtype]
 
 
-class Swapped(Extension):
+class Swapped(SaveExtension):
     """Saves with optimizer states in swap files."""
 
-    def add_files(self, save: Save) -> list[Finding]:
-        """Add the swap files that belong to a save, and return their faults."""
+    def arrange(self, save: Save, headers: Mapping[str, FileHeader]) -> list[Finding]:
+        """Add the swap files that belong to a save whose state files are there, and return their faults."""
         swapped = _list_swapped(save)
-        if not swapped:
+        if not swapped or any(len(shards) != save.dp for shards in save.shards):
             return []
         if len(save.models) > 1:
             text = (

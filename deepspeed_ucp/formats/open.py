@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
-from ..extensions.registry import Extension
+from ..extensions.registry import SaveExtension
 from ..io.paths import find_tag_folder, normalize
 from ..io.read import sum_range
 from ..io.store import open_stored
@@ -55,7 +55,7 @@ class FolderReport:
     index: AtomicIndex | None
     findings: tuple[Finding, ...]
     manifest: Manifest | None = None
-    extensions: Sequence[Extension] = ()
+    extensions: Sequence[SaveExtension] = ()
 
     @property
     def folder(self) -> str:
@@ -139,7 +139,7 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
         ConfigError: the groups have an invalid form.
     """
     atomic, foreign, manifest = holds_atoms(where.entries), find_foreign(where.entries), None
-    extensions: list[Extension] = []
+    extensions: list[SaveExtension] = []
     try:
         if atomic:
             index, findings, manifest = survey_atomic(where, comm)
@@ -240,7 +240,7 @@ def _list_earlier(findings: Iterable[Finding]) -> list[str]:
 
 def _survey_normal(
     where: FileTable, comm: Comm, naming: Naming
-) -> tuple[AtomicIndex | None, list[Finding], list[Extension]]:
+) -> tuple[AtomicIndex | None, list[Finding], list[SaveExtension]]:
     """Return the index of a normal checkpoint, all findings, and the special cases of the save; collective."""
     save, findings = gather_save(where, comm)
     if naming.weights_only and make_error(findings) is not None and not where.access.is_partial:

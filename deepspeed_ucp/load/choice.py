@@ -24,10 +24,10 @@ from ..io.paths import is_url
 from ..model import AtomicIndex, to_integer
 from ..model.topology import find_differences, list_undescribed
 from ..stream.reader import verify_records
-from ..tensor_parallel import from_config
+from ..tensor_parallel import find_renamed, from_config
 from .client import check_trusted
 from .context import LoadContext
-from .inventory import StageGroups, find_renamed, join_groups, list_stage_groups
+from .inventory import StageGroups, join_groups, list_stage_groups
 
 
 @dataclass(frozen=True, slots=True)

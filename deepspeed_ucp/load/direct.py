@@ -93,7 +93,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         with report.phase("finish"):
             comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
             for extension in job.extensions:
-                if note := extension.describe_differences():
+                if note := extension.describe_differences(target):
                     job.warn("%s", note)
     return pick_client_state(
         saved,

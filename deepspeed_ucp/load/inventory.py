@@ -11,7 +11,6 @@ from ..comm import Comm
 from ..engine import Target
 from ..engine.parallel import live_attributes, live_universal_info
 from ..errors import MismatchError, shorten
-from ..extensions.registry import find_for_rules
 from ..formats.deepspeed.naming import CHANGING
 from ..model import AtomicIndex, number_layer
 from ..model.flat import Shape
@@ -154,14 +153,6 @@ def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
         [fields for _, fields in joined.values()],
         dict(sorted(order.items(), key=lambda names: number_layer(names[1]))),
     )
-
-
-def find_renamed(saved: Set[str], live: Set[str], rules: Sequence[RuleSet]) -> dict[str, str]:
-    """Return live name → saved name of the saved names to which the user's rules give a live name."""
-    renamed: dict[str, str] = {}
-    for extension in find_for_rules(rules):
-        renamed |= extension.find_renamed(saved, live, rules)
-    return renamed
 
 
 def settle_layouts(

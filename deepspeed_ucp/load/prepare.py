@@ -26,10 +26,10 @@ from ..plan.wants import (
     list_wants,
 )
 from ..stream.duplicates import check_instances
-from ..tensor_parallel import Layout, Resized, RuleSet, Settled, from_config
+from ..tensor_parallel import Layout, Resized, RuleSet, Settled, find_renamed, from_config
 from .context import LoadContext
 from .destinations import Destinations, bind
-from .inventory import check_alike, find_renamed, settle_layouts, view_engine
+from .inventory import check_alike, settle_layouts, view_engine
 from .states import OptimizerMatch, States, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -47,7 +47,7 @@ class Work:
         touched: atoms that some rank needs, the same list on every rank.
         replicated: those of them whose saved shards are replicas that must be equal.
         state_bytes: bytes of all touched atoms.
-        averaged: the wants' ``averaged``, of all ranks.
+        averaged, resized: the wants' fields, of all ranks.
     """
 
     index: AtomicIndex
@@ -58,6 +58,7 @@ class Work:
     replicated: list[AtomKey] = field(default_factory=list)
     state_bytes: int = 0
     averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
+    resized: dict[str, Resized] = field(default_factory=dict)
 
     @property
     def wants(self) -> Wants:
@@ -86,7 +87,7 @@ def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
     rules = comm.alike(lambda: from_config(job.config.patterns))
     work, settled = comm.run(lambda: _match(job, saved, target, view, rules, with_states=with_states))
-    _share(job, view, settled, work, with_states=with_states)
+    _share(job, view, settled, work)
     return work
 
 
@@ -214,7 +215,7 @@ def _rounds(stored: str, dtype: str) -> bool:
     return now.eps > before.eps or now.max < before.max
 
 
-def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work, *, with_states: bool) -> None:
+def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work) -> None:
     """Join the needs of all ranks, and log what is unusual (collective)."""
     comm, index, layouts = job.comm, work.index, settled.pairs
     work.touched = _join_touched(index, work.touched, comm)
@@ -222,6 +223,7 @@ def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work, *, 
     counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # each rank counts a part
     everyone = comm.gather((work.wants.resized, work.wants.averaged, work.match.notes, counted))
     work.state_bytes = sum(counted for *_, counted in everyone)
+    work.resized = {name: how for names, *_ in everyone for name, how in names.items()}
     work.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
     work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
 
@@ -229,10 +231,7 @@ def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work, *, 
         for text in dict.fromkeys(text for *_, notes, _ in everyone for text in notes):
             logger.warning("%s", text)
         _log_match(work.match, index)
-        resized = {name: how for names, *_ in everyone for name, how in names.items()}
-        _log_padded(resized)
-        for extension in job.extensions:
-            extension.log_changes(index, resized, with_states=with_states)
+        _log_padded(work.resized)
 
     comm.once(log_all)
     check_instances(index, view.counts, work.touched, comm)

@@ -49,12 +49,12 @@ from ..io.threads import limit_torch
 from ..model import AtomicIndex
 from ..plan.settling import list_names
 from ..stream.report import OutputReport
-from ..tensor_parallel import RuleSet, from_config
+from ..tensor_parallel import RuleSet, find_renamed, from_config
 from .absent import report_absent
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, Loaded, LoadReport
 from .direct import load_direct
-from .inventory import find_renamed, list_live_rules, view_engine
+from .inventory import list_live_rules, view_engine
 from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")

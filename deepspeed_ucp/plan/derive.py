@@ -28,7 +28,8 @@ from ..model import (
     Storage,
 )
 from ..model.flat import Shape
-from ..model.view import Shapes
+from ..model.view import EngineView, Shapes
+from .match import Adaptation
 
 Repeated = tuple[tuple[int, Fragment], ...]
 
@@ -105,9 +106,10 @@ def split(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
 
 def recast(index: AtomicIndex, live: Shapes) -> AtomicIndex:
     """Return the index with parameters in the live model's form, as extensions derive them."""
+    adaptation = Adaptation(index, EngineView(live), (), None, False, index, frozenset())
     for extension in find_for_names([*(param.name for param in index.atoms.storages), *live]):
-        index = extension.recast(index, live)
-    return index
+        extension.adapt(adaptation)
+    return adaptation.index
 
 
 def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:

@@ -22,6 +22,7 @@ from .resize import Resized, advise_resize, pad_vocabulary
 from .rules import (
     RuleSet,
     advise_family,
+    find_renamed,
     find_resize,
     from_arguments,
     from_attributes,
@@ -53,6 +54,7 @@ __all__ = [
     "advise_vocabulary",
     "copy_runs",
     "find_idle",
+    "find_renamed",
     "find_resize",
     "from_arguments",
     "from_attributes",

@@ -25,7 +25,7 @@ Sizes are integers or expressions (see ``facts``) over ``variables`` of the set.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -37,7 +37,7 @@ from .files import SUFFIXES, list_families, read_packaged, read_rules
 from .kinds import FUSED_QKV, Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Shape
 from .regex import Matcher, compile_regex
-from .rename import Rename, parse_renames
+from .rename import Rename, parse_renames, rename_names
 from .resize import Resize
 
 _FUSED_GATE = re.compile(r"h_to_4h|fc1|gate_up|weight1|w1", re.IGNORECASE)
@@ -366,6 +366,13 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
 def list_renames(rules: Iterable[RuleSet]) -> list[Rename]:
     """List the ``rename`` rules of all sets in order, each with its set's variables."""
     return [replace(rename, variables=rule_set.variables) for rule_set in rules for rename in rule_set.renames]
+
+
+def find_renamed(saved: Set[str], live: Set[str], rules: Iterable[RuleSet]) -> dict[str, str]:
+    """Return live name → saved name of the saved names that are not live and that rules give a live one."""
+    renames = list_renames(rules)
+    renamed = rename_names(sorted(saved - live), renames, live) if renames else {}
+    return {new: old for old, new in renamed.items() if new in live}
 
 
 def find_resize(rules: Iterable[RuleSet], name: str) -> Resize | None:

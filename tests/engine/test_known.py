@@ -35,10 +35,10 @@ def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
     topology |= {"offload": "none/none", **differs.pop("topology", {})}
     engine: dict[str, Any] = {"checkpoint_engine": TorchCheckpointEngine(), "use_node_local_storage": lambda: False}
     engine |= {"_config": SimpleNamespace(zero_config=differs.pop("zero", Zero())), **differs.pop("engine", {})}
-    live = LiveExperts()
-    live.set_layers(differs.pop("experts", {}))
+    shares = differs.pop("experts", {})
     plain: dict[str, Any] = {
-        "extensions": [live] if live.layers else [],
+        "extensions": [LiveExperts()] if shares else [],
+        "shares": shares,
         "params": {"a": 0},
         "owned": {"a"},
         "unfiled": list,

@@ -10,8 +10,8 @@ import pytest
 
 from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.extensions.registry import find_for_rules
-from deepspeed_ucp.extensions.rename import apply_renames
+from deepspeed_ucp.extensions.rename import Renames, apply_renames
+from deepspeed_ucp.extensions.resize import ResizedRows
 from deepspeed_ucp.load.inventory import check_alike
 from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Fragments
 from deepspeed_ucp.model.view import EngineView
@@ -65,7 +65,7 @@ def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> N
     )
     with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
         adaptation = Adaptation(make_index("w"), EngineView(), rules, None, True, make_index("w"), set())
-        for extension in find_for_rules(rules):
+        for extension in (Renames(), ResizedRows()):
             extension.adapt(adaptation)
     assert "'nothing' matches no parameter" in caplog.text
     assert "patterns: resize: 'v' matches no parameter\n" in caplog.text and "'w' matches" not in caplog.text

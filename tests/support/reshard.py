@@ -24,9 +24,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine import Target
 from deepspeed_ucp.engine.parallel import Instance, Place
-from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts
+from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts, share_out
 from deepspeed_ucp.extensions.registry import find_for_load
-from deepspeed_ucp.extensions.resize import average_rows
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
@@ -105,9 +104,9 @@ class FakeTarget(Target):
         self.model, self.kind, self.rank = model, topology, rank
         self.own = own_models(model, topology)[rank]
         self.place = place or Place(0, 1, 0, 1, rank, topology.dp)
-        experts = LiveExperts()
-        experts.set_layers({layer.prefix: hold_experts(model, topology, layer, rank) for layer in held_layers(model)})
-        self.extensions = [experts] if experts.layers else []
+        layers = {layer.prefix: hold_experts(model, topology, layer, rank) for layer in held_layers(model)}
+        self.extensions = [LiveExperts()] if layers else []
+        self.shares = share_out(layers, [param.name for param in self.own.params])
         self.copies = dict(copies or {})
         self.layers: tuple[int, ...] = ()
         self.recorded: Callable[[], list[str]] | None = None
@@ -258,6 +257,7 @@ class Loaded:
     counts: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
     blanks: dict[int, tuple[torch.Tensor, np.ndarray]] = field(default_factory=dict)
     counted: bool = True
+    job: LoadContext | None = None
 
     @property
     def plan(self) -> LoadPlan | None:
@@ -329,7 +329,7 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     rules = from_config(options.config.patterns)
     job = replace(job, extensions=find_for_load(job, index, target, rules))
     work = prepare(job, index, target, with_states=with_states)
-    rank = Loaded(target, work, target.extras(), comm)
+    rank = Loaded(target, work, target.extras(), comm, job=job)
     into = work.destinations
     into.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in into.sinks]
     for number, low, high in into.wants.blanks:
@@ -373,7 +373,9 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
 
     read_all(transfer)
     assert transfer.verify() == 0
-    rank.work.destinations.averages = average_rows(rank.work.index, rank.work.averaged, comm, options.config)
+    assert rank.job
+    for extension in rank.job.extensions:
+        extension.read_more(rank.job, rank.work)
     for mean in rank.work.wants.means:
         rank.count(rank.work.destinations.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
     transfer.fill()

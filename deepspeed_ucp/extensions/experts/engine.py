@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from itertools import chain
 from typing import Any
 
 from deepspeed import comm as ds_comm
@@ -35,40 +35,21 @@ class LocalExperts(Share):
 
     numbers: Sequence[int]
 
+    def name_parts(self, name: str, shape: Shape) -> dict[str, Shape]:
+        """Return the experts' parameters in the whole model that are in a parameter of this rank, with shapes."""
+        return name_experts(name, shape, self.numbers)
+
 
 class LiveExperts(Extension):
-    """An engine with experts.
-
-    Attributes:
-        layers: experts of each layer by the prefix of their parameters' names.
-    """
+    """An engine with experts."""
 
     name = NAME
-    saves_modules = True
 
-    layers: Mapping[str, LocalExperts] = MappingProxyType({})
-
-    def find_shares(self, target: Target) -> None:
-        """Find the rank's experts of each layer."""
-        self.set_layers(find_experts(target.engine, target.place))
-
-    def set_layers(self, layers: Mapping[str, LocalExperts]) -> None:
-        """Set the rank's experts by the prefix of their parameters' names."""
-        self.layers = layers
-        self.is_uneven = any(layer.ranks is not None for layer in layers.values())
-        self.is_first_replica = any(layer.is_first_replica for layer in layers.values())
-
-    def get_share(self, name: str) -> LocalExperts | None:
-        """Return the experts with a parameter, by the name in the module; None for other parameters."""
-        return self.layers.get(find_layer(name, self.layers) or "")
-
-    def name_parts(self, name: str, shape: Shape) -> dict[str, Shape]:
-        """Return the parameters in the whole model that are in a parameter of this rank, with shapes."""
-        return name_experts(name, shape, {layer: experts.numbers for layer, experts in self.layers.items()})
-
-    def is_distributed(self, name: str) -> bool:
-        """Return True for an expert's parameter."""
-        return is_expert(name)
+    def find_shares(self, target: Target) -> dict[str, LocalExperts]:
+        """Return this rank's experts of the layer of each expert's parameter or buffer, by name."""
+        module = target.engine.module
+        tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        return share_out(find_experts(target.engine, target.place), (name for name, _ in chain(*tensors)))
 
     def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
         """Refuse frozen parameters of AutoEP's experts that ZeRO 3 partitions."""
@@ -88,7 +69,7 @@ class LiveExperts(Extension):
         """
         if any(map(is_expert, target.params.keys() - target.owned)):
             yield "frozen experts"  # at ZeRO 2 every rank gets the first rank's
-        layers = self.layers.values()
+        layers = target.shares.values()
         is_regular = all(not layer.unsharded or layer.degree % target.place.tp == 0 for layer in layers)
         if not (is_regular and len({layer.degree for layer in layers}) <= 1):
             yield "experts of other ranks or degrees"
@@ -111,6 +92,11 @@ class LiveExperts(Extension):
         sizes = sorted({layer.ep_size for layer in layers if hasattr(layer, "ep_size")})
         facts |= {"data-parallel ranks": int(engine.seq_dp_world_size), "expert-parallel ranks": sizes[-1]}
         return facts if len(sizes) == 1 else {**facts, "expert-parallel degrees": sizes}
+
+
+def share_out(layers: Mapping[str, LocalExperts], names: Iterable[str]) -> dict[str, LocalExperts]:
+    """Return the experts of each name's layer; ``layers`` are by the prefix of their parameters' names."""
+    return {name: layers[layer] for name in names if (layer := find_layer(name, layers))}
 
 
 def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:

@@ -10,11 +10,10 @@ from ...errors import MismatchError, UnsupportedError, fold_names
 from ...formats.universal.upstream import CAT_DIM
 from ...model import AtomicIndex
 from ...model.flat import Shape
-from ...model.view import Shapes
 from ...plan.derive import can_fuse
 from ...plan.faults import COUNT, Fault
 from ...plan.match import Adaptation
-from ..registry import Extension
+from ..registry import NameExtension
 from .forms import adapt_experts
 from .names import find_block, find_expert, is_expert, read_name
 
@@ -22,16 +21,12 @@ IS_EXPERT = "is_expert_param"
 EXPERTS = "ep_num_experts"
 
 
-class IndexedExperts(Extension):
+class IndexedExperts(NameExtension):
     """An index or a model with parameters that are named like experts."""
 
     def adapt(self, adaptation: Adaptation) -> None:
         """Put a layer's experts into the live model's form."""
         adaptation.index = adapt_experts(adaptation.index, adaptation.view.shapes)
-
-    def recast(self, index: AtomicIndex, live: Shapes) -> AtomicIndex:
-        """Return the index with a layer's experts in the live model's form."""
-        return adapt_experts(index, live)
 
     def fold_faults(
         self, saved: Iterable[str], live: Iterable[str], faults: Sequence[Fault]
@@ -50,12 +45,8 @@ class IndexedExperts(Extension):
         """Return True for experts, whose groups are cut by size (``max_group_size``), differently at every degree."""
         return all(map(is_expert, names))
 
-    def list_unforeseen(self, names: Iterable[str]) -> list[str]:
-        """Return the reason for which DeepSpeed's load cannot be foreseen without an engine."""
-        return ["experts, whose ranks are known only to a load"] if any(map(is_expert, names)) else []
-
-    def check_degrees(self, index: AtomicIndex, degrees: Any) -> None:
-        """Check the degrees of a planned run as DeepSpeed's expert layers do."""
+    def check_degrees(self, index: AtomicIndex, degrees: Any) -> list[str]:
+        """Check the degrees of a planned run as DeepSpeed's expert layers do; only a live engine knows their ranks."""
         names, ep = [read for key in index.atoms if (read := read_name(key.name))], degrees.ep
         layers = {read.layer: read.number + 1 for read in sorted(names)}  # the highest number of a layer is the last
         if ep > 1 and not names:
@@ -66,6 +57,7 @@ class IndexedExperts(Extension):
             raise MismatchError(
                 f"ep={ep} must divide the data-parallel ranks and the experts of each layer ({wrong[0]})."
             )
+        return ["experts, whose ranks are known only to a load"] if names else []
 
     # -- DeepSpeed's universal checkpoints
 

@@ -24,9 +24,6 @@ _PART = re.compile(r"((?:^|.*\.)experts\.)(w[123])\.(\d{1,9})", re.ASCII)
 
 _LAYER = re.compile(r"(?:deepspeed_moe\.)?experts\.(?:deepspeed_experts\.)?$")
 
-Held = Mapping[str, Sequence[int]]
-"""Prefix of a layer's parameter names → numbers of a rank's experts in the whole layer, in the rank's order."""
-
 
 class ExpertName(NamedTuple):
     """Parts of the name of an expert's parameter in the whole model.
@@ -104,18 +101,17 @@ def find_layer(name: str, layers: Collection[str]) -> str | None:
     return layer if layer in layers else None
 
 
-def name_experts(name: str, shape: Shape, numbers: Held) -> dict[str, Shape]:
+def name_experts(name: str, shape: Shape, numbers: Sequence[int]) -> dict[str, Shape]:
     """Return the names and shapes in the whole model of the parameters in a rank's own parameter.
 
     An expert's name gets its number in the whole layer. A fused parameter has a name for each expert.
+
+    Args:
+        numbers: of the rank's experts in the whole layer, in the rank's order.
     """
-    match = _EXPERT.match(name) if numbers else None
-    layer = match[1] if match else name[: name.rfind(".") + 1]
-    if layer not in numbers:
-        return {name: shape}
-    if match:
-        return {f"{layer}{numbers[layer][int(match[2])]}{name[match.end() :]}": shape}
-    return {f"{name}.{number}": shape[1:] for number in numbers[layer]}
+    if match := _EXPERT.match(name):
+        return {f"{match[1]}{numbers[int(match[2])]}{name[match.end() :]}": shape}
+    return {f"{name}.{number}": shape[1:] for number in numbers}
 
 
 def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None, *, data_first: bool) -> list[range]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from ...errors import UnsupportedError
 from ...formats.deepspeed.builder import Builder
-from ...formats.deepspeed.compare import Comparison, compare_optimizers, read_groups, read_step
 from ...formats.deepspeed.files import Key, choose_copies, read_model_rank, read_optim_ranks, scan_folder, sort_roles
 from ...formats.deepspeed.headers import FileHeader
 from ...formats.deepspeed.reading import as_list
 from ...formats.deepspeed.save import Save, find_degrees
-from ...formats.findings import FAULT
-from ...model import COPY, MASTER, AtomKey, Atoms, strip_compiled
+from ...formats.findings import Finding
+from ...model import COPY, MASTER, AtomicIndex, AtomKey, strip_compiled
 from ...model.flat import Shape
-from ...model.topology import Topology, enabled
+from ...model.topology import enabled
 from ...model.wrappers import Form
-from ..registry import Extension
+from ..registry import SaveExtension
 from . import stage0, tensors, zero
 from .autoep import read_folding, read_placements
 from .files import (
@@ -44,7 +43,7 @@ _NEVER_SAVED = (
 )
 
 
-class SavedExperts(ExpertFiles, Extension):
+class SavedExperts(ExpertFiles, SaveExtension):
     """A save with experts."""
 
     name = NAME
@@ -52,9 +51,7 @@ class SavedExperts(ExpertFiles, Extension):
     name_optimizers = stage0.name_optimizers
     add_optimizers = stage0.add_optimizers
     deal_group = zero.deal_group
-    check_share = zero.check_share
     find_ties = tensors.find_ties
-    add_tensors = tensors.add_tensors
 
     # -- the files of a save
 
@@ -80,14 +77,17 @@ class SavedExperts(ExpertFiles, Extension):
             "ep_rank": layers[0].get("ep_rank") if layers else None,
         }
 
-    def identify(self, save: Save, find: Callable[[str, Iterable[Key]], FileHeader | None]) -> None:
-        """Complete the header of the first rank's model states, and read those of later pipeline stages.
+    def open_save(self, save: Save, find: Callable[[str, Iterable[Key]], FileHeader | None] | None) -> None:
+        """Add the names of the experts' files.
+
+        Complete the header of the first rank's model states, and read those of later pipeline stages.
 
         Args:
-            find: returns the first readable header of a role's files.
+            find: returns the first readable header of a role's files; None if the headers are complete.
         """
+        save.names |= sort_roles(ROLES, choose_copies(save.folder, save.where.entries)[0])
         model, optims = save.first[0].model, save.names["expert_optim"]
-        if model is None or not model.facts["experts"]:
+        if find is None or model is None or not model.facts["experts"]:
             return
         optim = save.first[1] if save.first[1:] else find("expert_optim", (key for key in optims if key[0] == 0))
         save.first[0] = first = infer_degrees(save, complete_header(save.first[0], optim), find)
@@ -96,12 +96,15 @@ class SavedExperts(ExpertFiles, Extension):
             keys = [(mp, 0) for mp in range(tp, pp * tp, tp) if (mp, 0) in save.names["model"]]
             self.stages = [header for key in keys if (header := find("model", [key]))]
 
-    def open_save(self, save: Save) -> None:
-        """Add the names of the experts' files."""
-        save.names |= sort_roles(ROLES, choose_copies(save.folder, save.where.entries)[0])
+    def name_files(self, save: Save) -> dict[str, str]:
+        """Return the names of the experts' files, and of model states that DeepSpeed does not write, with the reason.
 
-    def name_files(self, save: Save) -> Iterator[str]:
-        """Yield the names of the experts' files that a save must have; ZeRO 3 has experts in the model states."""
+        ZeRO 3 has experts in the model states.
+        """
+        unwritten = dict.fromkeys(name_unwritten_models(save), _NEVER_SAVED)
+        return unwritten | dict.fromkeys(self._name_files(save), "")
+
+    def _name_files(self, save: Save) -> Iterator[str]:
         first = save.first
         model = first[0].model
         if model is None or not model.facts["experts"] or read_optim_ranks(first[0].name) is not None:
@@ -116,11 +119,7 @@ class SavedExperts(ExpertFiles, Extension):
             if header.model and (len(first) == 1 or header.model.optim):
                 yield from name_optims(save, header.model.optim, places, tp_shards)
 
-    def explain_missing(self, save: Save) -> dict[str, str]:
-        """Return the model states that DeepSpeed does not write, with the reason."""
-        return dict.fromkeys(name_unwritten_models(save), _NEVER_SAVED)
-
-    def arrange(self, save: Save, headers: Mapping[str, FileHeader]) -> None:
+    def arrange(self, save: Save, headers: Mapping[str, FileHeader]) -> list[Finding]:
         """Take the experts' headers by file name, align param groups, and complete model states."""
         align_save(save)
         for role in ROLES:
@@ -131,24 +130,18 @@ class SavedExperts(ExpertFiles, Extension):
             beside = [*save.shards[mp], *(header for (rank, _), header in self.optims.items() if rank == mp)]
             models[:1] = [complete_header(header, *beside[:1]) for header in models[:1]]
         self.tp_shards = count_tp_shards(save, save.tp)
+        return []
 
-    def list_comparisons(self, save: Save) -> Iterator[Comparison]:
-        """Yield the values that must be equal in all optimizer files of ZeRO stage 0."""
-        yield from compare_optimizers(list(self.optims.values()))
-        yield list(self.optims.values()), "the optimizer's step", read_step, FAULT
-        for stage in range(save.pp):
-            of_stage = [header for (mp, _), header in self.optims.items() if mp // save.tp == stage]
-            yield of_stage, "groups", read_groups, FAULT
-
-    def check_save(self, save: Save) -> None:
-        """Raise UnsupportedError for an AutoEP save without a placement."""
-        facts = save.model(0).facts
-        if enabled(save.main.config, "expert_parallel") and facts["experts"] and not facts["placements"]:
-            raise UnsupportedError(
-                "is a mixture-of-experts checkpoint of AutoEP without a placement of the experts, which this release "
-                "does not convert. DeepSpeed itself can resume it in the topology that wrote it.",
-                path=save.path(save.main),
-            )
+    def verify_save(self, save: Save, comm: Any) -> list[Finding]:
+        """Return a fault for an AutoEP save without a placement."""
+        facts, file = save.model(0).facts, save.main
+        if not (enabled(file.config, "expert_parallel") and facts["experts"] and not facts["placements"]):
+            return []
+        text = (
+            f"{save.path(file)}: is a mixture-of-experts checkpoint of AutoEP without a placement of the experts, "
+            "which this release does not convert. DeepSpeed itself can resume it in the topology that wrote it."
+        )
+        return [Finding("unsupported", file.name, text)]
 
     def describe_own_files(self, tree: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return the facts that :func:`deepspeed_ucp.formats.deepspeed.ownfiles.compare_own_files` compares.
@@ -187,8 +180,17 @@ class SavedExperts(ExpertFiles, Extension):
         wanted = cut_number(name)
         return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
-    def list_unnoticed(self, builder: Builder, topology: Topology, atoms: Atoms) -> Iterator[str]:
-        """Describe state that DeepSpeed's load silently fails to restore."""
+    def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
+        """Add the tensors of the experts' files."""
+        tensors.add_tensors(self, builder, optimized)
+
+    def complete_index(self, index: AtomicIndex, builder: Builder) -> AtomicIndex:
+        """Return the index with AutoEP's fused parameters, and state that DeepSpeed's load fails to restore."""
+        unnoticed = (*index.unnoticed, *self._list_unnoticed(index, builder))
+        return replace(index, unnoticed=unnoticed, fused=self._count_fused(builder.save, index.atoms))
+
+    def _list_unnoticed(self, index: AtomicIndex, builder: Builder) -> Iterator[str]:
+        topology = index.topology
         if self.optims and not builder.save.main.config and topology.precision == "float32":
             yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
         if any(map(is_expert, builder.aliases)):
@@ -197,14 +199,14 @@ class SavedExperts(ExpertFiles, Extension):
             "expert" in param.name
             and not any(COPY in storage.states for storage in storages)
             and any(MASTER in storage.states for storage in storages)
-            for param, storages in atoms.storages.items()
+            for param, storages in index.atoms.storages.items()
         ):
             yield (
                 "weights that the model states lack, since DeepSpeed takes all below a module named 'expert' for "
                 "experts"
             )
 
-    def list_fused(self, save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
+    def _count_fused(self, save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
         """Return AutoEP's fused parameters → number of experts in each."""
         counts = {
             strip_compiled(layer): sum(map(len, numbers))

@@ -41,26 +41,31 @@ def deal_group(
     holders = _find_holders(save, mp, replicas, over_tp=over_tp)
     _check_placements(save, mp, group, len(holders))
     shares = _share_experts(save, expert_counts, experts.counts, len(holders))
-    dealt = []
+    dealt, is_named = [], over_tp or len(holders) > 1
     for place, ranks in enumerate(holders):
         numbers: dict[str, Sequence[int]] = {
             layer: range(place * share, (place + 1) * share) for layer, share in shares.items()
         }
         numbers |= {layer: placement[place] for layer, placement in placements.items() if place < len(placement)}
-        parts = {name: name_experts(name, shape, numbers) for name, shape in group}
-        dealt.append(GroupShare(ranks, dict(group), parts, over_tp, over_tp or len(holders) > 1))
+        if is_named:
+            _check_writers(save, mp // save.tp, place, ranks, over_tp=over_tp)
+        parts = {
+            name: name_experts(name, shape, numbers[layer]) if (layer := find_layer(name, numbers)) else {name: shape}
+            for name, shape in group
+        }
+        dealt.append(GroupShare(ranks, dict(group), parts, over_tp, is_named))
     return dealt
 
 
-def check_share(experts: ExpertFiles, save: Save, stage: int, place: int, share: GroupShare) -> None:
+def _check_writers(save: Save, stage: int, place: int, ranks: range, *, over_tp: bool) -> None:
     """Verify the rank that AutoEP recorded in each file of an expert-parallel rank.
 
     Under ZeRO 3 such a save has no copies of the experts to compare.
     """
-    for rank in share.ranks if share.named else ():
+    for rank in ranks:
         shard, header = save.shard(stage, rank), save.models[stage * save.tp + rank % save.tp]
         folding = shard.writer.get("folding")
-        if share.unsharded and folding not in (None, (rank % save.tp, place)):
+        if over_tp and folding not in (None, (rank % save.tp, place)):
             raise CheckpointError(
                 f"is of tensor- and expert-parallel rank {folding}, but its name and the degrees require "
                 f"{(rank % save.tp, place)}. The file belongs to another run; put the right one back.",

@@ -125,8 +125,13 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
     files = [*models, *shards]
     yield models, "its step", _read_counters, FAULT
     yield from chain(compare_optimizers(models), compare_optimizers(shards))
-    for extension in save.extensions:
-        yield from extension.list_comparisons(save)
+    further = [(mp, header) for files in save.further.values() for (mp, *_), header in files.items() if header.optim]
+    if further:
+        optims = [header for _, header in further]
+        yield from compare_optimizers(optims)
+        yield optims, "the optimizer's step", read_step, FAULT
+        for stage in range(save.pp):
+            yield [header for mp, header in further if mp // save.tp == stage], "groups", read_groups, FAULT
     for stage in range(save.pp):
         ranks = slice(stage * save.tp, (stage + 1) * save.tp)
         for same_stage in (save.models[ranks], save.shards[ranks]):

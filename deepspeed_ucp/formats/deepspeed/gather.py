@@ -71,12 +71,11 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
         return None, findings
     headers, unreadable = _read_rest(results, save, comm)
     missing = _find_missing(save, _describe_holders(save, comm))
-    arrange_headers(save, headers)
+    arranged = arrange_headers(save, headers)
     for more in (unreadable, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
         findings += keep_new(more, findings)
     if make_error(findings) is None:
-        for extension in save.extensions:
-            findings += extension.add_files(save)
+        findings += arranged
     findings += _find_leftovers(save, {SEAL, *save.expected, *(header.name for header in save.headers)})
     return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
 
@@ -144,12 +143,13 @@ def _identify(results: ReadResults, save: Save, comm: Comm) -> list[Finding]:
         with suppress(Exception):  # a real fault is raised again when the rank is assigned the file
             results[further[comm.rank - 1]]
 
-    def identify() -> tuple[list[FileHeader], list[str], list[Finding]]:
+    def identify() -> tuple[list[FileHeader], dict[str, str], list[Finding]]:
         faults = identify_save(save, results)
         return save.first, save.expected, faults
 
     save.first, save.expected, faults = comm.once(identify)
-    save.extensions = find_for_save(save) if save.first else []
+    if comm.rank and save.first:
+        save.extensions = find_for_save(save)
     return faults
 
 
@@ -161,12 +161,10 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     """
     try:
         save.first = _choose_first(save, results)
-        save.extensions = find_for_save(save)
-        for extension in save.extensions:
-            extension.identify(save, partial(_find_first, save, results))
+        save.extensions = find_for_save(save, partial(_find_first, save, results))
         save.expected = name_expected_files(save)
     except (CheckpointError, UnsupportedError) as error:
-        save.first = []
+        save.first, save.extensions = [], []
         faults = [result for result in results.values() if isinstance(result, Finding)]
         return faults or _explain_none(save.folder, error)
     read = (results.get(name) for name in save.expected)
@@ -281,30 +279,37 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
 
 def _find_missing(save: Save, holders: str) -> list[Finding]:
     """Return the faults of missing files; ``holders`` describes which machine has which files, if they differ."""
-    model, reasons = save.first[0].model, dict[str, str]()
-    for extension in save.extensions:
-        reasons |= extension.explain_missing(save)
+    model = save.first[0].model
     mp, dp = count_ranks(model) if model else (1, 1)
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
     text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"
     text += f" The machines see different files of it: {holders}." if holders else ""
     return [
-        Finding("missing", name, f"{save.path(name)} is missing; {reasons.get(name, text)}")
-        for name in save.expected
+        Finding("missing", name, f"{save.path(name)} is missing; {reason or text}")
+        for name, reason in save.expected.items()
         if name not in save.where.entries
     ]
 
 
 def _describe_holders(save: Save, comm: Comm) -> str:
     """Describe which machine has, and had, which files; empty if all see the same files; collective."""
-    where, had = save.where, dict[str, list[str]]()
+    where = save.where
     present = describe_hosts(where)
     if not present:
         return ""
-    for extension in save.extensions:
-        had |= extension.list_hosts(save, comm)
+    had = where.once(SEAL, lambda: _read_hosts(save.path(SEAL)), comm) if SEAL in where.entries else {}
     lost = {host: [name for name in names if name not in where.entries] for host, names in had.items()}
     return "; ".join([*(f"{host} had {shorten(names)}" for host, names in lost.items() if names), present])
+
+
+def _read_hosts(path: str) -> dict[str, list[str]]:
+    """Return the files of each machine by a seal; empty if it cannot be read."""
+    from .seal import read_seal
+
+    try:
+        return read_seal(path).hosts
+    except (UcpError, FileNotFoundError):
+        return {}
 
 
 def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:

@@ -125,12 +125,10 @@ def make_index(
         recorded: patterns in the files.
         dropped: reason why buffers and frozen parameters may be missing.
     """
-    save, fused = builder.save, dict[str, int]()
-    for extension in save.extensions:
-        fused |= extension.list_fused(save, atoms)
+    save = builder.save
     model = save.model(0)
     client = tuple(builder.record(save.main, record) for record in model.others)
-    return AtomicIndex(
+    index = AtomicIndex(
         files=tuple(builder.files),
         records=builder.records,
         atoms=atoms,
@@ -153,24 +151,24 @@ def make_index(
         instances=builder.instances,
         hints=join_hints((save.path(headers[0]), save.model(mp).hints) for mp, headers in enumerate(save.models)),
         recorded=dict(recorded or {}),
-        fused=fused,
         irregular={**builder.irregular, **_find_lost_states(save, atoms)},
         unreadable=builder.unreadable,
         dropped=dropped,
-        unnoticed=tuple(_find_unnoticed(builder, topology, atoms)),
+        unnoticed=tuple(_find_unnoticed(builder.save, topology)),
         ambiguous=builder.ambiguous,
     )
+    for extension in save.extensions:
+        index = extension.complete_index(index, builder)
+    return index
 
 
-def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Iterator[str]:
-    writers = builder.save.main.config.get(WRITERS, ())
+def _find_unnoticed(save: Save, topology: Topology) -> Iterator[str]:
+    writers = save.main.config.get(WRITERS, ())
     yield from (f"files of another writer than torch.save ({name})" for name in writers)
-    for extension in builder.save.extensions:
-        yield from extension.list_unnoticed(builder, topology, atoms)
-    if topology.traits.form is Form.RESERVED and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
+    if topology.traits.form is Form.RESERVED and save.model(0).counters.get("dp_world_size", 0) > topology.dp:
         yield "data-parallel ranks that MiCS has grouped"
-    if builder.save.sp > 1:
-        yield f"files named by sequence-parallel rank, of {builder.save.sp}"
+    if save.sp > 1:
+        yield f"files named by sequence-parallel rank, of {save.sp}"
 
 
 def _find_optim(save: Save) -> OptimHeader | None:
@@ -226,8 +224,6 @@ def _refuse_engines(save: Save, naming: Naming) -> None:
             f"columns are behind the weights. {remedy}",
             path=path,
         )
-    for extension in save.extensions:
-        extension.check_save(save)
     sliced = [name for model in save.first_models for name in _list_sliced_bases(model)]
     if sliced:
         raise UnsupportedError(

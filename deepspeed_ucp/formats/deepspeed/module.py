@@ -34,7 +34,7 @@ def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
     """
     if builder.save.is_pipeline:
         for extension in builder.save.extensions:
-            extension.add_layers(builder, tied)
+            extension.add_tensors(builder, builder.optimized, tied)
     else:
         add_modules(builder, builder.optimized)
 
@@ -68,7 +68,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
             builder.ambiguous = tuple(ambiguous)
         builder.aliases = {**ties, **builder.aliases}
     for extension in save.extensions:
-        extension.add_tensors(builder, optimized)
+        extension.add_tensors(builder, optimized, ())
 
 
 def _tie_repeated(

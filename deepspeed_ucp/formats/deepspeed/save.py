@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from ...errors import CheckpointError
-from ...extensions.registry import Extension, find_for_save
+from ...extensions.registry import SaveExtension, find_for_save
 from ...model import Use
 from ..places import FileTable
 from .files import ROLES, Key, read_optim_ranks, sort_names
@@ -27,14 +27,15 @@ class Save:
         copies: duplicate file → the file with equal content that is read instead (:func:`~.files.choose_copies`).
         sp: sequence-parallel degree if files are named by sequence-parallel rank (ALST before DeepSpeed 0.19.8).
         first: headers of the first rank's model states and, if any, optimizer states; empty until they are read.
-        expected: names of all files that the save must have.
+        expected: names of all files that the save must have, and the reason if DeepSpeed may not have written one.
         extensions: special cases of this save; empty until ``first`` is read.
         pp, tp: pipeline and tensor parallel degrees.
         dp: number of data-parallel ranks, read from the model states.
         models: model states by model-parallel rank; under ZeRO 3 one per data-parallel rank.
         shards: optimizer states by model- and data-parallel rank; empty lists at ZeRO stage 0.
         layers: layer files of a pipeline by tensor-parallel rank and layer.
-        further: headers of the extensions' files by role and key.
+        further: headers of the extensions' files by role and key, which for optimizer states begins with the
+            model-parallel rank.
         swaps: swap files by (optimizer file, sub-group) and state.
     """
 
@@ -43,8 +44,8 @@ class Save:
     copies: dict[str, str] = field(default_factory=dict)
     sp: int = 1
     first: list[FileHeader] = field(default_factory=list)
-    expected: list[str] = field(default_factory=list)
-    extensions: list[Extension] = field(default_factory=list)
+    expected: dict[str, str] = field(default_factory=dict)
+    extensions: list[SaveExtension] = field(default_factory=list)
     pp: int = 1
     tp: int = 1
     dp: int = 1
@@ -204,24 +205,25 @@ def find_degrees(save: Save, model: ModelHeader) -> tuple[int, int]:
     return ranks // tp, tp
 
 
-def name_expected_files(save: Save) -> list[str]:
-    """Return the names of all files that a save must have, determined from the headers in ``save.first``.
+def name_expected_files(save: Save) -> dict[str, str]:
+    """Return the content of ``save.expected``, determined from the headers in ``save.first``.
 
     Raises:
         CheckpointError: a pipeline has no layer files, or those of two saves.
     """
     first, model = save.first, save.first[0].model
     if model is None:
-        return []
+        return {}
     pp, tp = find_degrees(save, model)
     _, dp = count_ranks(model)
     names = name_model_files(save, first[0])
     if len(first) > 1:
         prefix = next(prefix for (prefix, _, _), name in save.names["optim"].items() if name == first[1].name)
         names += name_shards(save, prefix, pp * tp, dp)
+    expected = dict.fromkeys(names, "")
     for extension in save.extensions:
-        names += extension.name_files(save)
-    return names
+        expected |= extension.name_files(save)
+    return expected
 
 
 def name_shards(save: Save, prefix: str, mp: int, dp: int) -> list[str]:
@@ -239,8 +241,11 @@ def name_model_files(save: Save, first: FileHeader) -> list[str]:
     return [save.name("model_zero3", mp, rank) for mp in range(ranks) for rank in range(dp)]
 
 
-def arrange_headers(save: Save, headers: Sequence[FileHeader]) -> None:
+def arrange_headers(save: Save, headers: Sequence[FileHeader]) -> list[Any]:
     """Assign headers to the fields of a save by role; the first header must be the first rank's model states.
+
+    Returns:
+        The extensions' findings about files without header.
 
     Raises:
         CheckpointError: the first file holds no model states.
@@ -265,8 +270,7 @@ def arrange_headers(save: Save, headers: Sequence[FileHeader]) -> None:
         save.layers[max(rank, 0)][layer] = header
     save.first = save.first or [headers[0]]
     save.extensions = save.extensions or find_for_save(save)
-    for extension in save.extensions:
-        extension.arrange(save, by_name)
+    return list(chain.from_iterable(extension.arrange(save, by_name) for extension in save.extensions))
 
 
 def describe_offload(zero: Mapping[str, Any]) -> str:

@@ -99,14 +99,12 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_labels(first.groups[owner]))
         local: _Local | None = None
-        for place, share in enumerate(shares):
+        for share in shares:
             files = holders.get(share.ranks) or holders.setdefault(share.ranks, _find_files(builder, rank, share.ranks))
             rank.shapes.update(share.shapes)
             rank.unsharded.update(share.shapes if share.unsharded else ())
             if save.is_sharded:
                 _check_partition(save, rank.pp, index, share)
-            for extension in save.extensions:
-                extension.check_share(save, rank.pp, place, share)
             local = _lay_out(builder, files[0], index, share, owner or 0, local)
             buffer = local[0].split(share.parts)
             if not (share.unsharded and rank.tp):

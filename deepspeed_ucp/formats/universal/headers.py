@@ -16,7 +16,7 @@ from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, shorten
-from ...extensions.registry import find_for_tree
+from ...extensions.registry import find_for_fused
 from ...io.paths import Entry, choose_map, is_url
 from ...io.store import note_listed
 from ...model import MODULE, strip_compiled
@@ -167,7 +167,7 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
             )
         keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
         piece = HeaderReader(file).piece(tree[PARAM], name)
-        counts = (extension.count_fused(tree, piece.shape, file.path) for extension in find_for_tree(tree))
+        counts = (extension.count_fused(tree, piece.shape, file.path) for extension in find_for_fused(tree))
         return ParamHeader(header, piece, keys=keys, count=max(counts, default=0))
     if isinstance(tree, TensorRef):  # a step, or a flat tensor of stage 3 without tensor parallelism
         piece = HeaderReader(file).piece(tree, name)
