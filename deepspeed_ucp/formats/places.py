@@ -199,24 +199,23 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
     stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
     for folder, entries, _ in stores.values():
         note_listed(folder, entries)
-    place_files: list[_PlaceFiles] = []
+    place_files: list[tuple[str, Entries, CheckpointError | None]] = []
 
     def look() -> tuple[list[str], bytes, bytes, bool, list[str]]:
         place_files.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
-        listings = [listed.entries for listed in place_files]
-        errors = [str(listed.error or "") for listed in place_files]
-        below = [listed.folder.removeprefix(folder) for listed, folder in zip(place_files, folders, strict=True)]
-        return below, _digest(listings, lambda entry: entry.size), _digest(listings, _pick), any(listings), errors
+        found, listings, errors = zip(*place_files, strict=True)
+        below = [path.removeprefix(folder) for path, folder in zip(found, folders, strict=True)]
+        sizes, view = _digest(listings, lambda entry: entry.size), _digest(listings, _pick)
+        return below, sizes, view, any(listings), [str(error or "") for error in errors]
 
     reports = comm.each(look)
-    listings = tuple(listed.entries for listed in place_files)
+    found, listings, errors = zip(*place_files, strict=True)
     if not any(some for *_, some, _ in reports):
-        comm.run(lambda: raise_first(listed.error for listed in place_files))
+        comm.run(lambda: raise_first(errors))
     below = [max(paths) for paths in zip(*(paths for paths, *_ in reports), strict=True)]
     # A rank that sees none of a tag's files does not know their subfolder.
     folders = [
-        folder + path if listed.folder == folder else listed.folder
-        for folder, path, listed in zip(folders, below, place_files, strict=True)
+        folder + path if seen == folder else seen for folder, path, seen in zip(folders, below, found, strict=True)
     ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
     table = FileTable(tuple(folders), _join(listings), listings, tuple(near))
@@ -224,7 +223,7 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
     if len({sizes for _, sizes, *_ in reports}) > 1 or not (len(set(views)) == 1 or _is_one_save(table, views, comm)):
         table = _unite(table, views, comm)
     if comm.rank == 0:
-        for error, *others in zip(*(errors for *_, errors in reports), strict=True):
+        for error, *others in zip(*(texts for *_, texts in reports), strict=True):
             if error and all(others):  # a wrong path, or an unreachable store
                 logger.warning("%s The other places are read.", error)
         _warn_others(table)
@@ -286,19 +285,12 @@ def list_variants(table: FileTable) -> list[tuple[str, str]]:
     return [(table.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
 
 
-class _PlaceFiles(NamedTuple):
-    """The folder of a place with the tag's files, its entries, and the error of listing it."""
-
-    folder: str
-    entries: Entries
-    error: CheckpointError | None = None
-
-
-def _list(folder: str, list_place: Callable[[str], Entries]) -> _PlaceFiles:
+def _list(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries, CheckpointError | None]:
+    """Return the folder of a place with the tag's files, its entries, and the error of listing it."""
     try:
-        return _PlaceFiles(*list_published(folder, list_place))
+        return *list_published(folder, list_place), None
     except CheckpointError as error:
-        return _PlaceFiles(folder, {}, error)
+        return folder, {}, error
 
 
 def _warn_others(table: FileTable) -> None:
@@ -484,18 +476,18 @@ class _Union:
         for name, copies in same.items():
             home = self.homes[name]
             others = [copy for copy in self.list_wanted(name) if copy.place == home.place and copy not in copies]
-            if others and not is_written_by_each_node(name):
-                raise CheckpointError(self._describe_different(name, home, others[0]))
-
-    def _describe_different(self, name: str, *copies: Copy) -> str:
-        here, there = (f"{self.views[copy.view].host} ({self.look(name, copy)[0]} bytes)" for copy in copies)
-        text = f"{self.path(name, copies[0])}: is one file on {here} and another on {there}"
-        if read_swap_name(name):
-            return (
-                f"{text}: with use_node_local_storage DeepSpeed names swap files by ranks of a node, so other nodes "
-                "cannot identify them. Load them with DeepSpeed in the topology, and on the nodes, that wrote them."
+            if not others or is_written_by_each_node(name):
+                continue
+            here, there = (
+                f"{self.views[copy.view].host} ({self.look(name, copy)[0]} bytes)" for copy in (home, others[0])
             )
-        return f"{text}; the nodes hold different copies of the checkpoint. Remove the files that are not of this save."
+            reason = (
+                ": with use_node_local_storage DeepSpeed names swap files by ranks of a node, so other nodes cannot "
+                "identify them. Load them with DeepSpeed in the topology, and on the nodes, that wrote them."
+                if read_swap_name(name)
+                else "; the nodes hold different copies of the checkpoint. Remove the files that are not of this save."
+            )
+            raise CheckpointError(f"{self.path(name, home)}: is one file on {here} and another on {there}{reason}")
 
 
 def is_written_by_each_node(name: str) -> bool:

@@ -3,43 +3,29 @@
 The atomic checkpoint is the common representation of Lian et al. (ATC'25, section 4).
 """
 
-from .copies import STAGE, CopyItem, Read
-from .index import (
-    ASKED,
-    BATCH_SIZES,
-    BEGUN,
-    AtomicIndex,
-    GroupInfo,
-    SavedJob,
-    Use,
-    to_integer,
-)
-from .keys import (
+from .index import ASKED, BATCH_SIZES, BEGUN, AtomicIndex, GroupInfo, SavedJob, Use, to_integer
+from .records import STAGE, CopyItem, FileRef, Read, Record, Records
+from .storage import (
     COPY,
     ITEMSIZE,
     MASTER,
     MODULE,
     TIED,
+    Atom,
     AtomKey,
+    Atoms,
+    Fragment,
+    Fragments,
     ParamKey,
+    ParamStorage,
+    PartitionedState,
+    Storage,
+    are_alike,
+    check_coverage,
     count,
     find_owner,
     number_layer,
     strip_compiled,
-)
-from .storage import (
-    Atom,
-    Atoms,
-    FileRef,
-    Fragment,
-    Fragments,
-    ParamStorage,
-    PartitionedState,
-    Record,
-    Records,
-    Storage,
-    are_alike,
-    check_coverage,
 )
 
 __all__ = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .flat import FlatBuffer
-from .keys import AtomKey, ParamKey
-from .storage import Atom, Atoms, FileRef, Fragment, Record, Records
+from .records import FileRef, Record, Records
+from .storage import Atom, AtomKey, Atoms, Fragment, ParamKey
 from .topology import Topology
 
 if TYPE_CHECKING:  # numpy takes long to import

@@ -1,104 +1,101 @@
-"""Atoms, and the storages, records and files in which their elements are."""
+"""Atoms: their keys, and the storages in which their elements are."""
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from math import prod
 from operator import attrgetter
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 from ..errors import CheckpointError
 from .flat import Cut, FlatBuffer, Shape
-from .keys import COPY, ITEMSIZE, MODULE, AtomKey, ParamKey, count
 
 _START = attrgetter("start")
 
+TIED = "tied_modules."
+"""Prefix of the parameter names of a pipeline's tied modules."""
 
-@dataclass(frozen=True, slots=True)
-class FileRef:
-    """A checkpoint file.
+MASTER = "fp32"
+"""State name of the master weight."""
 
-    Attributes:
-        path: its path on this rank, or its expected path if only other ranks see the file.
-        size: in bytes.
-        header_crc: CRC32 of its directory, if it has one.
-        places: paths of copies with this name and size that this rank sees, in reading order; empty for ``path`` alone.
-    """
+MODULE = "module"
+"""State name of tensors without optimizer: frozen or unoptimized parameters, and buffers."""
 
-    path: str
-    size: int
-    header_crc: int | None = None
-    places: tuple[str, ...] = ()
+COPY = "copy"
+"""State name of the model's copy of an optimized parameter (16-bit or fp32) in the model states."""
+
+ITEMSIZE = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+class ParamKey(NamedTuple):
+    """A parameter; ``instance`` counts the pipeline stages that hold a parameter of this name with own values."""
+
+    name: str
+    instance: int = 0
+
+    def __str__(self) -> str:
+        """Format for messages: ``name`` or ``name (instance 1)``."""
+        return f"{self.name} (instance {self.instance})" if self.instance else self.name
+
+    def atom(self, state: str) -> AtomKey:
+        """Return the key of one of its atoms."""
+        return AtomKey(self.name, state, self.instance)
+
+
+class AtomKey(NamedTuple):
+    """One state of a parameter; ``instance`` as in :class:`ParamKey`."""
+
+    name: str
+    state: str
+    instance: int = 0
 
     @property
-    def copies(self) -> tuple[str, ...]:
-        """Its paths in reading order; at least one."""
-        return self.places or (self.path,)
+    def param(self) -> ParamKey:
+        """The parameter of this state."""
+        return ParamKey(self.name, self.instance)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A storage inside a file: ``nbytes`` bytes at byte ``offset``, with the CRC32 that the writer recorded or None."""
-
-    file: int
-    offset: int
-    nbytes: int
-    crc: int | None
+def count(shape: tuple[int, ...]) -> int:
+    """Number of elements of a shape."""
+    return prod(shape)
 
 
-class Records(Sequence[Record]):
-    """Numbered records as columns of 64-bit integers, as there may be a million; a missing CRC32 is -1."""
+def strip_compiled(name: str) -> str:
+    """Return a parameter name without the prefixes that ``torch.compile`` inserts, as atoms have it."""
+    return name.replace("_orig_mod.", "")
 
-    __slots__ = ("crcs", "files", "nbytes", "offsets")
 
-    def __init__(self) -> None:
-        self.files, self.offsets, self.nbytes, self.crcs = array("q"), array("q"), array("q"), array("q")
+def find_owner(name: str) -> str:
+    """Return the layer number (as text) or the tied module's key of a pipeline's parameter."""
+    return strip_compiled(name).removeprefix(TIED).partition(".")[0]
 
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> Records:
-        """Return records as columns; columns are returned unchanged."""
-        if isinstance(records, cls):
-            return records
-        columns = cls()
-        for record in records:
-            columns.append(record)
-        return columns
 
-    def append(self, record: Record) -> None:
-        """Add one record."""
-        self.files.append(record.file)
-        self.offsets.append(record.offset)
-        self.nbytes.append(record.nbytes)
-        self.crcs.append(-1 if record.crc is None else record.crc)
-
-    def extend(self, files: Iterable[int], offsets: Iterable[int], nbytes: Iterable[int], crcs: Iterable[int]) -> None:
-        """Add records from columns of equal length."""
-        self.files.extend(files)
-        self.offsets.extend(offsets)
-        self.nbytes.extend(nbytes)
-        self.crcs.extend(crcs)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    @overload
-    def __getitem__(self, at: int) -> Record: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Record]: ...
-    def __getitem__(self, at: int | slice) -> Record | list[Record]:
-        if isinstance(at, slice):
-            return [self[number] for number in range(len(self))[at]]
-        crc = self.crcs[at]
-        return Record(self.files[at], self.offsets[at], self.nbytes[at], None if crc < 0 else crc)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
+def number_layer(name: str) -> int:
+    """Return the layer number of a pipeline's parameter; -1 for tied modules, which are registered before layers."""
+    head = strip_compiled(name).partition(".")[0]
+    return int(head) if head.isdecimal() else -1
 
 
 @dataclass(frozen=True, slots=True)

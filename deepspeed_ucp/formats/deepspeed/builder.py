@@ -374,19 +374,14 @@ class Builder:
         param, (tp_shard, tp_shards) = rank.param(name), rank.find_tp_shard(name, self.tp)
         if COPY in states or MODULE in states:
             self._module[param] = None
-        storage = ParamStorage(tp_shard, shape, place, states)
         known = self._storages.setdefault(param, [])
         self._tp_shards.setdefault(param, tp_shards)
         for other in known:
-            if not other.states.keys().isdisjoint(states):
-                self._compare(param, other, storage, header)
-        known.append(storage)
-
-    def _compare(self, param: ParamKey, known: ParamStorage, storage: ParamStorage, header: FileHeader) -> None:
-        for state in storage.states.keys() & known.states.keys():
-            dtype, known_dtype = storage.states[state].dtype, known.states[state].dtype
-            if dtype != known_dtype or (storage.tp_shard == known.tp_shard and storage.shape != known.shape):
-                self.refuse_mismatch(header, param, state, (dtype, storage.shape), (known_dtype, known.shape))
+            for state in states.keys() & other.states.keys():
+                dtype, known_dtype = states[state].dtype, other.states[state].dtype
+                if dtype != known_dtype or (tp_shard == other.tp_shard and shape != other.shape):
+                    self.refuse_mismatch(header, param, state, (dtype, shape), (known_dtype, other.shape))
+        known.append(ParamStorage(tp_shard, shape, place, states))
 
     def refuse_mismatch(
         self, header: FileHeader, param: ParamKey, state: str, actual: tuple[str, Shape], known: tuple[str, Shape]
@@ -516,7 +511,10 @@ class Builder:
         return joined
 
     def _join_state(self, param: ParamKey, state: str, empty: _Empty) -> list[ParamStorage]:
-        storages = [part for part in self._storages[param] if state in part.states and _has_any(part, state)]
+        storages = [part for part in self._storages[param] if state in part.states]
+        storages = [  # files of a flat buffer may lack the state
+            part for part in storages if isinstance(part.states[state], Fragments) or part.list_fragments(state)
+        ]
         if not storages:
             return []
         dtype, joined = storages[0].states[state].dtype, list[ParamStorage]()
@@ -539,11 +537,6 @@ class Builder:
 
     def _path_of(self, fragment: Fragment) -> str:
         return self.files[self.records.files[fragment.record]].path
-
-
-def _has_any(storage: ParamStorage, state: str) -> bool:
-    """Return True if files have elements of a state; files of a flat buffer may lack it."""
-    return not isinstance(storage.states[state], PartitionedState) or bool(storage.list_fragments(state))
 
 
 def _is_sound(storages: Sequence[ParamStorage], tp_shards: int) -> bool:

@@ -58,6 +58,8 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
     wrapper = optim.traits if optim else find_wrapper(STATELESS if has_lost else BARE)
     groups = join_groups(save, builder.ranks)
     precision = find_saved_precision(save, atoms, flats, groups)
+    masters = (member.atom(MASTER) for group in groups for member in group.members)
+    trained = next((atoms[key].dtype for key in masters if key in atoms), "float32")  # by a torch optimizer
     topology = Topology(
         zero_stage=optim.stage if optim and wrapper.tells_stage else stage if optim or has_lost else 0,
         wrapper=wrapper.name,
@@ -67,7 +69,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         pp=save.pp,
         ep=count_degree(flats),
         undeclared=bool(save.main.config) and find_precision(save.main.config) != precision,
-        master=optim.masters[0].dtype if optim and optim.masters else _find_master(atoms, groups),
+        master=optim.masters[0].dtype if optim and optim.masters else trained,
         elastic=bool(optim and optim.elastic),
         offload=describe_offload(save.zero),
         flats=flats,
@@ -96,12 +98,6 @@ def _describe_stateless(save: Save) -> str:
     names = [(name, None) for name in name_shards(save, "bf16_" * in_bf16, len(save.models), save.dp)]
     missing = shorten(name for name, _ in fold_names(names, lambda _: None))
     return f"{folder}: {missing} missing: all files of optimizer states. Copy them here or load another tag. {remedy}."
-
-
-def _find_master(atoms: Mapping[AtomKey, Atom], groups: Sequence[GroupInfo]) -> str:
-    """Return the dtype of the first parameter that a torch optimizer trains."""
-    members = (AtomKey(member.name, MASTER, member.instance) for group in groups for member in group.members)
-    return next((atoms[key].dtype for key in members if key in atoms), "float32")
 
 
 def make_index(
@@ -248,18 +244,13 @@ def _list_sliced_bases(model: ModelHeader) -> list[str]:
 
 def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey, str]:
     """Return the parameters whose optimizer states were in another process or a second optimizer, and are not saved."""
-    reason = _describe_loss(save.zero)
+    options, reason = save.zero.get("offload_optimizer"), ""
+    ratio = options.get("ratio", 1) if isinstance(options, dict) else 1
+    if describe_offload(save.zero).startswith("superoffload/"):
+        reason = "not in the files: SuperOffload kept it in another process"
+    elif isinstance(ratio, (int, float)) and ratio < 1:
+        reason = f"not in the files: offload_optimizer.ratio {ratio} kept it in a second optimizer"
     if not reason or not save.model(0).counters.get("global_steps"):
         return {}
     kept = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
     return {key.param.atom("moments"): reason for key in atoms if key.state == MASTER and key.param not in kept}
-
-
-def _describe_loss(zero: Mapping[str, Any]) -> str:
-    options = zero.get("offload_optimizer")
-    ratio = options.get("ratio", 1) if isinstance(options, dict) else 1
-    if describe_offload(zero).startswith("superoffload/"):
-        return "not in the files: SuperOffload kept it in another process"
-    if isinstance(ratio, (int, float)) and ratio < 1:
-        return f"not in the files: offload_optimizer.ratio {ratio} kept it in a second optimizer"
-    return ""

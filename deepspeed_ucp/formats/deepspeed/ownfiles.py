@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...extensions.registry import REGISTRY, find_for_tree
@@ -24,7 +24,7 @@ _STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
 """Suffixes of all files that DeepSpeed may unpickle."""
 
 ORDER = "order of parameters"
-"""Fact: the names in the module's state dict. Names of one side are ignored."""
+"""Fact: the names in the module's state dict, as stage 0 saves states by position. Names of one side are ignored."""
 
 _SHOWN = 120
 """Maximum characters of a value in a message."""
@@ -85,18 +85,16 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
     missing = [path for path in (model, optim) if path is not None and not is_file(path)]
     if missing:
         return [f"{path} is missing" for path in missing]
-    saved, facts = _read_facts(model, optim), dict(live)
-    moved = _find_moved(saved[ORDER], facts.pop(ORDER, ()))
+    tree, others = read_header(model).tree, read_header(optim).tree if optim else {}
+    with explain_form(model):
+        saved, facts = _list_facts(model, tree, others), dict(live)
+    orders = saved[ORDER], facts.pop(ORDER, ())
+    names = set(orders[0]).intersection(orders[1])
+    before, now = ([name for name in order if name in names] for order in orders)
+    moved = [f"{ORDER} {one} → {other}" for one, other in zip(before, now, strict=True) if one != other][:1]
     return moved + [
         f"{key} {_show(saved.get(key))} → {_show(value)}" for key, value in facts.items() if saved.get(key) != value
     ]
-
-
-def _find_moved(saved: Sequence[str], live: Sequence[str]) -> list[str]:
-    """Describe the first common name at another position: stage 0 saves states by position."""
-    names = set(saved).intersection(live)
-    before, now = ([name for name in ordered if name in names] for ordered in (saved, live))
-    return [f"{ORDER} {one} → {other}" for one, other in zip(before, now, strict=True) if one != other][:1]
 
 
 def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
@@ -108,20 +106,14 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    paths: dict[Use, str] = {}
-    for path in _list_unpickled(folder)[member::members]:
-        for use in list_globals(read_header(path)):
-            paths.setdefault(use, path)
-    return paths
-
-
-def _list_unpickled(folder: str) -> list[str]:
-    """List the files that DeepSpeed may unpickle: state files and the files of atoms."""
-    entries = scan_folder(folder)
+    entries, paths = scan_folder(folder), dict[Use, str]()
     names = [name for name in entries if name.endswith(_STATE_ENDINGS)]
     atoms = scan_folder(os.path.join(folder, ZERO), deep=True) if ZERO in entries else {}
     names += [f"{ZERO}/{name}" for name in atoms if name.endswith(".pt")]
-    return sorted(os.path.join(folder, name) for name in names)
+    for path in sorted(os.path.join(folder, name) for name in names)[member::members]:
+        for use in list_globals(read_header(path)):
+            paths.setdefault(use, path)
+    return paths
 
 
 def _show(value: Any) -> str:
@@ -129,13 +121,7 @@ def _show(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
-    tree, others = read_header(model).tree, read_header(optim).tree if optim else {}
-    with explain_form(model):
-        return _take_facts(model, tree, others)
-
-
-def _take_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def _list_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     config = tree.get("ds_config")
     config = config if isinstance(config, dict) else {}  # a path
     state = others.get("optimizer_state_dict") or {}

@@ -254,7 +254,7 @@ class HeaderReader:
             UnsupportedError: a value of an unexpected form, or an optimizer wrapper that is not covered.
         """
         saved, field = tree.get("module"), partial(self.read_field, tree)
-        module = field("module", self._read_module)
+        module = None if saved is None else field("module", self.read_tensors)
         shapes = field(
             "param_shapes", lambda groups: tuple(tuple(_as_shapes(group).items()) for group in as_list(groups))
         )
@@ -284,11 +284,6 @@ class HeaderReader:
             order=field(ORDER, _as_names),
         )
 
-    def _read_module(self, saved: Any) -> dict[str, Piece] | None:
-        if saved is not None and not isinstance(saved, dict):
-            raise TypeError("a module's state_dict is expected")
-        return None if saved is None else self.read_tensors(saved)
-
     def _read_counters(self, tree: dict[Any, Any]) -> dict[str, Any]:
         counters = {key: self.read_field(tree, key, partial(_as_count, key=key)) for key in _COUNTED if key in tree}
         ranks = (counters.get("dp_world_size") or 1) * (counters.get("mp_world_size") or 1)
@@ -297,7 +292,13 @@ class HeaderReader:
         return counters
 
     def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
-        """Return the tensors of a state_dict, nested or not, by names joined with dots."""
+        """Return the tensors of a state_dict, nested or not, by names joined with dots.
+
+        Raises:
+            TypeError: it is not a dict.
+        """
+        if not isinstance(module, dict):
+            raise TypeError("a module's state_dict is expected")
         return _strip({name: self.piece(value, name) for name, value in _walk_tensors(module)})
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:

@@ -250,15 +250,12 @@ class _BufferAdder:
                 self._compare_slices(header, recorded[part], expected)
             _, start, size = expected[-1] if expected else ("", 0, 0)
             if start + size > numel:
-                self._refuse_short(header, part, numel)
-
-    def _refuse_short(self, header: FileHeader, part: int, numel: int) -> None:
-        cut = next(cut for cut in self.buffer.cuts(part) if cut.offset + cut.numel > numel)
-        raise CheckpointError(
-            f"{cut.name} ends beyond the fp32 partition of group {self.index} "
-            f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run.",
-            path=self._path(header),
-        )
+                cut = next(cut for cut in self.buffer.cuts(part) if cut.offset + cut.numel > numel)
+                raise CheckpointError(
+                    f"{cut.name} ends beyond the fp32 partition of group {self.index} "
+                    f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run.",
+                    path=self._path(header),
+                )
 
     def _compare_slices(self, shard: FileHeader, recorded: Slices, expected: Slices) -> None:
         actual, wanted = (

@@ -1,0 +1,163 @@
+"""Files, their records, and copies of bytes from records to memory, as data."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+STAGE = -1
+"""Number of the staging buffer of a rank that reads bytes for others, both as a destination and as a record.
+
+It indexes a list of destinations from its end.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A checkpoint file.
+
+    Attributes:
+        path: its path on this rank, or its expected path if only other ranks see the file.
+        size: in bytes.
+        header_crc: CRC32 of its directory, if it has one.
+        places: paths of copies with this name and size that this rank sees, in reading order; empty for ``path`` alone.
+    """
+
+    path: str
+    size: int
+    header_crc: int | None = None
+    places: tuple[str, ...] = ()
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Its paths in reading order; at least one."""
+        return self.places or (self.path,)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A storage inside a file: ``nbytes`` bytes at byte ``offset``, with the CRC32 that the writer recorded or None."""
+
+    file: int
+    offset: int
+    nbytes: int
+    crc: int | None
+
+
+class Records(Sequence[Record]):
+    """Numbered records as columns of 64-bit integers, as there may be a million; a missing CRC32 is -1."""
+
+    __slots__ = ("crcs", "files", "nbytes", "offsets")
+
+    def __init__(self) -> None:
+        self.files, self.offsets, self.nbytes, self.crcs = array("q"), array("q"), array("q"), array("q")
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Records:
+        """Return records as columns; columns are returned unchanged."""
+        if isinstance(records, cls):
+            return records
+        columns = cls()
+        for record in records:
+            columns.append(record)
+        return columns
+
+    def append(self, record: Record) -> None:
+        """Add one record."""
+        self.files.append(record.file)
+        self.offsets.append(record.offset)
+        self.nbytes.append(record.nbytes)
+        self.crcs.append(-1 if record.crc is None else record.crc)
+
+    def extend(self, files: Iterable[int], offsets: Iterable[int], nbytes: Iterable[int], crcs: Iterable[int]) -> None:
+        """Add records from columns of equal length."""
+        self.files.extend(files)
+        self.offsets.extend(offsets)
+        self.nbytes.extend(nbytes)
+        self.crcs.extend(crcs)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @overload
+    def __getitem__(self, at: int) -> Record: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Record]: ...
+    def __getitem__(self, at: int | slice) -> Record | list[Record]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
+        crc = self.crcs[at]
+        return Record(self.files[at], self.offsets[at], self.nbytes[at], None if crc < 0 else crc)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class CopyItem(NamedTuple):
+    """Copy ``count`` runs of ``run`` bytes from byte ``offset`` of a record to a destination.
+
+    Attributes:
+        record: number of the record in the index.
+        step: bytes between the starts of two runs in the record.
+        destination: index in the list of destination buffers.
+        position: element of the destination that receives the first byte.
+        stride: elements between the starts of two runs in the destination; 0 if the runs follow each other there.
+    """
+
+    record: int
+    offset: int
+    run: int
+    step: int
+    count: int  # type: ignore[assignment]  # hides a method of tuples
+    destination: int
+    position: int
+    stride: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return self.run * self.count
+
+    @property
+    def end(self) -> int:
+        """End of the last run in the record."""
+        return self.offset + (self.count - 1) * self.step + self.run
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the runs follow each other in the record."""
+        return self.count == 1 or self.step == self.run
+
+
+class Read(NamedTuple):
+    """Read ``count`` runs of ``run`` bytes, whose starts are ``step`` bytes apart, and copy them to ``items`` in order.
+
+    A read from a file has one run. A read with several runs receives them from another rank, which reads the range.
+    Bytes after the last item are read only to compute a checksum.
+    """
+
+    record: int
+    offset: int
+    run: int
+    step: int
+    count: int  # type: ignore[assignment]  # hides a method of tuples
+    items: tuple[CopyItem, ...] = ()
+
+    @classmethod
+    def of(cls, record: int, low: int, high: int, *items: CopyItem) -> Read:
+        """Make a read of bytes [low, high) of a record."""
+        return cls(record, low, high - low, high - low, 1, items)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return self.run * self.count
+
+    @property
+    def end(self) -> int:
+        """End of the last run in the record."""
+        return self.offset + (self.count - 1) * self.step + self.run
