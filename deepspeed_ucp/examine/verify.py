@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
@@ -34,10 +35,12 @@ from ..model import AtomicIndex
 from ..stream.duplicates import check_samples
 from ..stream.full_tensors import WorkOptions
 from ..torchsave.records import FileRecord, FileRecords
-from ..torchsave.torchfile import list_records
-from .faults import find_damage
+from ..torchsave.torchfile import list_records, name_storages
 
 DEFAULT = WorkOptions(window=64 << 20)
+
+NAMED = 8
+"""Maximum number of atoms in a fault's text; ``Finding.names`` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,45 +96,6 @@ class Verification:
         return sum(file.unchecked for file in self.files)
 
 
-def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
-    """List the files with state in a folder's tree, and the names of other files except seal and manifest.
-
-    Raises:
-        CheckpointError: the folder cannot be listed, or holds no file with state.
-    """
-    tree = {name: entry for name, entry in scan_folder(folder, deep=True).items() if not name.startswith(UPLOAD)}
-    if PUBLISHED in tree:
-        return {PUBLISHED: tree[PUBLISHED]}, []  # the files are in the folder that it names
-    files = {name: entry for name, entry in sorted(tree.items()) if _holds_state(name)}
-    others = sorted(tree.keys() - files.keys())
-    if not files:
-        raise CheckpointError(f"holds no checkpoint ({shorten(others) or 'nothing'}).", path=folder)
-    return files, [name for name in others if name not in (SEAL, MANIFEST)]
-
-
-def _holds_state(name: str) -> bool:
-    return name.endswith(".pt") or is_state_file(name) or read_swap_name(name) is not None or is_foreign(name)
-
-
-def _is_opened(name: str) -> bool:
-    """Return True for files that opening a checkpoint reads."""
-    if is_foreign(name):
-        return True
-    return read_swap_name(name) is not None or ("/" not in name and (is_state_file(name) or not _holds_state(name)))
-
-
-def _find_files(folders: Sequence[str], comm: Comm) -> tuple[FileTable, list[str]]:
-    """Find all files of a checkpoint, and the names of other files that this rank sees; collective."""
-    further = set[str]()
-
-    def look(folder: str) -> dict[str, Entry]:
-        files, others = list_files(folder)
-        further.update(others)
-        return list_entries(folder) | files
-
-    return find_files(folders, comm, look), sorted(further)
-
-
 def verify_checkpoint(
     folder: str,
     comm: Comm | None = None,
@@ -159,34 +123,43 @@ def verify_checkpoint(
         CheckpointError: the folder cannot be listed, or holds no checkpoint.
         ConfigError: ``groups`` have an invalid form, or ``against`` is neither a seal nor a manifest.
     """
-    comm, begin = comm or Comm(), time.perf_counter()
-    where, others = _find_files([folder, *also], comm)
+    comm, begin, others = comm or Comm(), time.perf_counter(), set[str]()
+
+    def look(folder: str) -> dict[str, Entry]:
+        files, further = list_files(folder)
+        others.update(further)
+        return list_entries(folder) | files
+
+    where = find_files([folder, *also], comm, look)
     report = survey_files(where.choose(_is_opened), comm, Naming(groups=groups or "module"))
     more, index = comm.once(lambda: list_findings(report, groups)), report.index
     where = where.choose(_holds_state)
-    known = {path: number for number, file in enumerate(index.files if index else ()) for path in file.copies}
-    mine = {name: _choose_copies(where, name, index, known) for name in _share(where, comm)}
-    seen, read = _Examiner(index, known, options, headers_only=headers_only).examine_all(mine)
+    examiner = _Examiner(index, options, headers_only=headers_only)
+    seen = examiner.examine_all(where, share_files(where, comm))
     listed = {name: result.listed for name, result in seen.items() if result.listed is not None}
-    faults = [fault for result in seen.values() for fault in result.faults]
-    sizes = {
-        **{name: max(nbytes, 0) for name, nbytes in where.sizes.items()},
-        **{name: result.size for name, result in listed.items()},
-    }
+    found = [fault for result in seen.values() for fault in result.faults]
+    sizes = {name: max(nbytes, 0) for name, nbytes in where.sizes.items()}
+    sizes |= {name: file.size for name, file in listed.items()}
     if against is not None or report.manifest is not None:
         from .proof import compare_proofs  # pydantic takes long to import
 
-        faults += compare_proofs(against, report, sizes, listed, comm)
-    reports = [_describe_file(name, sizes[name], listed.get(name)) for name in mine]
-    gathered = comm.gather((reports, faults, read, others))
-    left = {finding.file for finding in more if finding.kind == "leftover"}
-    faults = [fault for _, own_faults, *_ in gathered for fault in own_faults]
-    every = [  # damage to a file of an earlier save prevents no load
+        found += compare_proofs(against, report, sizes, listed, comm)
+    reports = [_describe_file(name, sizes[name], listed.get(name)) for name in seen]
+    gathered = comm.gather((reports, found, examiner.read, others))
+    leftovers = {finding.file for finding in more if finding.kind == "leftover"}
+    faults = [
         *more,
-        *(replace(fault, severity=WARNING) if fault.file in left else fault for fault in faults),
+        *(
+            replace(fault, severity=WARNING) if fault.file in leftovers else fault  # it prevents no load
+            for _, found, *_ in gathered
+            for fault in found
+        ),
     ]
-    if index is not None and not headers_only and all(fault.warning for fault in every):
-        every += _compare_samples(folder, index, comm)
+    if index is not None and not headers_only and all(fault.warning for fault in faults):
+        try:
+            check_samples(index, index.atoms, comm)
+        except UcpError as error:  # masters and the model's copies are of different steps
+            faults += [replace(finding, kind="foreign") for finding in from_error(folder, error)]
     return Verification(
         folder=folder,
         kind="atomic" if report.atomic else "foreign" if find_foreign(where.entries) else "normal",
@@ -195,31 +168,65 @@ def verify_checkpoint(
         others=tuple(sorted({name for *_, names in gathered for name in names})),
         read=sum(nbytes for *_, nbytes, _ in gathered),
         seconds=time.perf_counter() - begin,
-        faults=_sort_faults(every),
+        faults=_sort_faults(faults),
         fingerprint=dict(report.manifest.fingerprint) if report.manifest else {},
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
+    """List the files with state in a folder's tree, and the names of other files except seal and manifest.
+
+    Raises:
+        CheckpointError: the folder cannot be listed, or holds no file with state.
+    """
+    tree = {name: entry for name, entry in scan_folder(folder, deep=True).items() if not name.startswith(UPLOAD)}
+    if PUBLISHED in tree:
+        return {PUBLISHED: tree[PUBLISHED]}, []  # the files are in the folder that it names
+    files = {name: entry for name, entry in sorted(tree.items()) if _holds_state(name)}
+    others = sorted(tree.keys() - files.keys())
+    if not files:
+        raise CheckpointError(f"holds no checkpoint ({shorten(others) or 'nothing'}).", path=folder)
+    return files, [name for name in others if name not in (SEAL, MANIFEST)]
+
+
+def _holds_state(name: str) -> bool:
+    return name.endswith(".pt") or is_state_file(name) or read_swap_name(name) is not None or is_foreign(name)
+
+
+def _is_opened(name: str) -> bool:
+    """Return True for files that opening a checkpoint reads."""
+    if is_foreign(name):
+        return True
+    return read_swap_name(name) is not None or ("/" not in name and (is_state_file(name) or not _holds_state(name)))
+
+
+def share_files(where: FileTable, comm: Comm) -> list[str]:
+    """Return this rank's files: each goes to the reader with the fewest bytes, the largest first."""
+    loads, mine = [0] * comm.size, []
+    sizes = [(-max(size, 0), name, number) for number, (name, size) in enumerate(where.sizes.items())]
+    for size, name, number in sorted(sizes):
+        rank = min(where.access.list_readers(number, comm.size).tolist(), key=loads.__getitem__)
+        loads[rank] += 1 - size
+        if rank == comm.rank:
+            mine.append(name)
+    return sorted(mine)
+
+
+def _describe_file(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
+    if listed is None:  # an unreadable directory is a fault already; a swap file has none
+        return FileReport(name, nbytes, 0, nbytes if read_swap_name(name) else 0)
+    checked = any(record.crc is not None for record in listed.records)
+    return FileReport(name, nbytes, len(listed.records), listed.unchecked, checked)
+
+
+class _Result(NamedTuple):
     """Zip directory and faults of a file."""
 
     listed: FileRecords | None
     faults: list[Finding]
-
-
-def _choose_copies(where: FileTable, name: str, index: AtomicIndex | None, known: Mapping[str, int]) -> dict[str, int]:
-    """Choose the copies of a file that a load reads, with their sizes.
-
-    Without a checksum only one copy counts; a copy of another size counts if the index was made of it.
-    """
-    copies, size = where.list_copies(name, near=True), where.entries[name].size
-    number = next((known[path] for path in copies if path in known), None)
-    read = index.files[number].copies if index and number is not None else ()
-    same = [path for path, nbytes in copies.items() if nbytes == size]
-    alone = [path for path in same if path in read] if len(read) == 1 else []
-    others = [path for path, nbytes in copies.items() if nbytes != size and path in read]
-    return {path: max(copies[path], 0) for path in [*(alone or same), *others]}
 
 
 class _Examiner:
@@ -227,39 +234,46 @@ class _Examiner:
 
     Args:
         index: the checkpoint, if it could be opened.
-        known: path → number of the file in the index.
         headers_only: do not read the tensors.
     """
 
-    def __init__(
-        self, index: AtomicIndex | None, known: Mapping[str, int], options: WorkOptions, *, headers_only: bool
-    ) -> None:
-        self.index, self.known, self.options, self.headers_only = index, known, options, headers_only
+    def __init__(self, index: AtomicIndex | None, options: WorkOptions, *, headers_only: bool) -> None:
+        self.index, self.options, self.headers_only = index, options, headers_only
+        self.known = {path: at for at, file in enumerate(index.files if index else ()) for path in file.copies}
         self.sealed = {record.file: record.crc for record in index.records} if index else {}
+        self.read = 0
+        """Bytes read."""
 
-    def examine_all(self, files: Mapping[str, Mapping[str, int]]) -> tuple[dict[str, _Result], int]:
-        """Verify files, and further copies of damaged ones; return results by name, and the bytes read.
-
-        Args:
-            files: name → path and bytes of each copy.
-        """
-        seen, read = dict[str, _Result](), 0
-        left = {name: [ScanFile(*copy) for copy in copies.items()] for name, copies in files.items()}
+    def examine_all(self, where: FileTable, names: Iterable[str]) -> dict[str, _Result]:
+        """Verify files, and further copies of damaged ones."""
+        seen = dict[str, _Result]()
+        left = {name: self._choose_copies(where, name) for name in names}
         while left := {name: copies for name, copies in left.items() if copies}:
             turn = {name: copies.pop(0) for name, copies in left.items()}
-            results, nbytes = self._examine(turn)
-            read += nbytes
-            for name, result in results.items():
+            for name, result in self._examine(turn).items():
                 path, before = turn[name].path, seen.setdefault(name, result)
                 if not result.faults:
                     left[name].clear()
                     seen[name] = _Result(result.listed, [_excuse(fault, path) for fault in before.faults])
                 elif self.index is not None:
                     self.index.failed.add(path)
-        return seen, read
+        return seen
 
-    def _examine(self, files: Mapping[str, ScanFile]) -> tuple[dict[str, _Result], int]:
-        """Verify one copy of each file; return results by name, and the bytes read."""
+    def _choose_copies(self, where: FileTable, name: str) -> list[ScanFile]:
+        """Choose the copies of a file that a load reads.
+
+        Without a checksum only one copy counts; a copy of another size counts if the index was made of it.
+        """
+        copies, size = where.list_copies(name, near=True), where.entries[name].size
+        number = next((self.known[path] for path in copies if path in self.known), None)
+        read = self.index.files[number].copies if self.index and number is not None else ()
+        same = [path for path, nbytes in copies.items() if nbytes == size]
+        alone = [path for path in same if path in read] if len(read) == 1 else []
+        others = [path for path, nbytes in copies.items() if nbytes != size and path in read]
+        return [ScanFile(path, max(copies[path], 0)) for path in [*(alone or same), *others]]
+
+    def _examine(self, files: Mapping[str, ScanFile]) -> dict[str, _Result]:
+        """Verify one copy of each file."""
         threads = max((self.options.count(os.path.dirname(file.path)) for file in files.values()), default=1)
         swaps = {name for name in files if read_swap_name(name)}  # which have no directory
         named = [name for name in files if name not in swaps]
@@ -268,22 +282,28 @@ class _Examiner:
         listed = {name: look for name, look in looks.items() if isinstance(look, FileRecords)}
         faults = [look for look in looks.values() if isinstance(look, Finding)]
         scans = {} if self.headers_only else self._scan(files, listed, swaps, threads)
-        for name in swaps & scans.keys():
-            listed[name] = self._list_swap(files[name], scans[name])
+        self.read += sum(scan.nbytes for scan in scans.values())
+        for name in swaps & scans.keys():  # one record with its checksum in the seal; the directory's is that of all
+            path, size, crc = files[name].path, files[name].size, scans[name].crcs[0] or 0
+            record = FileRecord("tensor", 0, size, self.sealed.get(self.known.get(path, -1)))
+            listed[name] = FileRecords(path, size, (record,), crc, "")
         for name in listed.keys() & scans.keys():  # an unreadable directory is a fault already
-            faults += find_damage(files[name].path, name, listed[name], scans[name], self.index)
-        faults += [fault for name in listed if (fault := self._compare_known(name, files[name].path, listed[name]))]
-        seen = {name: _Result(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
-        return seen, sum(scan.nbytes for scan in scans.values())
+            faults += _find_damage(files[name].path, name, listed[name], scans[name], self.index)
+        for name, file in listed.items():
+            faults += self._compare_known(name, files[name].path, file.header_crc)
+        return {name: _Result(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
 
     def _look_at(self, name: str, file: ScanFile) -> FileRecords | Finding:
         """Read a file's directory, or return the fault; the records of a foreign file come from the index."""
-        if has_directory(name):
-            return _look_at(name, file.path)
-        number = self.known.get(file.path)
-        in_file = [record for record in self.index.records if record.file == number] if self.index else []
-        records = tuple(FileRecord("tensor", record.offset, record.nbytes, record.crc) for record in in_file)
-        return FileRecords(file.path, file.size, records, 0, "")
+        if not has_directory(name):
+            number = self.known.get(file.path)
+            in_file = [record for record in self.index.records if record.file == number] if self.index else []
+            records = tuple(FileRecord("tensor", record.offset, record.nbytes, record.crc) for record in in_file)
+            return FileRecords(file.path, file.size, records, 0, "")
+        try:
+            return list_records(file.path)
+        except UcpError as error:
+            return from_failure("header", name, error)
 
     def _scan(
         self, files: Mapping[str, ScanFile], listed: Mapping[str, FileRecords], swaps: Set[str], threads: int
@@ -299,27 +319,70 @@ class _Examiner:
             scans = scan_files(wanted, threads=threads, window=self.options.window, progress=progress)
         return dict(zip(files, scans, strict=True))
 
-    def _list_swap(self, file: ScanFile, scan: Scanned) -> FileRecords:
-        """Return a swap file as one record with its checksum in the seal; the directory's CRC is that of all bytes."""
-        record = FileRecord("tensor", 0, file.size, self.sealed.get(self.known.get(file.path, -1)))
-        return FileRecords(file.path, file.size, (record,), scan.crcs[0] or 0, "")
-
-    def _compare_known(self, name: str, path: str, listed: FileRecords) -> Finding | None:
-        """Return a fault for an intact file that is not the one in the index."""
-        number, crc = self.known.get(path), listed.header_crc
+    def _compare_known(self, name: str, path: str, crc: int) -> Iterator[Finding]:
+        """Yield a fault for an intact file that is not the one in the index."""
+        number = self.known.get(path)
         file = self.index.files[number] if self.index and number is not None else None
-        if file is None or not file.places or None in (file.header_crc, crc) or file.header_crc == crc:
-            return None
-        text = f"{path}: its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file."
-        return Finding("foreign", name, text)
+        if file is not None and file.places and file.header_crc not in (None, crc):
+            text = f"{path}: its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file."
+            yield Finding("foreign", name, text)
 
 
-def _look_at(name: str, path: str) -> FileRecords | Finding:
-    """Read a file's directory, or return the fault."""
-    try:
-        return list_records(path)
-    except UcpError as error:
-        return from_failure("header", name, error)
+# -- damaged bytes ----------------------------------------------------------------------------------------------------
+
+
+def _find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index: AtomicIndex | None) -> list[Finding]:
+    """Find faults of a file's bytes, with the known atoms of damaged records.
+
+    Args:
+        listed: the file's directory.
+        scan: checksums and errors of reading the records.
+    """
+    damaged = list(_compare_records(name, listed.records, scan))
+    if not damaged:
+        return []
+    offsets = {record.offset for *_, record in damaged if record}
+    atoms, storages = _find_atoms(index, path, offsets) if index else {}, {}
+    if len(atoms) < len(offsets):
+        with suppress(UcpError):
+            storages = name_storages(path)
+    findings = []
+    for kind, text, record in damaged:
+        names = (atoms.get(record.offset) or storages.get(record.name, [])) if record else []
+        contents = f"; it holds {shorten(names, NAMED)}" if names else ""
+        if not names and record and record.name == "data.pkl":
+            contents = "; it holds the object tree of the file"
+        findings.append(Finding(kind, name, f"{text}{contents}.", names=tuple(names)))
+    return findings
+
+
+def _compare_records(
+    name: str, records: Sequence[FileRecord], scan: Scanned
+) -> Iterator[tuple[str, str, FileRecord | None]]:
+    """Yield (kind, first part of the text, record) of each fault."""
+    for offset, text in scan.errors[:1]:
+        inside = next((r for r in records if r.offset <= offset < r.offset + r.nbytes), None)
+        more = f", nor at {len(scan.errors) - 1} other places" if len(scan.errors) > 1 else ""
+        yield "read", f"{name}: {text}{more}", inside
+    for record, crc in zip(records, scan.crcs, strict=True):
+        if crc is not None and record.crc is not None and crc != record.crc:
+            text = (
+                f"{name}: record {record.name}, bytes [{record.offset}, {record.offset + record.nbytes}), has CRC32 "
+                f"{crc:08x}, the writer stored {record.crc:08x}"
+            )
+            yield "crc", text, record
+
+
+def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict[int, list[str]]:
+    """Map record offsets to the atoms with fragments in these records."""
+    files = {number for number, file in enumerate(index.files) if path in file.copies}
+    records = {n: r.offset for n, r in enumerate(index.records) if r.file in files and r.offset in offsets}
+    atoms: dict[int, dict[str, None]] = {}
+    for atom in index.atoms.values():
+        fragments = (f for shard in atom.shards for f in shard.list_fragments(atom.state))
+        for fragment in (f for f in fragments if f.record in records):
+            atoms.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None
+    return {offset: list(names) for offset, names in atoms.items()}
 
 
 def _excuse(fault: Finding, path: str) -> Finding:
@@ -333,30 +396,7 @@ def _excuse(fault: Finding, path: str) -> Finding:
     return replace(fault, severity=WARNING, text=f"{fault.text} {path} is right.")
 
 
-def _share(where: FileTable, comm: Comm) -> list[str]:
-    """Return the files that this rank verifies."""
-    sizes, access = {name: max(nbytes, 0) for name, nbytes in where.sizes.items()}, where.access
-    if not access.is_partial:
-        return share_files(sizes, comm.size)[comm.rank]
-    readers = [access.list_readers(number, comm.size).tolist() for number in range(len(sizes))]
-    return share_files(sizes, comm.size, dict(zip(sizes, readers, strict=True)))[comm.rank]
-
-
-def share_files(
-    sizes: Mapping[str, int], ranks: int, viewers: Mapping[str, Sequence[int]] | None = None
-) -> list[list[str]]:
-    """Distribute files to ranks by bytes: the largest first, to the rank with the fewest bytes.
-
-    Args:
-        viewers: name → ranks that see the file; None if all see all.
-    """
-    shares: list[list[str]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = min(viewers[name] if viewers else range(ranks), key=loads.__getitem__)
-        shares[rank].append(name)
-        loads[rank] += sizes[name] + 1
-    return [sorted(share) for share in shares]
+# -- findings ---------------------------------------------------------------------------------------------------------
 
 
 def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
@@ -383,22 +423,6 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
     return [*findings, *check_latest(report.folder, atomic=report.atomic)]
 
 
-def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Finding]:
-    """Return faults if masters and the model's copies are of different steps; collective."""
-    try:
-        check_samples(index, index.atoms, comm)
-    except UcpError as error:
-        return [replace(finding, kind="foreign") for finding in from_error(folder, error)]
-    return []
-
-
-def _describe_file(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
-    if listed is None:  # an unreadable directory is a fault already; a swap file has none
-        return FileReport(name, nbytes, 0, nbytes if read_swap_name(name) else 0)
-    checked = any(record.crc is not None for record in listed.records)
-    return FileReport(name, nbytes, len(listed.records), listed.unchecked, checked)
-
-
 def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
     """Sort faults by file without notes, and without repeated reports of one cause."""
     unique: dict[tuple[str, ...], Finding] = {}
@@ -407,14 +431,13 @@ def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
         if fault.severity != NOTE:
             unique.setdefault((fault.file, fault.kind, "" if fault.kind in ("header", "read") else fault.text), fault)
             files[fault.kind].add(fault.file)
-    return sort_findings(fault for fault in unique.values() if not _is_repeated(fault, files))
+
+    def is_repeated(fault: Finding) -> bool:
+        causes = (fault.cause,) if fault.cause else _CAUSES.get(fault.kind, ())
+        return any(name in files[kind] for kind in causes for name in (fault.file, *fault.names))
+
+    return sort_findings(fault for fault in unique.values() if not is_repeated(fault))
 
 
 _CAUSES = {"seal": ("header",), "inconsistent": ("crc", "header", "missing", "seal")}
 """Kind of a fault → kinds of more specific faults that may cause it."""
-
-
-def _is_repeated(fault: Finding, files: Mapping[str, Set[str]]) -> bool:
-    """Return True if a fault follows from a more specific one; ``files`` are those with faults, by kind."""
-    causes = (fault.cause,) if fault.cause else _CAUSES.get(fault.kind, ())
-    return any(name in files[kind] for kind in causes for name in (fault.file, *fault.names))

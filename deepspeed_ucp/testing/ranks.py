@@ -42,33 +42,23 @@ def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int],
     return losses
 
 
-def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folders: list[str]) -> list[Resumed]:
-    """Make one engine; load each folder in turn, compare with the state of its source, continue training."""
+def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str) -> Resumed:
+    """Load the folder, compare with the state of its source, continue training."""
     training, engine = start(train_fn, ds_config)
-    results = [_resume(training, engine, steps, folder) for folder in folders]
-    stop(training, engine)
-    return results
-
-
-def _resume(training: Generator[Any, None, None], engine: Any, steps: int, folder: str) -> Resumed:
     path, client_state = engine.load_checkpoint(folder)
-    state = capture(engine)
     if path is None:
         raise AssertionError(f"load_checkpoint({folder!r}) found nothing to load and returned None")
-    count, differences = compare(saved_state(folder), state)
+    state = capture(engine)
+    saved: CapturedEngine = torch.load(Path(folder) / _REFERENCE, weights_only=False)
+    count, differences = compare(saved, state)
     for key, value in CLIENT_STATE.items():
         if client_state.get(key) != value:
             differences.append(f"client state {key}: saved {value!r}, loaded {client_state.get(key)!r}")
     report = getattr(engine, "ucp_report", None)
     direct = None if report is None else bool(report.direct)
     losses = [] if differences else train(training, steps)
+    stop(training, engine)
     return Resumed(len(state.parameters), count, direct, differences, losses)
-
-
-def saved_state(folder: str) -> CapturedEngine:
-    """Read the state that `run_source` wrote."""
-    state: CapturedEngine = torch.load(Path(folder) / _REFERENCE, weights_only=False)
-    return state
 
 
 def start(train_fn: Any, ds_config: dict[str, Any]) -> tuple[Generator[Any, None, None], Any]:

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +57,6 @@ class ResumeReport:
     resumed_losses: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """A source launch after its run: its checkpoint folder, and the losses after the save."""
-
-    launch: Launch
-    folder: Path
-    losses: tuple[float, ...]
-
-
 def assert_resume_equivalent(
     train_fn: TrainFn,
     *,
@@ -100,82 +90,40 @@ def assert_resume_equivalent(
         AssertionError: something differs. It names the parameter, the state, the first index and both values.
         Exception: from `train_fn`, the save or the load on a rank (see `World.run`).
     """
-    source, target = _make_launch(source), _make_launch(target)
+    from deepspeed_ucp.testing import ranks
+
+    source, target = (launch if isinstance(launch, Launch) else Launch(**launch) for launch in (source, target))
+    config = dict(target.ds_config)
+    config["checkpoint"] = {"universal": True, **config.get("checkpoint", {})}
     with ExitStack() as stack:
         if worlds is None:
             worlds = stack.enter_context(WorldPool(timeout=timeout))
         if directory is None:
             made = tempfile.TemporaryDirectory(prefix="ucp-resume-", ignore_cleanup_errors=True)
             directory = stack.enter_context(made)
-        saved = save_run(train_fn, source, steps, directory, worlds, timeout=timeout)
-        (check,) = resume_each(train_fn, [saved], target, worlds, loss_tolerance=loss_tolerance, timeout=timeout)
-        return check()
-
-
-def save_run(
-    train_fn: TrainFn,
-    launch: Launch,
-    steps: tuple[int, int],
-    directory: str | Path,
-    worlds: WorldPool,
-    *,
-    timeout: float | None = None,
-) -> SavedRun:
-    """First half of `assert_resume_equivalent`: train, save into `directory`, continue. Targets may share it."""
-    from deepspeed_ucp.testing import ranks
-
-    folder = Path(directory)
-    world = worlds.get(launch.world_size)
-    losses = world.run(ranks.run_source, train_fn, dict(launch.ds_config), steps, str(folder), timeout=timeout)
-    return SavedRun(launch=launch, folder=folder, losses=_average(losses))
-
-
-def resume_each(
-    train_fn: TrainFn,
-    saves: Sequence[SavedRun],
-    target: Launch,
-    worlds: WorldPool,
-    *,
-    loss_tolerance: float | None = None,
-    timeout: float | None = None,
-) -> list[Callable[[], ResumeReport]]:
-    """Second half of `assert_resume_equivalent`, for several saved runs, which one engine loads in turn.
-
-    If a load leaves state behind, the comparison of the next one shows it.
-
-    Returns:
-        For each saved run a function that returns its report, or raises an AssertionError.
-    """
-    from deepspeed_ucp.testing import ranks
-
-    config = dict(target.ds_config)
-    config["checkpoint"] = {"universal": True, **config.get("checkpoint", {})}
-    world, folders = worlds.get(target.world_size), [str(saved.folder) for saved in saves]
-    arguments = (train_fn, config, len(saves[0].losses), folders)
-    answers: list[list[ranks.Resumed]] = world.run(ranks.run_target, *arguments, timeout=timeout)
-    by_save = zip(saves, zip(*answers, strict=True), strict=True)
-    return [partial(_make_report, saved, resumed, target, loss_tolerance) for saved, resumed in by_save]
-
-
-def _make_report(saved: SavedRun, answers: Sequence[Any], target: Launch, tolerance: float | None) -> ResumeReport:
-    """Make the report of one resume from the answers of all ranks."""
-    launches = f"saved on {saved.launch.world_size} ranks, loaded on {target.world_size}"
+        options, folder = {"timeout": timeout}, str(directory)
+        world = worlds.get(source.world_size)
+        reference = _average(world.run(ranks.run_source, train_fn, dict(source.ds_config), steps, folder, **options))
+        world = worlds.get(target.world_size)
+        answers = world.run(ranks.run_target, train_fn, config, steps[1], folder, **options)
     for rank, answer in enumerate(answers):
         if answer.differences:
             shown = "".join(f"\n  {difference}" for difference in answer.differences[:20])
             more = f"\n  and {len(answer.differences) - 20} more" if len(answer.differences) > 20 else ""
             raise AssertionError(
-                f"the state that was loaded differs from the saved one (rank {rank}; {launches}):{shown}{more}"
+                f"the state that was loaded differs from the saved one (rank {rank}; saved on {source.world_size} "
+                f"ranks, loaded on {target.world_size}):{shown}{more}"
             )
-    if tolerance is None:
-        tolerance = max(LOSS_TOLERANCE[_SHORT[find_precision(launch.ds_config)]] for launch in (saved.launch, target))
+    if loss_tolerance is None:
+        precisions = (find_precision(launch.ds_config) for launch in (source, target))
+        loss_tolerance = max(LOSS_TOLERANCE[_SHORT[precision]] for precision in precisions)
     resumed = _average([answer.losses for answer in answers])
     return ResumeReport(
         parameters=answers[0].parameters,
         states=answers[0].states,
         direct=answers[0].direct,
-        max_loss_gap=_compare_losses(saved.losses, resumed, tolerance),
-        reference_losses=saved.losses,
+        max_loss_gap=_compare_losses(reference, resumed, loss_tolerance),
+        reference_losses=reference,
         resumed_losses=resumed,
     )
 
@@ -194,7 +142,3 @@ def _compare_losses(reference: Sequence[float], resumed: Sequence[float], tolera
 
 def _average(losses: list[list[float]]) -> tuple[float, ...]:
     return tuple(sum(step) / len(step) for step in zip(*losses, strict=True))
-
-
-def _make_launch(launch: Launch | Mapping[str, Any]) -> Launch:
-    return launch if isinstance(launch, Launch) else Launch(**launch)

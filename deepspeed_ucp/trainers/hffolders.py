@@ -7,6 +7,7 @@ and the random states of every rank.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from dataclasses import replace
@@ -52,7 +53,7 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
         CheckpointError: the folder is incomplete, and with ``fallback`` all before it are too.
     """
     comm = connect()
-    folders = comm.once(lambda: list_folders(args.output_dir) if wanted is True else list_before(os.fspath(wanted)))
+    folders = comm.once(lambda: _list_folders(args.output_dir) if wanted is True else _list_before(os.fspath(wanted)))
     if not folders:
         return wanted
     if not config.fallback:
@@ -62,56 +63,46 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
                 find_job(folders[0], config, comm)
         return folders[0]
     skipped: list[str] = []
-    for latest in (True, False):  # as a last resort, accept a folder that only lacks `latest`
-        for folder in folders:
-            if not (fault := find_fault(folder, args, config, comm, latest=latest)):
-                if skipped and comm.rank == 0:
-                    logger.warning("%s: resuming from it; skipped: %s", folder, " ".join(dict.fromkeys(skipped)))
-                return folder
-            skipped.append(fault)
-    faults = " ".join(dict.fromkeys(skipped))
-    raise CheckpointError(f"neither it nor one before it is complete: {faults}", path=folders[0])
+    for folder in folders:
+        if not (fault := _find_fault(folder, args, config, comm)):
+            if skipped and comm.rank == 0:
+                logger.warning("%s: resuming from it; skipped: %s", folder, " ".join(skipped))
+            return folder
+        skipped.append(fault)
+    raise CheckpointError(f"neither it nor one before it is complete: {' '.join(skipped)}", path=folders[0])
 
 
-def list_folders(output: str) -> list[str]:
-    """List the trainer's folders in its output folder, newest first."""
-    names = [name for name in os.listdir(output) if _NAME.fullmatch(name)] if os.path.isdir(output) else []
-    folders = [os.path.join(output, name) for name in sorted(names, key=_number, reverse=True)]
+def _list_folders(output: str, most: float = math.inf) -> list[str]:
+    """List the trainer's folders in its output folder with a number of at most ``most``, newest first."""
+    names = os.listdir(output) if os.path.isdir(output) else ()
+    numbers = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
+    folders = [os.path.join(output, numbers[number]) for number in sorted(numbers, reverse=True) if number <= most]
     return [folder for folder in folders if os.path.isdir(folder)]
 
 
-def list_before(folder: str) -> list[str]:
+def _list_before(folder: str) -> list[str]:
     """List a folder and its siblings that the trainer saved before it."""
-    parent, name = os.path.split(os.path.normpath(folder))
+    parent, name = os.path.split(os.path.abspath(folder))
     if not os.path.isdir(folder):
-        others = shorten(map(os.path.basename, list_folders(parent)))
+        others = shorten(map(os.path.basename, _list_folders(parent)))
         advice = f"{parent} has {others}." if others else "Check the path."
         raise CheckpointError(f"does not exist. {advice}", path=folder)
-    if not _NAME.fullmatch(name):
-        return [folder]
-    return [
-        folder,
-        *(earlier for earlier in list_folders(parent) if _number(os.path.basename(earlier)) < _number(name)),
-    ]
+    match = _NAME.fullmatch(name)
+    return [folder, *_list_folders(parent, int(match[1]) - 1)] if match else [folder]
 
 
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
-def find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm, *, latest: bool) -> str:
+def _find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm) -> str:
     """Describe the fault that prevents a resume from a folder; empty if it is complete (collective).
 
     Args:
         args: arguments of the trainer.
-        latest: require the file `latest`.
 
     Raises:
         UcpError: an error that an older folder would not avoid.
     """
     try:
         comm.once(lambda: read_trainer_state(folder))
-        tag = _find_tag(folder, config.model_copy(update={"fallback": not latest}), comm)
+        tag = _find_tag(folder, config.model_copy(update={"fallback": False}), comm)
         job = find_job(folder, config, comm, tag=tag)
         comm.run(lambda: _read_trainer_files(folder, args, job.ranks, comm))
         places = find_folders([folder, *config.also], tag, comm)

@@ -25,7 +25,9 @@ from deepspeed_ucp.examine.verify import Verification, list_files, share_files, 
 from deepspeed_ucp.formats import latest
 from deepspeed_ucp.formats.deepspeed.files import MANIFEST, SEAL
 from deepspeed_ucp.formats.open import seal_folder
+from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io import scan
+from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.stream.full_tensors import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.cli.samples import flip_largest
@@ -405,7 +407,8 @@ def test_a_failed_listing_fails_on_all_ranks(tmp_path: Path, monkeypatch: pytest
 
 def test_shares_are_about_equal() -> None:
     sizes = {f"file{index}": 1000 + index for index in range(50)} | {"large": 9000}
-    shares = share_files(sizes, 4)
+    table = FileTable.of("folder", {name: Entry(size, 0.0) for name, size in sizes.items()})
+    shares = run_ranks(4, lambda _, comm: share_files(table, comm))
     assert sorted(name for share in shares for name in share) == sorted(sizes)
     loads = [sum(sizes[name] for name in share) for share in shares]
     assert max(loads) - min(loads) <= 1100
