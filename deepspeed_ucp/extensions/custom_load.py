@@ -42,7 +42,6 @@ class CustomLoad(Extension):
             )
 
     def read_more(self, job: Any, work: Any) -> None:
-        """Read the whole module."""
         with job.report.phase("custom"):
             self.source = job.comm.run(lambda: assemble_module(work.index, job.config))
 
@@ -88,8 +87,7 @@ def run_custom_load(job: Any, source: dict[str, torch.Tensor], target: Target, *
     keys = {name: key for key, name in target.list_keys().items()}
     source = {keys.get(name, name): tensor for name, tensor in source.items()}
     with job.report.phase("custom"):
-        if load_fn is not None:
-            with target.whole_parameters():
-                job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
+        with target.whole_parameters():
+            job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
         if masters_follow:
             job.comm.run(target.refresh_masters)

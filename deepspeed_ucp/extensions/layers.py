@@ -22,12 +22,10 @@ class SavedLayers(SaveExtension):
     """A save of a pipeline, with the model's tensors in layer files."""
 
     def name_files(self, save: Save) -> dict[str, str]:
-        """Return the names of the layer files."""
         model = save.first[0].model
         return dict.fromkeys(_name_layers(save, find_degrees(save, model)[1]), "") if model else {}
 
     def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
-        """Add the tensors in layer files."""
         _LayerFiles(builder, tied).add()
 
 

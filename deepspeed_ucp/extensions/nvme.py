@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,62 +19,18 @@ from ..model.view import EngineBuffer
 from .registry import Extension
 
 
-@dataclass(slots=True)
-class SwapFiles:
-    """Swap files written by one rank's load; DeepSpeed's files are unchanged until :meth:`commit`.
-
-    Attributes:
-        written: path of each file, and of the file that it replaces.
-        folders: folders of these files, ``<DeepSpeed's folder>.ucp``.
-    """
-
-    written: list[tuple[str, str]] = field(default_factory=list)
-    folders: set[str] = field(default_factory=set)
-
-    def make(self, path: str, nbytes: int) -> memoryview:
-        """Create and map a file that replaces the one at ``path`` later; DiskFullError if there is no room."""
-        place, name = os.path.split(path)
-        folder = f"{place}.ucp"
-        if folder not in self.folders:
-            self.folders.add(folder)
-            delete_own(folder)  # left by a killed load
-            os.makedirs(folder)
-        aside = os.path.join(folder, name)
-        self.written.append((aside, path))
-        return map_new_file(aside, nbytes)
-
-    def commit(self) -> None:
-        """Replace DeepSpeed's files.
-
-        Raises:
-            DiskFullError: the disk is full.
-            OSError: a file cannot be written or renamed.
-        """
-        for aside, _ in self.written:
-            with explain_full(aside):
-                sync_file(aside)  # DeepSpeed reads past the page cache
-        while self.written:
-            os.replace(*self.written.pop())
-
-    def discard(self) -> None:
-        """Delete files that have not replaced DeepSpeed's."""
-        self.written.clear()
-        for folder in self.folders:
-            delete_own(folder)
-
-
 @dataclass(frozen=True, slots=True)
 class SwapPlace:
     """Swap file of a buffer.
 
     Attributes:
-        files: the load's files.
+        nvme: keeps the load's files.
         path: DeepSpeed's file of the masters or of the parameter; the file of an optimizer state has a longer name.
         dtype: dtype in the file.
         align: function from a number of elements to the aligned number of elements in a file.
     """
 
-    files: SwapFiles
+    nvme: Nvme
     path: str
     dtype: torch.dtype
     align: Callable[[int], int]
@@ -87,7 +43,7 @@ class SwapPlace:
         """
         folder, name = os.path.split(self.path)
         path = os.path.join(folder, f"{state}-{name}" if state else name)
-        memory = self.files.make(path, self.align(numel) * self.dtype.itemsize)
+        memory = self.nvme.make_file(path, self.align(numel) * self.dtype.itemsize)
         return torch.frombuffer(memory, dtype=self.dtype, count=numel)
 
     def copy(self, numel: int) -> torch.Tensor:
@@ -99,10 +55,28 @@ class SwapPlace:
 
 
 class Nvme(Extension):
-    """An engine with parameters or optimizer states on NVMe."""
+    """An engine with parameters or optimizer states on NVMe; DeepSpeed's files are unchanged until :meth:`commit`.
+
+    Attributes:
+        written: path of each file that this rank's load has written, and of the file that it replaces.
+        folders: folders of these files, ``<DeepSpeed's folder>.ucp``.
+    """
 
     def __init__(self) -> None:
-        self.files = SwapFiles()
+        self.written: list[tuple[str, str]] = []
+        self.folders: set[str] = set()
+
+    def make_file(self, path: str, nbytes: int) -> memoryview:
+        """Create and map a file that replaces the one at ``path`` later; DiskFullError if there is no room."""
+        place, name = os.path.split(path)
+        folder = f"{place}.ucp"
+        if folder not in self.folders:
+            self.folders.add(folder)
+            delete_own(folder)  # left by a killed load
+            os.makedirs(folder)
+        aside = os.path.join(folder, name)
+        self.written.append((aside, path))
+        return map_new_file(aside, nbytes)
 
     def complete_target(self, target: Target) -> None:
         """Set the swap files of sub-groups; small ones stay in memory."""
@@ -132,12 +106,16 @@ class Nvme(Extension):
 
     def place(self, buffer: EngineBuffer, path: str, swapper: Any) -> EngineBuffer:
         """Return a buffer whose contents are in a swap file of DeepSpeed's ``swapper``."""
-        swap = SwapPlace(self.files, path, swapper.dtype, swapper._io_aligned_numel)
+        swap = SwapPlace(self, path, swapper.dtype, swapper._io_aligned_numel)
         return replace(buffer, dtype=dtype_name(swap.dtype), swap=swap)
 
     def commit(self) -> None:
-        """Replace DeepSpeed's swap files."""
-        self.files.commit()
+        """Replace DeepSpeed's files; DiskFullError or OSError if one cannot be written or renamed."""
+        for aside, _ in self.written:
+            with explain_full(aside):
+                sync_file(aside)  # DeepSpeed reads past the page cache
+        while self.written:
+            os.replace(*self.written.pop())
 
     @contextmanager
     def open_masters(self, target: Target, number: int) -> Iterator[None]:
@@ -159,5 +137,7 @@ class Nvme(Extension):
                 swapper._get_param_swap_info(flat.tensor).release_memory()
 
     def discard(self) -> None:
-        """Delete the files that have not replaced DeepSpeed's."""
-        self.files.discard()
+        """Delete files that have not replaced DeepSpeed's."""
+        self.written.clear()
+        for folder in self.folders:
+            delete_own(folder)

@@ -247,10 +247,6 @@ class SpecialCase:
 # -- gates -------------------------------------------------------------------------------------------------------------
 
 
-def _is_sealed(save: Any) -> bool:
-    return "ucp_seal.json" in save.where.entries
-
-
 def _saves_swap_files(save: Any) -> bool:
     section = (save.first[0].config.get("zero_optimization") or {}).get("offload_optimizer")
     return isinstance(section, dict) and section.get("device") == "nvme"
@@ -275,27 +271,11 @@ def _has_own_state_dict(engine: Any) -> bool:
     return any(map(is_custom, engine.module.modules()))
 
 
-def _keeps_momentum(engine: Any) -> bool:
-    return bool(getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None))
-
-
-def _renames(rules: Iterable[Any]) -> bool:
-    return any(rule_set.renames for rule_set in rules)
-
-
-def _resizes(rules: Iterable[Any]) -> bool:
-    return any(rule_set.resizes for rule_set in rules)
-
-
 def _is_pretrained(_: Any, __: Any, target: Any) -> bool:
     """Return True for a model of transformers or PEFT, unless a pipeline distributes it."""
     names = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
     kinds = tuple(getattr(sys.modules[module], kind) for module, kind in names.items() if module in sys.modules)
     return target.place.pp == 1 and any(isinstance(child, kinds) for _, child in target.engine.module.named_modules())
-
-
-def _loads_by_function(job: Any, *_: Any) -> bool:
-    return job.arguments.custom_load_fn is not None
 
 
 def _has_experts(save: Any) -> bool:
@@ -332,11 +312,17 @@ REGISTRY = [
         "experts", "experts.engine:LiveExperts", in_engine=lambda engine: getattr(engine, "has_moe_layers", False)
     ),
     SpecialCase("nvme", "swapped:Swapped", in_save=_saves_swap_files),
-    SpecialCase("seal", "seal:SealedSave", in_save=_is_sealed),
+    SpecialCase("seal", "seal:SealedSave", in_save=lambda save: "ucp_seal.json" in save.where.entries),
     SpecialCase("nvme", "nvme:Nvme", in_engine=_swaps_to_nvme),
-    SpecialCase("muon", "muon:MuonMomentum", in_engine=_keeps_momentum),
+    SpecialCase(
+        "muon",
+        "muon:MuonMomentum",
+        in_engine=lambda engine: bool(getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None)),
+    ),
     SpecialCase("state_dict", "statedict:ModuleStateDict", in_engine=_has_own_state_dict),
-    SpecialCase("custom load", "custom_load:CustomLoad", in_load=_loads_by_function),
+    SpecialCase(
+        "custom load", "custom_load:CustomLoad", in_load=lambda job, _, __: job.arguments.custom_load_fn is not None
+    ),
     SpecialCase("hugging face", "huggingface:HuggingFace", in_load=_is_pretrained),
     SpecialCase(
         "experts",
@@ -346,8 +332,8 @@ REGISTRY = [
         in_degrees=lambda degrees: degrees.ep > 1,
         in_load=lambda _, index, __: _names_experts([param.name for param in index.atoms.storages]),
     ),
-    SpecialCase("rename", "rename:Renames", in_rules=_renames),
-    SpecialCase("resize", "resize:ResizedRows", in_rules=_resizes),
+    SpecialCase("rename", "rename:Renames", in_rules=lambda rules: any(rule_set.renames for rule_set in rules)),
+    SpecialCase("resize", "resize:ResizedRows", in_rules=lambda rules: any(rule_set.resizes for rule_set in rules)),
 ]
 """All special cases. Hooks run in this order."""
 

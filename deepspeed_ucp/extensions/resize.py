@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from itertools import chain, groupby
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,14 +81,6 @@ def _describe_new_states(index: AtomicIndex) -> str:
     return f"the optimizer states of new rows are zero under the old step count{rate}"
 
 
-class _Block(NamedTuple):
-    """Rows [low, high) of a whole tensor."""
-
-    key: AtomKey
-    low: int
-    high: int
-
-
 def average_rows(
     index: AtomicIndex, wanted: Mapping[AtomKey, tuple[Layout, int]], comm: Comm, config: UniversalConfig
 ) -> dict[AtomKey, Sum]:
@@ -105,18 +97,19 @@ def average_rows(
     comm.alike(lambda: refuse_scattered(index, "all ranks together reckon the mean that new rows begin from"))
     checks, threads = list[Checked](), config.threads or count_readers(index.state_file)
     blocks = [
-        _Block(key, low, min(low + step, kept))
+        (key, low, min(low + step, kept))
         for key, (layout, kept) in sorted(wanted.items())
         for step in (max(BLOCK // max(prod(layout.shape[1:]), 1), 1),)
         for low in range(0, kept, step)
     ]
     with AtomReader(index, checksum=config.verify == "crc") as reader:
 
-        def add(block: _Block) -> Sum:
-            """Return the sum of a block's rows."""
-            tensor = assemble_full_tensor(index.atoms[block.key], wanted[block.key][0])
+        def add(block: tuple[AtomKey, int, int]) -> Sum:
+            """Return the sum of rows [low, high) of a whole tensor."""
+            key, low, high = block
+            tensor = assemble_full_tensor(index.atoms[key], wanted[key][0])
             width = prod(tensor.shape[1:])
-            want = tensor.want(block.low * width, (block.high - block.low) * width)
+            want = tensor.want(low * width, (high - low) * width)
             data = Scratch().take(want.nbytes)
             checks.extend(reader.read_tensors([want], [data]))
             rows = np.frombuffer(data, find_dtype(tensor.dtype)).reshape(-1, width)
@@ -128,5 +121,5 @@ def average_rows(
     pairs = zip(blocks, sums, strict=True)
     return {
         key: np.add.reduce([total for _, total in parts]) / wanted[key][1]
-        for key, parts in groupby(pairs, lambda pair: pair[0].key)
+        for key, parts in groupby(pairs, lambda pair: pair[0][0])
     }

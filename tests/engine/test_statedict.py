@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.extensions.registry import REGISTRY
-from deepspeed_ucp.extensions.statedict import ask_state_dict, find_changed
+from deepspeed_ucp.extensions.statedict import ModuleStateDict
 
 
 class Renaming(torch.nn.Module):
@@ -29,9 +29,10 @@ class Renaming(torch.nn.Module):
 
 @pytest.mark.parametrize("detached", [False, True])
 def test_keys_are_matched_by_their_tensors(detached: bool) -> None:
-    found = ask_state_dict(Renaming(detached=detached))
+    found = ModuleStateDict()
+    keys = found.ask(Renaming(detached=detached))
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    assert found.keys == {name: f"inner.{name}" for name in names}
+    assert keys == {name: f"inner.{name}" for name in names}
     assert (set(found.others), found.made) == ({"made", "kept"}, {"made"})
 
 
@@ -44,9 +45,9 @@ def test_the_state_dict_of_a_plain_module_is_not_made() -> None:
 
 
 def test_computed_tensors_that_differ_from_loaded_ones() -> None:
-    module = Renaming(detached=False)
-    before = ask_state_dict(module)
-    assert find_changed(module, before) == []
+    target: Any = SimpleNamespace(engine=SimpleNamespace(module=Renaming(detached=False)))
+    before = ModuleStateDict()
+    assert before.describe_differences(target) == ""
     before.others["made"].fill_(3.0)
     before.others["kept"].fill_(3.0)
-    assert find_changed(module, before) == ["made"]
+    assert before.describe_differences(target).startswith("made: ")

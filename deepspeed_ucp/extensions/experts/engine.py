@@ -79,7 +79,6 @@ class LiveExperts(Extension):
             yield "node-local files"  # one node writes files that others read
 
     def describe_engine(self, engine: Any) -> dict[str, Any]:
-        """Return the facts that :func:`deepspeed_ucp.formats.deepspeed.ownfiles.compare_own_files` compares."""
         layers = list(engine.module.modules())
         facts: dict[str, Any] = {
             "experts per layer": list(engine.num_experts),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
     add_optimizers = stage0.add_optimizers
     deal_group = zero.deal_group
     find_ties = tensors.find_ties
+    add_tensors = tensors.add_tensors
 
     # -- the files of a save
 
@@ -59,9 +60,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
         self, tree: Mapping[Any, Any], read: Callable[[str, Callable[[Any], Any]], Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the facts in a state file, and the rank that wrote it, as AutoEP records it.
-
-        Args:
-            read: reads one entry of the tree.
 
         Returns:
             ``experts``: number of experts of each layer; ``placements``: prefix of the experts' parameter names →
@@ -81,9 +79,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
         """Add the names of the experts' files.
 
         Complete the header of the first rank's model states, and read those of later pipeline stages.
-
-        Args:
-            find: returns the first readable header of a role's files; None if the headers are complete.
         """
         save.names |= sort_roles(ROLES, choose_copies(save.folder, save.where.entries)[0])
         model, optims = save.first[0].model, save.names["expert_optim"]
@@ -144,11 +139,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
         return [Finding("unsupported", file.name, text)]
 
     def describe_own_files(self, tree: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return the facts that :func:`deepspeed_ucp.formats.deepspeed.ownfiles.compare_own_files` compares.
-
-        Args:
-            path: of the model states.
-        """
         layers = tree.get("ds_autoep_layers", tree.get("autoep_layers")) or []
         pattern, make_key, _ = ROLES["expert_optim"]
         ranks = [make_key(match)[0] for match in map(pattern.fullmatch, scan_folder(os.path.dirname(path))) if match]
@@ -179,10 +169,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
             return {(len(numbers), *piece.shape) for numbers in placements[layer] for piece in fused}
         wanted = cut_number(name)
         return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
-
-    def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
-        """Add the tensors of the experts' files."""
-        tensors.add_tensors(self, builder, optimized)
 
     def complete_index(self, index: AtomicIndex, builder: Builder) -> AtomicIndex:
         """Return the index with AutoEP's fused parameters, and state that DeepSpeed's load fails to restore."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 
 from ...errors import CheckpointError, UnsupportedError
@@ -48,7 +48,12 @@ def find_ties(experts: ExpertFiles, save: Save, header: FileHeader, module: Mapp
     return ties
 
 
-def add_tensors(experts: ExpertFiles, builder: Builder, optimized: set[str]) -> None:
+def add_tensors(
+    experts: ExpertFiles,
+    builder: Builder,
+    optimized: set[str],
+    tied: Collection[str],
+) -> None:
     """Add the tensors of the experts' files; several tensor-parallel ranks may have files of one expert."""
     save, over_tp = builder.save, experts.is_over_tp(builder.save)
     seen: dict[str, Piece] = {}
