@@ -249,25 +249,11 @@ def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[A
     return found
 
 
-@pytest.mark.parametrize(
-    ("dp", "sizes", "expected"),
-    [
-        (2, {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, (12, 3, 2)),
-        (
-            3,
-            {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
-            (12, 2, 2),
-        ),
-        (2, {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}, (12, 3, 2)),
-    ],
-)
-def test_preserve_batch_size(
-    dp: int, sizes: dict[str, int], expected: tuple[int, int, int], ucp_worlds: WorldPool
-) -> None:
-    config = Case(1, dp).on(preserve_batch_size=True).ds_config
-    for key in ("train_batch_size", "gradient_accumulation_steps"):
-        del config[key]
-    assert ucp_worlds.get(dp).run(read_batch_sizes, {**config, **sizes}) == [expected] * dp
+def test_preserve_batch_size(ucp_worlds: WorldPool) -> None:
+    """``tests/test_config.py`` has other sizes."""
+    config = Case(1, 3).on(preserve_batch_size=True).ds_config
+    config |= {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    assert ucp_worlds.get(3).run(read_batch_sizes, config) == [(12, 2, 2)] * 3
 
 
 def read_batch_sizes(ds_config: dict[str, Any]) -> tuple[int, int, int]:

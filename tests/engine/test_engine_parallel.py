@@ -239,9 +239,9 @@ EDGES = ("newest", "none")
 
 def list_megatron() -> Iterator[Row]:
     four = megatron(TP2_PP2, model="megatron")
+    yield of_each(four, PP2, PATTERNS["rules"], EDGES)
     for target, layout in product((pipe(4), PP2), PATTERNS):
-        is_more = (target, layout) != (PP2, "rules")
-        yield of_each(four, target, PATTERNS[layout], exhaustive=is_more)
+        yield of_each(four, target, PATTERNS[layout], exhaustive=True)
     for (number, target), (place, model) in product(enumerate((plain(4), plain(1, 3, world=2))), enumerate(FUSED)):
         yield of_each(megatron(TP2, model=model), target, FUSED[model], EDGES, exhaustive=number != place)
     # The saving engine has no attributes, the loading one has them.

@@ -348,18 +348,13 @@ def initialize_error(ds_config: dict[str, Any]) -> tuple[str, str]:
          ("12",)),
         (2, {"checkpoint": {"universal": True, "load_universal": True}}, ("load_universal",)),
         (2, universal({"wndow_mb": 3}), ("wndow_mb", "Did you mean 'window_mb'?")),
-        (2, universal({"window_mb": "many"}), ("window_mb", "type str")),
-        (2, universal({"verify": "md5"}), ("verify", "md5", "crc")),
-        (2, universal({"mode": 3}), ("mode", "direct")),
-        (2, universal("yes"), ("type str", "true")),
-        (2, universal(3), ("type int", "true")),
     ],
     ids=str,
 )  # fmt: skip
 def test_configuration_that_cannot_be(
     dp: int, config: dict[str, Any], words: tuple[str, ...], engines: Engines
 ) -> None:
-    """Impossible batch sizes, unknown keys and wrong types: the engine is not built."""
+    """The engine is not built; ``tests/test_config.py`` has all faults."""
     plain = Case(1, dp).ds_config
     if "train_batch_size" in config:
         del plain["gradient_accumulation_steps"]
