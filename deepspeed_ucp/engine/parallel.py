@@ -74,7 +74,11 @@ def find_place(engine: Any) -> Place:
         return Place(0, 1, 0, 1, dp_rank, dp)
     mpu = engine.mpu
     tp, pp = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_pipeline_parallel_world_size(mpu))
-    place = Place(int(bwc_tensor_model_parallel_rank(mpu)), tp, _pipe_rank(mpu) if pp > 1 else 0, pp, dp_rank, dp)
+    find_stage = next((getattr(mpu, name) for name in _PIPE_RANKS if hasattr(mpu, name)), None)
+    if pp > 1 and find_stage is None:
+        raise UnknownLayoutError(f"the mpu has several pipeline stages but no stage number: give it {_PIPE_RANKS[0]}()")
+    stage = int(find_stage()) if pp > 1 and find_stage else 0
+    place = Place(int(bwc_tensor_model_parallel_rank(mpu)), tp, stage, pp, dp_rank, dp)
     numbered = mpu.get_model_parallel_rank()  # the rank in file names
     if tp * pp != engine.mp_world_size or place.mp_rank != numbered:
         raise UnknownLayoutError(
@@ -83,13 +87,6 @@ def find_place(engine: Any) -> Place:
             f"{tp * pp}. Number the ranks by pipeline stage, then tensor rank (topology axes pipe, data, model)"
         )
     return place
-
-
-def _pipe_rank(mpu: Any) -> int:
-    for name in _PIPE_RANKS:
-        if hasattr(mpu, name):
-            return int(getattr(mpu, name)())
-    raise UnknownLayoutError(f"the mpu has several pipeline stages but no stage number: give it {_PIPE_RANKS[0]}()")
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,18 @@ class CustomLoad(Extension):
             self.source = job.comm.run(lambda: assemble_module(work.index, job.config))
 
     def change_engine(self, job: Any, target: Target, work: Any) -> None:
-        """Call the function, and release the module, which is as large as the model."""
-        run_custom_load(job, self.source, target, masters_follow=not work.touched)
-        self.source = {}
+        """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does.
+
+        The state dict has the keys of the live module's. If no optimizer states are loaded, the masters are made from
+        the module's new weights.
+        """
+        keys = {name: key for key, name in target.list_keys().items()}
+        source, self.source = {keys.get(name, name): tensor for name, tensor in self.source.items()}, {}
+        with job.report.phase("custom"):
+            with target.whole_parameters():
+                job.comm.run(lambda: job.arguments.custom_load_fn(src=source, dst=target.engine.module))
+            if not work.touched:
+                job.comm.run(target.refresh_masters)
 
 
 def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
@@ -74,20 +83,3 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
             verify_reads(checks, index, Comm(), threads=threads)
     tensors.update({alias: tensors[name] for alias, name in index.aliases.items() if name in tensors})
     return tensors
-
-
-def run_custom_load(job: Any, source: dict[str, torch.Tensor], target: Target, *, masters_follow: bool) -> None:
-    """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does (collective).
-
-    Args:
-        source: the whole saved module; it gets the keys of the live module's state dict.
-        masters_follow: make the masters from the module's new weights (no optimizer states are loaded).
-    """
-    load_fn = job.arguments.custom_load_fn
-    keys = {name: key for key, name in target.list_keys().items()}
-    source = {keys.get(name, name): tensor for name, tensor in source.items()}
-    with job.report.phase("custom"):
-        with target.whole_parameters():
-            job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
-        if masters_follow:
-            job.comm.run(target.refresh_masters)

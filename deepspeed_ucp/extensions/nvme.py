@@ -96,13 +96,13 @@ class Nvme(Extension):
 
     def complete_extras(self, target: Target, extras: list[EngineBuffer]) -> list[EngineBuffer]:
         """Set the swap files of parameters without optimizer."""
-        return [self._complete_extra(target.params.get(extra.name), extra) for extra in extras]
-
-    def _complete_extra(self, param: Any, extra: EngineBuffer) -> EngineBuffer:
-        partition = getattr(param, "ds_tensor", None)
-        if partition is None or partition.status == PartitionedParamStatus.AVAILABLE:
-            return extra
-        return self.place(extra, param.nvme_swapper.get_path(param, must_exist=True), param.nvme_swapper)
+        for index, extra in enumerate(extras):
+            param: Any = target.params.get(extra.name)
+            partition = getattr(param, "ds_tensor", None)
+            if partition is not None and partition.status != PartitionedParamStatus.AVAILABLE:
+                swapper = param.nvme_swapper
+                extras[index] = self.place(extra, swapper.get_path(param, must_exist=True), swapper)
+        return extras
 
     def place(self, buffer: EngineBuffer, path: str, swapper: Any) -> EngineBuffer:
         """Return a buffer whose contents are in a swap file of DeepSpeed's ``swapper``."""

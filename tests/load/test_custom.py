@@ -12,7 +12,7 @@ from hypothesis import given
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import RemoteError
-from deepspeed_ucp.extensions.custom_load import assemble_module, run_custom_load
+from deepspeed_ucp.extensions.custom_load import CustomLoad, assemble_module
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from tests.support.ranks import World
 from tests.support.reshard import PATIENT, Case, cases, examples, make_targets, open_for, temporary_folder
@@ -48,6 +48,7 @@ def test_one_rank_without_memory_for_its_masters_ends_all_ranks() -> None:
             whole_parameters=nullcontext, engine=SimpleNamespace(module=None), refresh_masters=refresh, list_keys=dict
         )
         arguments, report = LoadArguments(custom_load_fn=lambda src, dst: None), LoadReport(direct=True, reason="")
-        run_custom_load(LoadContext(None, comm, UniversalConfig(), arguments, report), {}, target, masters_follow=True)
+        job, work = LoadContext(None, comm, UniversalConfig(), arguments, report), SimpleNamespace(touched=[])
+        CustomLoad().change_engine(job, target, work)
 
     assert [type(each) for each in World(3).run(run)] == [RemoteError] * 3

@@ -224,7 +224,8 @@ def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
     """
     if optim is None or optim.partition_count == first.partition_count:
         return []
-    mine, wanted = (_sort_indices(header.partition_count) for header in (optim, first))
+    counts = (header.partition_count for header in (optim, first))
+    mine, wanted = (sorted(range(len(each)), key=each.__getitem__) for each in counts)
     return [mine[wanted.index(group)] for group in range(len(mine))] if len(mine) == len(wanted) else []
 
 
@@ -239,8 +240,3 @@ def align_groups(header: FileHeader, first: OptimHeader) -> FileHeader:
         field: tuple(row[group] for group in order) for field, row in rows.items() if len(row) == len(order)
     }
     return replace(header, optim=replace(optim, **moved))
-
-
-def _sort_indices(counts: Sequence[int]) -> list[int]:
-    """Return the indices of param groups sorted by their number of partitions."""
-    return sorted(range(len(counts)), key=counts.__getitem__)
