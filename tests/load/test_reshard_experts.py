@@ -102,7 +102,7 @@ def test_conversions_of_experts(fused: bool, data: st.DataObject) -> None:
         convert_checkpoint(str(saved), str(atomic), patterns=config.patterns)
         rules = json.dumps(config.patterns["rules"])
         code, answer = run_cli("diff", str(saved), str(atomic), "--patterns", rules)
-        assert (code, answer["tensors"]) == (0, []), answer
+        assert (code, answer["atoms"]) == (0, []), answer
         _, ranks = load_all(atomic, wanted.make_targets(), config, chunk=trip.chunk)
         check_content(ranks, wanted.state, wanted.locals)
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-from ...formats.deepspeed.builder import Builder
+from ...errors import CheckpointError, UnsupportedError
+from ...formats.deepspeed.builder import Builder, SavedRank
 from ...formats.deepspeed.files import Key, choose_copies, read_model_rank, read_optim_ranks, scan_folder, sort_roles
-from ...formats.deepspeed.headers import FileHeader
+from ...formats.deepspeed.headers import FileBatch, FileHeader, Piece, batch_files, select_files
 from ...formats.deepspeed.reading import as_list
 from ...formats.deepspeed.save import Save, find_degrees
+from ...formats.deepspeed.zero import GroupShare
 from ...formats.findings import Finding
-from ...model import COPY, MASTER, AtomicIndex, AtomKey, strip_compiled
-from ...model.flat import Shape
+from ...model import COPY, MASTER, MODULE, AtomicIndex, AtomKey, PartitionedState, are_alike, strip_compiled
+from ...model.flat import Cut, Shape, join_parameters
 from ...model.topology import enabled
 from ...model.wrappers import Form
 from ..registry import SaveExtension
-from . import stage0, tensors, zero
-from .autoep import read_folding, read_placements
+from . import stage0
+from .autoep import find_router_aliases, read_folding, read_placements
 from .files import (
     NAME,
     ROLES,
@@ -27,12 +32,14 @@ from .files import (
     align_save,
     complete_header,
     count_tp_shards,
+    find_compact,
     infer_degrees,
+    list_holders,
     name_experts_files,
     name_optims,
     name_unwritten_models,
 )
-from .names import cut_number, find_expert, find_layer, is_expert
+from .names import count_experts, cut_number, find_expert, find_layer, is_expert, name_experts, read_name
 
 _MOST_ENTRIES = 2_000_000  # of a list of layers, and experts of a layer
 
@@ -50,9 +57,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
     is_uneven = True
     name_optimizers = stage0.name_optimizers
     add_optimizers = stage0.add_optimizers
-    deal_group = zero.deal_group
-    find_ties = tensors.find_ties
-    add_tensors = tensors.add_tensors
 
     # -- the files of a save
 
@@ -170,6 +174,96 @@ class SavedExperts(ExpertFiles, SaveExtension):
         wanted = cut_number(name)
         return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
+    def deal_group(self, save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
+        """Determine which ranks hold which experts of a group; the model states number each rank's experts from 0.
+
+        The number of experts on a rank follows from the experts' files, as a group may lack frozen ones.
+
+        Args:
+            mp: model-parallel rank.
+            number: of the group.
+            group: its parameters.
+
+        Returns:
+            Nothing for a group without experts.
+
+        Raises:
+            CheckpointError: the number of files or AutoEP's placement contradict the group.
+        """
+        placements, optim = save.model(mp).facts.get("placements", {}), save.shards[mp][0].optim
+        counts = optim.partition_count if optim else ()
+        expert_counts = count_experts(name for name, _ in group) if self.files else {}
+        if not expert_counts and not any(find_layer(name, placements) for name, _ in group):
+            return []
+        over_tp = self.is_over_tp(save)
+        replicas = counts[number] if number < len(counts) else save.dp
+        holders = _find_holders(save, mp, replicas, over_tp=over_tp)
+        _check_placements(save, mp, group, len(holders))
+        shares = _share_experts(save, expert_counts, self.counts, len(holders))
+        dealt, is_named = [], over_tp or len(holders) > 1
+        for place, ranks in enumerate(holders):
+            numbers: dict[str, Sequence[int]] = {
+                layer: range(place * share, (place + 1) * share) for layer, share in shares.items()
+            }
+            numbers |= {layer: placement[place] for layer, placement in placements.items() if place < len(placement)}
+            if is_named:
+                _check_writers(save, mp // save.tp, place, ranks, over_tp=over_tp)
+            parts = {
+                name: name_experts(name, shape, numbers[layer])
+                if (layer := find_layer(name, numbers))
+                else {name: shape}
+                for name, shape in group
+            }
+            dealt.append(GroupShare(ranks, dict(group), parts, over_tp, is_named))
+        return dealt
+
+    def find_ties(self, save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:
+        """Find the ties of AutoEP's router, and of experts in model states.
+
+        Model states keep the experts of a layer with a second name. They belong to the first expert-parallel rank,
+        whose numbers are valid for the whole layer.
+
+        Raises:
+            UnsupportedError: no file of an expert has the same bytes.
+        """
+        numbered = {name: read.number for name in module if (read := read_name(name))} if self.files else {}
+        files = [(key[1], expert_header.layer or {}) for key, expert_header in self.files.items()] if numbered else []
+        model = header.model or save.model(0)
+        ties = find_router_aliases(model.facts.get("placements", ()), model.module or {})
+        for name, number in numbered.items():
+            twins = [
+                key
+                for expert, tensors in files
+                for key, piece in tensors.items()
+                if expert == number and cut_number(key)[1] == cut_number(name)[1]
+                if are_alike((piece.contents, module[name].contents))
+            ]
+            if not twins:
+                raise UnsupportedError(
+                    f"holds {name}, which by its name is an expert's, but no file of a single expert has the same "
+                    "bytes. DeepSpeed itself can resume it in the topology that wrote it.",
+                    path=save.path(header),
+                )
+            ties[name] = twins[0]
+        return ties
+
+    def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
+        """Add the tensors of the experts' files; several tensor-parallel ranks may have files of one expert."""
+        save, over_tp = builder.save, self.is_over_tp(builder.save)
+        seen: dict[str, Piece] = {}
+        ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in self.files}
+        compact: dict[int, list[FileHeader]] = defaultdict(list)
+        for (_, expert, mp), header in self.files.items():
+            _check_expert(save, header, expert)
+            if not over_tp and find_compact(header):
+                compact[mp].append(header)
+            else:
+                _add_expert(builder, ranks[mp], header, seen if over_tp else None, optimized)
+        batches = batch_files(chain(*compact.values()))
+        for mp, headers in compact.items():
+            for batch in select_files(batches, headers):
+                _add_batch(builder, ranks[mp], batch, optimized)
+
     def complete_index(self, index: AtomicIndex, builder: Builder) -> AtomicIndex:
         """Return the index with AutoEP's fused parameters, and state that DeepSpeed's load fails to restore."""
         unnoticed = (*index.unnoticed, *self._list_unnoticed(index, builder))
@@ -209,3 +303,113 @@ def _read_counts(value: Any) -> tuple[int, ...]:
     if isinstance(value, (list, tuple)):
         return tuple(count for count in value if isinstance(count, int) and 0 < count <= _MOST_ENTRIES)
     return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
+
+
+def _check_writers(save: Save, stage: int, place: int, ranks: range, *, over_tp: bool) -> None:
+    """Verify the rank that AutoEP recorded in each file of an expert-parallel rank.
+
+    Under ZeRO 3 such a save has no copies of the experts to compare.
+    """
+    for rank in ranks:
+        shard, header = save.shard(stage, rank), save.models[stage * save.tp + rank % save.tp]
+        folding = shard.writer.get("folding")
+        if over_tp and folding not in (None, (rank % save.tp, place)):
+            raise CheckpointError(
+                f"is of tensor- and expert-parallel rank {folding}, but its name and the degrees require "
+                f"{(rank % save.tp, place)}. The file belongs to another run; put the right one back.",
+                path=save.path(shard),
+            )
+        if save.is_sharded and (ep_rank := header[rank // save.tp].writer.get("ep_rank")) != place:
+            raise CheckpointError(
+                f"is of expert-parallel rank {ep_rank}, but the degrees require {place}. The file belongs to "
+                "another run; put the right one back.",
+                path=save.path(header[rank // save.tp]),
+            )
+
+
+def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
+    """Return layer → number of experts on one expert-parallel rank.
+
+    Args:
+        expert_counts: layer → experts in a rank's param group.
+        totals: layer → experts with files.
+    """
+    for layer, count_held in counts.items():
+        total = totals.get(strip_compiled(layer), 0)
+        if total % degree or total // degree < count_held:
+            raise CheckpointError(
+                f"lists {count_held} experts in {layer} on each of {degree} expert-parallel ranks, but {total} experts "
+                "of the layer have files. The folder lacks files or mixes two saves.",
+                path=save.path(save.main),
+            )
+    return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in counts}
+
+
+def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
+    ranks = save.dp * save.tp if over_tp else save.dp
+    if replicas < 1 or ranks % replicas:
+        raise CheckpointError(
+            f"has a param group in {replicas} partitions, which does not divide the {ranks} ranks that hold the model. "
+            "The file is of another save.",
+            path=save.path(save.shards[mp][0]),
+        )
+    return list_holders(save, mp, ranks // replicas, over_tp=over_tp)
+
+
+def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
+    """Verify that AutoEP's placement has as many experts and ranks as the parameters."""
+    placements = save.model(mp).facts.get("placements", {})
+    for name, shape in group:
+        placement = placements.get(find_layer(name, placements) or "", ())
+        if placement and (len(placement) != degree or any(shape[:1] != (len(experts),) for experts in placement)):
+            raise CheckpointError(
+                f"{name} of shape {shape} is spread over {degree} expert-parallel ranks, but the expert placement has "
+                f"{[len(experts) for experts in placement]} experts on the ranks. The file is of another save.",
+                path=save.path(save.models[mp][0]),
+            )
+
+
+def _add_expert(
+    builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece] | None, optimized: set[str]
+) -> None:
+    """Add the tensors of one expert's file.
+
+    Args:
+        seen: tensors that another tensor-parallel rank also has, which are compared; None if experts are cut.
+    """
+    tensors = header.layer or {}
+    rank.unsharded.update(tensors if seen is not None else ())
+    for name, piece in tensors.items():
+        state = COPY if name in optimized else MODULE
+        first = piece if seen is None else seen.setdefault(name, piece)
+        if first is piece:
+            builder.add(rank, name, state, header, piece)
+        elif not are_alike((first.contents, piece.contents)):
+            builder.add_repeated(rank, state, [Cut(name, 0, piece.numel, 0)], header, piece)
+
+
+def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
+    """Raise CheckpointError if a file has tensors of another expert than in its file name."""
+    compact = find_compact(header)
+    for name in (header.layer or {}) if compact is None or compact[1] != expert else ():
+        if (read := read_name(name)) is None or read.number != expert:
+            raise CheckpointError(
+                f"holds {name}, which is not of expert {expert}. The file "
+                "belongs to another expert or run; put the right one back.",
+                path=save.path(header),
+            )
+
+
+def _add_batch(builder: Builder, rank: SavedRank, batch: FileBatch, optimized: set[str]) -> None:
+    """Add the tensors of experts' files with one template: each tensor as a buffer with a partition per file."""
+    states, parts, headers = [], len(batch.headers), batch.headers
+    names = list(zip(*(header.layer or {} for header in headers), strict=True))
+    for piece, named in enumerate(names):
+        first = batch.make_piece(piece)
+        buffer = join_parameters(0, named, [first.shape] * parts, parts=parts, partition=first.numel)
+        records = array("q", builder.number_records(batch, piece))
+        storage = PartitionedState(buffer, first.dtype, records, array("q", batch.pick(piece, "start")))
+        states.append((first.shape, {COPY: storage}, {MODULE: storage}))
+    for place, (header, *local) in enumerate(zip(headers, *names, strict=True)):
+        for name, (shape, copies, others) in zip(local, states, strict=True):
+            builder.add_storage(rank, name, shape, place, copies if name in optimized else others, header)
