@@ -7,7 +7,7 @@ not override does nothing. The arguments are ``Any`` because this module is belo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -354,15 +354,12 @@ def find_for_save(save: Any, find: Callable[[str, Iterable[Any]], Any] | None = 
     Args:
         find: see :meth:`SaveExtension.open_save`; a header that it completes may open the gates of later rows.
     """
-
-    def open_rows() -> Iterator[SaveExtension]:
-        for row in REGISTRY:
-            if row.in_save(save):
-                extension: SaveExtension = row.make()
-                extension.open_save(save, find)
-                yield extension
-
-    return list(open_rows())
+    extensions: list[SaveExtension] = []
+    for row in REGISTRY:
+        if row.in_save(save):
+            extensions.append(row.make())
+            extensions[-1].open_save(save, find)
+    return extensions
 
 
 def find_for_engine(engine: Any) -> list[Extension]:
