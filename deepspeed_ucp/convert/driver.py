@@ -155,9 +155,6 @@ def convert_index(
     """Write a checkpoint's atoms as an atomic checkpoint (collective).
 
     Args:
-        index: the checkpoint.
-        source: folder of the checkpoint.
-        destination: folder of the output.
         rules: the user's rules for how tensor parallelism cuts parameters.
         live: such rules from a live engine.
 
@@ -284,11 +281,7 @@ def _convert(work: _Conversion) -> None:
 
 
 def _write(work: _Conversion, checks: list[Checked]) -> list[Written]:
-    """Read and write this node's batches (collective).
-
-    Args:
-        checks: collects the checksums of the bytes read.
-    """
+    """Read and write this node's batches (collective)."""
     comm, report = work.comm, work.report
     report.workers, most = work.options.divide(report.source)
     if work.staging.is_remote:
@@ -322,24 +315,27 @@ def write_share(work: _Conversion, batches: Sequence[Batch], checks: list[Checke
 
     Args:
         batches: batches for the workers; each worker needs about twice the memory of the largest.
-        checks: collects the checksums of the bytes read.
 
     Raises:
         UcpError: the first worker's error; other workers and nodes stop after their current batch.
     """
     files, staging, halt = work.files, work.staging, work.staging.path(HALT)
-    done: list[Written] = []
-    finisher = _Finisher(work)
+    done: dict[int, list[Written]] = defaultdict(list)
+    lock = threading.Lock()
 
     def consume(batch: Batch, sides: Sequence[list[memoryview]], checked: list[Checked], scratch: Scratch) -> None:
-        written = []
         for span, data in zip(batch.ranges, sides[0], strict=True):
-            crc = crc32(data)
-            files[span.output].write(staging.folder, span.start, data, crc)
-            written.append(Written(span, crc))
-        done.extend(written)
+            file, crc = files[span.output], crc32(data)
+            file.write(staging.folder, span.start, data, crc)
+            with lock:
+                parts = done[span.output]
+                parts.append(Written(span, crc))
+                is_whole = staging.is_remote and sum(part.range.numel for part in parts) == file.atom.numel
+            if is_whole:  # to keep few files in the temporary folder
+                if len(parts) > 1:
+                    file.close(staging.folder, join_ranges(parts, files, [span.output])[span.output])
+                staging.put(file.path)
         checks.extend(checked)
-        finisher.take(written)
 
     def is_halted() -> bool:
         return work.comm.size > 1 and os.path.exists(halt)
@@ -348,32 +344,7 @@ def write_share(work: _Conversion, batches: Sequence[Batch], checks: list[Checke
         source = (reader, [file.atom for file in files])
         threads, bar = work.report.workers, work.options.bar
         stream([source], batches, consume, threads=threads, bar=bar, halted=is_halted)
-    return done
-
-
-class _Finisher:
-    """Uploads each file as soon as it is complete, to keep few files in the temporary folder."""
-
-    def __init__(self, work: _Conversion) -> None:
-        self._work, self._lock = work, threading.Lock()
-        self._parts: dict[int, list[Written]] = defaultdict(list)
-
-    def take(self, written: Iterable[Written]) -> None:
-        """Note ranges that were written; thread-safe."""
-        if self._work.staging.is_remote:
-            for item in written:
-                self._add(item.range.output, item)
-
-    def _add(self, number: int, written: Written) -> None:
-        file = self._work.files[number]
-        with self._lock:
-            parts = self._parts[number]
-            parts.append(written)
-            left = file.atom.numel - sum(part.range.numel for part in parts)
-        if not left:
-            if len(parts) > 1:
-                file.close(self._work.staging.folder, join_ranges(parts, self._work.files, [number])[number])
-            self._work.staging.put(file.path)
+    return [written for parts in done.values() for written in parts]
 
 
 @contextmanager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +14,7 @@ from ..formats.deepspeed.files import ZERO
 from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import LONGEST, is_path, place_file
 from ..formats.universal.upstream import upstream_keys
-from ..io.disk import explain_full, write_at, write_parts
+from ..io.disk import explain_full, open_to_write, write_at, write_parts
 from ..io.staging import MANIFEST, OutputKind
 from ..io.store import exists, is_folder
 from ..model import AtomicIndex, AtomKey
@@ -53,7 +52,7 @@ class OutputFile:
 
     def write(self, folder: str, start: int, data: memoryview, crc: int) -> None:
         """Write elements from ``start`` on; add the zip frame if they are all. ``crc`` is the CRC32 of the data."""
-        with _open_output(folder, self.path) as fd:
+        with open_to_write(os.path.join(folder, self.path)) as fd:
             if data.nbytes == self.image.nbytes:
                 write_parts(fd, [self.image.head, data, self.image.tail(crc)], 0)
             else:
@@ -65,40 +64,20 @@ class OutputFile:
 
     def close(self, folder: str, crc: int) -> None:
         """Write the zip frame of data that was written in several parts; ``crc`` is the CRC32 of all data."""
-        with _open_output(folder, self.path) as fd:
+        with open_to_write(os.path.join(folder, self.path)) as fd:
             write_at(fd, self.image.head, 0)
             write_at(fd, self.image.tail(crc), self.image.data_offset + self.image.nbytes)
 
 
-@contextmanager
-def _open_output(folder: str, path: str) -> Iterator[int]:
-    """Open for writing; parts of a file that others write stay."""
-    name = os.path.join(folder, path)
-    with explain_full(name):
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def write_file(folder: str, path: str, data: bytes) -> None:
-    """Write a small file.
-
-    Raises:
-        DiskFullError: the disk is full.
-    """
-    with _open_output(folder, path) as fd:
+    """Write a small file."""
+    with open_to_write(os.path.join(folder, path)) as fd:
         write_at(fd, data, 0)
         os.ftruncate(fd, len(data))
 
 
 def make_folders(folder: str, paths: Iterable[str]) -> None:
-    """The folders that files lie in.
-
-    Raises:
-        DiskFullError: the disk is full.
-    """
+    """The folders that files lie in."""
     for parent in sorted({os.path.dirname(path) for path in paths}):
         with explain_full(folder):
             os.makedirs(os.path.join(folder, parent), exist_ok=True)

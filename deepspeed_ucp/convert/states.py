@@ -16,13 +16,11 @@ from ..formats.deepspeed.files import CLIENT, sort_names
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..formats.deepspeed.reading import EXTRA_STATE
 from ..formats.deepspeed.seal import SealedFile
-from ..formats.universal.index import STATE_FILE
-from ..formats.universal.plainjson import is_plain
+from ..formats.universal.index import STATE_FILE, is_plain
 from ..io.disk import explain_full
 from ..model import AtomicIndex, GroupInfo
 from ..model.wrappers import STAGE, WRAPPERS
 from ..torchsave.objects import Global, PickledObject, make_instance, pack_scalar
-from ..torchsave.records import FileRecords
 from ..torchsave.repickle import PROTOCOL
 from ..torchsave.rewrite import NOTHING, count_bytes, save_parts
 from ..torchsave.torchfile import TorchFile, read_header
@@ -48,9 +46,6 @@ _KEPT_BYTES = 1 << 16  # other entries with larger tensors are partitions of one
 
 def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
     """Write the files without atoms; the caller syncs them.
-
-    Args:
-        folder: existing staging folder.
 
     Raises:
         CheckpointError: a file of the source is damaged.
@@ -86,8 +81,7 @@ def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes] = NO
 def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
     """Return a state file with only the counters, for a foreign checkpoint."""
     tree = {**counters, "ds_version": _OLDEST}
-    records = FileRecords(path="", size=0, records=(), header_crc=0, saved_as="")
-    return TorchFile("", 0, tree, {}, None, 0, PROTOCOL, {}, (), records)
+    return TorchFile("", 0, (), 0, "", tree, PROTOCOL, {}, ())
 
 
 def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str, SealedFile]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import ConfigError
-from ..io.opened import explain_failure
+from ..io.interface import explain_failure
 from ..io.store import read_small
 from ..model import AtomicIndex
 from .values import ABSENT, ValueDifference, describe_value, is_same, join_alike

@@ -112,11 +112,7 @@ class Planner(DefaultSavePlanner):
         return torch.frombuffer(chunk.tensor.convert(data, scratch), dtype=dtype)
 
     def compare(self) -> None:
-        """Check that tied names were read with equal bytes.
-
-        Raises:
-            CheckpointError: a file has changed meanwhile.
-        """
+        """Check that tied names were read with equal bytes."""
         changed = set(self.repeated) - set(self.checks)
         if changed:
             index = self.reader.index

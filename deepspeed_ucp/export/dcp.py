@@ -1,34 +1,43 @@
 """Export weights and optimizer state for torch.distributed.checkpoint, which FSDP, Accelerate and torchtitan load.
 
 Torch's ``FileSystemWriter`` writes files and metadata. :class:`~.chunks.Planner` reads each chunk of rows when it is
-written, which bounds the memory. Each worker thread counts as a rank; no process group is needed.
+written, which bounds the memory. Each worker thread counts as a rank; no process group is needed. With the layout
+``accelerate`` the files are added that Accelerate and Hugging Face's Trainer load besides.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..comm import Comm
 from ..errors import ConfigError, UnsupportedError, advise
+from ..formats.deepspeed.files import scan_if_there
+from ..formats.foreign.names import OPTIMIZER_FOLDER, SCALER, TRAINER_STATE, TRAINERS
 from ..io.disk import explain_full
-from ..io.paths import join_path, normalize
+from ..io.paths import find_tag_folder, join_path, normalize
 from ..io.read import Checked
+from ..io.store import read_small
 from ..io.threads import run_threads
 from ..model import AtomicIndex
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet
-from .beside import write_beside
 from .chunks import Planner, Writer, deal
 from .output import Export, stage_export
 from .statedict import LAYOUTS, Placeholders, Trees, make_trees
 from .tensors import WEIGHTS, ExportOptions, Selection, select_tensors
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_SCHEDULER = "scheduler.pt"
 
 ITEM_OVERHEAD = 2048
 """Upper bound of the bytes that torch writes around a tensor."""
@@ -47,10 +56,7 @@ def export_dcp(
     """Write a checkpoint's weights and optimizer state for ``torch.distributed.checkpoint``; collective.
 
     Args:
-        index: the checkpoint.
         destination: folder to create.
-        comm: the nodes that share the work (default: this one).
-        rules: the user's patterns and renames.
         weights_only: omit the optimizer.
         layout: one of ``LAYOUTS``.
 
@@ -128,3 +134,50 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
     mine, metadata = comm.run(plan)
     written = comm.each(write_share)
     comm.once(lambda: writer.finish(metadata, written))
+
+
+def write_beside(export: Export) -> None:
+    """Copy the trainer's files of a tag, create those that the tag can supply, and log the missing ones."""
+    report, run = export.report, export.index.run
+    source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
+    names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
+    for name in names:
+        with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
+            stream.write(read_small(join_path(source, name)))
+    has_states = os.path.isdir(os.path.join(export.folder, OPTIMIZER_FOLDER))
+    if has_states and run.scaler.get("dynamic") and SCALER not in names:
+        _save(export, SCALER, make_scaler(run.scaler))
+    is_trainers = TRAINER_STATE in names
+    if has_states and is_trainers and _SCHEDULER not in names:  # the Trainer ignores the optimizer without it
+        _save(export, _SCHEDULER, make_schedule(step, [group.hyper.get("lr") for group in run.groups]))
+        text = "%s: the saved run's scheduler was DeepSpeed's; %s has only its step, %d, for this run's scheduler"
+        logger.warning(text, report.destination, _SCHEDULER, step)
+    wanted = ("rng_state",) if is_trainers else ("scheduler.bin", "random_states")
+    lacking = [name for name in wanted if not any(present.startswith(name) for present in names)]
+    if "scheduler.bin" in lacking:
+        lacking[0] += f" (which load_state wants for a prepared scheduler: prepare it afterwards, at step {step})"
+    if lacking:
+        logger.warning("%s: not in the checkpoint's folder, so not copied: %s", report.destination, ", ".join(lacking))
+
+
+def _save(export: Export, name: str, content: dict[str, Any]) -> None:
+    with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
+        torch.save(content, stream)
+
+
+def make_schedule(step: int, rates: list[Any]) -> dict[str, Any]:
+    """Return the state of a ``LambdaLR``, the class of the Trainer's schedulers, at a step with its learning rates."""
+    return {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
+
+
+def make_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert DeepSpeed's ``DynamicLossScaler`` (``fp16/loss_scaler.py``) to the state of torch's ``GradScaler``."""
+    factor, window = float(scaler.get("scale_factor", 2.0)), int(scaler.get("scale_window", 1000))
+    since = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1  # steps without an overflow
+    return {
+        "scale": float(scaler["cur_scale"]),
+        "growth_factor": factor,
+        "backoff_factor": 1 / factor,
+        "growth_interval": window,
+        "_growth_tracker": (since - 1) % window if since else -1,  # DeepSpeed's first growth is one step later
+    }

@@ -66,31 +66,19 @@ def find_model(like: str) -> str:
 
 @dataclass
 class LikeModel:
-    """A model in a folder.
-
-    Attributes:
-        folder: folder with a ``config.json``.
-    """
+    """A model in a folder with a ``config.json``."""
 
     folder: str
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration.
-
-        Raises:
-            CheckpointError: the file is no JSON object.
-        """
+        """The configuration."""
         config: dict[str, Any] = read_json(os.path.join(self.folder, CONFIG), advice=_CONFIG)
         return config
 
     @cached_property
     def weights(self) -> AtomicIndex | None:
-        """The weights; None if there are none, or quantized ones.
-
-        Raises:
-            UcpError: the weights cannot be read.
-        """
+        """The weights; None if there are none, or quantized ones."""
         has_weights = find_format(scan_folder(self.folder)) is not None and not self.config.get(QUANTIZED)
         return open_checkpoint(self.folder, Comm()) if has_weights else None
 
@@ -142,9 +130,6 @@ class LikeModel:
     def compare(self, selection: Selection) -> list[str]:
         """Compare names and shapes with those that ``from_pretrained`` requires, else with the model's weights.
 
-        Args:
-            selection: the tensors to write.
-
         Returns:
             Names to omit: the model ties them to names with equal elements (FSDP saves both).
 
@@ -172,12 +157,7 @@ class LikeModel:
         return [alias for alias, is_same in same.items() if is_same]
 
     def copy_beside(self, folder: str, dtypes: Collection[str]) -> None:
-        """Copy configurations, tokenizer and similar files, with the written element type in the configuration.
-
-        Args:
-            folder: output folder.
-            dtypes: element types of the written tensors.
-        """
+        """Copy configurations, tokenizer and similar files, with the written element type in the configuration."""
         for name in filter(BESIDE.fullmatch, sorted(os.listdir(self.folder))):
             path = os.path.join(self.folder, name)
             with explain_full(folder):

@@ -69,9 +69,6 @@ class Export:
 
         Args:
             again: bytes that were read twice, which the report counts too.
-
-        Raises:
-            CheckpointError: the source is damaged, or of several runs; equal on all ranks.
         """
         nbytes = again + sum(check.nbytes for check in checks)
         nbytes += verify_reads(checks, self.index, self.comm, threads=self.report.workers)
@@ -91,10 +88,6 @@ def stage_export(
     nbytes: int,
 ) -> Iterator[Export]:
     """Context manager of an output folder that becomes the destination after success; collective.
-
-    Args:
-        tensors: number of tensors to write.
-        nbytes: number of bytes to write.
 
     Raises:
         StorageError: the destination must not be replaced, or another process writes it.

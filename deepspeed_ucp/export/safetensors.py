@@ -17,7 +17,7 @@ from ..comm import Comm
 from ..errors import UnsupportedError, shorten
 from ..formats.foreign.names import ADAPTER_CONFIG, ADAPTER_STEM, WEIGHTS_INDEX
 from ..formats.foreign.safetensors import DTYPES
-from ..io.disk import explain_full, write_at
+from ..io.disk import explain_full, open_to_write, write_at
 from ..io.memory import Scratch
 from ..io.read import Checked
 from ..model import ITEMSIZE, AtomicIndex
@@ -65,7 +65,6 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str
     Args:
         tensors: name → tensor, in the order of the state dict.
         max_shard: bytes of data per file; a larger tensor gets its own file.
-        stem: first part of the file names.
 
     Raises:
         UnsupportedError: the format lacks an element type, or a name is no Unicode text.
@@ -127,10 +126,7 @@ def export_safetensors(
     """Write a checkpoint's weights as safetensors; collective.
 
     Args:
-        index: the checkpoint.
         destination: folder to create.
-        comm: the nodes that share the work (default: this one).
-        rules: the user's patterns and renames.
         max_shard: bytes of data per file.
         like: folder of a Hugging Face model with the required names and shapes; its configuration and tokenizer files
             are copied.
@@ -200,7 +196,8 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list
             tensor = tensors[span.output]
             data = tensor.convert(stored, scratch)
             for file, offset in map(layout.places.__getitem__, tensor.names):
-                _write_range(os.path.join(export.folder, file), data, offset + span.start * ITEMSIZE[tensor.dtype])
+                with open_to_write(os.path.join(export.folder, file)) as fd:
+                    write_at(fd, data, offset + span.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
         with AtomReader(export.index) as reader:
@@ -209,11 +206,3 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list
 
     comm.run(write_share)
     return checks
-
-
-def _write_range(path: str, data: memoryview, offset: int) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        write_at(fd, data, offset)
-    finally:
-        os.close(fd)

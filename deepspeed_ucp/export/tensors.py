@@ -92,7 +92,6 @@ class Selection:
     """The contents of an export.
 
     Attributes:
-        index: the checkpoint.
         weights: weights and buffers, in the order of the state dict if known.
         states: optimizer states by atom, without copies of later pipeline stages.
         names: saved name → written name.
@@ -125,7 +124,6 @@ def select_tensors(
     """Select the tensors of an export.
 
     Args:
-        rules: the user's patterns and renames.
         tied: default of ``options.tied``.
         states: filter of states.
 
@@ -201,11 +199,7 @@ def _order_weights(index: AtomicIndex) -> list[AtomKey]:
 
 
 def name_tensors(names: Collection[str], renames: Sequence[Rename], strip: str) -> dict[str, str]:
-    """Return the name to be written for each saved name.
-
-    Raises:
-        MismatchError: two names become one.
-    """
+    """Return the name to be written for each saved name."""
     renamed = {name: new.removeprefix(strip) for name, new in rename_names(names, renames).items()}
     if len(set(renamed.values())) < len(renamed):
         seen: dict[str, str] = {}

@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from ..errors import CheckpointError, UcpError, shorten, suggest
-from ..io.opened import explain_failure
+from ..io.interface import explain_failure
 from ..io.paths import find_tag_folder, normalize
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import exists, find_change, is_folder, read_small

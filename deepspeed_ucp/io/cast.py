@@ -33,12 +33,17 @@ def cast(data: memoryview, source: str, into: memoryview, target: str) -> None:
         into[:] = data
     elif source in _NUMPY and target in _NUMPY:
         _cast_numpy(np.frombuffer(data, find_dtype(source)), np.frombuffer(into, find_dtype(target)))
-    else:
-        _cast_torch(data, source, into, target)
+    elif data.nbytes:
+        import torch
+
+        elements = torch.frombuffer(data, dtype=getattr(torch, source))
+        torch.frombuffer(into, dtype=getattr(torch, target)).copy_(elements)
 
 
 def find_dtype(name: str) -> np.dtype[Any]:
     """Return numpy's dtype for the name of an element type, from ``ml_dtypes`` if numpy has none."""
+    if not name.startswith(("bfloat", "float8")):
+        return np.dtype(name)
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
@@ -50,14 +55,6 @@ def _cast_numpy(data: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
         for low in range(0, len(data), _STEP):
             part = data[low : low + _STEP]
             into[low : low + _STEP] = part.astype(np.float32, copy=False) if narrow else part
-
-
-def _cast_torch(data: memoryview, source: str, into: memoryview, target: str) -> None:
-    import torch
-
-    if data.nbytes:
-        elements = torch.frombuffer(data, dtype=getattr(torch, source))
-        torch.frombuffer(into, dtype=getattr(torch, target)).copy_(elements)
 
 
 def average(copies: Iterable[torch.Tensor]) -> torch.Tensor:

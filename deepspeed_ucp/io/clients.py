@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from obstore import exceptions, store
 
 from ..errors import ConfigError, StorageError, UnsupportedError, shorten, suggest
-from .opened import CHANGED, ChangedError
+from .interface import CHANGED, ChangedError
 from .paths import find_store, normalize
 
 RETRIES = {
@@ -95,11 +95,7 @@ os.register_at_fork(after_in_child=_process.enter_child)
 
 
 def set_options(options: Mapping[str, Any]) -> None:
-    """Set ``storage_options`` for all clients of this process.
-
-    Raises:
-        ConfigError: an option is unknown.
-    """
+    """Set ``storage_options`` for all clients of this process."""
     nested = options.get("client_kwargs") or {}
     flat = {**nested, **{name: value for name, value in options.items() if name != "client_kwargs"}}
     for name in flat:

@@ -58,20 +58,16 @@ def delete_files(
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=fd)
         elif is_folder and enter(path):
-            _delete_inside(name, fd, choose, enter, path)
-
-
-def _delete_inside(name: str, fd: int, choose: Callable[[str], bool], enter: Callable[[str], bool], path: str) -> None:
-    try:
-        below = _open_folder(name, fd, path)
-    except FileNotFoundError:
-        return
-    try:
-        delete_files(below, choose, enter, f"{path}/")
-    finally:
-        os.close(below)
-    with suppress(OSError):  # it holds other files
-        os.rmdir(name, dir_fd=fd)
+            try:
+                below = _open_folder(name, fd, path)
+            except FileNotFoundError:
+                continue
+            try:
+                delete_files(below, choose, enter, f"{path}/")
+            finally:
+                os.close(below)
+            with suppress(OSError):  # it holds other files
+                os.rmdir(name, dir_fd=fd)
 
 
 def delete_empty_folder(folder: str, path: str) -> None:

@@ -37,18 +37,12 @@ _WRITTEN = 8 << 20
 """Bytes of a write."""
 
 _DEVICES = Path("/sys/class/bdi")
-_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EFAULT}
+REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EFAULT}
 """Errors of file systems without such reads and writes. ``EFAULT``: a disk cannot access memory of a device driver."""
 
 
-class _ThreadMemory(threading.local):
-    """Scratch memory of each thread."""
-
-    def __init__(self) -> None:
-        self.scratch = Scratch()
-
-
-_thread = _ThreadMemory()
+_thread = threading.local()
+"""Has each thread's scratch memory."""
 
 
 def is_worth_passing(fd: int) -> bool:
@@ -108,31 +102,22 @@ def cut_blocks(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[
 
 
 def write_past(fd: int, view: memoryview, offset: int) -> bool:
-    """Write whole blocks past the cache; return False if the system refuses.
-
-    Raises:
-        OSError: another error.
-    """
+    """Write whole blocks past the cache; return False if the system refuses."""
     done = 0
     is_aligned = not view.readonly and find_address(view) % ALIGNMENT == 0
     while done < view.nbytes:
         piece = view[done : done + _WRITTEN]
         if not is_aligned:
-            aligned = _thread.scratch.take(piece.nbytes)
+            aligned = vars(_thread).setdefault("scratch", Scratch()).take(piece.nbytes)
             aligned[:] = piece
             piece = aligned
         try:
             done += os.pwrite(fd, piece, offset + done)
         except OSError as error:
-            if is_refusal(error):
+            if error.errno in REFUSED:
                 return False
             raise
     return True
-
-
-def is_refusal(error: OSError) -> bool:
-    """Return True if an error means that the system does not support access past the cache here."""
-    return error.errno in _REFUSED
 
 
 def align(offset: int, nbytes: int) -> tuple[int, int]:

@@ -47,9 +47,8 @@ def check_space(folder: str, nbytes: int) -> None:
         present = os.path.dirname(os.path.abspath(present))
     free = _count_free(present)
     if needed > free:
-        show = _show if _show(needed) != _show(free) else _show_all
         raise DiskFullError(
-            f"disk full: needs {show(needed)}, has {show(free)} free. Make room, or write elsewhere.", path=folder
+            f"disk full: needs {needed:,} bytes, has {free:,} bytes free. Make room, or write elsewhere.", path=folder
         )
 
 
@@ -65,14 +64,6 @@ def count_allocated(folder: str) -> int:
 def _count_free(path: str) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
-
-
-def _show(nbytes: int) -> str:
-    return _show_all(nbytes) if nbytes < 1 << 20 else f"{nbytes / (1 << 20):,.1f} MiB"
-
-
-def _show_all(nbytes: int) -> str:
-    return f"{nbytes:,} bytes"
 
 
 @contextmanager
@@ -97,9 +88,20 @@ def explain_full(path: str) -> Iterator[None]:
 def _describe_space(path: str) -> str:
     folder = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
     try:
-        return f"the file system has {_show(_count_free(folder))} free"
+        return f"the file system has {_count_free(folder):,} bytes free"
     except OSError:
         return "its free space is unknown"
+
+
+@contextmanager
+def open_to_write(path: str) -> Iterator[int]:
+    """Open a file to write a part of it; parts that others write stay."""
+    with explain_full(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
@@ -133,14 +135,9 @@ def _write_through(fd: int, views: list[memoryview], offset: int) -> None:
         done = os.pwritev(fd, take_front(views, _PIECE), offset)
         offset += done
         drop_front(views, done)
-    _begin_writing(fd, start, offset - start)
-
-
-def _begin_writing(fd: int, offset: int, nbytes: int) -> None:
-    """Start writeback of a range; errors are left to the final sync."""
     call = getattr(load_libc(), "sync_file_range", None)
-    if nbytes >= _LARGE and call is not None:
-        call(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _BEGIN_WRITING)
+    if offset - start >= _LARGE and call is not None:  # errors are left to the final sync
+        call(fd, ctypes.c_int64(start), ctypes.c_int64(offset - start), _BEGIN_WRITING)
 
 
 def _find_name(fd: int) -> str:
@@ -163,23 +160,16 @@ def write_atomically(path: str, data: bytes, *, temporary: str | None = None) ->
     aside = temporary or os.path.join(folder, f".{name}.ucp-tmp")
     try:
         with explain_full(path):
-            _write_durably(aside, data)
+            with open_to_write(aside) as fd:
+                write_at(fd, data, 0)  # overwrites: the blocks of an older file may be all that a full disk has
+                os.ftruncate(fd, len(data))
+                os.fsync(fd)
             os.replace(aside, path)
             sync_folder(folder)
     except DiskFullError:
         with suppress(FileNotFoundError):
             os.unlink(aside)
         raise
-
-
-def _write_durably(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        write_at(fd, data, 0)  # overwrites: the blocks of an older temporary file may be all that a full disk has
-        os.ftruncate(fd, len(data))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def map_new_file(path: str, nbytes: int) -> memoryview:

@@ -1,15 +1,124 @@
-"""The interface of stores, for local file systems and for URLs."""
+"""Interfaces of stores (local file systems, URLs) and of files that are open for reading."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import BinaryIO
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
-from .opened import Stored
+from ..errors import CheckpointError, OutOfReachError
+from .memory import Scratch
 from .paths import Entry
+
+CHANGED = "has changed since its header was read"
+
+
+class ChangedError(OSError):
+    """A file has changed since its header was read."""
+
+
+class Closing:
+    """Closes itself at the end of a ``with`` block."""
+
+    def close(self) -> None:
+        """Close it; no thread may be reading."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stored(Closing, ABC):
+    """A file that is open for reading; several threads may read it at once."""
+
+    path: str
+
+    def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
+        """Return bytes in memory of ``scratch`` if that is faster than :meth:`read`, else None."""
+        return None
+
+    @abstractmethod
+    def read(self, views: list[memoryview], offset: int) -> None:
+        """Fill a list of views with the bytes from ``offset`` on; the list is consumed.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+
+    @abstractmethod
+    def read_some(self, views: list[memoryview], offset: int) -> int:
+        """Read once; return the number of bytes read, 0 at the end of the file."""
+
+
+class ReadStream(io.RawIOBase):
+    """A file whose header is read, as a stream over :meth:`read_at`.
+
+    Attributes:
+        size: in bytes.
+        is_remote: each small read may cost a request to a store.
+    """
+
+    is_remote = False
+
+    def __init__(self, size: int) -> None:
+        self.size, self._at = size, 0
+
+    @abstractmethod
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        """Return bytes from ``offset`` on; fewer at the end of the file.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+
+    def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Prefetch ranges (offset, bytes) by several reads at once."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read_at(len(buffer), self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+_AT_FAULT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, ChangedError)
+_LASTING = {errno.EINVAL, errno.ELOOP, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
+"""Errors of the file itself: it is not a file, or the medium or the file system has lost its bytes.
+
+EIO is one of them: bad sectors and checksum errors (btrfs, ZFS) cause it permanently, so retries would never end.
+"""
+
+
+def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
+    """Return the error for a file or folder that cannot be ``what`` (opened, read, listed).
+
+    Returns:
+        A plain CheckpointError if it is missing or damaged, else an OutOfReachError.
+    """
+    is_at_fault = isinstance(error, _AT_FAULT) or error.errno in _LASTING
+    kind = CheckpointError if is_at_fault else OutOfReachError
+    return kind(f"cannot be {what} ({error.strerror or error}).", path=path)
 
 
 class Store(ABC):
@@ -25,11 +134,7 @@ class Store(ABC):
 
     @abstractmethod
     def list_tree(self, folder: str, /) -> dict[str, Entry]:
-        """Return all files below a folder by relative path. Links are followed.
-
-        Raises:
-            OSError: a folder cannot be listed.
-        """
+        """Return all files below a folder by relative path. Links are followed."""
 
     def note_listed(self, folder: str, entries: Mapping[str, Entry], /) -> None:  # noqa: B027 - local files need none
         """Record entries that another process has listed; reads expect these versions."""
@@ -109,21 +214,11 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, path: str, /) -> None:
-        """Delete a file if it exists.
-
-        Raises:
-            OSError: it cannot be deleted.
-        """
+        """Delete a file if it exists."""
 
     @abstractmethod
-    def open_regular(self, path: str, /) -> BinaryIO:
-        """Open a file for reads of small parts; parts of a file behind a URL are kept in memory.
-
-        The stream has a descriptor (``fileno``), or is an :class:`~.opened.Positioned` with a method ``read_ahead``.
-
-        Raises:
-            OSError: it cannot be opened, or is not a regular file.
-        """
+    def open_regular(self, path: str, /) -> ReadStream:
+        """Open a file for reads of small parts; parts of a file behind a URL are kept in memory."""
 
     @abstractmethod
     def open_stored(self, path: str, /, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:

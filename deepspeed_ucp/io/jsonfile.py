@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError
-from .opened import explain_failure
+from .interface import explain_failure
 from .store import read_small
 
 MOST_BYTES = 1 << 26

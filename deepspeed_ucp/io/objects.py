@@ -10,24 +10,21 @@ import os
 import random
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, GenericError, NotSupportedError, PreconditionError
 
 from ..errors import CheckpointError, UnsupportedError
 from .clients import ABSENT, connect, describe, explain
-from .interface import Store
+from .interface import CHANGED, ChangedError, ReadStream, Store, Stored, explain_failure
 from .memory import drop_front, take_front
-from .opened import CHANGED, ChangedError, Positioned, Stored, explain_failure
 from .paths import FOLDER, Entry, find_store, normalize
-from .threads import run_threads
+from .threads import map_threads
 
 ATTEMPTS, PAUSE = 8, 0.2
 """Reads in a row that are cut before their first piece until a read fails, and seconds of the first pause."""
@@ -47,8 +44,8 @@ _LOOKS = 3
 _SMALL = 1 << 30
 """Limit of bytes of a small file: the manifest of a million tensors."""
 
-_HEAD = _TAIL = 64 << 10
-"""Bytes of a header that are read at once, at both ends of a file."""
+_HEAD, _BLOCK = 64 << 10, 1 << 10
+"""Bytes of a header that are read at once, at both ends of a file, and of the blocks that are kept."""
 
 _AHEAD = 16
 """Requests of one rank in flight while it reads headers."""
@@ -68,17 +65,6 @@ def _make_entry(meta: Mapping[str, Any]) -> Entry:
     return Entry(int(meta["size"]), meta["last_modified"].timestamp(), version)
 
 
-def note(folder: str, entries: Mapping[str, Entry]) -> None:
-    """Record the entries of a listing for later reads."""
-    folder = normalize(folder)
-    _known.update({f"{folder}/{name}": entry for name, entry in entries.items() if not entry.is_folder})
-
-
-def find_known(url: str) -> Entry | None:
-    """Return an object's entry from the last listing."""
-    return _known.get(normalize(url))
-
-
 class ObjectStore(Store):
     """S3, Google Cloud Storage and Azure Blob Storage. A folder is a prefix of names: it exists if it has objects."""
 
@@ -87,13 +73,10 @@ class ObjectStore(Store):
         with explain(folder):
             listing = obstore.list_with_delimiter(client, prefix or None)
         objects = {_name(meta["path"]): _make_entry(meta) for meta in listing["objects"] if meta["path"] != prefix}
-        entries = {
-            **objects,
-            **{_name(prefix_below): Entry(FOLDER, 0.0) for prefix_below in listing["common_prefixes"]},
-        }
+        entries = objects | {_name(path): Entry(FOLDER, 0.0) for path in listing["common_prefixes"]}
         if prefix and not entries:
             raise FileNotFoundError(ABSENT)
-        note(folder, entries)
+        self.note_listed(folder, entries)
         return entries
 
     def list_tree(self, folder: str) -> dict[str, Entry]:
@@ -105,11 +88,12 @@ class ObjectStore(Store):
         entries = {name: entry for name, entry in inside.items() if name and not (name in above and not entry.size)}
         if prefix and not listing:
             raise FileNotFoundError(ABSENT)
-        note(folder, entries)
+        self.note_listed(folder, entries)
         return entries
 
     def note_listed(self, folder: str, entries: Mapping[str, Entry]) -> None:
-        note(folder, entries)
+        folder = normalize(folder)
+        _known.update({f"{folder}/{name}": entry for name, entry in entries.items() if not entry.is_folder})
 
     def find_entry(self, url: str) -> Entry | None:
         client, key = connect(url)
@@ -166,13 +150,13 @@ class ObjectStore(Store):
         if arrived["size"] != size or len(tags) > 1:
             raise OSError(f"{arrived['size']} bytes arrived of {size}, or another file replaced them; write it again")
 
-    def open_regular(self, url: str) -> BinaryIO:
-        return RemoteStream(_Ranges(url, self.find_entry))  # type: ignore[return-value]
+    def open_regular(self, url: str) -> ReadStream:
+        return RemoteStream(RemoteFile(url, self.find_entry))
 
     def open_stored(self, url: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
         try:
             known = self.find_entry if size is None else lambda _url: Entry(size, 0.0)
-            return RemoteFile(_Ranges(url, known))
+            return RemoteFile(url, known)
         except OSError as error:
             raise explain_failure(url, "opened", error) from error
 
@@ -227,72 +211,75 @@ def _read_front(url: str, most: int | None) -> tuple[bytes, Any]:
 
 
 def _pause(failures: int, error: Exception, url: str) -> int:
-    """Wait after a read that was cut; return the number of failures in a row.
-
-    Raises:
-        OSError: there were too many.
-    """
+    """Wait after a read that was cut; return the number of failures in a row."""
     if failures + 1 == ATTEMPTS:
         raise describe(error, url) from error
     time.sleep(random.uniform(0, PAUSE * 2**failures))
     return failures + 1
 
 
-class _Ranges:
-    """Byte ranges of one object, in the version that the last listing or else the first answer names.
+class RemoteFile(Stored):
+    """One object that is read by ranges, in the version that the last listing or else the first answer names.
 
     Args:
         find: returns the entry of a URL that no listing has named.
-
-    Raises:
-        OSError: it cannot be found.
     """
 
     def __init__(self, url: str, find: Callable[[str], Entry | None]) -> None:
-        self.url, self._lock = normalize(url), threading.Lock()
-        self.client, self.key = connect(url)
-        entry = find_known(url) or find(url)
+        self.path, self._lock = normalize(url), threading.Lock()
+        self._client, self._key = connect(url)
+        entry = _known.get(self.path) or find(url)
         if entry is None:
             raise FileNotFoundError(ABSENT)
         if entry.is_folder:
             raise IsADirectoryError("is a folder")
         self.size, self._version = entry.size, entry.version
 
-    def fill(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory from byte ``offset`` on; the list is consumed. A read that is cut continues where it stopped.
+    def read(self, views: list[memoryview], offset: int) -> None:
+        """One request, unless it is cut."""
+        try:
+            self.fill(views, offset)
+        except ChangedError as error:
+            advice = "something writes to it. Load again when that has ended, or another tag."
+            raise CheckpointError(f"{error}: {advice}", path=self.path) from error
+        except OSError as error:
+            raise explain_failure(self.path, f"read at byte {offset}", error) from error
 
-        Raises:
-            OSError: it cannot be read, or has changed.
-        """
+    def read_some(self, views: list[memoryview], offset: int) -> int:
+        nbytes = min(sum(view.nbytes for view in views), max(self.size - offset, 0))
+        self.read(take_front(views, nbytes), offset)
+        return nbytes
+
+    def fill(self, views: list[memoryview], offset: int) -> None:
+        """Fill memory from byte ``offset`` on; the list is consumed. A read that is cut continues where it stopped."""
         end, failures = offset + sum(view.nbytes for view in views), 0
         if end > self.size:
             raise ChangedError(f"ends at byte {self.size}")
         while left := sum(view.nbytes for view in views):
-            answer = self._get(end - left, end)
+            answer = self._request(end - left, end)
             try:
                 for piece in answer.stream(_PIECE):
                     _take(views, memoryview(piece))
             except GenericError as error:
                 is_stuck = sum(view.nbytes for view in views) == left
-                failures = _pause(failures if is_stuck else 0, error, self.url)
+                failures = _pause(failures if is_stuck else 0, error, self.path)
 
-    def _get(self, low: int, high: int) -> Any:
-        with explain(self.url):
+    def _request(self, low: int, high: int) -> Any:
+        """Request bytes [low, high), and check the version of the answer."""
+        with explain(self.path):
             try:
-                answer = obstore.get(self.client, self.key, options={"range": (low, high)})
+                answer = obstore.get(self._client, self._key, options={"range": (low, high)})
             except NotSupportedError as error:
                 text = "the server answers with the whole file where a part is asked for."
-                raise UnsupportedError(text, path=self.url) from error
+                raise UnsupportedError(text, path=self.path) from error
         if answer.range != (low, high):
             raise OSError(f"bytes {answer.range} came where {(low, high)} were asked for")
-        self._check(_make_entry(answer.meta))
-        return answer
-
-    def _check(self, now: Entry) -> None:
+        now = _make_entry(answer.meta)
         with self._lock:
             self._version = self._version or now.version
             if now.size != self.size or (now.version or self._version) != self._version:
                 raise ChangedError(CHANGED)
+        return answer
 
 
 def _take(views: list[memoryview], data: memoryview) -> None:
@@ -304,98 +291,41 @@ def _take(views: list[memoryview], data: memoryview) -> None:
         data = data[count:]
 
 
-class RemoteFile(Stored):
-    """An object that is read by ranges, straight to their destinations."""
-
-    def __init__(self, ranges: _Ranges) -> None:
-        self.path, self._ranges = ranges.url, ranges
-
-    def read(self, views: list[memoryview], offset: int) -> None:
-        """One request, unless it is cut."""
-        with self._explain(f"read at byte {offset}"):
-            self._ranges.fill(views, offset)
-
-    @contextmanager
-    def _explain(self, work: str) -> Iterator[None]:
-        try:
-            yield
-        except ChangedError as error:
-            advice = "something writes to it. Load again when that has ended, or another tag."
-            raise CheckpointError(f"{error}: {advice}", path=self.path) from error
-        except OSError as error:
-            raise explain_failure(self.path, work, error) from error
-
-    def read_some(self, views: list[memoryview], offset: int) -> int:
-        nbytes = min(sum(view.nbytes for view in views), max(self._ranges.size - offset, 0))
-        self.read(take_front(views, nbytes), offset)
-        return nbytes
-
-
-class RemoteStream(Positioned):
+class RemoteStream(ReadStream):
     """An object whose header is read: a few requests, whose blocks are kept until it is closed."""
 
-    def __init__(self, ranges: _Ranges) -> None:
-        super().__init__(ranges.size)
-        self._ranges, self._lock = ranges, threading.Lock()
-        self._blocks: list[tuple[int, bytes]] = []
-        """(offset, bytes), by offset; they do not overlap."""
+    is_remote = True
+
+    def __init__(self, file: RemoteFile) -> None:
+        super().__init__(file.size)
+        self._file = file
+        self._blocks: dict[int, bytes] = {}  # by number; each begins at a multiple of `_BLOCK`
 
     def read_at(self, nbytes: int, offset: int) -> bytes:
-        """Return bytes from ``offset`` on; fewer if the file ends before."""
         low, high = min(offset, self.size), min(offset + nbytes, self.size)
-        if low < high:
-            if not self._blocks:  # a header lies at both ends
-                self.read_ahead([(0, _HEAD), (max(self.size - _TAIL, 0), _TAIL)])
-            for gap in self._find_gaps(low, high):
-                self._fetch(*self._widen(*gap))
-        return b"".join(data[max(low - at, 0) : high - at] for at, data in self._overlapping(low, high))
+        if low < high and not self._blocks:
+            self.read_ahead([(0, _HEAD), (max(self.size - _HEAD + _BLOCK, 0), _HEAD)])  # a header lies at both ends
+        numbers = range(low // _BLOCK, -(-high // _BLOCK))
+        if missing := [number for number in numbers if number not in self._blocks]:
+            begin = missing[0] * _BLOCK
+            self.read_ahead([(begin, max(high - begin, _HEAD))])
+        start = numbers.start * _BLOCK
+        return b"".join(self._blocks[number] for number in numbers)[low - start : high - start]
 
     def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Read small ranges (offset, bytes) before they are needed, several at once; neighbours in one request."""
-        wanted = sorted((offset, min(offset + nbytes, self.size)) for offset, nbytes in ranges)
-        gaps = _join(chain.from_iterable(self._find_gaps(*span) for span in wanted))
+        """Request the missing blocks of small ranges, several at once; neighbours in one request."""
+        spans = [(offset // _BLOCK, -(-min(offset + nbytes, self.size) // _BLOCK)) for offset, nbytes in ranges]
+        wanted = {number for span in spans for number in range(*span)} - self._blocks.keys()
+        runs: list[tuple[int, int]] = []
+        for number in sorted(wanted):
+            if runs and (number == runs[-1][1] or (number + 1 - runs[-1][0]) * _BLOCK <= _HEAD):
+                runs[-1] = runs[-1][0], number + 1
+            else:
+                runs.append((number, number + 1))
+        map_threads(self._fetch, runs, _AHEAD)
 
-        def work(turn: Iterator[tuple[int, int]]) -> None:
-            for low, high in turn:
-                self._fetch(low, high)
-
-        if gaps:
-            run_threads([gap for joined in gaps for gap in self._find_gaps(*joined)], work, _AHEAD)
-
-    def _fetch(self, low: int, high: int) -> None:
+    def _fetch(self, run: tuple[int, int]) -> None:
+        low, high = run[0] * _BLOCK, min(run[1] * _BLOCK, self.size)
         data = bytearray(high - low)
-        self._ranges.fill([memoryview(data)], low)
-        with self._lock:
-            self._blocks.append((low, bytes(data)))
-            self._blocks.sort()
-
-    def _widen(self, low: int, high: int) -> tuple[int, int]:
-        """Extend a gap to the end of the file or by the bytes that follow, unless these are kept already."""
-        before = max((at + len(data) for at, data in self._blocks if at < low), default=0)
-        behind = min((at for at, _ in self._blocks if at >= high), default=self.size)
-        tail = max(self.size - _TAIL, 0)
-        return max(tail, before) if low >= tail else low, min(max(high, low + _HEAD), behind)
-
-    def _overlapping(self, low: int, high: int) -> list[tuple[int, bytes]]:
-        first = max(bisect_right(self._blocks, low, key=lambda block: block[0]) - 1, 0)
-        return [(at, data) for at, data in self._blocks[first:] if at < high and at + len(data) > low]
-
-    def _find_gaps(self, low: int, high: int) -> list[tuple[int, int]]:
-        """Return the parts of [low, high) that are not kept."""
-        gaps = []
-        for at, data in self._overlapping(low, high):
-            if at > low:
-                gaps.append((low, at))
-            low = max(low, at + len(data))
-        return [*gaps, (low, high)] if low < high else gaps
-
-
-def _join(gaps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join sorted ranges that overlap, or that one request serves better."""
-    joined: list[tuple[int, int]] = []
-    for low, high in gaps:
-        if joined and (low < joined[-1][1] or high - joined[-1][0] <= _HEAD):
-            joined[-1] = joined[-1][0], max(high, joined[-1][1])
-        else:
-            joined.append((low, high))
-    return joined
+        self._file.fill([memoryview(data)], low)
+        self._blocks.update({number: bytes(data[number * _BLOCK - low :][:_BLOCK]) for number in range(*run)})

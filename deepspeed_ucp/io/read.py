@@ -6,6 +6,7 @@ A file that has copies is read from the first place that has it, and from the ne
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 import time
 from collections import Counter, defaultdict
@@ -19,8 +20,8 @@ from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
 from ..model import CopyItem, FileRef, Read, Record
+from .interface import Closing, Stored
 from .memory import Scratch, ScratchPool
-from .opened import Closing, Stored, allow_open_files
 from .paths import is_url
 from .store import open_stored
 from .threads import run_threads
@@ -29,6 +30,9 @@ logger = logging.getLogger("deepspeed_ucp")
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
+
+_SPARE_FILES = 256
+"""Number of other files that a process has open."""
 
 _ENOUGH = 3
 """Failed files after which a place is tried last: each failure may take minutes."""
@@ -94,17 +98,15 @@ class Failover:
         """
         errors: dict[str, CheckpointError | UnsupportedError] = {}
         while True:
-            path = next(iter(self._list_left(copies)), primary)
+            left = [path for path in copies if path not in self.failed]
+            left.sort(key=lambda path: self._lost[_find_place(path, copies)] >= _ENOUGH)
+            path = left[0] if left else primary
             try:
                 return work(path)
             except (CheckpointError, UnsupportedError) as error:
                 errors[path] = error
             if not self._pass_over(path, copies, errors[path]):
                 raise errors.get(primary, errors[path])
-
-    def _list_left(self, copies: Sequence[str]) -> list[str]:
-        left = [path for path in copies if path not in self.failed]
-        return sorted(left, key=lambda path: self._lost[_find_place(path, copies)] >= _ENOUGH)
 
     def _pass_over(self, path: str, copies: Sequence[str], error: Exception) -> bool:
         """Do not use a copy again; return True if there are others."""
@@ -244,7 +246,10 @@ class RecordReader(Closing):
             path, fetched = self.read_file(
                 file, lambda stored: (stored.path, self._fetch(stored, group, sinks, scratch))
             )
-            self._note(path, sum(read.nbytes for read in group), time.perf_counter() - begin)
+            with self._lock:
+                nbytes, seconds = self.spent.get(path, (0, 0.0))
+                nbytes += sum(read.nbytes for read in group)
+                self.spent[path] = nbytes, seconds + time.perf_counter() - begin
             return [self._take(read, *parts) for read, parts in zip(group, fetched, strict=True)]
 
     def _take(self, read: Read, views: list[memoryview], staged: Staged) -> Checked:
@@ -273,18 +278,10 @@ class RecordReader(Closing):
         file.read([view for views, _ in arranged for view in views], offset)
         return arranged
 
-    def _note(self, path: str, nbytes: int, seconds: float) -> None:
-        with self._lock:
-            before = self.spent.get(path, (0, 0.0))
-            self.spent[path] = before[0] + nbytes, before[1] + seconds
-
     def read_file(self, number: int, work: Callable[[Stored], T]) -> T:
         """Call ``work`` with an open file, or with its next copy if that fails.
 
         The nearest copy comes first if its header CRC32 shows that it is the same file, else the first place's.
-
-        Raises:
-            CheckpointError: no copy can be read.
         """
         file = self.files[number]
         copies: Sequence[str] = file.copies
@@ -301,11 +298,7 @@ class RecordReader(Closing):
             return self._open[path]
 
     def open_copy(self, path: str, file: FileRef) -> Stored:
-        """Open one copy of a file.
-
-        Raises:
-            CheckpointError: it cannot be opened, or has other content.
-        """
+        """Open one copy of a file."""
         return open_stored(path, size=file.size)
 
 
@@ -336,11 +329,7 @@ def _divide(read: Read, sinks: Sequence[Sink | None], data: memoryview) -> Stage
 
 
 def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
-    """Return the CRC32 of bytes of a file.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """Return the CRC32 of bytes of a file."""
     scratch, crc = Scratch(), 0
     for low in range(0, nbytes, chunk):
         size = min(chunk, nbytes - low)
@@ -350,3 +339,13 @@ def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> i
             file.read([view], offset + low)
         crc = isal_zlib.crc32(view, crc)
     return crc
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files for ``count`` more, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if most > soft:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
+from .interface import Stored
 from .memory import Scratch
-from .opened import Stored
 from .paths import is_url
-from .read import JOINED, combine_crc32, crc32
+from .read import JOINED, Checked, crc32, merge_checks
 from .store import open_stored
 from .threads import run_threads
 
@@ -84,10 +84,10 @@ class _Scan:
     """Scan of one file: open from its first piece to its last, read by several threads."""
 
     def __init__(self, file: ScanFile, chunk: int) -> None:
-        self.file, self.left, self.nbytes = file, -(-file.size // chunk), 0
+        self.file, self.left = file, -(-file.size // chunk)
+        self.found = Scanned([None if nbytes else 0 for _, nbytes in file.ranges])
+        self.checks: list[Checked] = []  # of parts of the ranges, by number of the range
         self.ranges_of: dict[int, list[int]] = defaultdict(list)
-        self.parts: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        self.errors: list[tuple[int, str]] = []
         self.stored: Stored | None = None
         self.lock = threading.Lock()
         for number, (offset, nbytes) in enumerate(file.ranges):
@@ -99,23 +99,28 @@ class _Scan:
         with self.lock:
             self._open()
         view, error = self._fill(low, nbytes, scratch)
-        parts = [(number, _sum_part(self.file.ranges[number], low, view)) for number in self.ranges_of[low]]
+        checks = []
+        for number in self.ranges_of[low]:
+            offset, size = self.file.ranges[number]
+            first, last = max(offset, low), min(offset + size, low + view.nbytes)
+            if first < last:
+                crc = crc32(view[first - low : last - low])
+                checks.append(Checked(number, first - offset, last - first, crc))
         with self.lock:
-            self.nbytes += view.nbytes
+            self.found.nbytes += view.nbytes
             self.left -= 1
-            self.errors += [(low + view.nbytes, error)] if error else []
-            for number, part in parts:
-                self.parts[number].append(part)
+            self.found.errors += [(low + view.nbytes, error)] if error else []
+            self.checks += checks
             if not self.left and self.stored is not None:
                 self.stored.close()
 
     def _open(self) -> None:
-        if self.stored is not None or self.errors:
+        if self.stored is not None or self.found.errors:
             return
         try:
             self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL, size=self.file.size)
         except CheckpointError as error:
-            self.errors.append((0, error.text.removesuffix(".")))
+            self.found.errors.append((0, error.text.removesuffix(".")))
 
     def _fill(self, low: int, nbytes: int, scratch: Scratch) -> tuple[memoryview, str]:
         """Return the bytes that could be read, and an error message if these are not all."""
@@ -135,22 +140,8 @@ class _Scan:
         return view[:got], "" if got == nbytes else f"ends at byte {low + got}; it was cut off while it was read"
 
     def join(self) -> Scanned:
-        ranges = enumerate(self.file.ranges)
-        crcs = [_join_parts(sorted(self.parts[number]), nbytes) for number, (_, nbytes) in ranges]
-        return Scanned(crcs, self.nbytes, sorted(self.errors))
-
-
-def _sum_part(wanted: tuple[int, int], low: int, view: memoryview) -> tuple[int, int, int]:
-    """Return (offset in the range, bytes, CRC32) of the part of a range in a piece at ``low``."""
-    first, last = max(wanted[0], low), min(wanted[0] + wanted[1], low + view.nbytes)
-    data = view[first - low : max(last - low, first - low)]
-    return first - wanted[0], data.nbytes, crc32(data)
-
-
-def _join_parts(parts: Sequence[tuple[int, int, int]], nbytes: int) -> int | None:
-    crc, end = 0, 0
-    for offset, count, part in parts:
-        if offset != end:
-            return None
-        crc, end = combine_crc32(crc, part, count), end + count
-    return crc if end == nbytes else None
+        self.found.errors.sort()
+        for check in merge_checks(self.checks):
+            if check.nbytes == self.file.ranges[check.record][1]:
+                self.found.crcs[check.record] = check.crc
+        return self.found

@@ -145,9 +145,6 @@ class OutputKind:
             names: of its entries.
             is_ours: it is a complete output of this kind, or the remains of an interrupted one.
             overwrite: an output of this kind may be replaced.
-
-        Raises:
-            StorageError: it is something else, or exists without ``overwrite``.
         """
         if not is_ours:
             raise StorageError(f"exists and is not {self.name}, so it stays. Write elsewhere.", path=folder)
@@ -156,11 +153,7 @@ class OutputKind:
             raise StorageError("exists already. --overwrite (overwrite=True) replaces it.", path=folder)
 
     def refuse_foreign(self, folder: str, names: Iterable[str]) -> None:
-        """Raise if a folder has entries that no output of this kind contains.
-
-        Raises:
-            StorageError: it has.
-        """
+        """Raise if a folder has entries that no output of this kind contains."""
         foreign = [name for name in names if not (self.parts.fullmatch(name) or self.kept.fullmatch(name))]
         if foreign:
             raise StorageError(
@@ -173,11 +166,6 @@ class Staging:
     """Writes one output folder. Rank 0 locks, begins and commits; all ranks write files.
 
     :class:`.upload.RemoteStaging` does the same for a URL.
-
-    Args:
-        destination: folder of the output.
-        source: folder that the output is made from.
-        kind: kind of the output.
 
     Raises:
         StorageError: the destination is the root, or source and destination contain each other.
@@ -212,12 +200,7 @@ class Staging:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock of this destination; a commit that was killed half-way is repaired first.
-
-        Raises:
-            StorageError: another process holds it.
-            DiskFullError: the disk is full.
-        """
+        """Hold the lock of this destination; a commit that was killed half-way is repaired first."""
         with explain_full(self.parent):
             os.makedirs(self.parent, exist_ok=True)
         with hold_lock(self.lock_path, f"a {self.kind.maker} to {self.destination}"):
@@ -235,14 +218,7 @@ class Staging:
             delete_tree(self.aside)
 
     def check_destination(self, overwrite: bool) -> None:
-        """Raise if the destination may not be replaced.
-
-        Args:
-            overwrite: an output of this kind may be replaced.
-
-        Raises:
-            StorageError: it is something else, or exists without ``overwrite``.
-        """
+        """Raise if the destination may not be replaced."""
         if _is_vacant(self.destination):
             return
         is_ours = not os.path.islink(self.destination) and self.kind.is_one(self.destination)
@@ -250,12 +226,7 @@ class Staging:
         self.kind.refuse_taken(self.destination, names, is_ours=is_ours, overwrite=overwrite)
 
     def begin(self) -> None:
-        """Create the temporary folder; one that an earlier run has left is deleted.
-
-        Raises:
-            StorageError: something else has its name.
-            DiskFullError: there is no room.
-        """
+        """Create the temporary folder; one that an earlier run has left is deleted."""
         self.discard()
         with explain_full(self.folder):
             os.mkdir(self.folder)
@@ -273,19 +244,11 @@ class Staging:
             raise
 
     def sync(self) -> None:
-        """Sync the files of this node; called on every node before the commit.
-
-        Raises:
-            DiskFullError: the disk is full.
-        """
+        """Sync the files of this node; called on every node before the commit."""
         sync_tree(self.folder)
 
     def discard(self) -> None:
-        """Delete the temporary folder, if there is one; the lock is held.
-
-        Raises:
-            StorageError: it is not a folder, or has entries that no output of this kind contains.
-        """
+        """Delete the temporary folder, if there is one; the lock is held."""
         if not os.path.lexists(self.folder):
             return
         if os.path.islink(self.folder) or not os.path.isdir(self.folder):
@@ -316,11 +279,7 @@ class Staging:
             self.point_at(latest)
 
     def point_at(self, name: str) -> None:
-        """Write a checkpoint's name to ``latest_universal`` in the parent folder, atomically.
-
-        Raises:
-            DiskFullError: there is no room.
-        """
+        """Write a checkpoint's name to ``latest_universal`` in the parent folder, atomically."""
         temporary = self._name_sibling("latest")  # other outputs with this parent use other names
         write_atomically(os.path.join(self.parent, LATEST), name.encode(), temporary=temporary)
 
@@ -359,9 +318,6 @@ def check_apart(destination: str, real: str, source: str) -> None:
 
     Args:
         real: the destination as an absolute path without links, or as a normalized URL; so is ``source``.
-
-    Raises:
-        StorageError: they do.
     """
     real, source = (f"{path.rstrip('/')}/" for path in (real, source))
     if source.startswith(real):

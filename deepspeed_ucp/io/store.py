@@ -6,21 +6,139 @@ The functions at the end call the method of the :class:`Store` that serves the p
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
+from ..errors import CheckpointError
+from .direct import ALIGNMENT, LEAST, REFUSED, align, is_cached, is_worth_passing, reopen
 from .disk import explain_full, sync_file, write_atomically
-from .interface import Store
-from .opened import Stored, StoredFile, open_local
+from .interface import ReadStream, Store, Stored, explain_failure
+from .memory import Scratch, drop_front
 from .paths import FOLDER, Entry, is_url
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def open_local(path: str) -> BinaryIO:
+    """Open a local regular file for reading; links are followed.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file: a FIFO would block, a device might never end.
+    """
+    _check_mode(path, os.stat(path).st_mode)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_mode(path, os.fstat(file).st_mode)  # it may have been replaced since
+        return os.fdopen(file, "rb")
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _check_mode(path: str, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is a FIFO, a device or a socket, not a regular file", path)
+
+
+class LocalStream(ReadStream):
+    """A local file as :class:`ReadStream`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(os.fstat(file.fileno()).st_size)
+        self._file = file
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        return os.pread(self._file.fileno(), nbytes, offset)
+
+    def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
+        for offset, nbytes in ranges:
+            os.posix_fadvise(self._file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class StoredFile(Stored):
+    """A local file as :class:`Stored`.
+
+    Args:
+        advice: access pattern, as of ``os.posix_fadvise``. If large reads bypass the page cache, the default becomes
+            random access: small reads cause no read-ahead.
+    """
+
+    def __init__(self, path: str, advice: int = os.POSIX_FADV_NORMAL) -> None:
+        self.path = path
+        try:
+            self._file = open_local(path)
+        except OSError as error:
+            raise explain_failure(path, "opened", error) from error
+        self._passes = is_worth_passing(self._file.fileno())
+        if self._passes and advice == os.POSIX_FADV_NORMAL:
+            advice = os.POSIX_FADV_RANDOM  # reads through the cache are small then, and isolated
+        if advice != os.POSIX_FADV_NORMAL:
+            os.posix_fadvise(self._file.fileno(), 0, 0, advice)
+
+    def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
+        """Read past the page cache, unless it holds the bytes, they are few, or the file system refuses."""
+        file = self._file.fileno()
+        if not self._passes or nbytes < LEAST or is_cached(file, offset, nbytes):
+            return None
+        past = reopen(file)  # for this read only: there may be too many files for two descriptors each
+        if past is None:
+            return None
+        try:
+            return self._read_past(past, offset, nbytes, scratch)
+        finally:
+            os.close(past)
+
+    def _read_past(self, fd: int, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
+        low, size = align(offset, nbytes)
+        memory, got, wanted = scratch.take(size), 0, offset + nbytes - low
+        while got < wanted:
+            try:
+                count = os.preadv(fd, [memory[got:]], low + got)
+            except OSError as error:
+                if error.errno in REFUSED:
+                    return None
+                raise self._explain(error, low + got) from error
+            got += count
+            if got < wanted and (count == 0 or got % ALIGNMENT):
+                raise self._explain_end()
+        return memory[offset - low : wanted]
+
+    def read(self, views: list[memoryview], offset: int) -> None:
+        while views:
+            got = self.read_some(views, offset)
+            if got == 0:
+                raise self._explain_end()
+            offset += got
+            drop_front(views, got)
+
+    def read_some(self, views: list[memoryview], offset: int) -> int:
+        try:
+            return os.preadv(self._file.fileno(), views, offset)
+        except OSError as error:
+            raise self._explain(error, offset) from error
+
+    def _explain(self, error: OSError, offset: int) -> CheckpointError:
+        return explain_failure(self.path, f"read at byte {offset}", error)
+
+    def _explain_end(self) -> CheckpointError:
+        size = os.fstat(self._file.fileno()).st_size
+        return CheckpointError(f"ends at byte {size}; it was truncated since its header was read.", path=self.path)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class LocalStore(Store):
@@ -86,8 +204,8 @@ class LocalStore(Store):
         with suppress(FileNotFoundError):
             os.unlink(path)
 
-    def open_regular(self, path: str) -> BinaryIO:
-        return open_local(path)
+    def open_regular(self, path: str) -> ReadStream:
+        return LocalStream(open_local(path))
 
     def open_stored(self, path: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
         return StoredFile(path, advice)
@@ -157,11 +275,7 @@ def put_file(source: str, path: str) -> None:
 
 
 def read_bytes(path: str, offset: int, nbytes: int) -> bytes:
-    """Return a few bytes of a file, without read-ahead.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """Return a few bytes of a file, without read-ahead."""
     data = bytearray(nbytes)
     with open_stored(path, os.POSIX_FADV_RANDOM) as file:
         file.read([memoryview(data)], offset)

@@ -32,17 +32,8 @@ def open_staging(destination: str, source: str, kind: OutputKind) -> Staging:
 class RemoteStaging(Staging):
     """Staging of an output behind a URL.
 
-    Args:
-        destination: URL of the output.
-        source: folder that the output is made from.
-        kind: kind of the output.
-
     Attributes:
         folder: this rank's temporary folder, inside :meth:`scratch`.
-
-    Raises:
-        StorageError: the destination is a bucket, or source and destination contain each other.
-        UnsupportedError: the URL is read only.
     """
 
     is_remote = True
@@ -107,31 +98,19 @@ class RemoteStaging(Staging):
                 remove(f"{self.destination}/{name}")
 
     def put(self, name: str) -> None:
-        """Move a complete file from the temporary folder to the store; thread-safe.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Move a complete file from the temporary folder to the store; thread-safe."""
         with _explain(f"{self.destination}/{name}"):
             put_file(self.path(name), f"{self.destination}/{name}")
         os.unlink(self.path(name))
 
     def sync(self) -> None:
-        """Move this rank's files to the store, except the files that mark the output as complete.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Move this rank's files to the store, except the files that mark the output as complete."""
         names = [name for name in list_tree(self.folder) if name not in self.kind.last]
         names = [name for name in names if not os.path.basename(name).startswith(".ucp-")]
         list(choose_map(self.destination)(self.put, names))
 
     def commit(self, latest: str | None = None, *, overwrite: bool = False) -> None:
-        """Move the files that mark the output as complete to the store, and write ``latest_universal``.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Move the files that mark the output as complete to the store, and write ``latest_universal``."""
         for name in self.kind.last:
             if os.path.exists(self.path(name)):
                 self.put(name)

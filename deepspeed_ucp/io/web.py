@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote, urljoin, urlsplit
 from . import objects
 from .clients import ABSENT, connect, get_headers
 from .interface import Store
-from .objects import ObjectStore, make_version, note
+from .objects import ObjectStore, make_version
 from .paths import FOLDER, Entry, normalize
 from .threads import map_threads
 
@@ -57,7 +57,7 @@ class WebStore(ObjectStore):
         names = sorted(links.names)
         entries_found = map_threads(lambda name: self._look(folder, name), names, _AT_ONCE)
         entries = {name.rstrip("/"): entry for name, entry in zip(names, entries_found, strict=True)}
-        note(folder, entries)
+        self.note_listed(folder, entries)
         return entries
 
     def _look(self, folder: str, name: str) -> Entry:
@@ -89,7 +89,7 @@ class WebStore(ObjectStore):
             changed = parsedate_to_datetime(headers["Last-Modified"])
         version = make_version(headers["ETag"], changed)
         entry = Entry(int(headers["Content-Length"] or 0), changed.timestamp() if changed else 0.0, version)
-        objects.note(url.rpartition("/")[0], {url.rpartition("/")[2]: entry})
+        self.note_listed(url.rpartition("/")[0], {url.rpartition("/")[2]: entry})
         return entry
 
     def is_folder(self, url: str) -> bool:
@@ -101,12 +101,7 @@ def _is_page(headers: Mapping[str, str] | Message) -> bool:
 
 
 def _request(method: str, url: str) -> tuple[Message, bytes]:
-    """Return the headers and, of a page, the body of an answer. obstore needs a length, which index pages often lack.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: the server refuses, or does not answer.
-    """
+    """Return the headers and, of a page, the body of an answer; obstore needs a length, which many pages lack."""
     connect(url)  # checks the options
     request = urllib.request.Request(quote(url, safe=":/%"), method=method, headers=get_headers())
     for attempt in range(objects.ATTEMPTS):

@@ -79,7 +79,7 @@ def make_objects(
         has_option: the ``trust_pickle`` option of the ds_config applies to this file, and a refusal names it.
     """
     if not checked:
-        file = replace(file, storages={key: record._replace(crc=None) for key, record in file.storages.items()})
+        file = replace(file, records=tuple(record._replace(crc=None) for record in file.records))
     kept = _select_client(file)
     allowed = None
     if not trust_pickle:

@@ -119,7 +119,7 @@ def save_over(value: Any, path: str, mapped: MappedFiles) -> None:
         return
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        os.ftruncate(fd, _write(save, value, fd, mapped).close())
+        os.ftruncate(fd, _write(save, value, fd, mapped).close()[0])
         mapped.note(fd)
     finally:
         os.close(fd)

@@ -14,8 +14,8 @@ import numpy as np
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..io.cast import average
+from ..io.interface import Stored
 from ..io.memory import Scratch
-from ..io.opened import Stored
 from ..io.read import Checked, MemorySink, RecordReader, merge_checks
 from ..model import MASTER, AtomicIndex, FileRef, Read
 from ..model.flat import find_gaps

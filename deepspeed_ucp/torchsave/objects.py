@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import CheckpointError
+from ..io.cast import find_dtype
 from ..model import ITEMSIZE, count
 
 STORAGE_DTYPES: Final = {
@@ -53,11 +54,6 @@ def is_storage(kind: str) -> bool:
     return module in ("torch", "torch.storage") and (name in STORAGE_DTYPES or name == "UntypedStorage")
 
 
-def unpack_scalar(dtype: str, data: bytes) -> Any:
-    """Convert the little-endian bytes of one element to a Python number; ``dtype`` is a key of ``ITEMSIZE``."""
-    return np.frombuffer(data, _find_dtype(dtype))[0].item()
-
-
 def pack_scalar(dtype: str, value: Any) -> bytes:
     """Convert a number to the bytes of one element.
 
@@ -65,7 +61,9 @@ def pack_scalar(dtype: str, value: Any) -> bytes:
         CheckpointError: the dtype is unknown or cannot hold the value.
     """
     try:
-        kind = _find_dtype(dtype)
+        if dtype not in ITEMSIZE:
+            raise KeyError(dtype)
+        kind = find_dtype(dtype)
         if kind.kind in "iu" and value != int(value):
             raise ValueError(f"{value} is not an integer")
         return np.asarray(value, kind).tobytes()
@@ -73,16 +71,6 @@ def pack_scalar(dtype: str, value: Any) -> bytes:
         raise CheckpointError(
             f"a 0-dim tensor of dtype {dtype} cannot be written ({error}); known: {', '.join(ITEMSIZE)}"
         ) from None
-
-
-def _find_dtype(name: str) -> np.dtype[Any]:
-    if name not in ITEMSIZE:
-        raise KeyError(name)
-    if not name.startswith(("bfloat", "float8")):
-        return np.dtype(name)
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 RESTORE = 'Restore it from a copy, name a place that has one ("also", --also), or load another tag.'
@@ -226,7 +214,7 @@ class TensorRef:
         """Return the number in a one-element tensor; TypeError if its bytes were not read."""
         if self.data is None:
             raise TypeError("the elements of this tensor were not read")
-        return unpack_scalar(self.dtype, self.data)
+        return np.frombuffer(self.data, find_dtype(self.dtype))[0].item()
 
     def is_contiguous(self) -> bool:
         """Return True if the elements are in row-major order without gaps."""

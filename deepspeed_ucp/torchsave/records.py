@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import BinaryIO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from isal import isal_zlib
 
 from ..errors import CheckpointError, ChecksumError, UnsupportedError
-from ..io.opened import Positioned, explain_failure, is_remote, measure, read_ahead, read_at
+from ..io.interface import ReadStream, explain_failure
 from ..io.store import open_regular
 from .objects import RESTORE
 from .zipframe import ALIGNMENT, BYTEORDER, DATA, LOCAL, LOCAL_MAGIC, PICKLE, ROOT, STREAMED
@@ -38,7 +39,7 @@ class FileRecord(NamedTuple):
     crc: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FileRecords:
     """All non-empty records of a file, by offset.
 
@@ -65,14 +66,14 @@ class FileRecords:
         others = sorted(record.name for record in self.records if not record.name.startswith(DATA))
         return " ".join([*others, "archive" if self.saved_as == ROOT else "named"])
 
-    @property
+    @cached_property
     def storages(self) -> dict[str, FileRecord]:
         """Storages' records by key."""
         return {r.name[len(DATA) :]: r for r in self.records if r.name.startswith(DATA)}
 
 
 @contextmanager
-def open_file(path: str) -> Iterator[BinaryIO]:
+def open_file(path: str) -> Iterator[ReadStream]:
     """Open a file for reading; CheckpointError if it is missing or unreadable."""
     try:
         with open_regular(path) as stream:
@@ -81,26 +82,21 @@ def open_file(path: str) -> Iterator[BinaryIO]:
         raise explain_failure(path, "read", error) from error
 
 
-def starts_zip(stream: BinaryIO) -> bool:
+def starts_zip(stream: ReadStream) -> bool:
     """Return True if an open file has the zip format, False for the legacy format."""
     stream.seek(0)
     return stream.read(2) == LOCAL_MAGIC[:2]
 
 
-def list_zip(path: str, stream: BinaryIO) -> FileRecords:
-    """Read a zip's directory and its records' local headers.
-
-    Raises:
-        CheckpointError: the zip is truncated or damaged.
-        UnsupportedError: a record is compressed.
-    """
-    size = measure(stream)
-    front, archive = _open_zip(path, stream, size)
+def list_zip(path: str, stream: ReadStream) -> FileRecords:
+    """Read a zip's directory and its records' local headers."""
+    front, archive = _open_zip(path, stream)
     entries = archive.infolist()
     filled = [info for info in entries if info.file_size]
-    predicted = _predict_offsets(entries, archive.start_dir) if is_remote(stream) else {}
-    read_ahead(stream, [(info.header_offset, LOCAL.size) for info in filled if info.header_offset not in predicted])
-    records = [_locate(path, stream, info, size, predicted.get(info.header_offset)) for info in filled]
+    predicted = _predict_offsets(entries, archive.start_dir) if stream.is_remote else {}
+    offsets = {info.header_offset for info in filled} - predicted.keys()
+    stream.read_ahead([(offset, LOCAL.size) for offset in offsets if 0 <= offset < stream.size])
+    records = [_locate(path, stream, info, predicted.get(info.header_offset)) for info in filled]
     if not _is_checked(entries):
         records = [record._replace(crc=None) for record in records]
     records.sort(key=lambda record: record.offset)
@@ -111,16 +107,16 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
             raise CheckpointError(
                 f"records {first.name} and {second.name} overlap; its directory is damaged. {RESTORE}", path=path
             )
-    return FileRecords(path, size, tuple(records), _sum_directory(front, archive), roots[0] if roots else "")
+    return FileRecords(path, stream.size, tuple(records), _sum_directory(front, archive), roots[0] if roots else "")
 
 
-def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[FilePart, zipfile.ZipFile]:
-    front = FilePart(stream, 0, _find_end(stream, size))
+def _open_zip(path: str, stream: ReadStream) -> tuple[FilePart, zipfile.ZipFile]:
+    front = FilePart(stream, 0, _find_end(stream))
     try:
         return front, zipfile.ZipFile(front)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
         raise CheckpointError(
-            f"no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged. {RESTORE}",
+            f"no zip directory at its end ({error}; {stream.size} bytes); the file is truncated or damaged. {RESTORE}",
             path=path,
         ) from None
 
@@ -144,7 +140,7 @@ def sum_directory(path: str) -> int | None:
     with open_file(path) as stream:
         if not starts_zip(stream):
             return None
-        front, archive = _open_zip(path, stream, measure(stream))
+        front, archive = _open_zip(path, stream)
         return _sum_directory(front, archive) if _is_checked(archive.infolist()) else None
 
 
@@ -157,38 +153,38 @@ _MOST_EXTRA = 4096
 _MOST_REPEATED = 1 << 26
 
 
-def _find_end(file: BinaryIO, size: int) -> int:
+def _find_end(file: ReadStream) -> int:
     """Return the byte offset of a zip's end, ignoring repetitions of its last bytes.
 
     DeepSpeed's fast writer leaves repetitions if several ranks write one file at once: they write the same bytes to
     the same offsets, and each appends the rest behind the last whole block.
     """
-    last = read_at(file, _END.size, max(size - _END.size, 0))
+    size = file.size
+    last = file.read_at(_END.size, max(size - _END.size, 0))
     if len(last) < _END.size or last[:4] != _END_MAGIC:
         return size
     *_, directory, start, _ = _END.unpack(last)
     end = start + directory + _END.size
-    locator = read_at(file, _LOCATOR.size, max(size - _END.size - _LOCATOR.size, 0))
+    locator = file.read_at(_LOCATOR.size, max(size - _END.size - _LOCATOR.size, 0))
     if locator[:4] == _LOCATOR_MAGIC:  # in large files; some torch releases always write it
         end = _LOCATOR.unpack(locator)[2] + _WIDE_END + _LOCATOR.size + _END.size
     if not 0 < size - end <= _MOST_REPEATED:
         return size
-    rest = read_at(file, size - end, end)
+    rest = file.read_at(size - end, end)
     unit = rest.find(last) + len(last)
-    before = read_at(file, unit, max(end - unit, 0))
+    before = file.read_at(unit, max(end - unit, 0))
     return end if rest == before * (len(rest) // unit) else size
 
 
-class FilePart(Positioned):
+class FilePart(ReadStream):
     """File-like view of ``size`` bytes of an open file from byte ``start``."""
 
-    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+    def __init__(self, file: ReadStream, start: int, size: int) -> None:
         super().__init__(size)
         self._file, self._start = file, start
 
     def read_at(self, nbytes: int, offset: int) -> bytes:
-        """Read up to ``nbytes`` bytes, not beyond the view's end."""
-        return read_at(self._file, min(nbytes, max(self.size - offset, 0)), self._start + offset)
+        return self._file.read_at(min(nbytes, max(self.size - offset, 0)), self._start + offset)
 
 
 def _predict_offsets(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
@@ -209,7 +205,7 @@ def _predict_offsets(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]
     return offsets
 
 
-def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, offset: int | None) -> FileRecord:
+def _locate(path: str, stream: ReadStream, info: zipfile.ZipInfo, offset: int | None) -> FileRecord:
     if info.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(
             f"record {info.filename} is compressed, which torch.save never does: another program rewrote "
@@ -217,19 +213,21 @@ def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, offse
             path=path,
         )
     if offset is None:
-        offset = _read_offset(path, stream, info, size)
-    if offset + info.file_size > size:
+        offset = _read_offset(path, stream, info)
+    if offset + info.file_size > stream.size:
         raise CheckpointError(
-            f"record {info.filename} ends beyond the file ({size} bytes); it is truncated. {RESTORE}", path=path
+            f"record {info.filename} ends beyond the file ({stream.size} bytes); it is truncated. {RESTORE}",
+            path=path,
         )
     name = info.filename.partition("/")[2] or info.filename
     return FileRecord(name, offset, info.file_size, info.CRC)
 
 
-def _read_offset(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int) -> int:
+def _read_offset(path: str, stream: ReadStream, info: zipfile.ZipInfo) -> int:
     """Read the offset of a record's bytes from its local header."""
-    at = info.header_offset if 0 <= info.header_offset < size else size  # a damaged directory has any value here
-    header = read_at(stream, LOCAL.size, at)
+    is_inside = 0 <= info.header_offset < stream.size  # a damaged directory has any value here
+    at = info.header_offset if is_inside else stream.size
+    header = stream.read_at(LOCAL.size, at)
     if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
         raise CheckpointError(
             f"record {info.filename} has no header at byte {info.header_offset}; the file is damaged. {RESTORE}",
@@ -260,7 +258,7 @@ def _check_names(path: str, names: list[str]) -> None:
         raise CheckpointError(f"its directory lists record {twice} twice; the file is damaged. {RESTORE}", path=path)
 
 
-def read_record(stream: BinaryIO, path: str, record: FileRecord) -> bytes:
+def read_record(stream: ReadStream, path: str, record: FileRecord) -> bytes:
     """Read a small record; CheckpointError if its bytes do not match their checksum."""
     stream.seek(record.offset)
     data = stream.read(record.nbytes)

@@ -10,12 +10,12 @@ import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..io.opened import advise_needed, advise_random, measure, read_ahead, read_at
+from ..io.interface import ReadStream
 from ..model import ITEMSIZE, Use
 from .objects import RESTORE, STORAGE_DTYPES, Global, TensorRef, describe, list_parts
 from .records import LEGACY, FilePart, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
@@ -72,9 +72,6 @@ class HeaderCache:
         Args:
             nbytes: size of the file.
             begin, end: its first :data:`BEGINNING` and last :data:`ENDING` bytes.
-
-        Raises:
-            ChecksumError: the only element differs from its checksum.
         """
         for form in self._forms.get(nbytes, ()):
             if begin.startswith(form.begin) and b"".join([end[part] for part in form.compared]) == form.same:
@@ -135,35 +132,20 @@ _MOST_FRONT = 1 << 28
 _LONGEST_PLACE = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFile:
+@dataclass(frozen=True)
+class TorchFile(FileRecords):
     """A file's header.
 
     Attributes:
         tree: object tree as inert data; one-element tensors have their bytes.
-        storages: records of the storages by key; empty storages may be missing.
-        saved_as: name under which the file was saved, or None if it is not recorded.
-        crc: CRC32 of the zip's directory, which contains every record's checksum (legacy: of the pickles).
         protocol: protocol of the pickle.
         uses, members: see :attr:`Pickled.list_uses`.
-        records: all records.
     """
 
-    path: str
-    size: int
     tree: Any
-    storages: dict[str, FileRecord]
-    saved_as: str | None
-    crc: int
     protocol: int
     uses: dict[Global, Use]
     members: tuple[Use, ...]
-    records: FileRecords
-
-    @property
-    def writer(self) -> str:
-        """See :attr:`FileRecords.writer`."""
-        return self.records.writer
 
 
 def read_header(path: str) -> TorchFile:
@@ -189,7 +171,7 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
     """
     headers, cache = [], HeaderCache(path)
     with open_file(path) as stream:
-        size = measure(stream)
+        size = stream.size
         for start, nbytes in parts:
             if start < 0 or nbytes < 1 or start + nbytes > size:
                 raise CheckpointError(
@@ -198,45 +180,32 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
                     path=path,
                 )
         edges = sorted({edge for start, nbytes in parts for edge in (start, start + nbytes)})
-        advise_needed(stream, [(max(edge - ENDING, 0), ENDING + BEGINNING) for edge in edges])
+        stream.read_ahead([(max(edge - ENDING, 0), ENDING + BEGINNING) for edge in edges])
         for start, nbytes in parts:
-            begin, rest = read_at(stream, min(nbytes, BEGINNING), start), min(nbytes, ENDING)
-            end = begin[-rest:] if nbytes <= BEGINNING else read_at(stream, rest, start + nbytes - rest)
+            begin, rest = stream.read_at(min(nbytes, BEGINNING), start), min(nbytes, ENDING)
+            end = begin[-rest:] if nbytes <= BEGINNING else stream.read_at(rest, start + nbytes - rest)
             header = cache.find(nbytes, begin, end)
             if header is None:
-                file = _read_open(path, cast(BinaryIO, FilePart(stream, start, nbytes)))
+                file = _read_open(path, FilePart(stream, start, nbytes))
                 header = Header(file.tree, file.storages)
-                cache.add(header, file.records, begin, end)
+                cache.add(header, file, begin, end)
             moved = {key: record._replace(offset=record.offset + start) for key, record in header.storages.items()}
             headers.append(Header(header.tree, moved))
     return headers
 
 
-def _read_open(path: str, stream: BinaryIO) -> TorchFile:
+def _read_open(path: str, stream: ReadStream) -> TorchFile:
     read = _read_zip if starts_zip(stream) else _read_legacy
     pickled, records = read(path, stream)
-    storages = records.storages
     single = [ref for ref in pickled.tensors if ref.numel == 1 and ref.dtype in ITEMSIZE]
-    places = {ref: _find_element(ref, path, storages) for ref in single}
-    read_ahead(stream, [(offset, ITEMSIZE[ref.dtype]) for ref, (_, offset) in places.items()])
+    places = {ref: _find_element(ref, records) for ref in single}
+    stream.read_ahead([(offset, ITEMSIZE[ref.dtype]) for ref, (_, offset) in places.items()])
     for ref, (record, offset) in places.items():
-        ref.data = read_at(stream, ITEMSIZE[ref.dtype], offset)
+        ref.data = stream.read_at(ITEMSIZE[ref.dtype], offset)
         if record.nbytes == ITEMSIZE[ref.dtype]:
             check_crc(path, record, isal_zlib.crc32(ref.data))
-    saved_as = None if records.saved_as == ROOT else records.saved_as
-    uses, members = pickled.list_uses()
-    return TorchFile(
-        path=path,
-        size=records.size,
-        tree=pickled.root,
-        storages=storages,
-        saved_as=saved_as,
-        crc=records.header_crc,
-        protocol=pickled.protocol,
-        uses=uses,
-        members=members,
-        records=records,
-    )
+    fields = records.path, records.size, records.records, records.header_crc, records.saved_as
+    return TorchFile(*fields, pickled.root, pickled.protocol, *pickled.list_uses())
 
 
 def list_records(path: str) -> FileRecords:
@@ -249,11 +218,10 @@ def list_records(path: str) -> FileRecords:
     with open_file(path) as stream:
         if not starts_zip(stream):
             return _read_legacy(path, stream)[1]
-        advise_random(stream)  # local headers are far apart
         return list_zip(path, stream)
 
 
-def _read_zip(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
+def _read_zip(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
     listed = list_zip(path, stream)
     named = {record.name: record for record in listed.records}
     if PICKLE not in named:
@@ -263,8 +231,8 @@ def _read_zip(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
     return read_pickle(read_record(stream, path, named[PICKLE]), path), listed
 
 
-def _read_legacy(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
-    size = measure(stream)
+def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
+    size = stream.size
     front = _FRONT
     while True:
         stream.seek(0)
@@ -308,9 +276,9 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
     return pickled, keys.root, keys.end
 
 
-def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str], offset: int) -> list[FileRecord]:
+def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[str], offset: int) -> list[FileRecord]:
     """Locate a legacy file's storages, each preceded by its number of elements, in the order of their keys."""
-    size = measure(stream)
+    size = stream.size
     records = []
     for key in keys:
         ref = pickled.storages.get(key)
@@ -334,14 +302,14 @@ def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str
     return records
 
 
-def _find_element(ref: TensorRef, path: str, storages: dict[str, FileRecord]) -> tuple[FileRecord, int]:
+def _find_element(ref: TensorRef, file: FileRecords) -> tuple[FileRecord, int]:
     """Return the record of a one-element tensor and the element's byte offset in the file."""
-    record = storages.get(ref.storage.key)
+    record = file.storages.get(ref.storage.key)
     itemsize = ITEMSIZE[ref.dtype]
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
         raise CheckpointError(
-            f"storage {key} of a one-element tensor is missing; the file is damaged. {RESTORE}", path=path
+            f"storage {key} of a one-element tensor is missing; the file is damaged. {RESTORE}", path=file.path
         )
     return record, record.offset + ref.offset * itemsize
 

@@ -7,12 +7,11 @@ data descriptor) and in the directory, so that the parts of a file can be writte
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 from isal import isal_zlib
@@ -38,7 +37,7 @@ STREAMED: Final = 0x0008
 _PIECE = 1 << 18
 """Bytes that are checksummed and written at once, while they are in the CPU's cache."""
 
-_UTF8 = 0x0800
+_FLAGS = 0x0800 | STREAMED  # names in UTF-8
 _IN_ZIP64 = 0xFFFFFFFF  # marks a 32-bit field whose value is in the zip64 part
 _ZIP64_LIMIT = _IN_ZIP64
 _DATE = 0x21  # 1980-01-01
@@ -64,38 +63,29 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A record of the zip.
-
-    Attributes:
-        offset: first byte of the local header.
-        crc: CRC32 in the local header; None writes it behind the bytes.
-    """
+    """A record of the zip, whose local header starts at byte ``offset``."""
 
     name: str
     offset: int
     nbytes: int
-    crc: int | None = None
 
     @property
     def wide(self) -> bool:
         return self.nbytes >= _ZIP64_LIMIT
 
-    def local(self, align: int = 1) -> bytes:
+    def local(self, align: int = ALIGNMENT) -> bytes:
         """Return the local header, padded so that the bytes start at a multiple of ``align``."""
-        name = self.name.encode()
-        crc, size = (0, 0) if self.crc is None else (self.crc, self.nbytes)
-        extra = b""
+        name, extra, size = self.name.encode(), b"", 0
         if self.wide:
-            extra, size = struct.pack("<2H2Q", 1, 16, size, size), _IN_ZIP64
-        if align > 1:
-            padding = -(self.offset + LOCAL.size + len(name) + len(extra) + 4) % align
-            extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
+            extra, size = struct.pack("<2H2Q", 1, 16, 0, 0), _IN_ZIP64
+        padding = -(self.offset + LOCAL.size + len(name) + len(extra) + 4) % align
+        extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
         version = 45 if self.wide else 20
-        fixed = (version, self._flags(), 0, 0, _DATE, crc, size, size, len(name), len(extra))
+        fixed = (version, _FLAGS, 0, 0, _DATE, 0, size, size, len(name), len(extra))
         return LOCAL.pack(LOCAL_MAGIC, *fixed) + name + extra
 
     def describe(self, crc: int) -> bytes:
-        """Return the data descriptor behind the bytes of a record whose local header has no CRC32."""
+        """Return the data descriptor behind the bytes."""
         return struct.pack("<4sI2Q" if self.wide else "<4s3I", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
 
     def directory(self, crc: int) -> bytes:
@@ -108,11 +98,8 @@ class _Entry:
         if extra:
             extra = struct.pack("<2H", 1, len(extra)) + extra
         version = 45 if extra else 20
-        fixed = (version, version, self._flags(), 0, 0, _DATE, crc, size, size, len(name), len(extra))
+        fixed = (version, version, _FLAGS, 0, 0, _DATE, crc, size, size, len(name), len(extra))
         return struct.pack("<4s6H3I2H", b"PK\x01\x02", *fixed) + struct.pack("<3H2I", 0, 0, 0, 0, offset) + name + extra
-
-    def _flags(self) -> int:
-        return _UTF8 | (STREAMED if self.crc is None else 0)
 
 
 def _close(entries: Sequence[_Entry], crcs: Iterable[int], offset: int) -> bytes:
@@ -132,21 +119,26 @@ class ZipImage:
     """A ``torch.save`` file with one storage, whose bytes others write.
 
     Attributes:
-        head: bytes [0, data_offset) of the file.
-        data_offset: first byte of the storage, a multiple of ``PAGE``.
+        head: bytes in front of the storage, a multiple of ``PAGE``.
         nbytes: bytes of the storage; :meth:`tail` follows them.
+        crcs: of the other records.
     """
 
     head: bytes
-    data_offset: int
     nbytes: int
     entries: tuple[_Entry, ...]
+    crcs: tuple[int, ...]
+
+    @property
+    def data_offset(self) -> int:
+        """First byte of the storage."""
+        return len(self.head)
 
     def tail(self, crc: int) -> bytes:
-        """Return the bytes from ``data_offset + nbytes`` on; ``crc`` is the CRC32 of the storage's bytes."""
+        """Return the bytes behind the storage; ``crc`` is the CRC32 of the storage's bytes."""
         descriptor = self.entries[-1].describe(crc)
-        crcs = (crc if entry.crc is None else entry.crc for entry in self.entries)
-        return descriptor + _close(self.entries, crcs, self.data_offset + self.nbytes + len(descriptor))
+        offset = self.data_offset + self.nbytes + len(descriptor)
+        return descriptor + _close(self.entries, (*self.crcs, crc), offset)
 
     def sum_directory(self, crc: int) -> int:
         """Return the CRC32 of the zip's directory; ``crc`` is the CRC32 of the storage's bytes."""
@@ -175,21 +167,12 @@ def make_image(tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: t
             f"a tensor of dtype {dtype} and shape {shape} in a storage of {storage_numel} elements cannot be written; "
             f"dtypes: {', '.join(ITEMSIZE)}"
         )
-    tensor = make_tensor("0", dtype, storage_numel, shape)
-    head, entries = _begin(write_pickle({"param": tensor, **tree}))
-    data = _Entry(f"{ROOT}/{DATA}0", len(head), storage_numel * ITEMSIZE[dtype])
-    head += data.local(PAGE)
-    return ZipImage(head, len(head), data.nbytes, (*entries, data))
-
-
-def _begin(pickled: bytes) -> tuple[bytes, list[_Entry]]:
-    """Return the bytes and entries of the records in front of the storages."""
-    head, entries = b"", []
+    writer = _MemoryWriter()
+    pickled = write_pickle({"param": make_tensor("0", dtype, storage_numel, shape), **tree})
     for name, data in ((PICKLE, pickled), (BYTEORDER, b"little"), (VERSION, b"3\n")):
-        entry = _Entry(f"{ROOT}/{name}", len(head), len(data), isal_zlib.crc32(data))
-        head += entry.local(ALIGNMENT) + data
-        entries.append(entry)
-    return head, entries
+        writer.write_record(name, data, len(data))
+    entry = _Entry(f"{ROOT}/{DATA}0", len(writer.data), storage_numel * ITEMSIZE[dtype])
+    return ZipImage(writer.data + entry.local(PAGE), entry.nbytes, (*writer.entries, entry), tuple(writer.crcs))
 
 
 def make_tensor(key: str, dtype: str, storage_numel: int, shape: tuple[int, ...]) -> PickledObject:
@@ -221,11 +204,11 @@ def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
     Raises:
         CheckpointError: the dtype cannot hold the number.
     """
-    stream = io.BytesIO()
+    writer = _MemoryWriter()
     storages = {} if dtype is None else {"0": pack_scalar(dtype, value)}
     root = value if dtype is None else make_tensor("0", dtype, 1, ())
-    crc = _write_file(stream, write_pickle(root), storages, "")
-    return stream.getvalue(), crc
+    crc = writer.write_all(write_pickle(root), storages)
+    return writer.data, crc
 
 
 def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream]) -> int:
@@ -242,31 +225,8 @@ def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | S
         CheckpointError: a stream has another length than declared.
         OSError: the file cannot be written.
     """
-    with open(path, "wb") as file:
-        return _write_file(file, pickled, storages, path)
-
-
-def _write_file(file: BinaryIO, pickled: bytes, storages: Mapping[str, bytes | Stream], path: str) -> int:
-    head, entries = _begin(pickled)
-    crcs = [entry.crc or 0 for entry in entries]
-    file.write(head)
-    for key, data in storages.items():
-        stream = data if isinstance(data, Stream) else Stream(len(data), (data,))
-        entry = _Entry(f"{ROOT}/{DATA}{key}", file.tell(), stream.nbytes)
-        file.write(entry.local(ALIGNMENT))
-        crc, written = 0, 0
-        for piece in stream.pieces:
-            file.write(piece)
-            crc = isal_zlib.crc32(piece, crc)
-            written += memoryview(piece).nbytes
-        if written != stream.nbytes:
-            raise CheckpointError(f"record {entry.name} has {written} bytes instead of {stream.nbytes}.", path=path)
-        file.write(entry.describe(crc))
-        crcs.append(crc)
-        entries.append(entry)
-    closing = _close(entries, crcs, file.tell())
-    file.write(closing)
-    return int(isal_zlib.crc32(closing))
+    with open(path, "wb", buffering=0) as file:
+        return RecordWriter(file.fileno()).write_all(pickled, storages)
 
 
 class RecordWriter:
@@ -282,14 +242,19 @@ class RecordWriter:
     def __init__(self, fd: int, memory: NDArray[np.uint8] | None = None) -> None:
         self._fd, self._offset = fd, 0
         self._memory = np.empty(0, np.uint8) if memory is None else memory
-        self._entries, self._crcs = list[_Entry](), list[int]()
+        self.entries, self.crcs = list[_Entry](), list[int]()
+
+    def write_all(self, pickled: bytes, storages: Mapping[str, bytes | Stream]) -> int:
+        """Write a whole file as :func:`write_torch_file` does."""
+        self.write_record(PICKLE, pickled, len(pickled))
+        self.write_record(BYTEORDER, b"little", 6)
+        for key, data in storages.items():
+            stream = data if isinstance(data, Stream) else Stream(len(data), (data,))
+            self.write_pieces(f"{DATA}{key}", map(memoryview, stream.pieces), stream.nbytes)
+        return self.close()[1]
 
     def write_record(self, name: str, data: bytes | memoryview, nbytes: int) -> None:
-        """Write a record of ``nbytes`` bytes.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write a record of ``nbytes`` bytes."""
         self.write_pieces(name, [memoryview(data).cast("B")[:nbytes]], nbytes)
 
     def write_pieces(self, name: str, pieces: Iterable[memoryview], nbytes: int) -> None:
@@ -300,7 +265,7 @@ class RecordWriter:
             OSError: the file cannot be written.
         """
         entry, crc = _Entry(f"{ROOT}/{name}", self._offset, nbytes), 0
-        offset = start = self._put(entry.local(ALIGNMENT), self._offset)
+        offset = start = self._put(entry.local(), self._offset)
         for view in pieces:
             for low in range(0, view.nbytes, _PIECE):
                 piece = view[low : low + _PIECE]
@@ -309,17 +274,14 @@ class RecordWriter:
         if offset != start + nbytes:
             raise CheckpointError(f"record {entry.name} has {offset - start} bytes instead of {nbytes}.")
         self._offset = self._put(entry.describe(crc), offset)
-        self._entries.append(entry)
-        self._crcs.append(crc)
+        self.entries.append(entry)
+        self.crcs.append(crc)
 
-    def close(self) -> int:
-        """Write the version record and the directory; return the size of the file in bytes.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+    def close(self) -> tuple[int, int]:
+        """Write the version record and the directory; return the size of the file and the directory's CRC32."""
         self.write_record(VERSION, b"3\n", 2)
-        return self._put(_close(self._entries, self._crcs, self._offset), self._offset)
+        closing = _close(self.entries, self.crcs, self._offset)
+        return self._put(closing, self._offset), int(isal_zlib.crc32(closing))
 
     def _put(self, data: bytes | memoryview, offset: int) -> int:
         view = memoryview(data)
@@ -330,3 +292,15 @@ class RecordWriter:
             written = os.pwrite(self._fd, view, offset)
             offset, view = offset + written, view[written:]
         return offset
+
+
+class _MemoryWriter(RecordWriter):
+    """Writes a small file into memory."""
+
+    def __init__(self) -> None:
+        super().__init__(-1)
+        self.data = b""
+
+    def _put(self, data: bytes | memoryview, offset: int) -> int:
+        self.data += data
+        return len(self.data)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.export.beside import make_scaler
+from deepspeed_ucp.export.dcp import make_scaler
 from deepspeed_ucp.testing import WorldPool
 from tests.export import foreign_run, fsdp_run
 from tests.export.test_dcp import read_all, save_trained

@@ -17,10 +17,10 @@ import pytest
 from isal import isal_zlib
 
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError
-from deepspeed_ucp.io import direct, memory, opened
+from deepspeed_ucp.io import direct, memory, store
 from deepspeed_ucp.io.memory import Scratch
-from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, merge_checks, sum_range
+from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.model import CopyItem, FileRef, Read, Record
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.support.descriptors import list_open
@@ -189,9 +189,9 @@ def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile
     """A file that is read past the cache, on any kind of file system."""
     path = tmp_path / "cold.pt"
     path.write_bytes(LARGE)
-    monkeypatch.setattr(opened, "is_worth_passing", lambda fd: True)
-    monkeypatch.setattr(opened, "LEAST", 1)
-    monkeypatch.setattr(opened, "is_cached", lambda fd, offset, nbytes: False)
+    monkeypatch.setattr(store, "is_worth_passing", lambda fd: True)
+    monkeypatch.setattr(store, "LEAST", 1)
+    monkeypatch.setattr(store, "is_cached", lambda fd, offset, nbytes: False)
     with StoredFile(str(path)) as stored:
         past = direct.reopen(stored._file.fileno())
         if past is None:
@@ -231,7 +231,7 @@ def test_bytes_that_are_read_again_are_left_in_the_cache(cold: StoredFile, monke
 
 
 def test_few_bytes_are_read_through_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opened, "LEAST", 5000)
+    monkeypatch.setattr(store, "LEAST", 5000)
     assert cold.fetch(100, 4999, Scratch()) is None
     assert cold.fetch(100, 5000, Scratch()) is not None
 
@@ -344,7 +344,7 @@ def test_small_reads_read_nothing_ahead_if_large_ones_pass_the_cache(
 
     def reads_ahead(*, passes: bool) -> bool:
         """Return True if the cache holds, now or soon, the bytes that follow consecutive small reads."""
-        monkeypatch.setattr(opened, "is_worth_passing", lambda fd: passes)
+        monkeypatch.setattr(store, "is_worth_passing", lambda fd: passes)
         with open(path, "rb") as file:
             drop(file)
             with StoredFile(str(path)) as stored:

@@ -156,7 +156,7 @@ def test_a_full_disk_is_one_clear_error_and_changes_nothing(code: int, tmp_path:
         assert read_tree(destination) in (OLD, NEW)
         convert(destination, overwrite=True)
         assert {path.name for path in destination.parent.iterdir()} == {"step1", LATEST}
-    with failing(10, code=code), pytest.raises(StorageError, match="disk full .*MiB free"):
+    with failing(10, code=code), pytest.raises(StorageError, match="disk full .*bytes free"):
         convert(make_atomic(tmp_path / "step1"), overwrite=True)
 
 
@@ -178,7 +178,7 @@ def test_space_is_checked_with_figures_before_the_first_byte(tmp_path: Path, mon
     """Files that are there count as written, holes do not."""
     monkeypatch.setattr(disk, "_count_free", lambda path: (100 << 20) if path == str(tmp_path) else 0)
     check_space(str(tmp_path / "a" / "b"), 100 << 20)
-    with pytest.raises(StorageError, match=r"a/b: disk full: needs 101.0 MiB, has 100.0 MiB free"):
+    with pytest.raises(StorageError, match=r"a/b: disk full: needs 105,906,176 bytes, has 104,857,600 bytes free"):
         check_space(str(tmp_path / "a" / "b"), 101 << 20)
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "data").write_bytes(os.urandom(4 << 20))
@@ -186,9 +186,7 @@ def test_space_is_checked_with_figures_before_the_first_byte(tmp_path: Path, mon
         stream.truncate(1 << 30)
     os.sync()
     check_space(str(tmp_path), 104 << 20)
-    with pytest.raises(
-        StorageError, match="needs 104,8.* bytes, has 104,857,600 bytes free. Make room, or write elsewhere"
-    ):
+    with pytest.raises(StorageError, match="needs 104,8.* bytes, has 104,857,600 bytes free. Make room"):
         check_space(str(tmp_path), (104 << 20) + 10_000)
 
 
@@ -451,4 +449,3 @@ def test_large_writes_start_at_once(tmp_path: Path) -> None:
         disk.write_parts(stream.fileno(), [b"head", data, b"tail"], (5 << 30) + 7)
         stream.seek((5 << 30) + 7)
         assert stream.read() == b"head" + data + b"tail"
-    disk._begin_writing(-1, 0, 1 << 20)

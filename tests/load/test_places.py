@@ -27,8 +27,8 @@ from deepspeed_ucp.formats.deepspeed.files import list_entries
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import look_at_job, seal_folder
 from deepspeed_ucp.formats.places import find_files
-from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
+from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.transfer import CollectiveReader
 from deepspeed_ucp.model import AtomicIndex, FileRef, Record

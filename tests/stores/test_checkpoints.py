@@ -82,9 +82,9 @@ def test_every_rank_knows_the_entries_that_one_has_listed(
     monkeypatch.setattr(objects, "_known", Apart())
 
     def look(rank: int, comm: Comm) -> dict[str, Any]:
-        objects.note(folder, {name: Entry(entry.size, 0.0, "older") for name, entry in listed.items()})
+        store.note_listed(folder, {name: Entry(entry.size, 0.0, "older") for name, entry in listed.items()})
         open_all(folder, comm)
-        return {name: objects.find_known(f"{folder}/{name}") for name in listed}
+        return {name: objects._known.get(f"{folder}/{name}") for name in listed}
 
     assert run_ranks(2, look) == [listed, listed]
 

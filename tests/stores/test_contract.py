@@ -155,45 +155,48 @@ def test_ranges(stored: str) -> None:
 
 
 def test_blocks_of_a_header(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No byte is requested twice, in whatever order they are read."""
-    url = f"{stored}/file"
-    store.write_small(url, CONTENT[:2048])
-    with store.open_regular(url) as stream:
-        stream.read_ahead([(5, 10), (900, 3), (7, 20)])
-        assert stream.read_at(30, 0) == CONTENT[:30]
-        assert stream.read_at(5000, 890) == CONTENT[890:2048]
-        stream.seek(-4, 2)
-        assert stream.read() == CONTENT[2044:2048]
+    """No block is requested twice, in whatever order they are read."""
+    url, asked, fill = f"{stored}/file", list[tuple[int, int]](), objects.RemoteFile.fill
+    store.write_small(url, CONTENT)
+
+    def note(self: Any, views: list[memoryview], offset: int) -> None:
+        asked.append((offset, sum(view.nbytes for view in views)))
+        fill(self, views, offset)
+
+    monkeypatch.setattr(objects.RemoteFile, "fill", note)
     monkeypatch.setattr(objects, "_HEAD", 64)
-    monkeypatch.setattr(objects, "_TAIL", 64)
+    monkeypatch.setattr(objects, "_BLOCK", 16)
     with store.open_regular(url) as stream:
-        stream.read_ahead([(300, 20)])
-        stream.read_ahead([(0, 500), (100, 50), (290, 100), (450, 200), (700, 10)])
-        assert sum(len(data) for _, data in stream._blocks) == 660
-        assert stream.read_at(710, 0) == CONTENT[:710]
+        stream.read_ahead([(305, 10), (9000, 3), (340, 20), (370, 1)])
+        assert sorted(asked) == [(304, 80), (8992, 16)]
+        for nbytes, offset in ((30, 310), (60, 300), (5, 100), (700, 0), (1, 9999), (9, 10_000)):
+            assert stream.read_at(nbytes, offset) == CONTENT[offset : offset + nbytes]
+        stream.seek(-4, 2)
+        assert stream.read() == CONTENT[-4:]
+    assert sum(nbytes for _, nbytes in asked) == sum(map(len, stream._blocks.values()))
 
 
 @pytest.mark.parametrize("size", [63, 64, 65, 127, 128, 129])
 def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_HEAD", 64)
-    monkeypatch.setattr(objects, "_TAIL", 64)
+    monkeypatch.setattr(objects, "_BLOCK", 16)
     url = f"memory://{BUCKET}/ends{size}"
     store.write_small(url, CONTENT[:size])
     with store.open_regular(url) as stream:
         for low, high in combinations(range(size + 1), 2):
             assert stream.read_at(high - low, low) == CONTENT[low:high]
-        assert sum(len(data) for _, data in stream._blocks) == size
+        assert sum(map(len, stream._blocks.values())) == size
 
 
 def test_consecutive_ranges_are_read_by_one_request(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, asked, fill = f"{stored}/record", list[int](), objects._Ranges.fill
+    url, asked, fill = f"{stored}/record", list[int](), objects.RemoteFile.fill
     store.write_small(url, CONTENT)
 
     def note(self: Any, views: list[memoryview], offset: int) -> None:
         asked.append(sum(view.nbytes for view in views))
         fill(self, views, offset)
 
-    monkeypatch.setattr(objects._Ranges, "fill", note)
+    monkeypatch.setattr(objects.RemoteFile, "fill", note)
     into = bytearray(960)
     reads = [read_of(item(0, low, 60, 0, low)) for low in range(0, 960, 60)]
     with RecordReader([Record(0, 10, 960, None)], [FileRef(url, len(CONTENT))], joined=300) as reader:

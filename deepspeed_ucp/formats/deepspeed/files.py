@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ...io.interface import explain_failure
 from ...io.jsonfile import read_json
-from ...io.opened import explain_failure
 from ...io.paths import UPLOAD, Entry
 from ...io.staging import MANIFEST
 from ...io.store import list_folder, list_tree

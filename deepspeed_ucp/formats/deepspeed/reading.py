@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ...extensions.registry import REGISTRY, find_for_tree
+from ...io.interface import explain_failure
 from ...io.memory import pause_collection
-from ...io.opened import explain_failure
 from ...io.paths import join_path
 from ...model import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled, to_integer
 from ...model.wrappers import STAGE, Form, Wrapper, find_saved
@@ -101,7 +101,7 @@ def read_file(folder: str, name: str) -> FileHeader:
     path = join_path(folder, name)
     with pause_collection():
         file = read_header(path)
-        if file.saved_as not in (None, strip_writer(name).removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
+        if file.saved_as != strip_writer(name).removesuffix(".pt") and is_state_file(f"{file.saved_as}.pt"):
             raise CheckpointError(
                 f"was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or "
                 "run's state. Put the original file back.",
@@ -202,9 +202,9 @@ class HeaderReader:
                 (facts, writer), extension.read_facts(tree, partial(self.read_field, tree)), strict=True
             ):
                 known |= more
-        checked = not self.file.records.unchecked
+        checked = not self.file.unchecked
         named = list_globals(self.file)
-        header = FileHeader(name, self.file.size, self.file.crc, named, writer=writer, checked=checked)
+        header = FileHeader(name, self.file.size, self.file.header_crc, named, writer=writer, checked=checked)
         if "model_states" in role and not holds_run(os.path.basename(role)):
             return replace(header, layer=self.read_tensors(tree))
         header = replace(

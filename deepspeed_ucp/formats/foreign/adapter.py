@@ -26,12 +26,7 @@ _DROPPED = "a PEFT adapter holds no weights of its base"
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the header of the file and rename its tensors as in a live model; collective.
-
-    Raises:
-        CheckpointError: two tensors get one name; as for :func:`.safetensors.read_header`.
-        UnsupportedError: as for :func:`.statedict.read_header`.
-    """
+    """Read the header of the file and rename its tensors as in a live model; collective."""
     file = next(name for name in where.entries if holds(ADAPTER, name, heads=True))
     if file.endswith(".safetensors"):
         tensors = where.once(file, lambda: read_header(where, file), comm)

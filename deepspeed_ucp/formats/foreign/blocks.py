@@ -24,8 +24,7 @@ from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import Header, read_parts
 from ...torchsave.unpickle import read_pickle
 from ..places import FileTable
-from .contents import StoredTensor, TensorBlock, read_name, read_shape
-from .headers import read_once, read_with
+from .contents import read_name, read_once, read_shape, read_with
 from .names import DCP, holds
 
 _LARGEST = 1 << 30
@@ -78,82 +77,11 @@ class BlockEntry(NamedTuple):
     fault: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class DcpFolder:
-    """A folder of ``torch.distributed.checkpoint``: its metadata and the entries of its data files.
-
-    Attributes:
-        metadata: the metadata.
-        entries: the entry of each key of the metadata.
-        head: the first metadata file, for messages.
-    """
-
-    metadata: Metadata
-    entries: Mapping[tuple[str, Shape | None], BlockEntry]
-    where: FileTable
-    head: str
-
-    def _find_file(self, key: str) -> str:
-        """Return the path of a file with data of a key."""
-        files = [place.file for (name, _), place in self.metadata.places.items() if name == key]
-        return self.where.path(files[0] if files else self.head)
-
-    def find_value(self, key: str) -> Any:
-        """Return a number or another plain value.
-
-        Raises:
-            CheckpointError: no file holds the value.
-            UnsupportedError: the value is not plain.
-        """
-        shape: Shape | None = () if key in self.metadata.tensors else None
-        entry = self.entries.get((key, shape)) or self.entries.get((key, None))
-        if entry is None:
-            raise CheckpointError(f"lists {key} without its place.", path=self.where.path(self.head))
-        if entry.fault:
-            raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
-        if entry.dtype and not isinstance(entry.value, (int, float)):
-            kind = f"a tensor of shape {entry.shape} of {entry.dtype}"
-            raise UnsupportedError(f"{key} is {kind}, where a number is wanted.", path=self._find_file(key))
-        return entry.value
-
-    def make_tensor(self, key: str) -> StoredTensor:
-        """Assemble a tensor of its blocks.
-
-        Raises:
-            CheckpointError: a block is missing, outside of the tensor, or contradicts the metadata.
-            UnsupportedError: a block is not contiguous.
-        """
-        dtype, shape, blocks = self.metadata.tensors[key]
-        chunks = []
-        for offsets, size in blocks:
-            entry, place = self.entries.get((key, offsets)), self.metadata.places.get((key, offsets))
-            if entry is None or place is None:
-                raise CheckpointError(
-                    f"lists the block of {key} at {offsets} without its place; it is damaged.",
-                    path=self.where.path(self.head),
-                )
-            if entry.fault:
-                raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(place.file))
-            if entry.record is None or (entry.dtype, entry.shape) != (dtype, size):
-                raise CheckpointError(
-                    f"holds {entry.dtype or 'no tensor'} of shape {entry.shape} for the block of {key} at {offsets}, "
-                    f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
-                    path=self.where.path(place.file),
-                )
-            chunks.append(TensorBlock(offsets, size, place.file, entry.record, entry.begin))
-            chunks[-1].check(key, shape, self.where)
-        return StoredTensor(dtype, shape, tuple(chunks))
-
-
-def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> DcpFolder:
+def read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[tuple[str, Shape | None], BlockEntry]]:
     """Read the metadata files, and the headers of all blocks in the data files; collective.
 
-    Args:
-        values: also read other values.
-
-    Raises:
-        CheckpointError: a file is damaged or missing.
-        UnsupportedError: blocks were transformed (compressed).
+    Returns:
+        Name of the first metadata file, the joined metadata, and the entry of each of their keys.
     """
     heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
     comm.alike(lambda: _check_heads(where, heads))
@@ -162,13 +90,12 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> DcpFold
         _join(metadata, _read_metadata(where, head, comm))
     by_file: dict[str, list[tuple[str, Shape | None]]] = defaultdict(list)
     for key, place in metadata.places.items():
-        if values or key[0] in metadata.tensors:
-            by_file[place.file].append(key)
+        by_file[place.file].append(key)
     comm.alike(lambda: _check_files(where, by_file, heads[0]))
     names = sorted(by_file)
     lists = where.share(names, lambda name: _read_entries(where, name, by_file[name], metadata), comm)
     pairs = (zip(by_file[name], entries, strict=True) for name, entries in zip(names, lists, strict=True))
-    return DcpFolder(metadata, {key: entry for file_pairs in pairs for key, entry in file_pairs}, where, heads[0])
+    return heads[0], metadata, {key: entry for file_pairs in pairs for key, entry in file_pairs}
 
 
 def _check_heads(where: FileTable, heads: Sequence[str]) -> None:

@@ -1,13 +1,16 @@
-"""Contents of a foreign checkpoint in a common form, and their atomic view."""
+"""Contents of a foreign checkpoint in a common form, the reading of its files, and their atomic view."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
+from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
+from ...io.memory import pause_collection
+from ...io.paths import join_path
 from ...model import (
     COPY,
     ITEMSIZE,
@@ -32,8 +35,11 @@ from ...model.wrappers import ATOMIC
 from ...torchsave.objects import describe
 from ...torchsave.records import FileRecord
 from ...torchsave.unpickle import MOST_DIMENSIONS
+from ..deepspeed.reading import explain_form
 from ..findings import WARNING, Finding
 from ..places import FileTable
+
+T = TypeVar("T")
 
 _LARGEST_SIZE = 1 << 62
 _LONGEST_NAME = 1 << 12
@@ -43,6 +49,30 @@ _MOST_RUNS = 1 << 22
 """Maximum number of runs of elements in all tensors that are not cut into a grid."""
 
 NEITHER = "neither model nor optimizer"
+
+
+def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
+    """Read a file from the first place where ``parse`` succeeds.
+
+    Args:
+        parse: reads the file at a path.
+
+    Raises:
+        CheckpointError: the file is damaged or missing.
+        UnsupportedError: the contents have an unknown form.
+    """
+
+    def read(folder: str) -> T:
+        path = join_path(folder, name)
+        with explain_form(path), pause_collection():
+            return parse(path)
+
+    return where.read(name, read)
+
+
+def read_once(parse: Callable[[str], T], where: FileTable, name: str, comm: Comm) -> T:
+    """Read a file on one rank for all; collective. Arguments as for :func:`read_with`."""
+    return where.once(name, lambda: read_with(parse, where, name), comm)
 
 
 def read_shape(value: Any) -> Shape:
@@ -69,22 +99,14 @@ def is_number(state: str, shape: Shape, weight: Shape | None) -> bool:
 
 
 def read_name(value: Any) -> str:
-    """Validate a name from a pickle: text of limited length.
-
-    Raises:
-        ValueError: the value is something else.
-    """
+    """Validate a name from a pickle: text of limited length."""
     if not isinstance(value, str) or len(value) > _LONGEST_NAME:
         raise ValueError(f"{describe(value)} for a name")
     return value
 
 
 def count_steps(steps: Iterable[Any]) -> dict[str, int]:
-    """Derive the counters of a run from the steps of the optimizer's parameters; empty without steps.
-
-    Raises:
-        ValueError: a value is no number of steps.
-    """
+    """Derive the counters of a run from the steps of the optimizer's parameters; empty without steps."""
     counts = list(steps)
     for step in counts:
         if not isinstance(step, (int, float)) or not 0 <= step < _LARGEST_SIZE:
@@ -96,9 +118,6 @@ def list_ignored(names: Collection[str], reason: str, where: str, file: str = ""
     """Warn of contents of a checkpoint that are not loaded.
 
     Args:
-        names: names of these contents.
-        reason: description of the contents.
-        where: path.
         file: file name (default: the first of ``names``).
     """
     text = f"{where}: not loaded by the engine, since it is {reason}: {shorten(names)}."
@@ -253,11 +272,7 @@ class _Maker:
         self._runs = 0
 
     def add(self, name: str, state: str, tensor: StoredTensor) -> None:
-        """Add an atom of one shard.
-
-        Raises:
-            CheckpointError, UnsupportedError: as for :func:`make_index`.
-        """
+        """Add an atom of one shard."""
         if (name, state) in self._keys:
             raise CheckpointError(f"holds {name} ({state}) twice.", path=self.where.folder)
         self._keys.add((name, state))

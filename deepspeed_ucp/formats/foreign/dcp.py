@@ -13,13 +13,14 @@ from itertools import islice
 from typing import Any
 
 from ...comm import Comm
-from ...errors import UnsupportedError, shorten
+from ...errors import CheckpointError, UnsupportedError, shorten
+from ...model.flat import Shape
 from ..deepspeed.gather import find_other_step
 from ..deepspeed.reading import explain_form
 from ..findings import Finding
 from ..places import FileTable
-from .blocks import UNCHECKED, DcpFolder, read_blocks
-from .contents import NEITHER, Contents, StoredTensor, count_steps, is_number, list_ignored
+from .blocks import UNCHECKED, BlockEntry, Metadata, read_blocks
+from .contents import NEITHER, Contents, StoredTensor, TensorBlock, count_steps, is_number, list_ignored
 from .names import DCP, REFUSAL
 
 _STATE, _GROUPS, _MEMBERS = "state.", "param_groups.", "params"
@@ -48,27 +49,27 @@ _BY_MEGATRON = (
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the metadata files, and the headers of all blocks in the data files; collective.
-
-    Raises:
-        CheckpointError: a file is damaged or missing, or contradicts the metadata.
-        UnsupportedError: blocks were transformed (compressed), or there is no model.
-    """
-    blocks = read_blocks(where, comm)
+    """Read the metadata files, and the headers of all blocks in the data files; collective."""
+    head, metadata, entries = read_blocks(where, comm)
 
     def interpret() -> tuple[Contents, list[Finding]]:
-        with explain_form(where.path(blocks.head)):
-            return _Interpreter(blocks).make()
+        with explain_form(where.path(head)):
+            return _Interpreter(where, head, metadata, entries).make()
 
     return comm.alike(interpret)
 
 
 class _Interpreter:
-    """Separates model and optimizer by their keys."""
+    """Separates model and optimizer by their keys, and assembles tensors of their blocks."""
 
-    def __init__(self, blocks: DcpFolder) -> None:
-        self.blocks, self.metadata, self.where, self.head = blocks, blocks.metadata, blocks.where, blocks.head
-        metadata = self.metadata
+    def __init__(
+        self,
+        where: FileTable,
+        head: str,
+        metadata: Metadata,
+        entries: Mapping[tuple[str, Shape | None], BlockEntry],
+    ) -> None:
+        self.where, self.head, self.metadata, self.entries = where, head, metadata, entries
         keys = [*metadata.tensors, *metadata.values]
         roots = {key[: at.start()] for key in keys for at in islice(_IN_GROUPS.finditer(key), _DEEPEST)}
         begins = (
@@ -83,11 +84,7 @@ class _Interpreter:
                 self.names[key] = self._split(key, root)
 
     def make(self) -> tuple[Contents, list[Finding]]:
-        """Return the contents, and warnings of ignored contents.
-
-        Raises:
-            CheckpointError, UnsupportedError: as for :func:`read_contents`.
-        """
+        """Return the contents, and warnings of ignored contents."""
         if any("/shard_" in key for key in self.metadata.values):
             raise UnsupportedError(REFUSAL, path=self.where.folder)
         prefix = self._find_model()
@@ -118,7 +115,7 @@ class _Interpreter:
         contents = Contents(
             DCP,
             self.head,
-            {name: self.blocks.make_tensor(key) for name, key in weights.items()},
+            {name: self.make_tensor(key) for name, key in weights.items()},
             states,
             scalars,
             groups,
@@ -129,7 +126,7 @@ class _Interpreter:
         )
         findings, run = self._list_ignored(weights), contents.counters.get("global_steps")
         for key in (key for key, (_, shape, _) in self.metadata.tensors.items() if key.endswith(_STEP) and not shape):
-            findings += find_other_step(self.where.path(self.head), run, self.blocks.find_value(key))
+            findings += find_other_step(self.where.path(self.head), run, self.find_value(key))
         return contents, findings
 
     def _read_states(
@@ -146,9 +143,9 @@ class _Interpreter:
         for key, (name, state) in self.names.items():
             dtype, shape, _ = self.metadata.tensors[key]
             if is_number(state, shape, self.metadata.tensors[weights[name]][1] if name in weights else None):
-                scalars[name][state], dtypes[state] = self.blocks.find_value(key), dtype
+                scalars[name][state], dtypes[state] = self.find_value(key), dtype
             else:
-                states[name][state] = self.blocks.make_tensor(key)
+                states[name][state] = self.make_tensor(key)
         return states, scalars, dtypes
 
     def _split(self, key: str, root: str) -> tuple[str, str]:
@@ -188,7 +185,7 @@ class _Interpreter:
             root = self.roots.get(key)
             if root is not None and key.startswith(_GROUPS, len(root)):
                 owner, _, name = key[len(root) + len(_GROUPS) :].rpartition(".")
-                optimizers[root][owner][name] = self.blocks.find_value(key)
+                optimizers[root][owner][name] = self.find_value(key)
         for _, groups in sorted(optimizers.items()):
             if all(isinstance(hyper.get(_MEMBERS), (list, tuple)) for hyper in groups.values()):
                 for number in sorted(groups, key=int):
@@ -208,3 +205,44 @@ class _Interpreter:
         keys = [key for key in (*self.metadata.tensors, *self.metadata.values) if key not in taken]
         left = dict.fromkeys(".".join(key.split(".")[:2]) for key in keys if key not in self.roots)
         return list_ignored(left, NEITHER, self.where.path(self.head), self.head)
+
+    def _find_file(self, key: str) -> str:
+        """Return the path of a file with data of a key."""
+        files = [place.file for (name, _), place in self.metadata.places.items() if name == key]
+        return self.where.path(files[0] if files else self.head)
+
+    def find_value(self, key: str) -> Any:
+        """Return a number or another plain value."""
+        shape: Shape | None = () if key in self.metadata.tensors else None
+        entry = self.entries.get((key, shape)) or self.entries.get((key, None))
+        if entry is None:
+            raise CheckpointError(f"lists {key} without its place.", path=self.where.path(self.head))
+        if entry.fault:
+            raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
+        if entry.dtype and not isinstance(entry.value, (int, float)):
+            kind = f"a tensor of shape {entry.shape} of {entry.dtype}"
+            raise UnsupportedError(f"{key} is {kind}, where a number is wanted.", path=self._find_file(key))
+        return entry.value
+
+    def make_tensor(self, key: str) -> StoredTensor:
+        """Assemble a tensor of its blocks."""
+        dtype, shape, blocks = self.metadata.tensors[key]
+        chunks = []
+        for offsets, size in blocks:
+            entry, place = self.entries.get((key, offsets)), self.metadata.places.get((key, offsets))
+            if entry is None or place is None:
+                raise CheckpointError(
+                    f"lists the block of {key} at {offsets} without its place; it is damaged.",
+                    path=self.where.path(self.head),
+                )
+            if entry.fault:
+                raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(place.file))
+            if entry.record is None or (entry.dtype, entry.shape) != (dtype, size):
+                raise CheckpointError(
+                    f"holds {entry.dtype or 'no tensor'} of shape {entry.shape} for the block of {key} at {offsets}, "
+                    f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
+                    path=self.where.path(place.file),
+                )
+            chunks.append(TensorBlock(offsets, size, place.file, entry.record, entry.begin))
+            chunks[-1].check(key, shape, self.where)
+        return StoredTensor(dtype, shape, tuple(chunks))

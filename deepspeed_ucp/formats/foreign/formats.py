@@ -21,8 +21,7 @@ from ..findings import WARNING, Finding
 from ..latest import find_tags
 from ..places import FileTable
 from . import adapter, dcp, names, safetensors, statedict
-from .contents import NEITHER, Contents, list_ignored, make_index
-from .headers import read_once
+from .contents import NEITHER, Contents, list_ignored, make_index, read_once
 
 _UNNAMED = "states by number, without the names of their parameters"
 
@@ -69,14 +68,7 @@ READERS: dict[str, Reader] = {
 
 
 def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex, list[Finding]]:
-    """Return the index of a foreign checkpoint, and warnings; collective.
-
-    Args:
-        kind: format of the checkpoint.
-
-    Raises:
-        CheckpointError, UnsupportedError: as for :class:`Reader`.
-    """
+    """Return the index of a foreign checkpoint, and warnings; collective."""
     taken = names.pick_model(kind, [name for name in where.entries if names.holds(kind, name)])
     chosen = where.choose(taken.__contains__)
     contents, findings = READERS[kind](chosen, comm)

@@ -7,13 +7,11 @@ from typing import Any
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError
 from ...io.jsonfile import parse_json
-from ...io.opened import measure, read_at
 from ...model import ITEMSIZE, count
 from ...torchsave.records import FileRecord, open_file
 from ..findings import Finding
 from ..places import FileTable
-from .contents import Contents, StoredTensor, TensorBlock, read_shape
-from .headers import read_with
+from .contents import Contents, StoredTensor, TensorBlock, read_shape, read_with
 from .names import SAFETENSORS
 from .weights import LONGEST, find_shards
 
@@ -39,36 +37,26 @@ DTYPES = {
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the headers of the files; collective.
-
-    Raises:
-        CheckpointError: a file is damaged or missing, or two hold one tensor.
-        UnsupportedError: an unknown dtype, or several models in one folder.
-    """
+    """Read the headers of the files; collective."""
     shards = find_shards(where, ".safetensors", comm)
     headers = where.share(shards.files, lambda name: read_header(where, name), comm)
     return Contents(SAFETENSORS, shards.head, comm.alike(lambda: shards.unite(headers, where))), []
 
 
 def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
-    """Read the tensors of a file.
-
-    Raises:
-        CheckpointError: the file is damaged or missing.
-        UnsupportedError: an unknown element type.
-    """
+    """Read the tensors of a file."""
 
     def parse(path: str) -> dict[str, StoredTensor]:
         with open_file(path) as stream:
-            size = measure(stream)
-            length = int.from_bytes(read_at(stream, 8, 0), "little")
+            size = stream.size
+            length = int.from_bytes(stream.read_at(8, 0), "little")
             if not 2 <= length <= min(size - 8, LONGEST):
                 raise CheckpointError(
                     f"declares a header of {length} bytes in a file of {size}; it is truncated, or no safetensors "
                     "file.",
                     path=path,
                 )
-            header = parse_json(read_at(stream, length, 8), path, strict=True)
+            header = parse_json(stream.read_at(length, 8), path, strict=True)
             return _parse_header(header, name, path, 8 + length, size)
 
     return read_with(parse, where, name)

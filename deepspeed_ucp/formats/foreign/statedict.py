@@ -16,8 +16,7 @@ from ...torchsave.records import FileRecord
 from ..deepspeed.reading import read_hyper
 from ..findings import Finding
 from ..places import FileTable
-from .contents import Contents, StoredTensor, TensorBlock, count_steps, is_number, read_name
-from .headers import read_once, read_with
+from .contents import Contents, StoredTensor, TensorBlock, count_steps, is_number, read_name, read_once, read_with
 from .names import OPTIMIZER, STATE_DICT
 from .weights import find_shards
 
@@ -31,12 +30,7 @@ _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the headers of the files; collective.
-
-    Raises:
-        CheckpointError: a file is damaged or missing.
-        UnsupportedError: a file holds no state dict, or there are several models.
-    """
+    """Read the headers of the files; collective."""
     shards = find_shards(where, ".bin", comm)
     headers = where.share(shards.files, lambda name: read_header(where, name), comm)
     weights, ties = split_ties(comm.alike(lambda: shards.unite(headers, where)))
@@ -56,12 +50,7 @@ def split_ties(tensors: NamedTensors) -> tuple[dict[str, StoredTensor], dict[str
 
 
 def read_header(where: FileTable, name: str) -> NamedTensors:
-    """Read the tensors of a file.
-
-    Raises:
-        CheckpointError: the file is damaged.
-        UnsupportedError: the file holds no state dict, or tensors that are not contiguous.
-    """
+    """Read the tensors of a file."""
 
     def parse(path: str) -> NamedTensors:
         file = torchfile.read_header(path)
@@ -78,17 +67,7 @@ def read_header(where: FileTable, name: str) -> NamedTensors:
 
 
 def store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], name: str, path: str) -> StoredTensor:
-    """Return a tensor of a ``torch.save`` file as one block.
-
-    Args:
-        key: name of the tensor, for messages.
-        storages: storages of the file.
-        name: file name.
-
-    Raises:
-        CheckpointError: the tensor's bytes are missing.
-        UnsupportedError: the tensor is not contiguous, or of an unknown dtype.
-    """
+    """Return a tensor of a ``torch.save`` file as one block."""
     if ref.dtype not in ITEMSIZE or not ref.is_contiguous():
         raise UnsupportedError(f"{key} ({describe(ref)}) is not contiguous, or of another type.", path=path)
     record = storages.get(ref.storage.key)
@@ -112,12 +91,7 @@ def _list_tensors(tree: Any, path: str) -> Iterator[tuple[str, TensorRef]]:
 
 
 def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
-    """Add the states of the optimizer's file to contents; collective.
-
-    Raises:
-        CheckpointError: the file is damaged.
-        UnsupportedError: the file holds no optimizer's state dict.
-    """
+    """Add the states of the optimizer's file to contents; collective."""
 
     def parse(path: str) -> Contents:
         file = torchfile.read_header(path)

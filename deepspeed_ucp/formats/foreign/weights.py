@@ -11,7 +11,7 @@ from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import read_json
 from ..places import FileTable
-from .headers import read_once
+from .contents import read_once
 
 T = TypeVar("T")
 
@@ -41,9 +41,6 @@ class Shards:
 
         Args:
             headers: tensors by file, in the order of ``files``.
-
-        Raises:
-            CheckpointError: a tensor is in two files, or not in the file that the index names.
         """
         merged: dict[str, T] = {}
         for file, tensors in zip(self.files, headers, strict=True):

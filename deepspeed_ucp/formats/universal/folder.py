@@ -31,7 +31,6 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
 
     Args:
         where: the files. An atomic checkpoint must be whole in one place that every rank sees.
-        comm: the loading ranks.
 
     Raises:
         CheckpointError: a folder of ``ds_to_universal`` is damaged, incomplete, or not visible to all ranks; equal on

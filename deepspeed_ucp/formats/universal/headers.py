@@ -81,17 +81,7 @@ class UniversalHeaders:
 
 
 def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHeaders:
-    """Read the headers of a converted folder, each on one rank; collective.
-
-    Args:
-        folder: the checkpoint's folder.
-        sizes: bytes of each file.
-        comm: the loading ranks.
-
-    Raises:
-        CheckpointError: the folder is incomplete, damaged, or of several runs.
-        UnsupportedError: the kind of checkpoint is not supported.
-    """
+    """Read the headers of a converted folder, each on one rank; collective."""
     entries = comm.once(lambda: _list_params(folder, sizes))
     note_listed(os.path.join(folder, ZERO), entries)  # any rank may read a file whose header another rank has read
     files = _sort_by_param(entries)
@@ -135,11 +125,7 @@ def _sort_by_param(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
 
 
 def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, ParamHeader]:
-    """Read the headers of a parameter's files by state.
-
-    Args:
-        files: file names; empty if they are not listed yet.
-    """
+    """Read the headers of a parameter's files by state."""
     files = files or sorted(scan_folder(os.path.join(folder, ZERO, name)))
     if f"{MODULE}.pt" in files:
         text = (
@@ -159,7 +145,7 @@ def _read_file(folder: str, name: str) -> ParamHeader:
 
 
 def _describe(file: TorchFile, name: str) -> ParamHeader:
-    tree, header = file.tree, FileHeader(name, file.size, crc=file.crc)
+    tree, header = file.tree, FileHeader(name, file.size, crc=file.header_crc)
     if isinstance(tree, dict):
         if PARAM not in tree:
             raise CheckpointError(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, NamedTuple, Required, get_type_hints
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from ...errors import CheckpointError, shorten
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...model import (
     ITEMSIZE,
     Atom,
@@ -32,7 +34,6 @@ from ...tensor_parallel import Pattern, record_pattern
 from ..deepspeed.files import MANIFEST, ZERO
 from ..deepspeed.headers import FileHeader
 from ..deepspeed.seal import Seal, SealedFile, read_seal
-from .plainjson import decode, encode, is_plain
 
 STATE_FILE = "mp_rank_00_model_states.pt"
 """The file of a conversion with scheduler, counters and client state."""
@@ -49,6 +50,17 @@ _PLAIN = (
     *("aliases", "instances", "hints", "fused", "dropped"),
 )
 """Fields of the index that are kept as they are."""
+
+
+_FLOAT, _TUPLE, _DICT, _BYTES = "$float", "$tuple", "$dict", "$bytes"
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    _FLOAT: lambda value: struct.unpack(">d", bytes.fromhex(value))[0],
+    _TUPLE: tuple,
+    _DICT: dict,
+    _BYTES: bytes.fromhex,
+}
+"""Marks of values that JSON does not have, and their decoders."""
 
 
 class PatternRecord(TypedDict):
@@ -160,8 +172,6 @@ def dump_index(
     """Return the entry ``index`` of a conversion's seal.
 
     Args:
-        index: the source.
-        atoms: all written atoms.
         patterns: parameter → pattern by which it was assembled.
         origin: parameter → origin of the pattern.
         identity: ``fingerprint``, ``view`` and ``verified``.
@@ -212,11 +222,7 @@ def read_manifest(folder: str) -> Manifest | None:
 
 
 def parse_index(seal: Seal, path: str) -> Manifest:
-    """Parse and check the index of a seal from ``path``, which may come from anybody.
-
-    Raises:
-        CheckpointError: there is none, or it is malformed.
-    """
+    """Parse and check the index of a seal from ``path``, which may come from anybody."""
     bare = seal.model_copy(update={"index": {}})
     try:
         data = {key: value if key == "atoms" else decode(value) for key, value in seal.index.items()}
@@ -278,7 +284,6 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequ
     """Build the index of a conversion.
 
     Args:
-        folder: folder of the files.
         header: header of the state file; all tensors in it belong to the client.
         places: folders that may hold copies, nearest first; empty if there is only ``folder``.
     """
@@ -309,3 +314,54 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequ
         recorded={name: record["pattern"] for name, record in manifest.patterns.items()},
     )
     return split(index, manifest.fused)
+
+
+def is_plain(value: Any) -> bool:
+    """Return True if a hyper-parameter is plain data."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (str, int, float, bool))
+
+
+def encode(value: Any, where: str) -> Any:
+    """Encode plain data as JSON; errors name ``where``.
+
+    Raises:
+        UnsupportedError: the value is not plain data.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: struct.pack(">d", value).hex()}
+    if isinstance(value, bytes):
+        return {_BYTES: value.hex()}
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{where}[{at}]") for at, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return _encode_dict(value, where)
+    raise UnsupportedError(f"{where.lstrip('.') or 'value'}: {type(value).__name__} {value!r} is not plain data.")
+
+
+def _encode_dict(value: dict[Any, Any], where: str) -> Any:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    return {_DICT: sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))}
+
+
+def decode(value: Any) -> Any:
+    """Return the value that :func:`encode` encoded.
+
+    Raises:
+        ValueError, TypeError: it was not encoded by :func:`encode`.
+    """
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    decoded = {key: decode(item) for key, item in value.items()}
+    (key, *more) = decoded or ("",)
+    if more or key not in _DECODERS:
+        return decoded
+    return _DECODERS[key](decoded[key])

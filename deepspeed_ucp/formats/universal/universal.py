@@ -32,17 +32,7 @@ _STEP = "step"
 
 
 def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[AtomicIndex, list[Finding]]:
-    """Return the index of a folder of ``ds_to_universal``, and warnings; collective.
-
-    Args:
-        folder: the checkpoint's folder.
-        sizes: bytes of each file.
-        comm: the loading ranks.
-
-    Raises:
-        CheckpointError: the folder is incomplete, damaged, or of several runs.
-        UnsupportedError: the kind of checkpoint is not supported.
-    """
+    """Return the index of a folder of ``ds_to_universal``, and warnings; collective."""
     part = read_headers(folder, sizes, comm)
     index, notes = comm.run(lambda: _build(part))
     return index, [Finding("dropped", "", f"{folder}: {note}", WARNING) for note in notes]

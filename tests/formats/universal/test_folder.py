@@ -117,7 +117,7 @@ def test_of_a_store_one_rank_lists_all_files_once_and_every_rank_knows_their_ver
 
     def look(_: int, comm: Comm) -> list[str]:
         files = open_checkpoint(url, comm).files
-        return [file.path for file in files if objects.find_known(file.path) is None]
+        return [file.path for file in files if objects._known.get(file.path) is None]
 
     assert run_ranks(2, look) == [[], []]
     assert [each for each in listed if "/zero" in each] == [f"{url}/zero"]

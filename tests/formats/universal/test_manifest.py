@@ -29,11 +29,12 @@ from deepspeed_ucp.formats.universal.index import (
     STATE_FILE,
     Manifest,
     SealedAtom,
+    decode,
     dump_index,
+    encode,
     parse_index,
     place_file,
 )
-from deepspeed_ucp.formats.universal.plainjson import decode, encode
 from deepspeed_ucp.model import AtomicIndex, FileRef, GroupInfo, ParamKey
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.topology import Topology
