@@ -66,7 +66,10 @@ def export_dcp(
     comm, options = comm or Comm(), options or ExportOptions()
 
     def plan() -> tuple[Selection, Trees, Placeholders]:
-        _check_arguments(index, weights_only, layout)
+        if layout not in LAYOUTS:
+            raise ConfigError(f"layout: {layout!r} is unknown. {advise(layout, LAYOUTS)}")
+        if not weights_only and (text := index.stateless or describe_irregular(index)):
+            raise UnsupportedError(f"{text} Export only the weights (--weights-only).")
         states = WEIGHTS.__contains__ if weights_only else lambda _: True
         selection = select_tensors(index, rules, options, tied="copy", states=states)
         return selection, *make_trees(selection, weights_only=weights_only, layout=layout)
@@ -86,13 +89,6 @@ def export_dcp(
             sum(check.nbytes for check in repeated),
         )
     return export.report
-
-
-def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:
-    if layout not in LAYOUTS:
-        raise ConfigError(f"layout: {layout!r} is unknown. {advise(layout, LAYOUTS)}")
-    if not weights_only and (text := index.stateless or describe_irregular(index)):
-        raise UnsupportedError(f"{text} Export only the weights (--weights-only).")
 
 
 def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) -> None:
@@ -138,7 +134,7 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
 
 def write_beside(export: Export) -> None:
     """Copy the trainer's files of a tag, create those that the tag can supply, and log the missing ones."""
-    report, run = export.report, export.index.run
+    report, run = export.report, export.index
     source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
     names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
     for name in names:
@@ -149,7 +145,9 @@ def write_beside(export: Export) -> None:
         _save(export, SCALER, make_scaler(run.scaler))
     is_trainers = TRAINER_STATE in names
     if has_states and is_trainers and _SCHEDULER not in names:  # the Trainer ignores the optimizer without it
-        _save(export, _SCHEDULER, make_schedule(step, [group.hyper.get("lr") for group in run.groups]))
+        rates = [group.hyper.get("lr") for group in run.groups]
+        state = {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
+        _save(export, _SCHEDULER, state)  # of a LambdaLR, the class of the Trainer's schedulers
         text = "%s: the saved run's scheduler was DeepSpeed's; %s has only its step, %d, for this run's scheduler"
         logger.warning(text, report.destination, _SCHEDULER, step)
     wanted = ("rng_state",) if is_trainers else ("scheduler.bin", "random_states")
@@ -163,11 +161,6 @@ def write_beside(export: Export) -> None:
 def _save(export: Export, name: str, content: dict[str, Any]) -> None:
     with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
         torch.save(content, stream)
-
-
-def make_schedule(step: int, rates: list[Any]) -> dict[str, Any]:
-    """Return the state of a ``LambdaLR``, the class of the Trainer's schedulers, at a step with its learning rates."""
-    return {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
 
 
 def make_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:

@@ -180,10 +180,10 @@ class LikeModel:
 
 
 def _copy_templates(folder: str, destination: str) -> None:
-    names = [name for name in os.listdir(folder) if name.endswith(".jinja")]
     os.makedirs(destination)
-    for name in filter(lambda name: os.path.isfile(os.path.join(folder, name)), names):
-        shutil.copyfile(os.path.join(folder, name), os.path.join(destination, name))
+    for entry in os.scandir(folder):
+        if entry.name.endswith(".jinja") and entry.is_file():
+            shutil.copyfile(entry.path, os.path.join(destination, entry.name))
 
 
 def _make_models(kinds: Iterable[Callable[[Any], Any]], config: Any) -> Iterator[Any]:

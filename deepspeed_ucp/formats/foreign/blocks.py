@@ -11,7 +11,7 @@ import posixpath
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from ...comm import Comm
@@ -87,12 +87,12 @@ def read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[tuple
     comm.alike(lambda: _check_heads(where, heads))
     metadata = Metadata()
     for head in heads:
-        _join(metadata, _read_metadata(where, head, comm))
+        _join(metadata, read_once(partial(_read_metadata, folder=posixpath.dirname(head)), where, head, comm))
     by_file: dict[str, list[tuple[str, Shape | None]]] = defaultdict(list)
     for key, place in metadata.places.items():
         by_file[place.file].append(key)
-    comm.alike(lambda: _check_files(where, by_file, heads[0]))
     names = sorted(by_file)
+    comm.alike(lambda: _check_files(where, names, heads[0]))
     lists = where.share(names, lambda name: _read_entries(where, name, by_file[name], metadata), comm)
     pairs = (zip(by_file[name], entries, strict=True) for name, entries in zip(names, lists, strict=True))
     return heads[0], metadata, {key: entry for file_pairs in pairs for key, entry in file_pairs}
@@ -121,14 +121,8 @@ def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
         )
 
 
-def _read_metadata(where: FileTable, head: str, comm: Comm) -> Metadata:
-    def parse(path: str) -> Metadata:
-        return _parse_metadata(read_pickle(read_bounded(path, _LARGEST), path).root, path, posixpath.dirname(head))
-
-    return read_once(parse, where, head, comm)
-
-
-def _parse_metadata(root: Any, path: str, folder: str) -> Metadata:
+def _read_metadata(path: str, *, folder: str) -> Metadata:
+    root = read_pickle(read_bounded(path, _LARGEST), path).root
     if not isinstance(root, PickledObject) or not root.kind.endswith("checkpoint.metadata.Metadata"):
         raise CheckpointError(f"holds {describe(root)}, not the metadata of torch.distributed.checkpoint.", path=path)
     metadata = Metadata()
@@ -151,12 +145,12 @@ def _parse_metadata(root: Any, path: str, folder: str) -> Metadata:
         block = read_name(named["fqn"]), None if begin is None else read_shape(begin)
         metadata.places[block] = _read_place(_read_fields(info), path, folder)
     paths = root.get("planner_data") or {}
-    metadata.paths = {read_name(key): _read_path(keys) for key, keys in paths.items() if isinstance(keys, tuple)}
+    metadata.paths = {
+        read_name(name): tuple(key if is_short(key) else read_name(key) for key in keys)
+        for name, keys in paths.items()
+        if isinstance(keys, tuple)
+    }
     return metadata
-
-
-def _read_path(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(key if is_short(key) else read_name(key) for key in keys)
 
 
 def _read_fields(value: Any) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
@@ -43,28 +43,22 @@ _EMPTY = (
 )
 
 
-class Reader(Protocol):
-    """Reader of a format: reads the headers of the files, each on one rank; collective.
-
-    Raises:
-        CheckpointError: files are damaged, missing or contradictory; equal on all ranks.
-        UnsupportedError: the kind of checkpoint is not supported.
-    """
-
-    def __call__(self, where: FileTable, comm: Comm, /) -> tuple[Contents, list[Finding]]: ...
-
-
-def _refuse_megatron(where: FileTable, _: Comm, /) -> NoReturn:
+def _refuse_megatron(where: FileTable, _: Comm) -> NoReturn:
     raise UnsupportedError(names.REFUSAL, path=where.folder)
 
 
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[FileTable, Comm], tuple[Contents, list[Finding]]]] = {
     names.MEGATRON: _refuse_megatron,
     names.DCP: dcp.read_contents,
     names.SAFETENSORS: safetensors.read_contents,
     names.STATE_DICT: statedict.read_contents,
     names.ADAPTER: adapter.read_contents,
 }
+"""Readers of the headers of a folder's files, each on one rank; collective.
+
+They raise CheckpointError if files are damaged, missing or contradictory, UnsupportedError for an unknown kind, equal
+on all ranks.
+"""
 
 
 def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex, list[Finding]]:

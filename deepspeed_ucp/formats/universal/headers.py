@@ -80,6 +80,15 @@ class UniversalHeaders:
     flats: dict[str, int | None]
 
 
+def make_incomplete(folder: str, names: str) -> CheckpointError:
+    """Return the error for missing files."""
+    text = (
+        f"lacks {names}: the conversion by ds_to_universal was interrupted, or the copy is not complete. Convert or "
+        "copy again."
+    )
+    return CheckpointError(text, path=folder, kind="missing")
+
+
 def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHeaders:
     """Read the headers of a converted folder, each on one rank; collective."""
     entries = comm.once(lambda: _list_params(folder, sizes))
@@ -105,12 +114,7 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
     params = _sort_by_param(entries)
     if not params or os.path.basename(OPTIMIZER) not in entries:
         lacking = OPTIMIZER if params else "every parameter's folder"
-        raise CheckpointError(
-            f"{lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
-            "complete. Convert or copy again.",
-            path=folder,
-            kind="missing",
-        )
+        raise make_incomplete(folder, lacking)
     return entries
 
 
@@ -189,12 +193,7 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
     first = comm.once(lambda: read_file(folder, main))
     names = name_model_files(save, first)[1:]
     if absent := [name for name in names if name not in sizes]:
-        raise CheckpointError(
-            f"{shorten(absent)} missing; the conversion was interrupted or the copy is not complete. Convert "
-            "or copy again.",
-            path=folder,
-            kind="missing",
-        )
+        raise make_incomplete(folder, shorten(absent))
     arrange_headers(save, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
     error = make_error(find_foreign_files(save))
     if error is not None:
@@ -208,12 +207,7 @@ def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Save, st
     main = save.names["model_zero3" if stage == 3 else "model"].get((0, 0))
     if main is None:
         wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-        raise CheckpointError(
-            f"{wanted} is missing, which a checkpoint converted from stage {stage} has. The conversion was "
-            "interrupted, or the copy is not complete. Convert or copy again.",
-            path=folder,
-            kind="missing",
-        )
+        raise make_incomplete(folder, f"{wanted}, which a checkpoint converted from stage {stage} has")
     return save, main
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..deepspeed.module import add_modules
 from ..deepspeed.save import describe_offload
 from ..deepspeed.zero import add_frozen_zero3
 from ..findings import WARNING, Finding
-from .headers import ParamHeader, UniversalHeaders, read_headers
+from .headers import ParamHeader, UniversalHeaders, make_incomplete, read_headers
 from .upstream import read_keys
 
 _STEP = "step"
@@ -73,11 +74,8 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
         return
     if master is None or master.piece is None:
         file = f"zero/{name}/{MASTER}.pt"
-        text = (
-            f"{part.folder}/{file} is missing, {part.save.main.name} lists the parameter. The conversion by "
-            "ds_to_universal was interrupted, or the copy is not complete; convert or copy again."
-        )
-        raise CheckpointError(text, findings=[Finding("missing", file, text)])
+        error = make_incomplete(part.folder, f"{file}, although {part.save.main.name} lists the parameter")
+        raise CheckpointError(str(error), findings=[Finding("missing", file, str(error))])
     shape = _find_shape(part, master, master.piece, shapes)
     for state, header in states.items():
         if state == _STEP:
@@ -121,11 +119,9 @@ def _check_states(part: UniversalHeaders) -> None:
             f"{name}/{state}.pt" for name in names for state in sorted(everything - set(part.params.get(name, {})))
         ]
         if lacking:
-            raise CheckpointError(
-                f"{shorten(lacking)} missing, other parameters of the same param group have such files. The conversion "
-                "by ds_to_universal was interrupted, or the copy is not complete; convert or copy again.",
-                path=f"{part.folder}/zero",
-                kind="missing",
+            raise make_incomplete(
+                f"{part.folder}/zero",
+                f"{shorten(lacking)}, although other parameters of the same group have such files",
             )
     strangers = [name for name, states in part.params.items() if set(states) - {MASTER} and name not in part.shapes]
     if strangers:
@@ -214,14 +210,6 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
     return missing
 
 
-def _read_shared(part: UniversalHeaders) -> tuple[Matcher, ...]:
-    """Return the checkpoint's patterns of parameters that are equal on all pipeline stages."""
-    try:
-        return from_universal_info(part.save.model(0).hints.get(INFO)).shared
-    except MismatchError:
-        return ()
-
-
 def _describe_copies(part: UniversalHeaders) -> list[str]:
     """Describe parameters of several pipeline stages, of which the converter keeps only the last stage's files.
 
@@ -232,7 +220,9 @@ def _describe_copies(part: UniversalHeaders) -> list[str]:
     for stage in range(save.pp):
         for name in save.model(stage * save.tp).owned:
             stages[name] = stages.get(name, 0) + 1
-    shared = _read_shared(part)
+    shared: tuple[Matcher, ...] = ()
+    with suppress(MismatchError):
+        shared = from_universal_info(save.model(0).hints.get(INFO)).shared
     copies = sorted(n for n, number in stages.items() if number > 1 and not any(match(n) for match in shared))
     text = "the converter kept the values of an arbitrary stage for parameters that several pipeline stages hold"
     return [f"{text}: {shorten(copies)}"] if copies else []

@@ -18,7 +18,7 @@ from ...tensor_parallel import Pattern, SameShards, ShardH, ShardHy, ShardNC, Sh
 from ...tensor_parallel.affine import Mapped
 from ...tensor_parallel.layout import Layout, Shape
 from ...tensor_parallel.metadata import Viewed
-from ...torchsave.objects import PickledObject, make_instance
+from ...torchsave.objects import make_instance
 
 CAT_DIM = "cat_dim"
 EQUAL_PARTS = "param_n_sub_params"
@@ -62,8 +62,10 @@ def _describe_cut(pattern: Pattern | None, shape: Shape, name: str) -> dict[str,
 
 
 def _describe_parts(pattern: ShardNC | Viewed, shape: Shape, name: str) -> dict[str, Any]:
+    if isinstance(pattern, ShardNC) and pattern.widths is not None:  # on the source's ranks: of all ranks together
+        pattern = replace(pattern, parts=tuple(map(sum, pattern.widths)), sized=True, widths=None)
     try:
-        layout = _settle_widths(pattern).join([shape])
+        layout = pattern.join([shape])
     except MismatchError:
         return {}
     axis = _find_axis(pattern, layout)
@@ -71,15 +73,10 @@ def _describe_parts(pattern: ShardNC | Viewed, shape: Shape, name: str) -> dict[
         return {}
     sizes = tuple(high - low for low, high in layout.shards[0][axis] if high > low)
     if layout.view != layout.shape or len(set(sizes)) > 1:
-        return {PARTS: _make_parts(layout.view, axis, sizes, name)}
+        divided = (*layout.view[:axis], sizes, *layout.view[axis + 1 :])
+        fields = {"patterns": [re.escape(name)] if name else [], "shape": divided, "partition_dim": axis}
+        return {PARTS: make_instance("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", fields)}
     return {CAT_DIM: axis, EQUAL_PARTS: len(sizes)} if len(sizes) > 1 else {CAT_DIM: axis}
-
-
-def _settle_widths(pattern: ShardNC | Viewed) -> ShardNC | Viewed:
-    """Replace the widths of parts on the source's ranks by the parts' sizes."""
-    if isinstance(pattern, Viewed) or pattern.widths is None:
-        return pattern
-    return replace(pattern, parts=tuple(map(sum, pattern.widths)), sized=True, widths=None)
 
 
 def _find_axis(pattern: ShardNC | Viewed, layout: Layout) -> int | None:
@@ -92,13 +89,6 @@ def _find_axis(pattern: ShardNC | Viewed, layout: Layout) -> int | None:
     outer = pattern.view[: pattern.axis]
     axes = (axis for axis in range(len(layout.view)) if count(layout.view[:axis]) == count(outer))
     return None if -1 in outer else next(axes, None)
-
-
-def _make_parts(view: Shape, axis: int, sizes: tuple[int, ...], name: str) -> PickledObject:
-    """Return upstream's ``SubparamShape`` as a pickled object."""
-    shape = (*view[:axis], sizes, *view[axis + 1 :])
-    fields = {"patterns": [re.escape(name)] if name else [], "shape": shape, "partition_dim": axis}
-    return make_instance("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", fields)
 
 
 def read_keys(keys: Mapping[str, Any], shape: Shape) -> Pattern | None:

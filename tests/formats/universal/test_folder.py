@@ -192,14 +192,14 @@ def reshape_state(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "interrupted": (lambda folder: (folder / "tmp").mkdir(), "holds tmp, .* interrupted.*--keep_temp_folder"),
-    "no optimizer": (remove("zero/optimizer_state.pt"), "zero/optimizer_state.pt is missing"),
+    "no optimizer": (remove("zero/optimizer_state.pt"), "lacks zero/optimizer_state.pt"),
     "no model states": (remove("mp_rank_00_model_states.pt"), "no model states found"),
-    "no master": (remove("zero/a.weight/fp32.pt"), "zero/a.weight/fp32.pt is missing, mp_rank_00_.* lists"),
-    "no state": (remove("zero/b.weight/exp_avg.pt"), "zero: b.weight/exp_avg.pt missing, other parameters"),
-    "no step": (remove("zero/b.weight/step.pt"), "zero: b.weight/step.pt missing, other parameters"),
-    "no folder": (remove("zero/one"), "zero/one/fp32.pt is missing"),
+    "no master": (remove("zero/a.weight/fp32.pt"), "zero/a.weight/fp32.pt, although mp_rank_00_.* lists"),
+    "no state": (remove("zero/b.weight/exp_avg.pt"), "zero: lacks b.weight/exp_avg.pt, although other parameters"),
+    "no step": (remove("zero/b.weight/step.pt"), "zero: lacks b.weight/step.pt, although other parameters"),
+    "no folder": (remove("zero/one"), "lacks zero/one/fp32.pt"),
     "no parameters": (remove("zero/a.weight", "zero/b.weight", "zero/one", "zero/a.bias", "zero/outside",
-                             "zero/tied", "zero/count", "zero/flag"), "every parameter's folder is missing"),
+                             "zero/tied", "zero/count", "zero/flag"), "lacks every parameter's folder"),
     "stray": (copy_stray, "zero: other have optimizer states, .* does not list them"),
     "truncated": (lambda folder: os.truncate(folder / "zero/one/exp_avg.pt", 99), "zero/one/exp_avg.pt: .*truncated"),
     "no tensor": (lambda folder: torch.save({"x": 1}, folder / "zero/one/fp32.pt"), "zero/one/fp32.pt: has no 'param'"),
@@ -236,7 +236,7 @@ def test_missing_ranks_of_stage_3_are_named(made: Callable[[Topology], Path], tm
     """They have the frozen parameters' parts."""
     folder = Path(shutil.copytree(made(ZERO3), tmp_path / "universal"))
     (folder / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="zero_pp_rank_1_mp_rank_00_model_states.pt missing"):
+    with pytest.raises(CheckpointError, match="lacks zero_pp_rank_1_mp_rank_00_model_states.pt"):
         open_alone(folder)
 
 
