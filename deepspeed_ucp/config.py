@@ -22,13 +22,7 @@ Argument = Literal["load_module_strict", "load_optimizer_states", "load_lr_sched
 
 
 class SaveTier(BaseModel):
-    """A destination of saves from memory.
-
-    Attributes:
-        place: folder of tags, or its URL.
-        every: write every n-th save.
-        keep: number of saves to keep (default: all).
-    """
+    """A destination of saves from memory: a folder of tags, or its URL."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -43,17 +37,7 @@ class SaveTier(BaseModel):
 
 
 class SaveOptions(BaseModel):
-    """Saves that do not stop training; ``"save": true`` takes all defaults.
-
-    Attributes:
-        memory: folder in memory or on local NVMe for pending saves and the newest ones; may use environment variables.
-        keep: number of complete saves of this run to keep there.
-        to: destinations of saves instead of the folder that the script names.
-        wait_s: seconds to wait at exit for pending writes, and for the parts of other nodes.
-        copies: 1 keeps a copy of each node's part of a save in the next node's memory.
-        address: address of this node for other nodes (default: of the route to ``MASTER_ADDR``); may use environment
-            variables.
-    """
+    """Saves that do not stop training, as in docs/guide.md; ``"save": true`` takes all defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -74,45 +58,7 @@ class SaveOptions(BaseModel):
 
 
 class UniversalConfig(BaseModel):
-    """Options of the plugin for one engine; ``"universal": true`` takes all defaults.
-
-    Attributes:
-        mode: ``direct`` reads normal checkpoints directly into the live buffers. ``atomic`` converts them to an atomic
-            checkpoint first, on all ranks, and loads that; later launches reuse it.
-        atomic_dir: folder for atomic checkpoints ``<tag>_universal`` (default: the folder of the checkpoint).
-        verify: ``crc`` compares every byte read with its CRC32 from training, before any live buffer changes.
-        window_mb: staging memory per rank in MiB, besides the engine's buffers. An engine that has trained, or that
-            reads from a store, needs extra memory for rollback; without it, files are read twice.
-        threads: reading threads per rank; 0 chooses from the available cores.
-        preserve_batch_size: keep ``train_batch_size`` in another world by changing ``gradient_accumulation_steps`` and,
-            if needed, reducing ``train_micro_batch_size_per_gpu``.
-        patterns: rules for tensor parallelism, renames and reshapes that neither checkpoint nor model records: the name
-            of a family, the path of a YAML file, or the rules.
-        seal: write ``ucp_seal.json``, with sizes and checksums, after each save. A load refuses files that differ from
-            their seal, such as files of another run at the same step.
-        fallback: if the newest checkpoint is incomplete (missing or damaged files, or no seal although ``seal`` is on),
-            load the newest complete one before it, with a warning. Other errors, such as untrusted classes, are raised.
-        require: raise an error if there is nothing to resume, instead of starting a new run.
-        param_groups: ``saved`` gives each param group the hyper-parameters of the saved group with its parameters.
-            ``live`` keeps the groups and hyper-parameters of this run (Megatron-DeepSpeed groups otherwise at ZeRO 3).
-        total_batch: ``saved`` lets trainers that count steps (Hugging Face Trainer, Accelerate) keep the saved total
-            batch in another world by changing accumulation and, if needed, micro batch; other changes are refused.
-            ``live`` uses the batch of this run, with a warning.
-        arguments: arguments of ``load_checkpoint`` that override the caller's, for trainers that pass none.
-        same_topology: loader for an unchanged topology: ``deepspeed``, or ``direct`` (this plugin's, which is faster
-            and compares checksums).
-        also: further folders or URLs of the same tags. Each file is read from the nearest place that has it, and from
-            the next one if that fails.
-        storage_options: options of the stores behind URLs (``endpoint_url``, ``anon``, …; docs/guide.md), in addition
-            to the environment.
-        save: ``true`` or :class:`SaveOptions`: ``save_checkpoint`` writes into memory, and a separate process writes
-            from there to the destination while training continues. Loads take the newest complete save of both.
-        hang_timeout_s: seconds without progress after which the torchrun agent kills a rank, if the agent runs with
-            ``TORCHELASTIC_ENABLE_FILE_TIMER=1``. The time starts with the first step; loads and saves do not count. It
-            must be longer than the longest pause between two calls of the engine. 0 sets no timer.
-        trust_pickle: allow custom Python classes in the client state, as ``torch.load(weights_only=False)`` does. Only
-            for checkpoints you trust.
-    """
+    """Options of the plugin for one engine, as in docs/guide.md; ``"universal": true`` takes all defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -250,19 +196,15 @@ def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | 
 def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) -> str:
     """Suggest replacements of a ``train_batch_size`` that does not fit ``world`` ranks."""
     per_step = world * (micro or 1) * (gas or 1)
-    around = (train // per_step * per_step, -(-train // per_step) * per_step)
-    sizes = [str(size) for size in dict.fromkeys((per_step,) if micro and gas else around) if size > 0]
-    worlds = [str(w) for w in range(1, min(train, 4096) + 1) if fit_batch(train, micro, gas, w)]
-    near = sorted(worlds, key=lambda w: abs(int(w) - world))[:6]
-    parts = [f"train_batch_size {' or '.join(sizes)} fits {world} data-parallel ranks"]
-    if near:
-        parts.append(f"train_batch_size {train} fits {', '.join(sorted(near, key=int))} ranks")
-    if (micro or gas) and (fit := adapt_batch(train, micro, world)):
-        parts.append(
-            f"train_micro_batch_size_per_gpu {fit[0]} with gradient_accumulation_steps {fit[1]} keeps it on {world} "
+    around = (per_step,) if micro and gas else (train // per_step * per_step, -(-train // per_step) * per_step)
+    sizes = " or ".join(str(size) for size in dict.fromkeys(around) if size > 0)
+    text = f"train_batch_size {sizes} fits {world} data-parallel ranks"
+    if fit := adapt_batch(train, micro, world):
+        text += (
+            f"; train_micro_batch_size_per_gpu {fit[0]} with gradient_accumulation_steps {fit[1]} keeps it on {world} "
             f'ranks ("checkpoint": {{"universal": {{"preserve_batch_size": true}}}} does that automatically)'
         )
-    return "; ".join(parts)
+    return text
 
 
 def choose_batch(
