@@ -42,7 +42,6 @@ class SaveOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     memory: str = "/dev/shm"
-    keep: int = Field(default=1, ge=1)
     to: list[SaveTier] = []
     wait_s: float = Field(default=600, ge=0)
     copies: int = Field(default=0, ge=0, le=1)

@@ -71,7 +71,6 @@ def test_every_key_can_be_set() -> None:
         "storage_options": {"endpoint_url": "http://localhost:9000"},
         "save": {
             "memory": "/local/nvme",
-            "keep": 2,
             "to": [{"place": "s3://bucket/run", "every": 10, "keep": 5}],
             "wait_s": 60.0,
             "copies": 1,
@@ -113,7 +112,7 @@ def test_the_guide_and_the_example_have_every_option_and_its_default(pytestconfi
         ({"preserve_batch_size": 1}, "preserve_batch_size"),
         ({"patterns": 3}, "patterns"),
         ({"save": 1}, "save"),
-        ({"save": {"keep": 0}}, "save"),
+        ({"save": {"copies": 2}}, "save"),
         ({"save": {"to": [{"every": 2}]}}, "save"),
         ({"save": {"too": []}}, "save"),
         ({"save": {"to": [{"place": "run"}, {"place": "./run/", "every": 10}]}}, "run is named twice"),

@@ -179,12 +179,11 @@ class Replicator:
 
     Args:
         settings: of :class:`~.neighbours.Neighbours`.
-        keep: complete saves of a node to keep.
         wait: seconds after the job's end to finish transfers.
     """
 
-    def __init__(self, job: Job, settings: Mapping[str, Any], listener: socket.socket, keep: int, wait: float) -> None:
-        self.job, self.keep, self.wait, self.listener = job, keep, wait, listener
+    def __init__(self, job: Job, settings: Mapping[str, Any], listener: socket.socket, wait: float) -> None:
+        self.job, self.wait, self.listener = job, wait, listener
         self.secret, self.name = bytes.fromhex(settings["secret"]), str(settings["name"])
         self.nodes, self.source, self.target = int(settings["nodes"]), int(settings["from"]), int(settings["to"])
         self.address = str(settings["address"][0]), int(settings["address"][1])
@@ -385,7 +384,7 @@ class Replicator:
         """Remove copies that newer ones replace."""
         kept = self.job.read("copying").values()
         copies = [copy for copy in self.job.list_copies() if copy.node == self.source]
-        for copy in copies[: -self.keep] if not self._ended else []:
+        for copy in copies[:-1] if not self._ended else []:
             if copy.number not in kept:
                 copy.remove()
 

@@ -24,6 +24,8 @@ POLLED = 0.05
 """Seconds between polls by a process that waits for a writer."""
 
 _PYTHONPATH = "PYTHONPATH"
+_SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+"""The folder with this package."""
 
 
 class WriterPipe:
@@ -65,20 +67,19 @@ class WriterPipe:
 def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours | None = None) -> BinaryIO:
     """Start the process that writes a job's saves, detached from this one.
 
-    It imports no file of the working directory, which other users may write to: it is started by its path and without
-    relative entries of ``PYTHONPATH``. It inherits the lock of the job's writer, so :func:`is_locked` is True from here
-    to its end; if an older writer has the lock, it waits for that one to end.
+    It imports the same package as this process, and no file of the working directory, which other users may write to:
+    ``-P``, and no relative entries of ``PYTHONPATH``. It inherits the lock of the job's writer, so :func:`is_locked` is
+    True from here to its end; if an older writer has the lock, it waits for that one to end.
 
     Args:
-        settings: ``keep``, ``wait_s`` and ``storage_options``. They may hold secrets and go through the pipe only.
+        settings: ``wait_s`` and ``storage_options``. They may hold secrets and go through the pipe only.
         neighbours: nodes with copies of the saves; their secret goes through the pipe too.
 
     Returns:
         The pipe to its standard input.
     """
-    start = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
-    command = [sys.executable, start, job.folder]
-    searched = filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))
+    command = [sys.executable, "-P", "-m", __package__, job.folder]
+    searched = [_SOURCE, *filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))]
     environment = {**os.environ, _PYTHONPATH: os.pathsep.join(searched)}
     with open(os.path.join(job.folder, LOCK), "ab") as lock, open(os.path.join(job.folder, "log"), "ab") as log:
         with suppress(BlockingIOError):
@@ -101,8 +102,8 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
 
 def list_settings(config: UniversalConfig) -> dict[str, Any]:
     """Return the settings of the writer."""
-    options = config.save or SaveOptions()
-    return {"keep": options.keep, "wait_s": options.wait_s, "storage_options": config.storage_options}
+    wait = (config.save or SaveOptions()).wait_s
+    return {"wait_s": wait, "storage_options": config.storage_options}
 
 
 def finish_dead(root: str, settings: Mapping[str, Any]) -> None:

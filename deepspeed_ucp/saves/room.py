@@ -33,10 +33,10 @@ def is_safe(save: Snapshot) -> bool:
     return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.destinations))
 
 
-def free_unwanted(job: Job, keep: int) -> None:
-    """Free the job's saves that memory no longer needs, except the ``keep`` newest."""
+def free_unwanted(job: Job) -> None:
+    """Free the job's saves that memory no longer needs, except the newest."""
     copying, saves = job.read("copying").values(), job.list_saves()
-    for save in saves[: -keep or None]:
+    for save in saves[:-1]:
         if save.number not in copying and _is_spare(save, saves):
             save.spare()
 

@@ -178,7 +178,7 @@ class Saver:
         if self.writer.neighbours is not None:
             self.writer.neighbours.agree(self.number + 1, comm)
             if self.is_owner:
-                free_unwanted(self.job, self.options.keep)
+                free_unwanted(self.job)
 
     def list_written(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""

@@ -48,7 +48,7 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
     if needed > free:
         raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')
     if comm.rank == 0:
-        wanted = (options.keep + 1) * needed * (1 + min(options.copies, len(nodes) - 1))
+        wanted = 2 * needed * (1 + min(options.copies, len(nodes) - 1))
         few = "" if free >= wanted else "; older ones go before the next one is made"
         logger.info("%s%s", text, few)
 

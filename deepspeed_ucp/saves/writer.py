@@ -1,6 +1,6 @@
 """The process that writes a node's saves from memory to their destinations; it outlives the ranks.
 
-The file ``__main__.py`` starts it. The first line on standard input has its settings as JSON; each further line
+The first line on standard input has its settings as JSON; each further line
 announces a new save. At the end of the input it writes the pending saves and exits. If the last line is
 :data:`FINISHED`, it also frees the memory of saves that every destination has.
 """
@@ -47,12 +47,12 @@ def main(folder: str) -> int:
         set_storage_options(settings["storage_options"])
     with open(settings["lock"], "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an older writer of this job
-        writer, copies = SaveWriter(job, settings["keep"], settings["wait_s"]), settings.get("neighbours")
+        writer, copies = SaveWriter(job, settings["wait_s"]), settings.get("neighbours")
         if copies is None:
             code = writer.run()
         else:
             with socket.socket(fileno=copies["listener"]) as listener:
-                replicator = Replicator(job, copies, listener, settings["keep"], settings["wait_s"])
+                replicator = Replicator(job, copies, listener, settings["wait_s"])
                 replicator.start()
                 code = writer.run(replicator.end)
                 replicator.finish()
@@ -65,12 +65,11 @@ class SaveWriter:
     """Writes the saves of one job, to each destination in a separate thread.
 
     Args:
-        keep: number of complete saves to keep in memory.
         wait: seconds to wait for other nodes, and to retry a failing destination after the end of the job.
     """
 
-    def __init__(self, job: Job, keep: int, wait: float) -> None:
-        self.job, self.keep, self.wait = job, keep, wait
+    def __init__(self, job: Job, wait: float) -> None:
+        self.job, self.wait = job, wait
         self.lock = threading.RLock()  # guards the folders and records in memory
         self.end = math.inf  # time when retries end
         self._places, self._is_finished = dict[str, PlaceWriter](), False
@@ -121,7 +120,7 @@ class SaveWriter:
     def free(self) -> None:
         """Free the memory of saves that are not needed any more."""
         with self.lock:
-            free_unwanted(self.job, self.keep)
+            free_unwanted(self.job)
 
     def free_finished(self) -> None:
         """Free the memory of a job that ended normally, if every destination has its saves.

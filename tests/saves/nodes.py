@@ -40,7 +40,7 @@ class Nodes:
         }  # fmt: skip
 
     def make(self, node: int, wait: float = PATIENCE, **settings: Any) -> Replicator:
-        return Replicator(self.jobs[node], {**self.describe(node), **settings}, self.listeners[node], 1, wait)
+        return Replicator(self.jobs[node], {**self.describe(node), **settings}, self.listeners[node], wait)
 
     def start(self, *numbers: int, wait: float = PATIENCE, **settings: Any) -> Replicator:
         """Start the writers of nodes; return the last one."""

@@ -36,7 +36,7 @@ PATIENCE = 120.0
 MODULES = (places, publishing)
 """Modules that write a save to a place."""
 
-SETTINGS = {"keep": 1, "wait_s": PATIENCE, "storage_options": None}
+SETTINGS = {"wait_s": PATIENCE, "storage_options": None}
 """Settings of a writer."""
 
 
@@ -163,7 +163,7 @@ def set_counter(folder: Path, key: str, value: object) -> None:
 
 def write(job: Job, *, wait: float = PATIENCE) -> bool:
     """Write a job's pending saves by a new writer; return True if none failed."""
-    return write_pending(SaveWriter(job, 1, wait))
+    return write_pending(SaveWriter(job, wait))
 
 
 def write_pending(writer: SaveWriter) -> bool:

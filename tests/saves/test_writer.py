@@ -69,7 +69,7 @@ def nodes(tmp_path: Path) -> list[Run]:
 
 def write_all(run: Run) -> None:
     """Run a writer to the end of the job."""
-    with run_writer(SaveWriter(run.job, 1, PATIENCE)):
+    with run_writer(SaveWriter(run.job, PATIENCE)):
         pass
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_is_damaged_on_its_way_is_written_again(
 def test_a_place_that_fails_holds_up_no_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     (run.folder / "file").write_text("no folder")
     run.save("file", "place")
-    writer = SaveWriter(run.job, 1, PATIENCE)
+    writer = SaveWriter(run.job, PATIENCE)
     assert not write_pending(writer) and not write_pending(writer)
     assert run.is_whole() and caplog.text.count("not written, to be tried again") == 1
     (run.folder / "file").unlink()
@@ -181,7 +181,7 @@ def fill_memory(kind: str) -> mock._patch[Any]:
 
 def test_a_writer_survives_a_full_memory(run: Run) -> None:
     """It cannot record then that a save is written; it does so once there is room."""
-    writer = SaveWriter(run.job, 1, PATIENCE)
+    writer = SaveWriter(run.job, PATIENCE)
     for tag in (TAG, "next"):
         run.save(tag=tag)
         with fill_memory("done"):
@@ -328,7 +328,7 @@ def test_a_slow_place_holds_up_no_other_and_memory_does_not_fill(
         copy(source, destination)
 
     monkeypatch.setattr(places, "put_file", copy_slowly)
-    with run_writer(SaveWriter(run.job, 1, PATIENCE)) as announce:
+    with run_writer(SaveWriter(run.job, PATIENCE)) as announce:
         for tag in "abcd":
             run.save("slow", "fast", tag=tag, by_itself=True)
             announce()
@@ -360,7 +360,7 @@ def test_a_place_that_fails_is_tried_again_after_pauses(run: Run, monkeypatch: p
             return False
 
     run.save()
-    writer = SaveWriter(run.job, 1, 25.0)
+    writer = SaveWriter(run.job, 25.0)
     (place,) = writer.list_places()
     place.news = Pauses()
     with run_writer(writer) as announce:
@@ -380,7 +380,7 @@ def test_a_save_that_was_not_announced_is_written_at_the_end(run: Run, monkeypat
 
     monkeypatch.setattr(writing, "os", SimpleNamespace(**{**vars(os), "read": end}))
     monkeypatch.setattr(writing, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=int)))
-    assert SaveWriter(run.job, 1, PATIENCE).run() == 0 and run.is_whole()
+    assert SaveWriter(run.job, PATIENCE).run() == 0 and run.is_whole()
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> 
         made.write_record()
         made.note("done", {run.place: "on the first node"})
         shutil.rmtree(run.place)
-    writer = SaveWriter(run.job, 1, 0.1)
+    writer = SaveWriter(run.job, 0.1)
     writer._is_finished = True
     writer.free_finished()
     assert run.job.list_saves()
