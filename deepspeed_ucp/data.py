@@ -386,15 +386,6 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         starts = np.arange(self.lanes, dtype=np.int64)[:, None] * (self.steps_per_epoch * width) + np.arange(width)
         return lambda step: (starts + step * width).reshape(-1)
 
-    def positions(self) -> dict[int, int]:
-        """Return the number of samples of each shard that were consumed in this epoch."""
-        epoch, step = divmod(self.consumed // self.total_batch, self.steps_per_epoch)
-        order, ends = self._order_shards(epoch)
-        width = self.total_batch // self.lanes
-        low = np.arange(self.lanes, dtype=np.int64)[:, None] * (self.steps_per_epoch * width)
-        counts = np.minimum(ends, low + step * width) - np.maximum(ends - self.sizes[order], low)
-        return dict(zip(order.tolist(), np.maximum(counts, 0).sum(axis=0).tolist(), strict=True))
-
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()
         at, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)

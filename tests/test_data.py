@@ -109,14 +109,6 @@ def test_a_stream_drops_less_than_a_step_and_repeats_no_sample() -> None:
     assert all(sample % 1000 < SIZES[sample // 1000] for sample in taken)
 
 
-@given(st.integers(0, 8))
-def test_positions_count_the_samples_of_each_shard(steps: int) -> None:
-    stream = make_stream(0, 1)
-    taken = np.array(step_ranks([stream], steps), np.int64).reshape(-1)
-    counts = np.bincount(taken // 1000, minlength=len(SIZES)) if steps else np.zeros(len(SIZES), int)
-    assert stream.positions() == dict(enumerate(counts.tolist()))
-
-
 def test_samples_are_drawn_by_weight() -> None:
     drawn = list(make_sampler(0, 1, weights=[0.0] * 50 + [1.0] * 50))
     assert min(drawn) >= 50 and len(set(drawn)) < len(drawn)
