@@ -95,8 +95,7 @@ def follow(
 ) -> None:
     """Save into memory automatically from now on; ``load_checkpoint(save_dir)`` finds the saves. Call on every rank.
 
-    Snapshots stay in memory and are copied to the places in ``"save": {"to": …}``, not to ``save_dir``. A failed one is
-    a warning. A save of the script to ``save_dir`` restarts the interval.
+    Snapshots stay in memory. A failed one is a warning. A save of the script to ``save_dir`` restarts the interval.
 
     Args:
         every: steps (``20``) or seconds (``"30s"``) between two snapshots.

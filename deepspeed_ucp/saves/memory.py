@@ -60,9 +60,9 @@ class Snapshot:
         step: global step of the engine.
         latest: ``latest`` must name it.
         node, nodes: number of the node, and of all nodes.
-        destinations: by folder of tags or its URL the number of this job's saves to keep there; None keeps all.
+        destinations: by folder of tags or its URL the number of this job's saves to keep there; None keeps all. A
+            snapshot has none.
         folder: folder of tags in memory; not in the record.
-        by_itself: it is a snapshot, which no script asked for.
     """
 
     job: str
@@ -75,7 +75,6 @@ class Snapshot:
     nodes: int
     destinations: Mapping[str, int | None]
     folder: str = ""
-    by_itself: bool = False
 
     @property
     def key(self) -> tuple[str, int]:

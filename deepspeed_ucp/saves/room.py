@@ -42,8 +42,8 @@ def free_unwanted(job: Job) -> None:
 
 
 def _is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
-    """Return True if no destination lacks a save, and it is no snapshot in memory alone that nothing supersedes."""
-    is_needed = save.by_itself and not save.is_written() and not any(other.supersedes(save) for other in saves)
+    """Return True if no destination lacks a save, or if it has none and a later save of its job supersedes it."""
+    is_needed = not save.destinations and not any(other.supersedes(save) for other in saves)
     return not (is_needed or save.list_lacking())
 
 
@@ -134,7 +134,7 @@ class Room:
     def drop_dead(self, save_dir: str, tag: str, *, by_itself: bool) -> None:
         """Remove dead jobs' saves that nobody needs, as this job has a complete save for a folder.
 
-        Pending saves of a script stay, except those with the same tag, and those of several nodes: without the part of
+        Pending saves stay, except those with the same tag, and those of several nodes: without the part of
         a node that is lost they can never be written.
 
         Args:
@@ -144,14 +144,14 @@ class Room:
         folder = locate(save_dir)
 
         def is_replaced(save: Snapshot) -> bool:
-            is_removable = not by_itself and (save.by_itself or save.tag == tag or save.nodes > 1)
+            is_removable = not by_itself and (save.tag == tag or save.nodes > 1)
             return save.save_dir == folder and (is_removable or not save.list_lacking())
 
         for job in list_dead(self.root):
             if is_locked(job):
                 continue
             spare, _ = _split_dead(job, is_replaced)
-            given_up = describe_late(save for save in spare if save.tag != tag and not save.by_itself)
+            given_up = describe_late(save for save in spare if save.tag != tag)
             for save in spare:
                 save.remove()
             if given_up:

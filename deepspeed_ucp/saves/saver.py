@@ -72,7 +72,7 @@ class Saver:
         self.job = Job(os.path.join(self.root, name))
         self.number, self.failed = 0, ""
         self.room, self.writer = Room(self.root, self.job, needed), WriterPipe(self.job, list_settings(config))
-        self.made = {False: 0, True: 0}  # numbers of saves of the script, and of snapshots
+        self.made = 0  # number of saves of the script
         self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._requested, self.lost = dict[int, str](), dict[str, str]()
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
@@ -186,17 +186,17 @@ class Saver:
 
     def end(self, save_dir: str, tag: str, step: int, *, latest: bool, by_itself: bool) -> None:
         """Record that all of the node's files of the save are in memory, and notify the writer."""
-        self.made[by_itself] += 1
-        turn = [place for place in self.options.to if self.made[by_itself] % place.every == 0]
-        places = {locate(place.place): 1 if by_itself else place.keep for place in turn}
-        if not (self.options.to or by_itself):
-            places[locate(save_dir)] = None
+        self.made += not by_itself
+        places: dict[str, int | None] = {} if by_itself or self.options.to else {locate(save_dir): None}
+        for tier in self.options.to:
+            if not by_itself and self.made % tier.every == 0:
+                places[locate(tier.place)] = tier.keep
         Snapshot(
             job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
-            node=self.node, nodes=self.nodes, destinations=places, folder=self.folder, by_itself=by_itself,
+            node=self.node, nodes=self.nodes, destinations=places, folder=self.folder,
         ).write_record()  # fmt: skip
         self.room.needed = int(SPARE * count_allocated(self.folder))
-        if places and not by_itself:
+        if places:
             self._requested[self.number] = tag
         self.writer.notify()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
@@ -227,7 +227,7 @@ class Saver:
             why = f"{self.job.folder} was removed, perhaps before it was written"
             missing |= dict.fromkeys(self._requested.values(), why)
         for save in self._look_late():
-            for place in save.list_lacking() if not save.by_itself else ():
+            for place in save.list_lacking():
                 missing[save.tag] = f"missing at {place} ({save.find_failure(place) or f'see {self.job.folder}/log'})"
         return missing
 
@@ -240,8 +240,7 @@ class Saver:
         self._logged = {place: fault for place, fault in self._logged.items() if place in late}
         for place, saves in late.items():
             fault = next(filter(None, (save.find_failure(place) for save in saves)), "")
-            is_snapshot = all(save.by_itself for save in saves)  # the next one replaces it
-            if self._logged.get(place) != fault and (fault or not is_snapshot):
+            if self._logged.get(place) != fault:
                 self._logged[place] = fault
                 tags, why = ", ".join(save.tag for save in saves), fault or f"see {self.job.folder}/log"
                 logger.warning("%s still lacks %s, which memory holds: %s", place, tags, why)
@@ -344,7 +343,7 @@ def save_into_memory(
 
     Args:
         write: DeepSpeed's save; takes the folder of tags.
-        by_itself: it is a snapshot: it is not written to ``save_dir``, and waits for no pending save.
+        by_itself: it is a snapshot: it stays in memory, and waits for no pending save.
 
     Returns:
         The result of ``write``, and True if the save is in memory.

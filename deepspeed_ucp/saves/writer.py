@@ -33,9 +33,6 @@ logger = logging.getLogger("deepspeed_ucp")
 _AGAIN = 10.0
 """Seconds until a destination that failed is tried again."""
 
-_BY_ITSELF = "\0by itself"
-"""Suffix of a destination's key for snapshots, which are counted apart from saves of the script."""
-
 
 def main(folder: str) -> int:
     """Write saves until standard input ends and nothing is pending; return 1 if a save could not be written."""
@@ -90,8 +87,6 @@ class SaveWriter:
             with suppress(OSError):
                 self.free()  # snapshots without a destination
             for place in self.list_places():
-                with suppress(OSError, UcpError):  # memory is full: the thread logs it
-                    place.drop_older()
                 if place.ident is None:
                     place.start()
             if is_last:
@@ -145,7 +140,7 @@ class PlaceWriter(threading.Thread):
     def __init__(self, writer: SaveWriter, folder: str) -> None:
         super().__init__(name=f"ucp-{folder}")
         self.writer, self.job, self.folder, self.news = writer, writer.job, folder, threading.Event()
-        self._written = dict[str, dict[str, str]]()  # marks by kind of save, in order
+        self._written = dict[str, str]()  # marks by tag, in order
         self._logged = dict[str, str]()  # faults by tag
         self._busy = set[int]()  # numbers of the saves that are written now
         self._refused = set[int]()  # numbers of those that are given up, also if memory was full for the record
@@ -162,10 +157,7 @@ class PlaceWriter(threading.Thread):
             self.news.wait(None if is_written else min(_AGAIN, left))
 
     def write_all(self) -> bool:
-        """Write all saves that the destination lacks; return True if none failed.
-
-        Saves of a script are written in order; of snapshots only the newest one.
-        """
+        """Write all saves that the destination lacks, in order; return True if none failed."""
         try:
             while True:
                 begun = self._wait_for_first()
@@ -210,11 +202,6 @@ class PlaceWriter(threading.Thread):
                 raise
             return ended
 
-    def drop_older(self) -> None:
-        """Drop replaced snapshots while the destination is busy; they would fill the memory."""
-        with self.writer.lock:
-            self._choose({save.number for save in self._list_pending() if save.node == 0})
-
     def _choose(self, begun: set[int]) -> list[Snapshot]:
         """Return the saves to write next, in order; drop replaced ones."""
         pending = self._list_pending()
@@ -222,12 +209,12 @@ class PlaceWriter(threading.Thread):
         spare = [
             save
             for save in pending
-            if any(_replaces(other, save) for other in newer) or (save.number in begun and is_replaced(save))
+            if any(other.number > save.number and other.tag == save.tag for other in newer)
+            or (save.number in begun and is_replaced(save))
         ]
         for save in spare:
             save.note("done", {self.folder: ""})
-            if not save.by_itself:
-                logger.warning("%s: %s not written, a later save has the same tag", self.folder, save.tag)
+            logger.warning("%s: %s not written, a later save has the same tag", self.folder, save.tag)
         if spare:
             self.writer.free()
         return [save for save in newer if save not in spare]
@@ -264,30 +251,19 @@ class PlaceWriter(threading.Thread):
     def _note_written(self, save: Snapshot, mark: str) -> None:
         with suppress(OSError):  # the save is complete: such files go with later saves, or with the tag
             end_save(save, self.folder)
-        key = f"{self.folder}{_BY_ITSELF if save.by_itself else ''}"
-        marks = (self.job.read("written") | self._written).get(key, {})
-        marks = {tag: mark for tag, mark in marks.items() if tag != save.tag}
-        marks[save.tag] = mark
-        self._note(key, marks)
-        self._note(key, prune_place(self.folder, save.destinations[self.folder], marks))
+        if not self._written:
+            self._written = self.job.read("written").get(self.folder, {})
+        self._written.pop(save.tag, None)
+        self._record_written({**self._written, save.tag: mark})
+        self._record_written(prune_place(self.folder, save.destinations[self.folder], self._written))
 
-    def _note(self, key: str, marks: dict[str, str]) -> None:
-        self._written[key] = marks
+    def _record_written(self, marks: dict[str, str]) -> None:
+        self._written = marks
         with self.writer.lock, suppress(DiskFullError):  # it is recorded with the next save
-            self.job.note("written", self.job.read("written") | self._written)
+            self.job.note("written", {**self.job.read("written"), self.folder: marks})
 
     def _warn(self, why: str, tag: str = "a save") -> None:
         """Log each fault once."""
         if self._logged.get(tag) != why:
             self._logged[tag] = why
             logger.warning("%s: %s not written, to be tried again: %s", self.folder, tag, escape(why))
-
-
-def _replaces(newer: Snapshot, save: Snapshot) -> bool:
-    """Return True if a destination must have only the newer of two saves of a job.
-
-    A save of a script gives way only to one under the same tag. A snapshot gives way to any newer snapshot.
-    """
-    if newer.number <= save.number or newer.by_itself != save.by_itself:
-        return False
-    return newer.latest == save.latest if save.by_itself else newer.tag == save.tag

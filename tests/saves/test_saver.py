@@ -175,27 +175,17 @@ def test_memory_that_is_removed_stops_no_training(training: Training, caplog: py
     assert caplog.text.count("while the job runs") == 1
 
 
-def test_snapshots_are_counted_apart_from_saves_of_a_script(tmp_path: Path) -> None:
-    """They are never written to the folder that a load names."""
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_snapshots_stay_in_memory_and_are_not_counted(has_tiers: bool, tmp_path: Path) -> None:
     tiers = [SaveTier(place=str(tmp_path / "fast")), SaveTier(place=str(tmp_path / "slow"), every=2, keep=3)]
-
-    def list_places(to: list[SaveTier], *, by_itself: bool) -> list[list[tuple[str, int | None]]]:
-        found, training = [], Training(tmp_path, to=to)
-        for each in (True, True, False, True, False):
-            with mock.patch.object(launch.WriterPipe, "notify"):
-                training.save(by_itself=each)
-            made = training.job.list_saves()[-1]
-            assert made.by_itself is each
-            if each is by_itself:
-                found.append([(os.path.basename(place), keep) for place, keep in made.destinations.items()])
-        return found
-
-    place, fast = [("place", None)], ("fast", None)
-    often, seldom = [("fast", 1)], [("fast", 1), ("slow", 1)]
-    assert list_places([], by_itself=False) == [place, place]
-    assert list_places([], by_itself=True) == [[]] * 3
-    assert list_places(tiers, by_itself=False) == [[fast], [fast, ("slow", 3)]]
-    assert list_places(tiers, by_itself=True) == [often, seldom, often]
+    training, found = Training(tmp_path, to=tiers if has_tiers else []), list[list[tuple[str, int | None]]]()
+    for by_itself in (True, False, True, False):
+        with mock.patch.object(launch.WriterPipe, "notify"):
+            training.save(by_itself=by_itself)
+        places = training.job.list_saves()[-1].destinations
+        found.append([(os.path.basename(place), keep) for place, keep in places.items()])
+    first, second = ([("fast", None)], [("fast", None), ("slow", 3)]) if has_tiers else ([("place", None)],) * 2
+    assert found == [[], first, [], second]
 
 
 def test_saves_of_two_folders_do_not_replace_each_other_in_one_place(tmp_path: Path) -> None:
@@ -301,16 +291,14 @@ def test_a_save_that_no_retry_can_mend_ends_the_wait(training: Training, caplog:
 
 
 def test_missing_saves_are_named_with_the_reason(training: Training) -> None:
-    """Except snapshots. Saves that were lost with the memory are named once."""
+    """Saves that were lost with the memory are named once."""
     training.place.write_text("no folder")
     assert training.save("best")
-    make_save(training.job, str(training.place), tag="by-itself", by_itself=True)
     wait_until(lambda: "not written" in training.log)
     with mock_clock(PATIENCE / 4):
         finish_saves(training.engine)
-        with pytest.raises(StorageError, match=r"best: missing at .*place \(.*(exists|Not a directory)") as raised:
+        with pytest.raises(StorageError, match=r"best: missing at .*place \(.*(exists|Not a directory)"):
             finish_saves(training.engine, required=True)
-    assert "by-itself" not in str(raised.value)
     os.rename(training.job.folder, training.folder / "removed")
     with pytest.raises(StorageError, match="best: .* was removed"):
         finish_saves(training.engine, required=True)
@@ -365,7 +353,7 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     dead, folder = training.make_job(), training.folder
     for number, name in enumerate(("place", "older", "other")):
         place = str(folder / name.replace("older", "other"))
-        make_save(dead, place, tag=name, step=number, destinations={}, by_itself=True)
+        make_save(dead, place, tag=name, step=number, destinations={})
     monkeypatch.setattr(room, "count_free", lambda _: -1)
     caplog.set_level(logging.INFO)
     with pytest.raises(StorageError, match="MiB are free") as raised:
@@ -376,7 +364,7 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     assert f"rm -r {dead.folder}" in str(raised.value)
     third = training.make_job()
     make_save(third, str(folder / "third"))
-    make_save(third, str(folder / "third"), destinations={}, by_itself=True)
+    make_save(third, str(folder / "third"), destinations={})
     training.save(place="third", write=write_nothing)
     assert third.list_saves() == []  # DeepSpeed has saved
     monkeypatch.undo()
@@ -387,9 +375,9 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
 def test_a_save_next_to_a_dead_runs_folder_frees_nothing_that_is_in_memory_alone(training: Training) -> None:
     """Trainers have a folder for each save, and so do runs."""
     dead = [training.make_job() for _ in range(3)]
-    make_save(dead[0], str(training.folder / "runs" / "a"), destinations={}, by_itself=True)
+    make_save(dead[0], str(training.folder / "runs" / "a"), destinations={})
     make_save(dead[1], str(training.folder / "runs" / "b"))
-    make_save(dead[2], str(training.folder / "runs" / "c"), destinations={}, by_itself=True)
+    make_save(dead[2], str(training.folder / "runs" / "c"), destinations={})
     assert write(dead[1]) and training.save(place="runs/c")
     assert [bool(job.list_saves()) for job in dead] == [True, False, False]
 

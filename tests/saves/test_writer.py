@@ -25,7 +25,7 @@ from deepspeed_ucp.io import disk
 from deepspeed_ucp.saves import memory, places, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.launch import WriterPipe, finish_dead, start_writer
-from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, list_late, name_job
+from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, name_job
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
 from tests.saves.namespace import run_in_namespace
@@ -255,13 +255,6 @@ def test_a_line_of_a_record_that_is_cut_off_does_not_count(run: Run) -> None:
 # -- which saves are written, and kept in memory -----------------------------------------------------------------------
 
 
-def test_of_snapshots_a_slow_place_gets_the_newest_alone(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    for tag in "abc":
-        run.save(tag=tag, by_itself=True)
-    assert run.write()
-    assert run.list_names() == {"c", "latest", SCRIPT} and caplog.text == ""
-
-
 @pytest.mark.parametrize("latest", [True, False])
 def test_all_saves_of_a_script_are_written(
     latest: bool, run: Run, attempts: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
@@ -278,11 +271,11 @@ def test_all_saves_of_a_script_are_written(
 
 
 def test_a_snapshot_in_memory_alone_is_not_freed_for_a_save_of_another_folder(run: Run) -> None:
-    run.save(tag="snapshot", destinations={}, by_itself=True, save_dir="run")
+    run.save(tag="snapshot", destinations={}, save_dir="run")
     for tag in "best", "better":
         run.write_save(tag=tag)
     assert [each.tag for each in run.job.list_saves()] == ["snapshot", "better"]
-    run.save(tag="next", destinations={}, by_itself=True, save_dir="run")
+    run.save(tag="next", destinations={}, save_dir="run")
     run.write_save(tag="last")
     assert [each.tag for each in run.job.list_saves()] == ["next", "last"]
 
@@ -294,32 +287,24 @@ def test_latest_does_not_name_a_newer_save_that_is_not_for_it(run: Run) -> None:
     assert run.latest == "a" and run.is_whole("a") and run.is_whole("best")
 
 
-def test_snapshots_replace_no_save_of_a_script(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither in a place, nor while both wait for it. ``latest`` does not go back to a save that is written late."""
-    for tag in ("a", "b", "c", "d"):
-        run.save(tag=tag, keep=2)
-        run.save(tag=f"{tag}-by-itself", keep=1, by_itself=True)
-        run.write_save(tag=f"{tag}-later", keep=1, by_itself=True)
-        assert run.latest == f"{tag}-later"
-    assert run.list_names() == {"c", "d", "d-later", "latest", SCRIPT}
-    run.save(tag="last")
-    run.save(tag="last-by-itself", keep=1, by_itself=True)
+def test_latest_does_not_go_back_to_a_save_that_is_written_late(run: Run) -> None:
+    run.save(tag="late")
+    run.save(tag="next")
     original = writing.write_save
 
-    def fail_last(save: Snapshot, *args: Any) -> str:
-        if save.tag == "last":
+    def fail_late(save: Snapshot, *args: Any) -> str:
+        if save.tag == "late":
             raise OSError("not yet")
         return original(save, *args)
 
-    with mock.patch.object(writing, "write_save", fail_last):
+    with mock.patch.object(writing, "write_save", fail_late):
         assert not run.write()
-    assert run.write() and run.is_whole("last") and run.latest == "last-by-itself"
+    assert run.write() and run.is_whole("late") and run.latest == "next"
 
 
-def test_a_slow_place_holds_up_no_other_and_memory_does_not_fill(
+def test_a_slow_place_holds_up_no_other(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Snapshots that still wait when a newer one is made are freed at once."""
     slow, fast = str(run.folder / "slow"), str(run.folder / "fast")
     goes_on, copy = threading.Event(), places.put_file
 
@@ -329,16 +314,14 @@ def test_a_slow_place_holds_up_no_other_and_memory_does_not_fill(
 
     monkeypatch.setattr(places, "put_file", copy_slowly)
     with run_writer(SaveWriter(run.job, PATIENCE)) as announce:
-        for tag in "abcd":
-            run.save("slow", "fast", tag=tag, by_itself=True)
+        for tag in "abc":
+            run.save("slow", "fast", tag=tag)
             announce()
             wait_until(lambda tag=tag: is_whole(f"{fast}/{tag}"))
-        wait_until(lambda: len(list_late(run.job.list_saves()).get(slow, ())) == 2)
-        wait_until(lambda: [save.tag for save in run.job.list_saves()] == ["a", "d"])
-        assert not os.path.exists(f"{slow}/a")
+        assert not os.path.exists(f"{slow}/a") and len(run.job.list_saves()) == 3
         goes_on.set()
-    assert set(os.listdir(slow)) == {"a", "d", "latest", SCRIPT} and is_whole(f"{slow}/d")
-    assert Path(slow, "latest").read_text() == "d" and caplog.text == ""
+    assert set(os.listdir(slow)) == {*"abc", "latest", SCRIPT} and Path(slow, "latest").read_text() == "c"
+    assert caplog.text == ""
 
 
 def test_a_place_that_fails_is_tried_again_after_pauses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +414,7 @@ def test_no_code_of_the_working_directory_is_executed(
 @pytest.mark.parametrize("last", ["", "finished\n"], ids=["killed", "finished"])
 def test_memory_is_freed_only_after_a_normal_end(last: str, run: Run) -> None:
     """Although it has a snapshot, which a later save replaces."""
-    run.save(destinations={}, by_itself=True)
+    run.save(destinations={})
     run.save(tag="last")
     writer = WriterPipe(run.job, SETTINGS)
     writer.notify()
@@ -446,7 +429,7 @@ def test_memory_is_freed_only_after_a_normal_end(last: str, run: Run) -> None:
 def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> None:
     made = run.write_save(tag="written")
     if kind == "snapshot":
-        run.save(tag="last", destinations={}, by_itself=True)
+        run.save(tag="last", destinations={})
     elif kind == "failed":
         (run.folder / "file").write_text("no folder")
         run.save("file", tag="last")
