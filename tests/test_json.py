@@ -23,7 +23,7 @@ from deepspeed_ucp.formats.deepspeed.gather import find_other_step
 from deepspeed_ucp.formats.foreign.adapter import read_config
 from deepspeed_ucp.formats.universal.index import read_manifest
 from deepspeed_ucp.io import jsonfile, staging
-from deepspeed_ucp.saves import memory, places
+from deepspeed_ucp.saves import memory
 from deepspeed_ucp.tensor_parallel.files import read_rules
 from deepspeed_ucp.trainers import megatron
 from deepspeed_ucp.trainers.hffolders import read_trainer_state
@@ -66,7 +66,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "Megatron's ds_config": ("ds.json", lambda folder: read_given(os.path.join(folder, "ds.json"))),
     "ds_config": ("ds.json", lambda folder: settings.read_config(os.path.join(folder, "ds.json"))),
     "snapshots": ("written", lambda folder: memory.Job(folder).read("written")),
-    "nodes of a save": ("sign", lambda folder: read_sign(folder)),  # noqa: PLW0108 - defined below
     "rules": ("rules.json", lambda folder: read_rules(os.path.join(folder, "rules.json"))),
     "groups": ("groups.json", lambda folder: read_groups(os.path.join(folder, "groups.json"))),
 }
@@ -83,12 +82,6 @@ def read_given(path: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(megatron, "_get_args", get_args)
         return megatron.create_ds_config(lambda *_: {})
-
-
-def read_sign(folder: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "name_node_file", lambda *_: "sign")
-        return places.read_parts(SimpleNamespace(nodes=1), folder)  # type: ignore[arg-type]
 
 
 def write(reader: str, folder: Path, document: bytes) -> str:
