@@ -302,8 +302,11 @@ class Job:
         return all(map(self.is_unfinished, self.list_numbers())) and not any(map(_COPY.fullmatch, _list(self.folder)))
 
     def is_unfinished(self, number: int) -> bool:
-        """Return True if a save's folder has no state of a complete part."""
-        return not any(path.read_bytes().strip() for path in Path(self.find_folder(number)).glob(f"{_STATE}*"))
+        """Return True if a save's folder has no state of a complete part, and the writer does not free it just now."""
+        try:
+            return not any(path.read_bytes().strip() for path in Path(self.find_folder(number)).glob(f"{_STATE}*"))
+        except FileNotFoundError:
+            return False
 
     def remove(self) -> None:
         """Delete everything, the record of each save first: a kill leaves no damaged save."""

@@ -231,6 +231,19 @@ def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, m
     assert events == [f"sync_folder {os.path.basename(made.folder)}"] and os.path.exists(run.job.spare)
 
 
+def test_a_save_that_is_freed_while_its_folder_is_looked_at_is_no_error(run: Run) -> None:
+    """The next save deletes unfinished folders while the writer frees older saves."""
+    made, glob = run.save(), Path.glob
+
+    def list_and_free(folder: Path, pattern: str) -> list[Path]:
+        found = list(glob(folder, pattern))
+        made.spare()
+        return found
+
+    with mock.patch.object(Path, "glob", list_and_free):
+        assert not run.job.is_unfinished(made.number)
+
+
 def test_a_line_of_a_record_that_is_cut_off_does_not_count(run: Run) -> None:
     run.job.reserve(7, 0)
     made = replace(run.save("first", "second"), folder=run.job.find_folder(7))
