@@ -101,6 +101,8 @@ class Saver:
     def claim(self, save_dir: str, tag: str, step: int) -> None:
         """Reserve a tag in the folder that the script named and in all destinations.
 
+        Rank 0 warns if another engine has saved the same step to the same folder and tag.
+
         Raises:
             StorageError: one of them has the save of another folder under this tag.
         """
@@ -113,6 +115,12 @@ class Saver:
                     'in "save": {"to": …}, or each save another tag.',
                     path=place,
                 )
+            is_replaced = other == folder and former[0] != owner[0] and former[1] == step
+            if is_replaced and place == folder and self.is_owner and self.node == 0:
+                logger.warning(
+                    "%s: replaces %s, which another engine has saved there. Give each engine another folder or tag.",
+                    folder, tag,
+                )  # fmt: skip
             _claimed[place, tag] = folder, owner
 
     @property

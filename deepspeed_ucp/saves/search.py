@@ -5,10 +5,12 @@ Imports neither torch nor deepspeed.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ from ..io.store import is_folder
 from .launch import finish_dead, list_settings
 from .memory import Job, Snapshot, find_root, list_jobs, locate, owns_memory
 from .places import find_mark
+
+logger = logging.getLogger("deepspeed_ucp")
 
 _ROOT = re.compile(r"deepspeed_ucp-\d+")
 """Name of a user's folder in memory."""
@@ -44,17 +48,36 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
 
     Returns None as well if the folder has a later save, or else the first of the further places that has a checkpoint.
-    Pending saves of dead jobs are written meanwhile.
+    Pending saves of dead jobs are written meanwhile. Rank 0 warns if the places of a save that it returns were emptied.
 
     Args:
         load_dir: the folder of all tags, or without ``tag`` the folder of one tag; it may not exist yet.
     """
     if config.save is None:
         return None
-    memory = config.save.memory
+    memory, also, is_empty = config.save.memory, config.with_tiers().also, False
     root, is_owner = comm.run(lambda: find_root(memory)), owns_memory(memory, comm)
+    if comm.rank == 0:  # before a writer writes pending saves there
+        with suppress(UcpError, OSError):
+            is_empty = all(read_latest(place) is None for place in (load_dir, *also))
     comm.run(lambda: finish_dead(root, list_settings(config)) if is_owner else None)
-    return search_memory(root, load_dir, tag, comm, also=config.with_tiers().also, is_owner=is_owner)
+    newest = search_memory(root, load_dir, tag, comm, also=also, is_owner=is_owner)
+    if newest is not None and is_empty:
+        _warn_emptied(root, [locate(place) for place in (load_dir, *also)], newest)
+    return newest
+
+
+def _warn_emptied(root: str, places: Sequence[str], newest: Found) -> None:
+    """Warn if the job of a save has written saves to one of these places, which have no checkpoint now."""
+    job = Job(os.path.dirname(newest.folder))
+    written = set(job.read("written")).union(*(save.read("done") for save in job.list_saves()))
+    if emptied := next((place for place in places if place in written), None):
+        jobs = [job for job in list_jobs(root) if any(emptied in list_places(save) for save in job.list_saves())]
+        logger.warning(
+            "%s has no checkpoint, although the run wrote saves there: it continues from %s in memory, step %d. "
+            "To start from scratch, run on each node: rm -r %s",
+            emptied, newest.tag, newest.step, " ".join(job.folder for job in jobs),
+        )  # fmt: skip
 
 
 def search_memory(

@@ -204,6 +204,22 @@ def test_saves_of_two_folders_do_not_replace_each_other_in_one_place(tmp_path: P
         each.job.remove()
 
 
+def test_an_engine_that_replaces_the_save_of_another_one_is_reported(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not an engine that continues another one's steps."""
+    other = Training(training.folder)
+    other.engine.global_steps += 1
+    with without_writer():
+        for tag, count in ("first", 0), ("second", 1):
+            for each in training, other:
+                each.save(tag, write=write_nothing)
+            assert caplog.text.count("which another engine has saved") == count
+            other.engine.global_steps = training.engine.global_steps
+    for each in training, other:
+        each.job.remove()
+
+
 # -- the writer --------------------------------------------------------------------------------------------------------
 
 
@@ -482,6 +498,36 @@ def test_a_save_that_was_dropped_is_loaded_only_if_no_later_one_was_written(
     later.write_record()
     later.note("done", {str(place): "on the first node"})  # which has not published it
     assert find() == "dropped"
+
+
+@pytest.mark.parametrize("removed", ["all", "content", "nothing"])
+@pytest.mark.parametrize("has_tiers", [False, True])
+def test_a_load_from_memory_warns_if_all_places_were_emptied(
+    removed: str, has_tiers: bool, job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user may want to start from scratch."""
+    folder, place = str(tmp_path / "place"), tmp_path / ("tier" if has_tiers else "place")
+    to = [SaveTier(place=str(place))] if has_tiers else []
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), to=to))
+
+    def find() -> str | None:
+        found = find_in_memory(config, folder, None, Comm())
+        return found and found.tag
+
+    def make(tag: str, step: int) -> None:
+        make_save(job, folder, tag=tag, step=step, destinations={str(place): None})
+
+    make("first", 1)
+    assert find() == "first" and caplog.text == ""  # nothing was ever there
+    assert write(job)
+    make("second", 9)
+    if removed != "nothing":
+        shutil.rmtree(place)
+        if removed == "content":
+            place.mkdir()
+    assert find() == "second"
+    text = f"{place} has no checkpoint, although the run wrote saves there: it continues from second in memory, step 9"
+    assert (text in caplog.text and f"rm -r {job.folder}" in caplog.text) is (removed != "nothing")
 
 
 def test_a_tag_that_was_saved_again_without_the_plugin_is_loaded(job: Job, find: Find, tmp_path: Path) -> None:
