@@ -67,11 +67,10 @@ def find_width() -> int:
     return max(40, min(shutil.get_terminal_size().columns - 2, 100))
 
 
-def add_command(commands: Commands, name: str, *, help: str, description: str, examples: str, keys: str = "") -> Parser:
+def add_command(commands: Commands, name: str, *, description: str, examples: str, keys: str = "") -> Parser:
     """Add a command's parser.
 
     Args:
-        help: one line without a full stop, for ``ds_ucp --help``.
         examples: command lines, one per line.
         keys: keys of the object that ``--json`` prints.
     """
@@ -82,7 +81,6 @@ def add_command(commands: Commands, name: str, *, help: str, description: str, e
         epilog += "\nkeys of the JSON object:\n" + "\n".join(lines) + "\n"
     return commands.add_parser(
         name,
-        help=help,
         description=textwrap.fill(description, width),
         epilog=epilog,
         formatter_class=HelpFormatter,

@@ -24,7 +24,6 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "convert",
-        help="write a checkpoint as an atomic (universal) checkpoint",
         description="Write each parameter and optimizer state of a checkpoint as a separate file, in the layout of "
         "DeepSpeed's universal checkpoints, with a manifest. Loads do not need it: engine.load_checkpoint reads normal "
         'checkpoints of any topology. Use it to move to another cluster, for DeepSpeed\'s "load_universal", or to look '

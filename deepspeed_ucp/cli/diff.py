@@ -34,7 +34,6 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "diff",
-        help="compare two checkpoints of any topologies",
         description="Compare two checkpoints of any topologies and formats: every parameter and optimizer state "
         "as a logical tensor, to the bit; hyper-parameters, counters, loss scaler, scheduler and client state. "
         "Topology is no difference. Exit code 0: equal (or within --tolerance); 1: different; 2: an error.",

@@ -16,8 +16,23 @@ from ..version import __version__
 from .common import HelpFormatter, Parser, read_storage_options
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, print_message
 
-COMMANDS = ("run", "list", "inspect", "verify", "diff", "plan", "convert", "export")
-"""Modules with ``add_parser(commands)`` and ``run(options) -> exit code``."""
+GROUPS = {
+    "train": {"run": "run a training script with the plugin on"},
+    "examine": {
+        "list": "list the checkpoints of a folder, and the one that a resume takes",
+        "inspect": "show the contents of a checkpoint, and its faults",
+        "verify": "check every byte of a checkpoint",
+        "diff": "compare two checkpoints of any topologies",
+        "plan": "check whether a checkpoint loads at another topology",
+    },
+    "write": {
+        "convert": "write a checkpoint as an atomic (universal) checkpoint",
+        "export": "write safetensors, or all state for torch.distributed.checkpoint",
+    },
+}
+"""Purpose → command → help. Commands are modules with ``add_parser(commands)`` and ``run(options) -> exit code``."""
+
+COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 
 _EPILOG = """\
 exit codes:
@@ -33,10 +48,15 @@ exit codes:
 def build_parser(names: Sequence[str] = COMMANDS) -> Parser:
     """Build the command line of all commands, or of some."""
     usage = "ds_ucp [--version] [-h] COMMAND …"
-    text = "Elastic resume for DeepSpeed checkpoints: resume, look into, check, compare, convert and export them."
+    lines = ["Elastic resume for DeepSpeed checkpoints."]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:9}{text}" for name, text in group.items())]
+    text = "\n".join(lines)
     parser = Parser("ds_ucp", usage, text, _EPILOG, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ds_ucp {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND", prog="ds_ucp")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="ds_ucp"
+    )
     for name in names:
         load_command(name).add_parser(commands)
     return parser

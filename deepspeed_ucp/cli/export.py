@@ -49,7 +49,6 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "export",
-        help="write weights as safetensors, or all state for torch.distributed.checkpoint",
         description="Write a checkpoint's consolidated weights for Hugging Face (safetensors), or weights "
         "and optimizer state for torch.distributed.checkpoint (dcp), which FSDP2, Accelerate, the Trainer and "
         "torchtitan load. Weights are read from the fp32 masters in the files of all ranks, with bounded memory; every "
@@ -79,6 +78,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--like", metavar="MODEL", help=text)
     parser.add_argument("--adapter", action="store_true", help="hf: write only an adapter, in PEFT's format")
+    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)  # refused by `_check`
     parser.add_argument("--adapter-name", metavar="NAME", help="name of the adapter (default: default)")
     text = "adapter_config.json, or its folder (default: the folder of the checkpoint, where trainers put it)"
     parser.add_argument("--adapter-config", metavar="PATH", help=text)
@@ -133,6 +133,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     of_others = {"hf": ["weights_only", "layout"], "dcp": ["like", "adapter"]}
+    if options.merge:
+        raise ConfigError("--merge: export with --adapter, then merge the adapter with PEFT's merge_and_unload.")
     if not options.adapter and (options.adapter_name or options.adapter_config):
         raise ConfigError("--adapter-name and --adapter-config need --adapter.")
     if options.adapter and options.like:

@@ -23,7 +23,6 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "inspect",
-        help="show the contents of a checkpoint, and its faults",
         description="Show a checkpoint's topology, step, optimizer, parameters, sizes and faults. Only the headers of "
         "its files are read, and no code of them is run. If a checkpoint does not open, all its faults are listed and "
         "the exit code is 2.",

@@ -30,7 +30,6 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "list",
-        help="list the checkpoints of a folder, and the one that a resume takes",
         description="List the checkpoints of a folder and of its subfolders (such as a trainer's checkpoint-500), on "
         "storage and in this node's memory, and mark the one that a resume takes. The newest is first (by step, seal "
         "and time). Only headers are read. Exit code 0: all are complete; 1: one is not; 2: an error, or none.",

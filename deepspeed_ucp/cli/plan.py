@@ -47,7 +47,6 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "plan",
-        help="check whether a checkpoint loads at another topology",
         description="Check, from the headers and with the checks of a load, whether a checkpoint can be resumed at "
         "another topology, and how many bytes each rank reads. With --params: memory and disk of a model without a "
         "checkpoint. With --mtbf: how often to save. Exit code 0: possible; 1: not possible; 2: an error.",

@@ -20,7 +20,6 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "run",
-        help="run a training script with the plugin on",
         description="Run SCRIPT with the plugin installed and on for every engine whose ds_config does not say "
         '"checkpoint": {"universal": false}. The script itself needs no change. Options of the plugin reach every '
         "engine; an option in the ds_config takes precedence.",

@@ -27,7 +27,6 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "verify",
-        help="check every byte of a checkpoint",
         description="Check every file of a checkpoint: the CRC32 of each record, whether every element of every "
         "parameter exists once, and whether the files belong together (same step, run and world size). All faults are "
         "named, with the parameters in damaged bytes. Exit code 0: complete; 1: faults; 2: no readable checkpoint.",

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError
-from ..formats.deepspeed.files import scan_if_there
+from ..formats.deepspeed.files import find_foreign, scan_if_there
 from ..formats.deepspeed.naming import Naming
 from ..formats.foreign.names import PARTS, TRAINER_STATE, is_foreign
 from ..formats.latest import LOST, Age, find_age, find_checkpoint, find_tags, holds_foreign, is_checkpoint
@@ -60,6 +60,8 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, A
     try:
         report = survey_checkpoint(where, Comm(), Naming(groups="module"), also=also)
         index, fault = report.index, report.fault
+        if find_foreign(report.files.entries):  # DeepSpeed may load an unsupported save, but not this
+            report.require()
     except UcpError as error:
         fault = error
     age = find_age([where])

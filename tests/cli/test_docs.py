@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from deepspeed_ucp.cli.dispatch import COMMANDS, main
+from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main
 from tests.cli.samples import DOCS, find_parser
 
 EXAMPLES = [
@@ -54,7 +54,9 @@ def test_the_page_has_the_help_of_every_command(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "100")
     path = DOCS / "cli.md"
     page = path.read_text(encoding="utf-8")
-    sections = [f"\n## {name}\n\n```text\n{shorten_help(name)}```\n" for name in COMMANDS]
+    _, _, groups = str(build_parser().description).partition("\n\n")
+    sections = [f"\n## Commands\n\n```text\n{groups}\n```\n"]
+    sections += [f"\n## {name}\n\n```text\n{shorten_help(name)}```\n" for name in COMMANDS]
     shared = SHARED.search(find_parser("diff").format_help())
     assert shared
     sections.append(f"\n## Shared options\n\nAll commands but `run` have them.\n\n```text\n{shared[0].strip()}\n```\n")
