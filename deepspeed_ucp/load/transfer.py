@@ -27,9 +27,8 @@ from ..plan.rounds import BLOCK, SameNode, Table
 from ..plan.wants import Wants
 from ..stream.duplicates import check_replicas, check_samples
 from ..stream.reader import AtomReader, verify_reads
-from .destinations import Buffer, Destinations
+from .destinations import Buffer, Destinations, choose_uploads
 from .prepare import Work
-from .uploads import choose_uploads
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_ucp.load import uploads
+from deepspeed_ucp.load import destinations
 from deepspeed_ucp.testing import WorldPool
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import Engines, Row
@@ -83,7 +83,7 @@ def load(folder: str, stage: int, layers: int, options: dict[str, Any], *, pinne
     """
     engine = make_large(stage, layers, seed=7, options={"mode": "direct", **options}, **config)
     found: list[str] = []
-    choose = uploads.choose_uploads
+    choose = destinations.choose_uploads
 
     def note(*args: Any) -> Any:
         made = choose(*args)
@@ -93,7 +93,7 @@ def load(folder: str, stage: int, layers: int, options: dict[str, Any], *, pinne
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    refuse = mock.patch.object(uploads, "_allocate_pinned", side_effect=RuntimeError("no memory can be locked"))
+    refuse = mock.patch.object(destinations, "_allocate_pinned", side_effect=RuntimeError("no memory can be locked"))
     start = time.perf_counter()
     with mock.patch("deepspeed_ucp.load.transfer.choose_uploads", note), nullcontext() if pinned else refuse:
         engine.load_checkpoint(folder)

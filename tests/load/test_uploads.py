@@ -15,9 +15,8 @@ import torch
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.memory import ScratchPool, allocate_large, find_address
-from deepspeed_ucp.load import destinations, transfer, uploads
-from deepspeed_ucp.load.destinations import TensorSink
-from deepspeed_ucp.load.uploads import GpuUploads, Uploads, choose_uploads
+from deepspeed_ucp.load import destinations, transfer
+from deepspeed_ucp.load.destinations import GpuUploads, TensorSink, Uploads, choose_uploads
 from tests.support.ranks import run_ranks
 from tests.support.reshard import check_load, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -179,9 +178,9 @@ def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, mon
     def copy(into: torch.Tensor, values: torch.Tensor) -> None:
         cuda.current_stream(torch.device("cuda", 1)).jobs.append(lambda: into.copy_(values))
 
-    monkeypatch.setattr(uploads, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(uploads, "_allocate_pinned", allocate)
-    monkeypatch.setattr(uploads, "_empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(destinations, "_allocate_pinned", allocate)
+    monkeypatch.setattr(destinations, "_empty_cache", lambda: emptied.append(1))
     monkeypatch.setattr(transfer, "choose_uploads", choose)
     monkeypatch.setattr(destinations, "_copy", copy)
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
@@ -196,7 +195,7 @@ def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None
     """Torch's pool has 32 streams, each with memory of its own; each step has new threads."""
     made = list[object]()
     cuda = SimpleNamespace(Stream=made.append, device=nullcontext, stream=nullcontext)
-    monkeypatch.setattr(uploads, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch, "cuda", cuda)
     lent = GpuUploads(2, torch.device("cuda", 0))
     for _ in range(3):
         with lent.open_stream(), suppress(KeyError), lent.open_stream():
@@ -211,7 +210,7 @@ def test_without_page_locked_memory_a_load_goes_on(monkeypatch: pytest.MonkeyPat
         tries.append(nbytes)
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(uploads, "_allocate_pinned", fail)
+    monkeypatch.setattr(destinations, "_allocate_pinned", fail)
     lent = GpuUploads(1, torch.device("cuda", 0))
     for nbytes in (1 << 20, 40 << 20):
         lent._allocate(nbytes)[-1] = 1
@@ -229,10 +228,10 @@ def test_page_locked_memory_is_what_is_needed(threads: int, size: int, monkeypat
         locked.append(1 << (nbytes - 1).bit_length())
         return allocate_large(nbytes)
 
-    monkeypatch.setattr(uploads, "_allocate_pinned", allocate)
+    monkeypatch.setattr(destinations, "_allocate_pinned", allocate)
     lent = GpuUploads(threads, torch.device("cuda", 0))
     pieces = [lent._allocate(size) for _ in range(2 * threads)]
-    assert sum(locked) <= 1.1 * 2 * threads * size + uploads._LOCKED
+    assert sum(locked) <= 1.1 * 2 * threads * size + destinations._LOCKED
     begins = sorted(find_address(piece) for piece in pieces)
     assert all(low + size <= high for low, high in pairwise(begins))
     assert {begin % 4096 for begin in begins} == {0}
