@@ -15,8 +15,7 @@ from ..errors import Objections, pluralize, shorten
 from ..io.cast import FLOATING
 from ..model import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..model.view import EngineBuffer, EngineView
-from ..plan.faults import list_faults
-from ..plan.match import Adaptation, Match, lacks_frozen, match_groups, match_parameters
+from ..plan.match import Adaptation, Match, lacks_frozen, list_faults, match_groups, match_parameters
 from ..plan.settling import list_names, refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,

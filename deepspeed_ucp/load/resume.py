@@ -2,7 +2,7 @@
 
 The order of calls:
 
-1. :func:`.tags.find_tag` finds the tag. If there is none, :func:`.absent.report_absent` logs this, and DeepSpeed loads.
+1. :func:`.tags.find_tag` finds the tag. If there is none, :func:`.tags.report_absent` logs this, and DeepSpeed loads.
 2. :func:`.choice.choose_loader` opens the engine (:func:`~deepspeed_ucp.engine.open_target`).
 3. :func:`~deepspeed_ucp.formats.open.survey_checkpoint` reads the headers of all files: an index and its findings.
 4. :func:`.choice.choose_loader` compares both topologies and chooses DeepSpeed's load, which ends the resume, or
@@ -50,12 +50,11 @@ from ..model import AtomicIndex
 from ..plan.settling import list_names
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, find_renamed, from_config
-from .absent import report_absent
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, Loaded, LoadReport
 from .direct import load_direct
 from .inventory import list_live_rules, view_engine
-from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
+from .tags import find_all_tags, find_folders, find_tag, report_absent, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -1,10 +1,10 @@
-"""Find the tag to load: the content of ``latest``, on any node and in any place."""
+"""Find the tag to load: the content of ``latest``, on any node and in any place; report that there is none."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -12,8 +12,16 @@ from typing import Any, NamedTuple, TypeVar
 from ..comm import Comm, is_shared
 from ..errors import CheckpointError, OutOfReachError, UcpError, join_numbers, shorten
 from ..formats import check_tag, read_latest
-from ..formats.latest import find_folder, find_newest, find_tags
-from ..io.paths import is_url, normalize
+from ..formats.latest import (
+    describe_content,
+    find_folder,
+    find_newest,
+    find_siblings,
+    find_tags,
+    leads_to_folder,
+)
+from ..hub import describe_cached
+from ..io.paths import find_store, is_url, normalize
 from ..io.store import is_folder
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -82,7 +90,8 @@ def find_tag(
     if chosen is not None and _is_somewhere(places, chosen, comm):
         return chosen
     newest = next((look.newest for look in all_looks if look.newest), None)
-    comm.alike(lambda: _refuse(errors[0], newest))
+    if newest is None:
+        comm.alike(lambda: _refuse(errors[0]))
     if comm.rank == 0:
         logger.warning("%s Falling back to the newest one by step, seal and time: %s", errors[0], newest)
     return newest
@@ -166,9 +175,8 @@ def suggest_fallback(comm: Comm, has_older: Callable[[], bool]) -> Iterator[None
 _FALLBACK = '"fallback": true loads the newest checkpoint that is complete.'
 
 
-def _refuse(error: str, newest: str | None) -> None:
-    if newest is None:
-        raise CheckpointError(error)
+def _refuse(text: str, path: str | None = None) -> None:
+    raise CheckpointError(text, path=path)
 
 
 def find_all_tags(places: Sequence[str]) -> set[str]:
@@ -199,3 +207,75 @@ def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
 def ask_ranks(place: str, look: Callable[[], T], comm: Comm) -> list[T]:
     """Run ``look`` on every rank, or on rank 0 alone if the place is a URL (collective)."""
     return [comm.once(look)] if is_url(place) else comm.each(look)
+
+
+_ADVICE = (
+    "To resume, name the folder that holds `latest`, or a checkpoint's own folder; "
+    '"require": true makes this an error.'
+)
+_MISSING, _EMPTY = _ABSENT = "does not exist", "is empty"
+
+
+def report_absent(places: Sequence[str], comm: Comm, *, require: bool, saved_to: Iterable[str] = ()) -> None:
+    """Log that a load found no checkpoint (collective).
+
+    INFO if the folder is missing or empty, as on the first start of a run. WARNING if it has content, or if its path
+    looks mistyped: the parent folder is missing, other checkpoints lie in the parent folder, or the engine saves
+    somewhere else.
+
+    Args:
+        places: folders or URLs that were searched; the first is the argument of the load.
+        require: raise instead.
+        saved_to: folders that the engine is known to save to.
+
+    Raises:
+        CheckpointError: a checkpoint is required.
+    """
+    first, *others = [_describe_place(place, comm) for place in places]
+    is_absent = first in _ABSENT
+    seen = [f"{place} {text}." for place, text in zip(places[1:], others, strict=True) if text not in _ABSENT]
+    if is_absent:
+        seen += comm.once(lambda: _list_doubts(places[0], saved_to, is_missing=first == _MISSING))
+    text = f"{first}, nothing to resume" if is_absent else f"{first}, no checkpoint to resume"
+    if require:
+        fault = " ".join([f'{text}, and "require" is on.', *seen, "Check the path."])
+        comm.alike(lambda: _refuse(fault, places[0]))
+    if comm.rank:
+        return
+    text = f"{text}: training begins from scratch"
+    if seen or not is_absent:
+        logger.warning("%s: %s", places[0], " ".join([f"{text}.", *seen, _ADVICE]))
+    else:
+        logger.info("%s: %s", places[0], text)
+
+
+def _describe_place(place: str, comm: Comm) -> str:
+    """Describe a place (collective). If ranks differ, content counts before an empty folder, then a missing one."""
+
+    def look() -> str:
+        folder = place or os.curdir
+        if text := describe_content(folder):
+            return text
+        if leads_to_folder(folder):
+            return _EMPTY
+        return _MISSING if is_url(place) else describe_cached(place) or _MISSING
+
+    answers = ask_ranks(place, look, comm)
+    return next((text for text in answers if text not in _ABSENT), _EMPTY if _EMPTY in answers else _MISSING)
+
+
+def _list_doubts(place: str, saved_to: Iterable[str], *, is_missing: bool) -> list[str]:
+    """Reasons to think that a missing or empty folder is not the intended one, as sentences."""
+    doubts = []
+    folder, parent = normalize(place), os.path.dirname(normalize(place))
+    folders = list(saved_to)
+    if folders and folder not in map(normalize, folders):
+        doubts.append(f"This engine saves to {shorten(folders)}.")
+    if is_url(place) and parent == find_store(place):
+        return doubts
+    with suppress(UcpError, OSError):  # reading one folder may be allowed and its parent not
+        if siblings := find_siblings(folder):
+            doubts.append(f"{parent} holds checkpoints in {shorten(siblings, 3)}.")
+        elif is_missing and not leads_to_folder(parent):
+            doubts.append(f"Its parent folder {parent} does not exist either.")
+    return doubts

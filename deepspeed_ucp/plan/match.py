@@ -10,16 +10,37 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..errors import MismatchError, shorten, suggest
+from ..errors import MismatchError, fold_names, shorten, suggest
 from ..extensions.registry import find_for_names
 from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..model.flat import Shape
 from ..model.view import EngineView
 from ..tensor_parallel import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
 from ..tensor_parallel.adapters import is_added
-from .faults import EXTRA, MISSING, SHAPE, Fault, list_faults
 
 FIRST = (0, 1)
+
+EXTRA, MISSING, SHAPE, COUNT = "extra", "missing", "shape", "count"
+"""Kinds of faults: a name that the model lacks or the checkpoint lacks, another shape, another number of parameters."""
+
+_EXAMPLES = 3
+
+
+class Fault(NamedTuple):
+    """A difference that prevents a match, or that a lenient load ignores.
+
+    Attributes:
+        name: the parameter's, or the common prefix of several.
+        text: follows the name in the message.
+        kind: one of the four.
+    """
+
+    name: str
+    text: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.text}"
 
 
 @dataclass(slots=True)
@@ -250,6 +271,21 @@ class _Matcher:
             "load_module_strict=False (Accelerate: load_state(folder, load_module_strict=False); Lightning: "
             "strict_loading = False in the module)."
         )
+
+
+def list_faults(faults: Iterable[Fault]) -> str:
+    """List some missing names, some extra ones and some other faults, with their numbers."""
+    kinds: dict[str, list[Fault]] = defaultdict(list)
+    for fault in faults:
+        kinds[fault.kind if fault.kind in (EXTRA, MISSING) else ""].append(fault)
+    return ", ".join(map(_list_some, kinds.values()))
+
+
+def _list_some(faults: Sequence[Fault]) -> str:
+    if len(faults) <= _EXAMPLES:
+        return ", ".join(map(str, faults))
+    folded = [f"{name}{texts[0]}" for name, texts in fold_names([fault[:2] for fault in faults], str)]
+    return f"{', '.join(folded[:_EXAMPLES])}, … ({len(faults)} in all)"
 
 
 def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.paths import is_url
 from deepspeed_ucp.io.store import write_small
-from deepspeed_ucp.load.absent import report_absent
+from deepspeed_ucp.load.tags import report_absent
 from tests.support.memory import clear_memory
 
 STATES = "mp_rank_00_model_states.pt"

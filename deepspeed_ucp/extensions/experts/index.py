@@ -14,8 +14,7 @@ from ...model import AtomicIndex, GroupInfo
 from ...model.flat import Shape
 from ...model.view import Shapes
 from ...plan.derive import DerivedParam, Slice, can_fuse, derive
-from ...plan.faults import COUNT, Fault
-from ...plan.match import Adaptation
+from ...plan.match import COUNT, Adaptation, Fault
 from ...plan.settling import list_shapes
 from ..registry import NameExtension
 from .names import find_block, find_expert, is_expert, read_name
