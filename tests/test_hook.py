@@ -92,7 +92,7 @@ def _fail(engine: FakeEngine, folder: Path, facts: dict[str, Any]) -> str:
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     own = lambda _, tag: (*(str(Path(tag) / name) for name in names), facts)  # noqa: E731
     with (
-        mock.patch("deepspeed_ucp.load.disabled.describe_own_files", own),
+        mock.patch("deepspeed_ucp.load.resume.describe_own_files", own),
         pytest.raises(AssertionError, match="its own words") as raised,
     ):
         hook._load_checkpoint(original, engine, str(folder), "tag")

@@ -175,7 +175,7 @@ def suggest_fallback(comm: Comm, has_older: Callable[[], bool]) -> Iterator[None
 _FALLBACK = '"fallback": true loads the newest checkpoint that is complete.'
 
 
-def _refuse(text: str, path: str | None = None) -> None:
+def _refuse(text: str, path: str = "") -> None:
     raise CheckpointError(text, path=path)
 
 
