@@ -19,10 +19,11 @@ from jobs import Job
 from deepspeed_ucp.extensions.rename import apply_renames
 from deepspeed_ucp.model import MASTER, AtomicIndex, Read
 from deepspeed_ucp.model.flat import FlatBuffer
-from deepspeed_ucp.plan import Blocks, ReadSizes, Want, list_claims
+from deepspeed_ucp.plan import Blocks, Want, list_claims
 from deepspeed_ucp.plan.derive import rename_all
 from deepspeed_ucp.plan.locate import list_runs
 from deepspeed_ucp.plan.match import Match, pick_instance
+from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.plan.wants import Layouts, join_states, view_shards
 from deepspeed_ucp.tensor_parallel import Run, from_config, restrict_source
@@ -58,7 +59,7 @@ class SharedWant:
 class Claims:
     """The claims of all ranks of a job."""
 
-    def __init__(self, index: AtomicIndex, job: Job, sizes: ReadSizes) -> None:
+    def __init__(self, index: AtomicIndex, job: Job) -> None:
         targets = [job.target.make_target(rank) for rank in job.reporters]
         self.tp, self.dp = targets[0].place.tp, targets[0].place.dp
         buffers: list[dict[FlatBuffer, None]] = [{} for _ in range(self.tp * targets[0].place.pp)]
@@ -78,8 +79,7 @@ class Claims:
                 places = sorted(stages[name])
                 params[name] = pick_instance(self.index, name, places.index(number // self.tp), len(places))
             self.model_ranks.append(ModelRank(Match(params), tuple(flats)))
-        self.block = sizes.block
-        self.blocks = Blocks.of(self.index.records, sizes.block, job.ranks)
+        self.blocks = Blocks.of(self.index.records, BLOCK, job.ranks)
         self.wants = list(self._list_wants())
         self.pieces: dict[int, list[tuple[int, int, int, Run]]] = defaultdict(list)
         for number, each in enumerate(self.wants):
@@ -127,9 +127,9 @@ class Claims:
             for low, high in _join_spans(spans):
                 for rank, want in self._divide(self.wants[number], low, high):
                     wants[rank].append(want)
-        claims = {rank: list_claims(each, self.block) for rank, each in wants.items()}
+        claims = {rank: list_claims(each, self.blocks.block) for rank, each in wants.items()}
         return {
-            rank: [claim for claim in each if (claim.record, claim.offset // self.block) in chosen]
+            rank: [claim for claim in each if (claim.record, claim.offset // self.blocks.block) in chosen]
             for rank, each in claims.items()
         }
 
@@ -137,11 +137,11 @@ class Claims:
         """Return spans of target elements that contain all in some blocks, by the number of the want."""
         spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for record, number in chosen:
-            first = bisect_right(self.ends[record], number * self.block)
+            first = bisect_right(self.ends[record], number * self.blocks.block)
             for low, _, want, run in islice(self.pieces[record], first, None):
-                if low >= (number + 1) * self.block:
+                if low >= (number + 1) * self.blocks.block:
                     break
-                step = self.block // self.wants[want].want.itemsize
+                step = self.blocks.block // self.wants[want].want.itemsize
                 parts = restrict_source(run, number * step, (number + 1) * step)
                 spans[want] += [(part.dst, part.dst + (part.count - 1) * part.dst_step + part.width) for part in parts]
         return spans

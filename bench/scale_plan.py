@@ -31,8 +31,8 @@ from deepspeed_ucp.load.destinations import Buffer
 from deepspeed_ucp.load.inventory import join_groups, list_stage_groups, view_engine
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
-from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
-from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ
+from deepspeed_ucp.plan import LoadPlan, address_claims
+from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SHARES
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.reader import send_checks
 from deepspeed_ucp.tensor_parallel import from_config
@@ -41,7 +41,6 @@ FOLDER = "/checkpoints/global_step1000"
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
 PER_NODE = 8
 WINDOW = UniversalConfig().window_mb << 20
-SIZES = ReadSizes.from_window(WINDOW)
 ALL_JOBS = JOBS | QUICK_JOBS
 
 
@@ -95,7 +94,7 @@ def make_script(job: Job, ranks: Iterable[int]) -> Script:
     script = Script(entries, {name: pickle.dumps(header) for name, header in headers.items()}, everyone.shared)
     del headers
     script.messages |= _record_reports(job)
-    claims = Claims(index, job, SIZES)
+    claims = Claims(index, job)
     claimed = np.zeros(len(index.records), np.bool_)
     claimed[claims.touched] = True
     atoms = index.atoms
@@ -177,7 +176,7 @@ class Planner:
             work = prepare(load, index, target, with_states=True)
             choose_memory(work.destinations.buffers, WINDOW, comm, prefer_memory=False)
             near = np.arange(job.ranks) // PER_NODE == self.rank // PER_NODE
-            plan = negotiate(work.wants, work.index, comm, SIZES, near)
+            plan = negotiate(work.wants, work.index, comm, WINDOW // SHARES, near)
             seconds, received = time.process_time() - start, dict(comm.received)
             peak = peak_resident_bytes() - before
             comm.received.clear()

@@ -21,9 +21,9 @@ from ..io.memory import LargePages, Scratch, identify_host, measure_available, s
 from ..io.paths import count_readers
 from ..io.read import JOINED, Checked, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
-from ..model import AtomicIndex, Read, Records
-from ..plan import Blocks, LoadPlan, ReadSizes, address_claims, list_claims, make_owner_plan, make_plan
-from ..plan.rounds import BLOCK, SameNode, Table
+from ..model import AtomicIndex, Read
+from ..plan import Blocks, LoadPlan, address_claims, list_claims, make_owner_plan, make_plan
+from ..plan.rounds import BLOCK, MIN_DIRECT, SHARES, Answers, SameNode, Table
 from ..plan.wants import Wants
 from ..stream.duplicates import check_replicas, check_samples
 from ..stream.reader import AtomReader, verify_reads
@@ -73,7 +73,7 @@ class CollectiveReader:
         self.index, self.destinations, self.passes, self.comm, self.stages = index, destinations, passes, comm, stages
         window = config.window_mb << 20
         threads = config.threads or count_readers(index.state_file)
-        self.threads = ReadSizes.from_window(window).limit_threads(threads, window)
+        self.threads = min(threads, max(window // (4 * BLOCK), 1))
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
         # the other half.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
@@ -284,7 +284,8 @@ class Transfer:
     """One rank's part of a load; every step is collective, and they follow each other.
 
     Args:
-        sizes: default: those for the configured window.
+        share: bytes of a round of exchange; default: by the configured window.
+        block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
         prefer_memory: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
     """
 
@@ -294,16 +295,18 @@ class Transfer:
         comm: Comm,
         config: UniversalConfig,
         *,
-        sizes: ReadSizes | None = None,
+        share: int = 0,
+        block: int = BLOCK,
+        min_direct: int = MIN_DIRECT,
         prefer_memory: bool = False,
     ) -> None:
         window = config.window_mb << 20
         self.work, self.comm, self.config = work, comm, config
         self.two_passes = not choose_memory(work.destinations.buffers, window, comm, prefer_memory=prefer_memory)
-        self.sizes = sizes or ReadSizes.from_window(window)
-        self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
+        share = share or max(window // SHARES, block)
+        self.stages = share_memory(2 * share, comm.rank, comm.gather)
         same_node = np.array([stage is not None for stage in self.stages], np.bool_)
-        self.plan = negotiate(work.wants, work.index, comm, self.sizes, same_node)
+        self.plan = negotiate(work.wants, work.index, comm, share, same_node, block=block, min_direct=min_direct)
         passes = self._plan_passes(self.plan)
         # The reader allocates memory: an error of one rank reaches all ranks here.
         self.reader = comm.run(
@@ -414,32 +417,44 @@ def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
 
 
 def negotiate(
-    wants: Wants, index: AtomicIndex, comm: Comm, sizes: ReadSizes, same_node: SameNode | None = None
+    wants: Wants,
+    index: AtomicIndex,
+    comm: Comm,
+    share: int,
+    same_node: SameNode | None = None,
+    *,
+    block: int = BLOCK,
+    min_direct: int = MIN_DIRECT,
 ) -> LoadPlan:
     """Exchange the wants of all ranks and plan the reads (collective).
 
     Args:
         wants: of this rank.
+        share: maximum bytes that a round stages or sends, if it has several blocks.
         same_node: ranks that see each other's staging memory.
+        block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
 
     Raises:
         UcpError: a want cannot be located; the same on every rank.
     """
     records = index.records
-    blocks = Blocks.of(records, sizes.block, comm.size, index.access)
+    blocks = Blocks.of(records, block, comm.size, index.access)
     mask = np.zeros(len(records), np.bool_)
 
     def claim() -> tuple[list[Table], list[list[Read]]]:
-        claims = list_claims(wants.wants, sizes.block)
+        claims = list_claims(wants.wants, block)
         mask[[claim.record for claim in claims]] = True
         return address_claims(claims, blocks)
 
     tables, addressed = comm.run(claim)
     touched = np.flatnonzero(comm.any_of(mask))
     place, asked = comm.rank if same_node is None else int(np.argmax(same_node)), comm.swap_tables(tables)
-    decision = comm.run(
-        lambda: make_owner_plan(asked, blocks, blocks.owned(comm.rank, touched), sizes, same_node, place)
-    )
-    answers = comm.swap_tables(decision.answers)
-    plan = comm.run(lambda: make_plan(addressed, answers, decision, comm.rank, Records.of(records).files))
-    return plan.align(comm.gather(plan.count_exchanges(sizes.share)))
+
+    def decide() -> tuple[LoadPlan, list[Answers]]:
+        owned = blocks.owned(comm.rank, touched)
+        return make_owner_plan(asked, blocks, owned, share, same_node, place, min_direct)
+
+    owner_plan, given = comm.run(decide)
+    answers = comm.swap_tables(given)
+    plan = comm.run(lambda: make_plan(addressed, answers, owner_plan, comm.rank, records.files))
+    return plan.align(comm.gather(plan.count_exchanges(share)))

@@ -1,13 +1,11 @@
 """Pure planning: byte ranges and their destinations. No torch, no files, no processes."""
 
 from .locate import View, Want, join_items, list_claims, list_reads, locate
-from .rounds import Blocks, LoadPlan, OwnerPlan, ReadSizes, Round, address_claims, make_owner_plan, make_plan
+from .rounds import Blocks, LoadPlan, Round, address_claims, make_owner_plan, make_plan
 
 __all__ = [
     "Blocks",
     "LoadPlan",
-    "OwnerPlan",
-    "ReadSizes",
     "Round",
     "View",
     "Want",

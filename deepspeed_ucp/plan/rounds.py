@@ -47,6 +47,11 @@ SameNode = npt.NDArray[np.bool_]
 BLOCK = 4 << 20
 """Bytes per block: the unit of ownership, and the largest read."""
 
+SHARES = 16
+"""Shares per window. A round of exchange stages or sends at most a share, or one block. The bytes of a share may exist
+several times at once: staged, packed, sent, received, and in buffers of the backend.
+"""
+
 MIN_DIRECT = 256 << 10
 """Least bytes that a rank reads itself in a block shared with others: shorter reads waste the pages at their ends."""
 
@@ -102,36 +107,6 @@ def address_claims(claims: Sequence[Read], blocks: Blocks) -> tuple[list[Table],
     order = np.argsort(owners, kind="stable")
     shares = np.split(order, np.searchsorted(owners[order], np.arange(1, blocks.size)))
     return [table[rows] for rows in shares], [[claims[row] for row in rows.tolist()] for rows in shares]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSizes:
-    """Sizes of the parts of a load, in bytes.
-
-    Attributes:
-        share: maximum bytes that a round of exchange stages or sends. They may exist several times at once: staged,
-            packed, sent, received, and in buffers of the backend.
-        block: bytes per block.
-        min_direct: least bytes that a rank can read itself in a block that others claim too.
-    """
-
-    share: int
-    block: int = BLOCK
-    min_direct: int = MIN_DIRECT
-
-    @classmethod
-    def from_window(cls, window: int, block: int = BLOCK, min_direct: int = MIN_DIRECT) -> ReadSizes:
-        """Derive the sizes from the staging-memory window (bytes)."""
-        return cls(max(window // 16, block), block, min_direct)
-
-    @property
-    def stage(self) -> int:
-        """Bytes of staging memory for a round."""
-        return max(self.share, self.block)
-
-    def limit_threads(self, threads: int, window: int) -> int:
-        """Limit the number of threads to the room in ``window`` bytes, at least one."""
-        return min(threads, max(window // (4 * self.block), 1))
 
 
 @dataclass(slots=True)
@@ -214,63 +189,15 @@ def _pick_reads(reads: Iterable[Read], sends: Iterable[Read]) -> list[Read]:
     return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
 
 
-@dataclass(slots=True)
-class OwnerPlan:
-    """An owner's decisions about the claims on its blocks.
-
-    Attributes:
-        answers: per rank, to each of its claims.
-        same_node: see :data:`SameNode`; None if no rank shares memory.
-        rounds: to stage and send.
-        unclaimed: reads of other bytes, for the checksums alone.
-    """
-
-    answers: list[Answers]
-    same_node: SameNode | None = None
-    rounds: list[Round] = field(default_factory=list)
-    unclaimed: list[Read] = field(default_factory=list)
-
-    def schedule_block(self, record: int, gaps: Sequence[Span], claims: Sequence[CopyItem], share: int) -> None:
-        """Serve claims on a block in the last round, or in a new one if its share is used up.
-
-        Args:
-            gaps: the bytes of the block that the owner reads. Each claim lies in one of them, because reads of the
-                ranks themselves do not overlap with others.
-        """
-        staged = sum(high - low for low, high in gaps)
-        far = [self.same_node is None or not self.same_node[claim.destination] for claim in claims]
-        sent = sum(claim.nbytes for claim in compress(claims, far))
-        if not self.rounds or max(self.rounds[-1].staged + staged, self.rounds[-1].sent + sent) > share:
-            self.rounds.append(Round.empty(len(self.answers)))
-        last, shifts = self.rounds[-1], []
-        for low, high in gaps:
-            shifts.append(last.staged - low)
-            size = high - low
-            item = CopyItem(record, low, size, size, 1, STAGE, last.staged)
-            last.reads.append(Read.of(record, low, high, item))
-            last.staged += size
-        for claim in claims:
-            place = claim.offset + shifts[bisect_right(gaps, claim.offset, key=itemgetter(0)) - 1]
-            last.sends[claim.destination].append(Read(STAGE, place, claim.run, claim.step, claim.count))
-            self.answers[claim.destination][claim.position] = len(self.rounds) - 1, place
-        last.sent += sent
-
-    def rotate(self, place: int) -> None:
-        """Rotate the rounds to begin at a given place."""
-        first, count = _spread_start(len(self.rounds), place), len(self.rounds)
-        self.rounds = self.rounds[first:] + self.rounds[:first]
-        for answers in self.answers:
-            answers[:, 0] = np.where(answers[:, 0] == SELF_READ, SELF_READ, (answers[:, 0] - first) % max(count, 1))
-
-
 def make_owner_plan(
     tables: Sequence[Table],
     blocks: Blocks,
     owned: Iterable[tuple[int, int]],
-    sizes: ReadSizes,
+    share: int,
     same_node: SameNode | None = None,
     place: int = 0,
-) -> OwnerPlan:
+    min_direct: int = MIN_DIRECT,
+) -> tuple[LoadPlan, list[Answers]]:
     """Decide about blocks.
 
     The owner guarantees: each byte of its blocks is read once, by the owner or by the one rank that it grants it to. A
@@ -280,26 +207,37 @@ def make_owner_plan(
     Args:
         tables: per rank its claims on them, ordered by record and offset; they are sent in this order.
         owned: (record, block of it) of these blocks, ascending.
+        share: maximum bytes that a round stages or sends, if it has several blocks.
         same_node: of this owner.
         place: a number of the owner's machine, at which its rounds begin. Otherwise all machines would stage the same
             part of the files in a round and wait for the storage that holds it; ranks of one machine read neighbouring
             blocks.
+        min_direct: as :data:`MIN_DIRECT`.
+
+    Returns:
+        The owner's part of its plan: the rounds in which it stages and sends, and the reads of unclaimed bytes for the
+        checksums alone. Per rank, the answers to its claims.
     """
-    decision = OwnerPlan([np.full((len(table), 2), (SELF_READ, 0), np.int64) for table in tables], same_node)
+    answers = [np.full((len(table), 2), (SELF_READ, 0), np.int64) for table in tables]
+    plan = LoadPlan([], [], same_node)
     claimed = _group(tables, blocks.block)
     for record, number in owned:
         low = number * blocks.block
         high = min(low + blocks.block, int(blocks.nbytes[record]))
         claims = claimed.get((record, number), [])
         blind = blocks.access.find_blind(record) if claims else None
-        self_read, owner_read = _split(claims, low, sizes.min_direct, blind)
+        self_read, owner_read = _split(claims, low, min_direct, blind)
         gaps = find_gaps(self_read, high, low)
         if owner_read:
-            decision.schedule_block(record, gaps, owner_read, sizes.share)
+            plan.stage_block(record, gaps, owner_read, share, answers)
         else:
-            decision.unclaimed += [Read.of(record, low, high) for low, high in gaps]
-    decision.rotate(place)
-    return decision
+            plan.direct.extend(Read.of(record, low, high) for low, high in gaps)
+    count = len(plan.rounds)
+    first = _spread_start(count, place)
+    plan.rounds[:] = plan.rounds[first:] + plan.rounds[:first]
+    for each in answers:
+        each[:, 0] = np.where(each[:, 0] == SELF_READ, SELF_READ, (each[:, 0] - first) % max(count, 1))
+    return plan, answers
 
 
 def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[CopyItem]]:
@@ -339,6 +277,8 @@ def _split(
 class LoadPlan:
     """The reads and exchanges of one rank.
 
+    :func:`make_owner_plan` decides about the blocks that the rank owns, and :func:`make_plan` adds its own claims.
+
     Attributes:
         direct: reads for this rank's buffers, and of bytes for the checksums alone, in the order of reading.
         rounds: of exchange, as many on every rank.
@@ -358,6 +298,33 @@ class LoadPlan:
     def nbytes(self) -> int:
         """Bytes that this rank reads, each once."""
         return sum(read.nbytes for read in self.reads)
+
+    def stage_block(
+        self, record: int, gaps: Sequence[Span], claims: Sequence[CopyItem], share: int, answers: Sequence[Answers]
+    ) -> None:
+        """Serve claims on a block in the last round, or in a new one if its share is used up; note the answers.
+
+        Args:
+            gaps: the bytes of the block that the owner reads. Each claim lies in one of them, because reads of the
+                ranks themselves do not overlap with others.
+        """
+        staged = sum(high - low for low, high in gaps)
+        far = [self.same_node is None or not self.same_node[claim.destination] for claim in claims]
+        sent = sum(claim.nbytes for claim in compress(claims, far))
+        if not self.rounds or max(self.rounds[-1].staged + staged, self.rounds[-1].sent + sent) > share:
+            self.rounds.append(Round.empty(len(answers)))
+        last, shifts = self.rounds[-1], []
+        for low, high in gaps:
+            shifts.append(last.staged - low)
+            size = high - low
+            item = CopyItem(record, low, size, size, 1, STAGE, last.staged)
+            last.reads.append(Read.of(record, low, high, item))
+            last.staged += size
+        for claim in claims:
+            place = claim.offset + shifts[bisect_right(gaps, claim.offset, key=itemgetter(0)) - 1]
+            last.sends[claim.destination].append(Read(STAGE, place, claim.run, claim.step, claim.count))
+            answers[claim.destination][claim.position] = len(self.rounds) - 1, place
+        last.sent += sent
 
     def list_needs(self, *passes: Sequence[bool]) -> list[npt.NDArray[np.bool_]]:
         """Per owner [claims that it serves, in the order of the rounds; passes] whether a pass needs them.
@@ -415,27 +382,26 @@ class LoadPlan:
 def make_plan(
     addressed: Sequence[Sequence[Read]],
     answers: Sequence[Answers],
-    decision: OwnerPlan,
+    owner_plan: LoadPlan,
     rank: int,
     files: Sequence[int],
 ) -> LoadPlan:
-    """Assemble a rank's plan.
+    """Add a rank's claims to its plan as an owner.
 
     Args:
         addressed: per owner, this rank's claims.
         answers: per owner, its answers to them.
-        decision: of this rank as an owner.
         files: file of each record.
     """
     granted = chain.from_iterable(_select_claims(addressed, answers, SELF_READ))
-    direct = order_reads([*granted, *decision.unclaimed], files, rank)
-    count = max([len(decision.rounds), *(int(answer[:, 0].max(initial=SELF_READ)) + 1 for answer in answers)])
-    idle = [Round.empty(len(addressed)) for _ in range(count - len(decision.rounds))]
+    direct = order_reads([*granted, *owner_plan.direct], files, rank)
+    count = max([len(owner_plan.rounds), *(int(answer[:, 0].max(initial=SELF_READ)) + 1 for answer in answers)])
+    idle = [Round.empty(len(addressed)) for _ in range(count - len(owner_plan.rounds))]
     rounds = []
-    for number, round_ in enumerate([*decision.rounds, *idle]):
+    for number, round_ in enumerate([*owner_plan.rounds, *idle]):
         places = [answer[answer[:, 0] == number, 1].tolist() for answer in answers]
         rounds.append(replace(round_, receives=_select_claims(addressed, answers, number), places=places))
-    return LoadPlan(direct, rounds, decision.same_node)
+    return LoadPlan(direct, rounds, owner_plan.same_node)
 
 
 _GOLDEN = 2_654_435_769

@@ -24,7 +24,6 @@ from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.plan import (
     Blocks,
     LoadPlan,
-    ReadSizes,
     Want,
     address_claims,
     join_items,
@@ -88,24 +87,21 @@ def plan_pieces(
         )
         for mine in pieces
     ]
-    return plan_claims(claims, records, ReadSizes(window, block, min_direct), access)
+    return plan_claims(claims, records, window, block, min_direct, access)
 
 
 def plan_claims(
-    claims: Sequence[Sequence[Read]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
+    claims: Sequence[Sequence[Read]],
+    records: Sequence[Record],
+    share: int,
+    block: int,
+    min_direct: int,
+    access: ReadAccess = READ_ALL,
 ) -> Planned:
-    """Plan for as many ranks as there are lists of claims."""
-    plans = plan_ranks(claims, records, sizes, access)
-    return Planned(records, Blocks.of(records, sizes.block, len(claims), access), claims, plans)
-
-
-def plan_ranks(
-    claims: Sequence[Sequence[Read]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
-) -> list[LoadPlan]:
     """Plan for as many ranks as there are lists of claims, each on a machine of its own."""
     ranks = range(len(claims))
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
-    blocks = Blocks.of(records, sizes.block, len(claims), access)
+    blocks = Blocks.of(records, block, len(claims), access)
     files = [record.file for record in records]
     sent = [address_claims(mine, blocks) for mine in claims]
     decisions = [
@@ -113,18 +109,19 @@ def plan_ranks(
             [tables[owner] for tables, _ in sent],
             blocks,
             blocks.owned(owner, touched),
-            sizes,
+            share,
             np.arange(len(claims)) == owner,
             owner,
+            min_direct=min_direct,
         )
         for owner in ranks
     ]
     plans = [
-        make_plan(sent[rank][1], [each.answers[rank] for each in decisions], decisions[rank], rank, files)
+        make_plan(sent[rank][1], [answers[rank] for _, answers in decisions], decisions[rank][0], rank, files)
         for rank in ranks
     ]
-    counts = [plan.count_exchanges(sizes.share) for plan in plans]
-    return [plan.align(counts) for plan in plans]
+    counts = [plan.count_exchanges(share) for plan in plans]
+    return Planned(records, blocks, claims, [plan.align(counts) for plan in plans])
 
 
 def plan_wants(
@@ -137,7 +134,7 @@ def plan_wants(
 ) -> Planned:
     """Plan for as many ranks as there are lists of wants."""
     claims = [list_claims(mine, block) for mine in wants]
-    return plan_claims(claims, records, ReadSizes(window, block, min_direct))
+    return plan_claims(claims, records, window, block, min_direct)
 
 
 def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tuple[Planned, Planned]:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.model import STAGE, Read, Record
-from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, make_owner_plan
-from deepspeed_ucp.plan.rounds import SELF_READ
+from deepspeed_ucp.plan import Blocks, LoadPlan, make_owner_plan
+from deepspeed_ucp.plan.rounds import SELF_READ, Answers
 
 Row = tuple[int, int, int, int, int]
 """(record, offset, run, step, count)."""
@@ -17,13 +17,12 @@ Row = tuple[int, int, int, int, int]
 
 def judge(
     *tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100, share: int = 1000, place: int = 0
-) -> OwnerPlan:
+) -> tuple[LoadPlan, list[Answers]]:
     """Return the decision of rank 0 about blocks that are all its own."""
     arrays = [np.array(rows, np.int64).reshape(-1, 5) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
-    return make_owner_plan(
-        arrays, blocks, blocks.owned(0, np.array([0])), ReadSizes(share, block, min_direct), place=place
-    )
+    owned = blocks.owned(0, np.array([0]))
+    return make_owner_plan(arrays, blocks, owned, share, place=place, min_direct=min_direct)
 
 
 def plain(offset: int, nbytes: int) -> Row:
@@ -36,8 +35,8 @@ def spans(reads: Sequence[Read]) -> list[tuple[int, int, int]]:
     return [(read.offset, read.end, sum(item.position for item in read.items)) for read in reads]
 
 
-def decided(decision: OwnerPlan) -> list[list[bool]]:
-    return [(answers[:, 0] == SELF_READ).tolist() for answers in decision.answers]
+def decided(answers: Sequence[Answers]) -> list[list[bool]]:
+    return [(each[:, 0] == SELF_READ).tolist() for each in answers]
 
 
 @pytest.mark.parametrize(
@@ -52,15 +51,15 @@ def decided(decision: OwnerPlan) -> list[list[bool]]:
     ids=["one byte", "short", "whole", "several pieces of one rank", "long runs of several ranks"],
 )
 def test_granted_claims(tables: list[list[Row]], unclaimed: list[tuple[int, int, int]]) -> None:
-    found = judge(*tables)
-    assert decided(found) == [[True] * len(table) for table in tables]
+    found, answers = judge(*tables)
+    assert decided(answers) == [[True] * len(table) for table in tables]
     assert found.rounds == []
-    assert spans(found.unclaimed) == unclaimed
+    assert spans(found.direct) == unclaimed
 
 
 def test_short_runs_of_several_ranks_are_served() -> None:
-    found = judge([plain(0, 19)], [plain(19, 19)])
-    assert spans(found.unclaimed) == []
+    found, _ = judge([plain(0, 19)], [plain(19, 19)])
+    assert spans(found.direct) == []
     (served,) = found.rounds
     assert spans(served.reads) == [(0, 100, 0)]
     assert [len(sends) for sends in served.sends] == [1, 1]
@@ -70,12 +69,11 @@ def test_machines_begin_with_different_rounds() -> None:
     """Two ranks want all of five blocks, each of which is a round; a third rank is alone in its block."""
     both, third = [plain(offset, 20) for offset in range(0, 100, 20)], plain(100, 20)
     found = [judge(both, both, [third], nbytes=120, block=20, share=20, place=place) for place in (0, 1)]
-    assert [[round_.reads[0].offset for round_ in each.rounds] for each in found] == [
+    assert [[round_.reads[0].offset for round_ in each.rounds] for each, _ in found] == [
         [0, 20, 40, 60, 80],
         [60, 80, 0, 20, 40],
     ]
-    for each in found:
-        *served, granted = each.answers
+    for each, (*served, granted) in found:
         assert granted.tolist() == [[SELF_READ, 0]]
         for answers in served:
             begins = [each.rounds[number].reads[0].offset for number in answers[:, 0].tolist()]
@@ -95,12 +93,12 @@ SERVED: dict[str, list[list[Row]]] = {
 
 @pytest.mark.parametrize("tables", SERVED.values(), ids=SERVED)
 def test_served_claims(tables: list[list[Row]]) -> None:
-    assert decided(judge(*tables)) == [[False] * len(table) for table in tables]
+    assert decided(judge(*tables)[1]) == [[False] * len(table) for table in tables]
 
 
 def test_granted_claims_are_not_staged() -> None:
-    found = judge([plain(10, 30)], [plain(40, 10)], [plain(45, 10)])
-    assert decided(found) == [[True], [False], [False]]
+    found, answers = judge([plain(10, 30)], [plain(40, 10)], [plain(45, 10)])
+    assert decided(answers) == [[True], [False], [False]]
     (served,) = found.rounds
     assert spans(served.reads) == [(0, 10, 0), (40, 100, 10)]
     assert (served.staged, served.sent) == (70, 20)
@@ -110,21 +108,21 @@ def test_granted_claims_are_not_staged() -> None:
 def test_granted_claims_take_no_room_in_a_round() -> None:
     """Ten bytes of each of four blocks are sent: one round of 40 bytes instead of four."""
     long, short = [plain(50 * block + 10, 40) for block in range(4)], [plain(50 * block, 10) for block in range(4)]
-    found = judge(long, short, short, nbytes=200, block=50, share=80)
+    found, _ = judge(long, short, short, nbytes=200, block=50, share=80)
     assert [(each.staged, each.sent) for each in found.rounds] == [(40, 80)]
 
 
 def test_blocks_without_claims_are_read_for_the_checksum() -> None:
-    found = judge([plain(50, 25)], [], nbytes=120, block=50)
-    assert spans(found.unclaimed) == [(0, 50, 0), (75, 100, 0), (100, 120, 0)]
+    found, _ = judge([plain(50, 25)], [], nbytes=120, block=50)
+    assert spans(found.direct) == [(0, 50, 0), (75, 100, 0), (100, 120, 0)]
 
 
 def test_only_blocks_of_this_owner_are_judged() -> None:
     blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
     empty = np.zeros((0, 5), np.int64)
-    found = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), ReadSizes(1000))
-    assert spans(found.unclaimed) == [(50, 100, 0), (150, 200, 0)]
-    assert make_owner_plan([empty, empty], blocks, (), ReadSizes(1000)).unclaimed == []
+    found, _ = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), 1000)
+    assert spans(found.direct) == [(50, 100, 0), (150, 200, 0)]
+    assert make_owner_plan([empty, empty], blocks, (), 1000)[0].direct == []
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -132,11 +130,11 @@ def test_only_blocks_of_this_owner_are_judged() -> None:
 
 def rounds(window: int, ranks: int = 2) -> list[list[int]]:
     """Return the blocks of each round, for four blocks of 50 bytes that all ranks want whole."""
-    found = judge(*[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50, share=window)
+    found, answers = judge(*[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50, share=window)
     numbers = [[read.offset // 50 for read in served.reads] for served in found.rounds]
     for number, blocks in enumerate(numbers):
-        for answers in found.answers:
-            assert all(answers[block, 0] == number for block in blocks)
+        for each in answers:
+            assert all(each[block, 0] == number for block in blocks)
     return numbers
 
 
@@ -149,5 +147,5 @@ def test_rounds_hold_as_many_blocks_as_the_window_or_one() -> None:
 
 def test_staged_bytes_fill_a_round_even_if_few_are_sent() -> None:
     """Two ranks want the first byte of each of four blocks."""
-    found = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50, share=100)
+    found, _ = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50, share=100)
     assert [(served.staged, served.sent) for served in found.rounds] == [(100, 4), (100, 4)]

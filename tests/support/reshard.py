@@ -39,7 +39,8 @@ from deepspeed_ucp.model import AtomicIndex, CopyItem, Read
 from deepspeed_ucp.model.flat import FlatBuffer, join_reserved
 from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
-from deepspeed_ucp.plan import LoadPlan, ReadSizes, locate
+from deepspeed_ucp.plan import LoadPlan, locate
+from deepspeed_ucp.plan.rounds import SHARES
 from deepspeed_ucp.tensor_parallel import from_config
 from tests.support.covering import stride
 from tests.support.ranks import run_ranks
@@ -313,10 +314,6 @@ class Options:
     order: tuple[int, ...] | None = None
     in_place: bool = True
 
-    @property
-    def sizes(self) -> ReadSizes:
-        return ReadSizes.from_window(self.window, self.chunk, self.min_direct)
-
 
 def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
     """Prepare the load of one rank; collective."""
@@ -391,7 +388,9 @@ def read(rank: Loaded, options: Options | None = None) -> None:
 
 def plan(rank: Loaded, options: Options) -> Transfer:
     """Plan the load of a rank; collective."""
-    rank.transfer = Transfer(rank.work, rank.comm, options.config, sizes=options.sizes)
+    share = max(options.window // SHARES, options.chunk)
+    sizes = {"share": share, "block": options.chunk, "min_direct": options.min_direct}
+    rank.transfer = Transfer(rank.work, rank.comm, options.config, **sizes)
     return rank.transfer
 
 
