@@ -114,7 +114,7 @@ def _read(job: LoadContext, transfer: Transfer) -> None:
     for extension in job.extensions:
         with transfer.undo_on_error():
             extension.read_more(job, transfer.work)
-    report.files, report.threads = transfer.reader.files, transfer.reader.threads
+    report.files, report.threads = transfer.files, transfer.threads
 
 
 def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:

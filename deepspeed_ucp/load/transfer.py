@@ -27,7 +27,7 @@ from ..plan.rounds import BLOCK, MIN_DIRECT, SHARES, Answers, SameNode, Table
 from ..plan.wants import Wants
 from ..stream.duplicates import check_replicas, check_samples
 from ..stream.reader import AtomReader, verify_reads
-from .destinations import Buffer, Destinations, choose_uploads
+from .destinations import Buffer, choose_uploads
 from .prepare import Work
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -47,55 +47,129 @@ _PAUSE = 0.2
 """Seconds before the second attempt; each further pause is a second longer."""
 
 
-class CollectiveReader:
-    """Executes one rank's plans, together with the other ranks.
+class Transfer:
+    """One rank's part of a load; every step is collective, and they follow each other.
 
     Args:
-        destinations: memory to fill, and the blanks to zero first.
-        passes: this rank's plan for each pass; a second one fills what the first leaves out.
         config: window, threads, verification.
-        stages: each rank's staging memory, for two rounds; None for ranks whose memory is not visible.
+        share: bytes of a round of exchange; default: by the configured window.
+        block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
+        prefer_memory: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
 
     Attributes:
+        stages: each rank's staging memory, for two rounds; None for ranks whose memory is not visible.
+        plan: all reads of this rank.
+        passes: the plan of each pass; a second one fills what the first leaves out.
         checks: of the bytes that pass 1 has read.
         files: path → bytes read, and seconds that the threads waited for them.
     """
 
     def __init__(
         self,
-        index: AtomicIndex,
-        destinations: Destinations,
-        passes: Sequence[LoadPlan],
+        work: Work,
         comm: Comm,
         config: UniversalConfig,
-        stages: Sequence[memoryview | None],
+        *,
+        share: int = 0,
+        block: int = BLOCK,
+        min_direct: int = MIN_DIRECT,
+        prefer_memory: bool = False,
     ) -> None:
-        self.index, self.destinations, self.passes, self.comm, self.stages = index, destinations, passes, comm, stages
         window = config.window_mb << 20
-        threads = config.threads or count_readers(index.state_file)
-        self.threads = min(threads, max(window // (4 * BLOCK), 1))
+        self.work, self.comm, self.checksum = work, comm, config.verify == "crc"
+        one_pass = choose_memory(work.destinations.buffers, window, comm, prefer_memory=prefer_memory)
+        share = share or max(window // SHARES, block)
+        self.stages = share_memory(2 * share, comm.rank, comm.gather)
+        self.same_node = np.array([stage is not None for stage in self.stages], np.bool_)
+        self.is_one_machine = bool(self.same_node.all())  # the same on every rank
+        self.plan = negotiate(work.wants, work.index, comm, share, self.same_node, block=block, min_direct=min_direct)
+        self.passes = self._plan_passes(one_pass=one_pass)
+        self.checks: list[Checked] = []
+        self.files: dict[str, tuple[int, float]] = {}
+        comm.run(lambda: self._allocate(config.threads, window))  # an error of one rank reaches all
+
+    def _plan_passes(self, *, one_pass: bool) -> list[LoadPlan]:
+        """Return the plan of each pass (collective if there are two).
+
+        The first pass reads everything for its checksums, or without checksums what it fills; the second one the rest.
+        """
+        plan, destinations = self.plan, self.work.destinations
+        sinks = [destinations.pick_sinks(uncommitted=uncommitted) for uncommitted in (True, False)]
+        first, rest = ([sink is not None for sink in filled] for filled in sinks)
+        if one_pass:
+            return [plan if self.checksum else plan.filter_for_sinks(first)]
+        needs = self.comm.run(lambda: plan.list_needs(first, rest))
+        needed = self.comm.swap_tables(needs) if needs else []  # every rank has as many rounds
+        now, then = ([columns[:, number] for columns in needed] for number in (0, 1))
+        return [plan.filter_for_sinks(first, now, whole=self.checksum), plan.filter_for_sinks(rest, then)]
+
+    def _allocate(self, threads: int, window: int) -> None:
+        """Choose the number of threads, and allocate memory for the passes.
+
+        Args:
+            threads: as configured.
+            window: bytes of memory for reads.
+        """
+        destinations = self.work.destinations
+        wanted = threads or count_readers(self.work.index.state_file)
+        self.threads = min(wanted, max(window // (4 * BLOCK), 1))
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
         # the other half.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
-        self.checksum = config.verify == "crc"
         self.uploads = choose_uploads(destinations.sinks, self.threads)
         self.pages = LargePages()
         for memory in (buffer.memory for buffer in destinations.buffers if buffer.is_untouched):
             self.pages.add(memory.data_ptr(), memory.nbytes)
         # The page cache keeps the bytes that the second pass reads again.
-        self.again = {(read.record, read.offset) for plan in passes[1:] for read in plan.reads if self.checksum}
-        self.same_node = passes[0].same_node
-        self.is_one_machine = self.same_node is not None and bool(self.same_node.all())  # the same on every rank
-        self.checks: list[Checked] = []
-        self.files: dict[str, tuple[int, float]] = {}
+        self.again = {(read.record, read.offset) for plan in self.passes[1:] for read in plan.reads if self.checksum}
 
-    def read_first(self) -> list[Checked]:
-        """Pass 1: fill uncommitted memory and checksum everything (collective)."""
-        read = self._run_pass(self.passes[0], uncommitted=True)
-        self.checks += read
-        return read
+    def read(self) -> list[Checked]:
+        """Pass 1: read and checksum everything, and fill memory that is not part of the engine or can be recomputed."""
+        self.checks = self._run_pass(self.passes[0], uncommitted=True)
+        return self.checks
 
-    def read_rest(self) -> list[Checked]:
+    def verify(self) -> int:
+        """Compare the read bytes with the saved checksums, and replicas with each other.
+
+        Returns:
+            Bytes that this rank has read in addition for the records' checksums.
+
+        Raises:
+            CheckpointError: bytes are damaged, or belong to another run.
+            MismatchError: replicas differ.
+        """
+        index, comm = self.work.index, self.comm
+        nbytes = verify_reads(self.checks, index, comm, threads=self.threads) if self.checksum else 0
+        check_replicas([index.atoms[key] for key in self.work.replicated], index, comm)
+        if self.checksum:
+            check_samples(index, self.work.touched, comm)
+        return nbytes
+
+    @contextmanager
+    def undo_on_error(self) -> Iterator[None]:
+        """Context manager that restores the values overwritten in place if an exception is raised inside.
+
+        All reads up to the agreement run inside, and everything else that may fail before the engine changes.
+        """
+        try:
+            yield
+        except BaseException:
+            self.uploads.close()  # no copy may arrive after the undo
+            self.work.destinations.undo()
+            raise
+
+    def fill(self) -> list[Checked]:
+        """Pass 2: fill the live buffers, from the files or from separate memory; returns the second reads."""
+        again = self._read_rest()
+
+        def commit() -> None:
+            self.uploads.close()
+            self.work.destinations.commit()
+
+        self.comm.run(commit)  # an error of one rank reaches all
+        return again
+
+    def _read_rest(self) -> list[Checked]:
         """Pass 2, if there is one: fill the engine's memory after all ranks have agreed (collective).
 
         Its bytes must be the verified ones. Failed reads are retried, because network storage may fail temporarily.
@@ -122,18 +196,19 @@ class CollectiveReader:
         """Check that pass 2 has read the verified bytes."""
         changed = set(again) - set(self.checks)
         if changed:
-            path = self.index.files[self.index.records[min(changed).record].file].path
+            index = self.work.index
+            path = index.files[index.records[min(changed).record].file].path
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
     def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
         """Execute a plan; bytes for the sinks of the other pass are read for their checksums."""
         steps = [(number, step) for number, round_ in enumerate(plan.rounds) for step in range(round_.steps)]
         shares = self._share_out(plan.direct, len(steps) + 1)
-        sinks = self.destinations.pick_sinks(uncommitted=uncommitted)
+        sinks = self.work.destinations.pick_sinks(uncommitted=uncommitted)
         checks, received = list[Checked](), list[Received]()
 
         def begin() -> None:
-            self.destinations.zero_blanks(uncommitted=uncommitted)
+            self.work.destinations.zero_blanks(uncommitted=uncommitted)
             self.uploads.begin()
 
         def is_read_again(read: Read) -> bool:
@@ -141,7 +216,7 @@ class CollectiveReader:
 
         self.comm.run(begin)
         options = {"checksum": self.checksum, "pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
-        with AtomReader(self.index, **options) as reader:
+        with AtomReader(self.work.index, **options) as reader:
             for turn, (number, step) in enumerate(steps):
                 round_ = plan.rounds[number]
                 reads = [*(() if step else round_.reads), *shares[turn]]
@@ -278,100 +353,6 @@ def _pack(stage: memoryview, sends: Sequence[Sequence[Read]]) -> Bytes:
 def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
     """View runs that begin ``step`` bytes apart as [count, run] bytes."""
     return np.lib.stride_tricks.as_strided(np.frombuffer(memory, np.uint8), (count, run), (step, 1))
-
-
-class Transfer:
-    """One rank's part of a load; every step is collective, and they follow each other.
-
-    Args:
-        share: bytes of a round of exchange; default: by the configured window.
-        block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
-        prefer_memory: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
-    """
-
-    def __init__(
-        self,
-        work: Work,
-        comm: Comm,
-        config: UniversalConfig,
-        *,
-        share: int = 0,
-        block: int = BLOCK,
-        min_direct: int = MIN_DIRECT,
-        prefer_memory: bool = False,
-    ) -> None:
-        window = config.window_mb << 20
-        self.work, self.comm, self.config = work, comm, config
-        self.two_passes = not choose_memory(work.destinations.buffers, window, comm, prefer_memory=prefer_memory)
-        share = share or max(window // SHARES, block)
-        self.stages = share_memory(2 * share, comm.rank, comm.gather)
-        same_node = np.array([stage is not None for stage in self.stages], np.bool_)
-        self.plan = negotiate(work.wants, work.index, comm, share, same_node, block=block, min_direct=min_direct)
-        passes = self._plan_passes(self.plan)
-        # The reader allocates memory: an error of one rank reaches all ranks here.
-        self.reader = comm.run(
-            lambda: CollectiveReader(work.index, work.destinations, passes, comm, config, self.stages)
-        )
-
-    def _plan_passes(self, plan: LoadPlan) -> list[LoadPlan]:
-        """Return the plan of each pass (collective if there are two).
-
-        The first pass reads everything for its checksums, or without checksums what it fills; the second one the rest.
-        """
-        checked, destinations = self.config.verify == "crc", self.work.destinations
-        sinks = [destinations.pick_sinks(uncommitted=uncommitted) for uncommitted in (True, False)]
-        first, rest = ([sink is not None for sink in filled] for filled in sinks)
-        if not self.two_passes:
-            return [plan if checked else plan.filter_for_sinks(first)]
-        needs = self.comm.run(lambda: plan.list_needs(first, rest))
-        needed = self.comm.swap_tables(needs) if needs else []  # every rank has as many rounds
-        now, then = ([columns[:, number] for columns in needed] for number in (0, 1))
-        return [plan.filter_for_sinks(first, now, whole=checked), plan.filter_for_sinks(rest, then)]
-
-    def read(self) -> list[Checked]:
-        """Pass 1: read and checksum everything, and fill memory that is not part of the engine or can be recomputed."""
-        return self.reader.read_first()
-
-    def verify(self) -> int:
-        """Compare the read bytes with the saved checksums, and replicas with each other.
-
-        Returns:
-            Bytes that this rank has read in addition for the records' checksums.
-
-        Raises:
-            CheckpointError: bytes are damaged, or belong to another run.
-            MismatchError: replicas differ.
-        """
-        index, comm, reader = self.work.index, self.comm, self.reader
-        nbytes = verify_reads(reader.checks, index, comm, threads=reader.threads) if reader.checksum else 0
-        check_replicas([index.atoms[key] for key in self.work.replicated], index, comm)
-        if reader.checksum:
-            check_samples(index, self.work.touched, comm)
-        return nbytes
-
-    @contextmanager
-    def undo_on_error(self) -> Iterator[None]:
-        """Context manager that restores the values overwritten in place if an exception is raised inside.
-
-        All reads up to the agreement run inside, and everything else that may fail before the engine changes.
-        """
-        try:
-            yield
-        except BaseException:
-            self.reader.uploads.close()  # no copy may arrive after the undo
-            self.work.destinations.undo()
-            raise
-
-    def fill(self) -> list[Checked]:
-        """Pass 2: fill the live buffers, from the files or from separate memory; returns the second reads."""
-        again = self.reader.read_rest()
-
-        def commit() -> None:
-            self.reader.uploads.close()
-            self.work.destinations.commit()
-
-        self.comm.run(commit)  # an error of one rank reaches all
-        return again
 
 
 def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_memory: bool) -> bool:

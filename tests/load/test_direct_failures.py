@@ -19,7 +19,7 @@ from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, RemoteError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.load.transfer import CollectiveReader, Transfer
+from deepspeed_ucp.load.transfer import Transfer
 from tests.load.test_reshard import flip, take_a_step
 from tests.support.covering import stride
 from tests.support.direct import (
@@ -294,8 +294,8 @@ def test_a_failed_read_releases_its_memory_before_the_next_attempt(monkeypatch: 
             assert failing.held == 0
             return [] if next(attempts) % 3 == 2 else failing.fail(CheckpointError("cannot be read."))
 
-        reader = SimpleNamespace(_read_again=read)
-        assert CollectiveReader.read_rest(reader) == []  # type: ignore[arg-type]
+        one = SimpleNamespace(_read_again=read)
+        assert Transfer._read_rest(one) == []  # type: ignore[arg-type]
         assert not list(attempts)
 
 

@@ -19,9 +19,9 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, transfer
 from deepspeed_ucp.load.destinations import Buffer, Destinations
-from deepspeed_ucp.load.transfer import CollectiveReader
+from deepspeed_ucp.load.prepare import Work
+from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model import AtomicIndex
-from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.plan.rounds import BLOCK
 from tests.load.test_reshard import AWKWARD, KINDS, flip
 from tests.support.covering import cover, params
@@ -91,7 +91,7 @@ OWNER = {
     "looks at its buffers": (Buffer, "fill_in_place", lambda buffer: buffer.tensor),
     "looks for its state file": (direct, "_find_own_file", lambda _index, target: first_of(target)),
     "prepares its reads": (transfer, "choose_uploads", lambda sinks, _threads: sinks[0].buffer.tensor),
-    "reads": (CollectiveReader, "_work", lambda reader, *_: reader.destinations.sinks[0].buffer.tensor),
+    "reads": (Transfer, "_work", lambda one, *_: one.work.destinations.sinks[0].buffer.tensor),
     "fills its buffers": (Destinations, "commit", lambda into: into.buffers[0].tensor),
     "makes its copies": (FakeTarget, "refresh_copies", first_of),
 }
@@ -140,16 +140,13 @@ def test_one_rank_that_fails_ends_all_ranks(
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-NO_PLAN = LoadPlan([], [])
-
-
 @pytest.mark.parametrize("window_mb", [16, 64, 256])
 @pytest.mark.parametrize("threads", [0, 1, 200])
 def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tmp_path: Path) -> None:
     """Rounds stage, send and receive a quarter of the window each."""
     path, _, rank = start(tmp_path)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
-    made = CollectiveReader(open_for(path, rank), Destinations(), [NO_PLAN], Comm(), config, [None])
+    made = Transfer(Work(open_for(path, rank)), Comm(), config)
     assert 1 <= made.threads <= (threads or count_threads())
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 
@@ -162,8 +159,7 @@ def test_memory_that_is_filled_for_the_first_time_gets_large_pages(
     path, _, rank = start(tmp_path)
     live, apart, states = (Buffer(torch.ones(6), uncommitted=each) for each in (False, False, True))
     apart.stage_aside()
-    into = Destinations([live, apart, states])
-    CollectiveReader(open_for(path, rank), into, [NO_PLAN], Comm(), UniversalConfig(), [None])
+    Transfer(Work(open_for(path, rank), Destinations([live, apart, states])), Comm(), UniversalConfig())
     assert asked == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
 
 

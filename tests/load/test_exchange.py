@@ -49,8 +49,8 @@ def test_a_round_takes_as_many_exchanges_as_its_bytes_need(sent: list[int], rece
     ("one_machine", "shares"), [(True, [[1, 2], [3, 4], [5, 6]]), (False, [[], [], [1, 2, 3, 4, 5, 6]])]
 )
 def test_direct_reads_hold_up_no_exchange_between_machines(one_machine: bool, shares: list[list[int]]) -> None:
-    reader: Any = SimpleNamespace(is_one_machine=one_machine)
-    assert transfer.CollectiveReader._share_out(reader, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
+    one: Any = SimpleNamespace(is_one_machine=one_machine)
+    assert transfer.Transfer._share_out(one, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,7 +30,7 @@ from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.direct import asks_store
-from deepspeed_ucp.load.transfer import CollectiveReader
+from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model import AtomicIndex, FileRef, Record
 from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.model.topology import Topology as SavedTopology
@@ -287,7 +287,7 @@ def test_each_file_is_read_in_the_nearest_place_that_has_it(tmp_path: Path) -> N
     (nvme / shard(1)).unlink()
     loaded = load_scattered([save], MODEL, Topology(3, 2), nvme)
     check_content(loaded, saved)
-    paths = {path for rank in loaded if rank.transfer for path in rank.transfer.reader.files}
+    paths = {path for rank in loaded if rank.transfer for path in rank.transfer.files}
     assert {Path(path).name for path in paths if "nvme" not in path} == {shard(1)}
     assert {shard(0), shard(2)} < {Path(path).name for path in paths if "nvme" in path}
 
@@ -418,7 +418,7 @@ def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
 ) -> None:
     """Several threads read requests of the file."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 2))
-    read, run_pass, counts = StoredFile.read, CollectiveReader._run_pass, {"reads": 0}
+    read, run_pass, counts = StoredFile.read, Transfer._run_pass, {"reads": 0}
     reading = {"live": False}
 
     def fail(file: StoredFile, views: list[memoryview], offset: int) -> None:
@@ -428,11 +428,11 @@ def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
                 raise CheckpointError(f"{file.path}: cannot be read at byte {offset} (Input/output error).")
         read(file, views, offset)
 
-    def note(self: CollectiveReader, plan: LoadPlan, *, uncommitted: bool) -> Any:
+    def note(self: Transfer, plan: LoadPlan, *, uncommitted: bool) -> Any:
         reading["live"] = not uncommitted
         return run_pass(self, plan, uncommitted=uncommitted)
 
-    monkeypatch.setattr(CollectiveReader, "_run_pass", note)
+    monkeypatch.setattr(Transfer, "_run_pass", note)
     monkeypatch.setattr(StoredFile, "read", fail)
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: None)
     with caplog.at_level(logging.WARNING):

@@ -19,7 +19,7 @@ from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.io import memory
 from deepspeed_ucp.io.memory import share_memory
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.load.transfer import CollectiveReader
+from deepspeed_ucp.load.transfer import Transfer
 from tests.support.descriptors import list_open
 from tests.support.ranks import run_ranks
 from tests.support.reshard import check_load, load, make_targets, open_for
@@ -142,13 +142,13 @@ def test_only_bytes_for_other_machines_travel(
     hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank of stage 0 wants everything; staging memory is reused two steps later."""
-    sent, swap = set[tuple[int, int]](), CollectiveReader._swap
+    sent, swap = set[tuple[int, int]](), Transfer._swap
 
     def note(self: Any, packed: Any, sends: Any, claims: Any, into: Any) -> Any:
         sent.update((self.comm.rank, peer) for peer, one in enumerate(sends) if one)
         return swap(self, packed, sends, claims, into)
 
-    monkeypatch.setattr(CollectiveReader, "_swap", note)
+    monkeypatch.setattr(Transfer, "_swap", note)
     numbers = threading.local()
     share_all = share_memory
 

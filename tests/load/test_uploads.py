@@ -92,7 +92,7 @@ def test_memory_is_lent_again_when_its_bytes_have_arrived(late: int, target: Top
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
     _, ranks = check_load(path, MODEL, target, state, window=1 << 12)
-    threads = max(rank.transfer.reader.threads for rank in ranks if rank.transfer)
+    threads = max(rank.transfer.threads for rank in ranks if rank.transfer)
     assert all(made.pieces <= late + 2 * threads for made in LateUploads.made)
 
 
