@@ -27,9 +27,9 @@ from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import Checked, merge_checks
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
-from deepspeed_ucp.load.destinations import Buffer
+from deepspeed_ucp.load.destinations import Buffer, Work
 from deepspeed_ucp.load.inventory import join_groups, list_stage_groups, view_engine
-from deepspeed_ucp.load.prepare import Work, prepare
+from deepspeed_ucp.load.prepare import prepare
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan import LoadPlan, address_claims
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SHARES
@@ -174,7 +174,7 @@ class Planner:
             rules = from_config(job.target.patterns)
             load = replace(load, extensions=find_for_load(load, index, target, rules))
             work = prepare(load, index, target, with_states=True)
-            choose_memory(work.destinations.buffers, WINDOW, comm, prefer_memory=False)
+            choose_memory(work.buffers, WINDOW, comm, prefer_memory=False)
             near = np.arange(job.ranks) // PER_NODE == self.rank // PER_NODE
             plan = negotiate(work.wants, work.index, comm, WINDOW // SHARES, near)
             seconds, received = time.process_time() - start, dict(comm.received)

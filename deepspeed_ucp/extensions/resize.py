@@ -57,7 +57,7 @@ class ResizedRows(Extension):
             _log_changes(work)
         if work.averaged:
             with job.report.phase("read"):
-                work.destinations.averages = average_rows(work.index, work.averaged, job.comm, job.config)
+                work.averages = average_rows(work.index, work.averaged, job.comm, job.config)
 
 
 def _log_changes(work: Any) -> None:

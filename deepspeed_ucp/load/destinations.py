@@ -2,7 +2,7 @@
 
 Until all ranks have agreed that every record is valid, bytes only go to uncommitted memory: memory that is not part of
 the engine yet, separate memory, or memory in place whose values can be recomputed to the bit
-(:meth:`Destinations.undo`). All other memory of the engine is written by :meth:`Destinations.commit`, which reads no
+(:meth:`Work.undo`). All other memory of the engine is written by :meth:`Work.commit`, which reads no
 file, and by the second pass.
 """
 
@@ -21,9 +21,12 @@ import torch
 
 from ..io.cast import average
 from ..io.memory import Mark, ScratchPool, allocate, allocate_large
-from ..model import AtomKey, CopyItem
+from ..model import AtomicIndex, AtomKey, CopyItem
 from ..model.flat import Span, find_gaps
+from ..plan.match import Match
 from ..plan.wants import NewRows, Slot, Wants
+from ..tensor_parallel import Layout, Resized
+from .states import States
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -199,19 +202,34 @@ def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
 
 
 @dataclass(slots=True)
-class Destinations:
-    """The memory that a load fills.
+class Work:
+    """The work of a load: this rank's wants and the memory that they fill, and the needs of all ranks.
 
     Attributes:
+        index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
+        wants: of this rank; blanks are zeroed before anything is read, means are computed at the end.
         buffers: by the wants' buffer numbers.
         sinks: by the numbers in the wants.
-        wants: blanks are zeroed before anything is read, means are computed at the end.
+        states: optimizer states to attach after verification.
+        match: this rank's names.
+        touched: atoms that some rank needs, the same list on every rank.
+        replicated: those of them whose saved shards are replicas that must be equal.
+        state_bytes: bytes of all touched atoms.
+        averaged, resized: the wants' fields, of all ranks.
         averages: the means of saved rows, [elements of a row], once they are known.
     """
 
+    index: AtomicIndex
+    wants: Wants = field(default_factory=Wants)
     buffers: list[Buffer] = field(default_factory=list)
     sinks: list[TensorSink] = field(default_factory=list)
-    wants: Wants = field(default_factory=Wants)
+    states: list[States] = field(default_factory=list)
+    match: Match = field(default_factory=Match)
+    touched: list[AtomKey] = field(default_factory=list)
+    replicated: list[AtomKey] = field(default_factory=list)
+    state_bytes: int = 0
+    averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
+    resized: dict[str, Resized] = field(default_factory=dict)
     averages: Mapping[AtomKey, Any] = field(default_factory=dict)
 
     def pick_sinks(self, *, uncommitted: bool) -> list[TensorSink | None]:
@@ -260,8 +278,8 @@ def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
 
 def bind(
     wants: Wants, tensors: Mapping[Slot, torch.Tensor], copies: Mapping[Slot, Sequence[torch.Tensor]] | None = None
-) -> Destinations:
-    """Assign a tensor to every buffer of the wants.
+) -> tuple[list[Buffer], list[TensorSink]]:
+    """Return the buffers and sinks of the wants.
 
     Args:
         tensors: live tensors, and new ones for states; missing ones are allocated.
@@ -273,8 +291,7 @@ def bind(
         tensor = torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) if known is None else known
         made_from = (copies or {}).get(spec.slot, ())
         buffers.append(Buffer(tensor, not spec.live, spans, in_file=spec.in_file, copies=made_from))
-    sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
-    return Destinations(buffers, sinks, wants)
+    return buffers, [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
 
 
 _LOCKED = 32 << 20

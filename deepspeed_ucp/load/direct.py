@@ -46,7 +46,8 @@ from ..tensor_parallel import from_config
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects
 from .context import LoadContext
-from .prepare import Work, prepare
+from .destinations import Work
+from .prepare import prepare
 from .states import attach_states, describe_hyper
 from .transfer import Transfer
 

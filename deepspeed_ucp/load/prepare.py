@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,52 +17,15 @@ from ..model import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..model.view import EngineBuffer, EngineView
 from ..plan.match import Adaptation, Match, lacks_frozen, list_faults, match_groups, match_parameters
 from ..plan.settling import list_names, refuse_stateless, refuse_unreadable
-from ..plan.wants import (
-    REPLICA,
-    Wants,
-    is_replicated,
-    list_touched,
-    list_wants,
-)
+from ..plan.wants import REPLICA, Wants, is_replicated, list_touched, list_wants
 from ..stream.duplicates import check_instances
-from ..tensor_parallel import Layout, Resized, RuleSet, Settled, find_renamed, from_config
+from ..tensor_parallel import Resized, RuleSet, Settled, find_renamed, from_config
 from .context import LoadContext
-from .destinations import Destinations, bind
+from .destinations import Work, bind
 from .inventory import check_alike, settle_layouts, view_engine
-from .states import OptimizerMatch, States, list_tensors
+from .states import OptimizerMatch, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
-
-
-@dataclass(slots=True)
-class Work:
-    """The work of a load.
-
-    Attributes:
-        index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
-        destinations: this rank's wants, with the memory that they fill.
-        states: optimizer states to attach after verification.
-        match: this rank's names.
-        touched: atoms that some rank needs, the same list on every rank.
-        replicated: those of them whose saved shards are replicas that must be equal.
-        state_bytes: bytes of all touched atoms.
-        averaged, resized: the wants' fields, of all ranks.
-    """
-
-    index: AtomicIndex
-    destinations: Destinations = field(default_factory=Destinations)
-    states: list[States] = field(default_factory=list)
-    match: Match = field(default_factory=Match)
-    touched: list[AtomKey] = field(default_factory=list)
-    replicated: list[AtomKey] = field(default_factory=list)
-    state_bytes: int = 0
-    averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
-    resized: dict[str, Resized] = field(default_factory=dict)
-
-    @property
-    def wants(self) -> Wants:
-        """This rank's wants."""
-        return self.destinations.wants
 
 
 def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states: bool) -> Work:
@@ -160,7 +123,7 @@ def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, 
             tensors[spec.slot] = map_partition(buffers[spec.slot[1]], filled)
         if spec.slot[0] == MASTER:
             copies[spec.slot] = target.find_copies(spec.slot[1])
-    return Work(index, bind(wants, tensors, copies), states, match, touched)
+    return Work(index, wants, *bind(wants, tensors, copies), states, match, touched)
 
 
 def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:

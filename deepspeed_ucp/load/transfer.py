@@ -27,8 +27,7 @@ from ..plan.rounds import BLOCK, MIN_DIRECT, SHARES, Answers, SameNode, Table
 from ..plan.wants import Wants
 from ..stream.duplicates import check_replicas, check_samples
 from ..stream.reader import AtomReader, verify_reads
-from .destinations import Buffer, choose_uploads
-from .prepare import Work
+from .destinations import Buffer, Work, choose_uploads
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -77,7 +76,7 @@ class Transfer:
     ) -> None:
         window = config.window_mb << 20
         self.work, self.comm, self.checksum = work, comm, config.verify == "crc"
-        one_pass = choose_memory(work.destinations.buffers, window, comm, prefer_memory=prefer_memory)
+        one_pass = choose_memory(work.buffers, window, comm, prefer_memory=prefer_memory)
         share = share or max(window // SHARES, block)
         self.stages = share_memory(2 * share, comm.rank, comm.gather)
         self.same_node = np.array([stage is not None for stage in self.stages], np.bool_)
@@ -93,8 +92,8 @@ class Transfer:
 
         The first pass reads everything for its checksums, or without checksums what it fills; the second one the rest.
         """
-        plan, destinations = self.plan, self.work.destinations
-        sinks = [destinations.pick_sinks(uncommitted=uncommitted) for uncommitted in (True, False)]
+        plan = self.plan
+        sinks = [self.work.pick_sinks(uncommitted=uncommitted) for uncommitted in (True, False)]
         first, rest = ([sink is not None for sink in filled] for filled in sinks)
         if one_pass:
             return [plan if self.checksum else plan.filter_for_sinks(first)]
@@ -110,15 +109,14 @@ class Transfer:
             threads: as configured.
             window: bytes of memory for reads.
         """
-        destinations = self.work.destinations
         wanted = threads or count_readers(self.work.index.state_file)
         self.threads = min(wanted, max(window // (4 * BLOCK), 1))
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
         # the other half.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
-        self.uploads = choose_uploads(destinations.sinks, self.threads)
+        self.uploads = choose_uploads(self.work.sinks, self.threads)
         self.pages = LargePages()
-        for memory in (buffer.memory for buffer in destinations.buffers if buffer.is_untouched):
+        for memory in (buffer.memory for buffer in self.work.buffers if buffer.is_untouched):
             self.pages.add(memory.data_ptr(), memory.nbytes)
         # The page cache keeps the bytes that the second pass reads again.
         self.again = {(read.record, read.offset) for plan in self.passes[1:] for read in plan.reads if self.checksum}
@@ -155,7 +153,7 @@ class Transfer:
             yield
         except BaseException:
             self.uploads.close()  # no copy may arrive after the undo
-            self.work.destinations.undo()
+            self.work.undo()
             raise
 
     def fill(self) -> list[Checked]:
@@ -164,7 +162,7 @@ class Transfer:
 
         def commit() -> None:
             self.uploads.close()
-            self.work.destinations.commit()
+            self.work.commit()
 
         self.comm.run(commit)  # an error of one rank reaches all
         return again
@@ -204,11 +202,11 @@ class Transfer:
         """Execute a plan; bytes for the sinks of the other pass are read for their checksums."""
         steps = [(number, step) for number, round_ in enumerate(plan.rounds) for step in range(round_.steps)]
         shares = self._share_out(plan.direct, len(steps) + 1)
-        sinks = self.work.destinations.pick_sinks(uncommitted=uncommitted)
+        sinks = self.work.pick_sinks(uncommitted=uncommitted)
         checks, received = list[Checked](), list[Received]()
 
         def begin() -> None:
-            self.work.destinations.zero_blanks(uncommitted=uncommitted)
+            self.work.zero_blanks(uncommitted=uncommitted)
             self.uploads.begin()
 
         def is_read_again(read: Read) -> bool:

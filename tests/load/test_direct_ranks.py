@@ -18,8 +18,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, transfer
-from deepspeed_ucp.load.destinations import Buffer, Destinations
-from deepspeed_ucp.load.prepare import Work
+from deepspeed_ucp.load.destinations import Buffer, Work
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model import AtomicIndex
 from deepspeed_ucp.plan.rounds import BLOCK
@@ -91,8 +90,8 @@ OWNER = {
     "looks at its buffers": (Buffer, "fill_in_place", lambda buffer: buffer.tensor),
     "looks for its state file": (direct, "_find_own_file", lambda _index, target: first_of(target)),
     "prepares its reads": (transfer, "choose_uploads", lambda sinks, _threads: sinks[0].buffer.tensor),
-    "reads": (Transfer, "_work", lambda one, *_: one.work.destinations.sinks[0].buffer.tensor),
-    "fills its buffers": (Destinations, "commit", lambda into: into.buffers[0].tensor),
+    "reads": (Transfer, "_work", lambda one, *_: one.work.sinks[0].buffer.tensor),
+    "fills its buffers": (Work, "commit", lambda work: work.buffers[0].tensor),
     "makes its copies": (FakeTarget, "refresh_copies", first_of),
 }
 """A function of a load, and the tensor among its arguments by which a rank is recognised."""
@@ -159,7 +158,7 @@ def test_memory_that_is_filled_for_the_first_time_gets_large_pages(
     path, _, rank = start(tmp_path)
     live, apart, states = (Buffer(torch.ones(6), uncommitted=each) for each in (False, False, True))
     apart.stage_aside()
-    Transfer(Work(open_for(path, rank), Destinations([live, apart, states])), Comm(), UniversalConfig())
+    Transfer(Work(open_for(path, rank), buffers=[live, apart, states]), Comm(), UniversalConfig())
     assert asked == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
 
 

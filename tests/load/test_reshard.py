@@ -298,8 +298,8 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
         for rank in prepare_all(index, targets):
             live = {flat.data.data_ptr() for flat in rank.target.flats if flat.data.numel()}
             live |= {extra.data.data_ptr() for extra in rank.extras if extra.data.numel()}
-            into = rank.work.destinations
-            filled = [sink.buffer for sink in into.sinks] + [into.buffers[number] for number, _, _ in into.wants.blanks]
+            work = rank.work
+            filled = [sink.buffer for sink in work.sinks] + [work.buffers[number] for number, _, _ in work.wants.blanks]
             for buffer in filled:
                 assert buffer.uncommitted == (buffer.tensor.data_ptr() not in live)
 

@@ -10,9 +10,10 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
+from deepspeed_ucp.load.destinations import Buffer, TensorSink, Work
 from deepspeed_ucp.model import CopyItem
 from deepspeed_ucp.plan.wants import Mean, Wants
+from tests.plan.planning import make_index
 from tests.support.ranks import run_ranks
 from tests.support.reads import item
 
@@ -144,10 +145,11 @@ def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     whole = torch.full((3, 2), 5.0)
     buffer = Buffer(whole.t(), uncommitted=False, spans=[(0, 6)])
     replicas = [Buffer(torch.tensor(values), uncommitted=True) for values in ([1.0, 2.0], [3.0, 4.0])]
-    into = Destinations([buffer, *replicas], [], Wants(blanks=[(0, 0, 4)], means=[Mean(0, 4, 6, (1, 2))]))
-    into.zero_blanks(uncommitted=True)
+    wants = Wants(blanks=[(0, 0, 4)], means=[Mean(0, 4, 6, (1, 2))])
+    work = Work(make_index([]), wants, [buffer, *replicas])
+    work.zero_blanks(uncommitted=True)
     assert whole.eq(5).all()
-    into.commit()
+    work.commit()
     assert whole.t().tolist() == [[0, 0, 0], [0, 2, 3]]
 
 

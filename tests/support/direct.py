@@ -13,8 +13,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from deepspeed_ucp.load.destinations import Work
 from deepspeed_ucp.load.direct import load_direct
-from deepspeed_ucp.load.prepare import Work
 from deepspeed_ucp.model import AtomicIndex, AtomKey
 from tests.load.test_reshard import flip
 from tests.plan import planning

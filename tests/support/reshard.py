@@ -29,10 +29,10 @@ from deepspeed_ucp.extensions.registry import find_for_load
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
-from deepspeed_ucp.load.destinations import TensorSink
+from deepspeed_ucp.load.destinations import TensorSink, Work
 from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.inventory import join_groups, list_stage_groups
-from deepspeed_ucp.load.prepare import Work, prepare
+from deepspeed_ucp.load.prepare import prepare
 from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model import AtomicIndex, CopyItem, Read
@@ -327,10 +327,9 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     job = replace(job, extensions=find_for_load(job, index, target, rules))
     work = prepare(job, index, target, with_states=with_states)
     rank = Loaded(target, work, target.extras(), comm, job=job)
-    into = work.destinations
-    into.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in into.sinks]
-    for number, low, high in into.wants.blanks:
-        rank.count_blanks(into.buffers[number].tensor)[low:high] += 1
+    work.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in work.sinks]
+    for number, low, high in work.wants.blanks:
+        rank.count_blanks(work.buffers[number].tensor)[low:high] += 1
     return rank
 
 
@@ -374,7 +373,7 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
     for extension in rank.job.extensions:
         extension.read_more(rank.job, rank.work)
     for mean in rank.work.wants.means:
-        rank.count(rank.work.destinations.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
+        rank.count(rank.work.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
     transfer.fill()
     if options.with_states and target.wrapped is not None:
         attach_states(target, rank.work.states, rank.work.match)
