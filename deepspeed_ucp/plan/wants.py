@@ -103,6 +103,54 @@ class Wants:
         self.sinks.append((buffer, stored))
         return len(self.sinks) - 1
 
+    def add_atom(
+        self,
+        atom: Atom,
+        cut: Cut,
+        tp_shard: int,
+        sink: int,
+        layouts: tuple[Layout, Layout] | None,
+        resizes: Mapping[str, Resized],
+    ) -> None:
+        """Want a part of a shard of an atom.
+
+        Args:
+            layouts: how source and target cut it; None if neither does.
+            resizes: as of :func:`list_wants`.
+        """
+        views = view_shards(layouts, tp_shard)
+        if layouts is not None and layouts[0].mean:
+            self._add_mean(atom, cut, sink, views)
+            return
+        if layouts is not None and (resized := resizes.get(atom.name) or pad_vocabulary(*layouts)):
+            self._resize(atom, cut, self.sinks[sink][0], layouts, tp_shard, resized)
+        self.wants += [Want(atom, cut.start, cut.numel, sink, cut.offset, view) for view in views]
+
+    def _resize(
+        self, atom: Atom, cut: Cut, buffer: int, layouts: tuple[Layout, Layout], tp_shard: int, resized: Resized
+    ) -> None:
+        """Note the new and the kept rows of an atom that has another shape here."""
+        self.resized[atom.name] = resized
+        low, high, is_weight = cut.offset, cut.offset + cut.numel, atom.state in (MASTER, MODULE, COPY)
+        if resized.live > resized.kept and (resized.new == "zero" or not is_weight):
+            self.blanks.append((buffer, low, high))
+        elif resized.new == "mean" and is_weight:
+            self.averaged[atom.key] = layouts[0], resized.kept
+            rows, *columns = layouts[1].shards[tp_shard % len(layouts[1].shards)]
+            width, view = prod(map(measure, columns)), layouts[1].view[1:]
+            for begin, end in _list_new(rows, resized.kept, width, cut):
+                offset = low - cut.start
+                self.rows.append(NewRows(buffer, offset + begin, offset + end, atom.key, begin, view, tuple(columns)))
+
+    def _add_mean(self, atom: Atom, cut: Cut, sink: int, views: Sequence[View | None]) -> None:
+        """Want every replica, in separate memory."""
+        replicas = []
+        for view in views:
+            replica = self.add_buffer(BufferSpec((REPLICA, len(self.buffers)), atom.dtype, cut.numel, live=False))
+            self.wants.append(Want(atom, cut.start, cut.numel, self.add_sink(replica, atom.dtype), 0, view))
+            replicas.append(replica)
+        self.means.append(Mean(self.sinks[sink][0], cut.offset, cut.offset + cut.numel, tuple(replicas)))
+
     def list_spans(self) -> list[list[tuple[int, int]]]:
         """List the elements [low, high) of each buffer that will be filled, blanks included.
 
@@ -135,12 +183,50 @@ def list_wants(
         with_states: load optimizer states as well.
         resizes: by saved name, the effect of the user's ``resize`` rules.
     """
-    lister = _Lister(index, match, layouts, with_states, resizes or {})
-    for number, buffer in enumerate(view.flats):
-        lister.add_flat(number, buffer)
-    for number, buffer in enumerate(view.extras):
-        lister.add_tensor(number, buffer)
-    return lister.wants
+    wants = Wants()
+    for spec, tp_shard, filled, gaps in _list_buffers(index, view, match, with_states=with_states):
+        number = wants.add_buffer(spec)
+        sinks: dict[str, int] = {}
+        for cut, atom in filled:
+            if atom.dtype not in sinks:
+                sinks[atom.dtype] = wants.add_sink(number, atom.dtype)
+            wants.add_atom(atom, cut, tp_shard, sinks[atom.dtype], layouts.get(atom.name), resizes or {})
+        wants.blanks += [(number, low, high) for low, high in gaps]
+    return wants
+
+
+def _list_buffers(
+    index: AtomicIndex, view: EngineView, match: Match, *, with_states: bool
+) -> Iterator[tuple[BufferSpec, int, list[tuple[Cut, Atom]], list[Span]]]:
+    """Yield each buffer, its tensor-parallel shard, the cuts that the checkpoint fills, and the gaps to zero."""
+    for number, flat in enumerate(view.flats):
+        cuts = _match_cuts(flat.buffer, flat.part, match)
+        filled = [(cut, atom) for cut, param in cuts if (atom := pick_weight(index, param, True, with_states))]
+        spec = _make_spec((MASTER, number), flat.buffer, flat, flat.dtype)
+        yield spec, flat.tp_shard, filled, flat.buffer.gaps(flat.part)
+        for state, dtype in flat.states.items():
+            layout, part = flat.find_state_layout(state)
+            cuts = _match_cuts(layout, part, match)
+            filled = [(cut, atom) for cut, param in cuts if (atom := index.find(param.name, state, param.instance))]
+            # Parameters without saved state get zeros, in live memory too.
+            gaps = find_gaps(((cut.offset, cut.offset + cut.numel) for cut, _ in filled), layout.partition)
+            spec = _make_spec((state, number), layout, flat, dtype, live=state in flat.live)
+            yield spec, flat.tp_shard, filled, gaps
+    for number, extra in enumerate(view.extras):
+        if param := match.params.get(extra.name):
+            atom = pick_weight(index, param, False, with_states)
+            filled = [(cut, atom) for cut in extra.buffer.cuts(extra.part) if atom]
+            yield _make_spec((MODULE, number), extra.buffer, extra, extra.dtype), extra.tp_shard, filled, []
+
+
+def _match_cuts(buffer: FlatBuffer, part: int, match: Match) -> list[tuple[Cut, ParamKey]]:
+    """Return the cuts of a part whose parameters are in the checkpoint."""
+    return [(cut, match.params[cut.name]) for cut in buffer.cuts(part) if cut.name in match.params]
+
+
+def _make_spec(slot: Slot, layout: FlatBuffer, buffer: EngineBuffer, dtype: str, *, live: bool = True) -> BufferSpec:
+    in_file = buffer.swap is not None and slot[0] not in buffer.live
+    return BufferSpec(slot, dtype, layout.partition, live and not in_file, in_file)
 
 
 def list_touched(index: AtomicIndex, view: EngineView, match: Match, *, with_states: bool) -> list[AtomKey]:
@@ -201,100 +287,3 @@ def _list_new(rows: Intervals, kept: int, width: int, cut: Cut) -> Iterator[Span
         if begin < end:
             yield begin, end
         place += high - low
-
-
-@dataclass(slots=True)
-class _Lister:
-    """Collects the wants of a rank; arguments as of :func:`list_wants`."""
-
-    index: AtomicIndex
-    match: Match
-    layouts: Layouts
-    with_states: bool
-    resizes: Mapping[str, Resized] = field(default_factory=dict)
-    wants: Wants = field(default_factory=Wants)
-
-    def add_flat(self, number: int, buffer: EngineBuffer) -> None:
-        """Want the masters and states of a flat buffer."""
-        target = self._add_buffer((MASTER, number), buffer.buffer, buffer, buffer.dtype)
-        cuts = self._match_cuts(buffer.buffer, buffer.part)
-        weights = [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts]
-        self._fill(target, buffer.tp_shard, weights)
-        self.wants.blanks += [(target, low, high) for low, high in buffer.buffer.gaps(buffer.part)]
-        for state, dtype in buffer.states.items():
-            layout, part = buffer.find_state_layout(state)
-            target = self._add_buffer((state, number), layout, buffer, dtype, live=state in buffer.live)
-            cuts = self._match_cuts(layout, part)
-            filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
-            self._fill(target, buffer.tp_shard, filled)
-            # Parameters without saved state get zeros, in live memory too.
-            spans = ((cut.offset, cut.offset + cut.numel) for cut, atom in filled if atom)
-            self.wants.blanks += [(target, low, high) for low, high in find_gaps(spans, layout.partition)]
-
-    def _match_cuts(self, buffer: FlatBuffer, part: int) -> list[tuple[Cut, ParamKey]]:
-        """Return the cuts of a part whose parameters are in the checkpoint."""
-        params = self.match.params
-        return [(cut, params[cut.name]) for cut in buffer.cuts(part) if cut.name in params]
-
-    def add_tensor(self, number: int, buffer: EngineBuffer) -> None:
-        """Want a tensor that no optimizer owns."""
-        if param := self.match.params.get(buffer.buffer.names[0]):
-            atom = pick_weight(self.index, param, False, self.with_states)
-            target = self._add_buffer((MODULE, number), buffer.buffer, buffer, buffer.dtype)
-            self._fill(target, buffer.tp_shard, [(cut, atom) for cut in buffer.buffer.cuts(buffer.part)])
-
-    def _add_buffer(
-        self, slot: Slot, layout: FlatBuffer, buffer: EngineBuffer, dtype: str, *, live: bool = True
-    ) -> int:
-        in_file = buffer.swap is not None and slot[0] not in buffer.live
-        return self.wants.add_buffer(BufferSpec(slot, dtype, layout.partition, live and not in_file, in_file))
-
-    def _fill(self, buffer: int, tp_shard: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
-        """Fill cuts of a buffer from atoms."""
-        sinks: dict[str, int] = {}
-        for cut, atom in filled:
-            if atom is not None:
-                if atom.dtype not in sinks:
-                    sinks[atom.dtype] = self.wants.add_sink(buffer, atom.dtype)
-                self._want(atom, cut, tp_shard, sinks[atom.dtype])
-
-    def _want(self, atom: Atom, cut: Cut, tp_shard: int, sink: int) -> None:
-        """Want a part of a shard of an atom."""
-        layouts = self.layouts.get(atom.name)
-        views = view_shards(layouts, tp_shard)
-        if layouts is not None and layouts[0].mean:
-            self._want_mean(atom, cut, sink, views)
-            return
-        if layouts is not None:
-            self._resize(atom, cut, self.wants.sinks[sink][0], layouts, tp_shard)
-        self.wants.wants += [Want(atom, cut.start, cut.numel, sink, cut.offset, view) for view in views]
-
-    def _resize(self, atom: Atom, cut: Cut, buffer: int, layouts: tuple[Layout, Layout], tp_shard: int) -> None:
-        """Note the new and the kept rows of an atom that has another shape here."""
-        resized = self.resizes.get(atom.name) or pad_vocabulary(*layouts)
-        if resized is None:
-            return
-        self.wants.resized[atom.name] = resized
-        low, high, is_weight = cut.offset, cut.offset + cut.numel, atom.state in (MASTER, MODULE, COPY)
-        if resized.live > resized.kept and (resized.new == "zero" or not is_weight):
-            self.wants.blanks.append((buffer, low, high))
-        elif resized.new == "mean" and is_weight:
-            self.wants.averaged[atom.key] = layouts[0], resized.kept
-            rows, *columns = layouts[1].shards[tp_shard % len(layouts[1].shards)]
-            width, view = prod(map(measure, columns)), layouts[1].view[1:]
-            for begin, end in _list_new(rows, resized.kept, width, cut):
-                offset = low - cut.start
-                self.wants.rows.append(
-                    NewRows(buffer, offset + begin, offset + end, atom.key, begin, view, tuple(columns))
-                )
-
-    def _want_mean(self, atom: Atom, cut: Cut, sink: int, views: Sequence[View | None]) -> None:
-        """Want every replica, in separate memory."""
-        replicas = []
-        for view in views:
-            spec = BufferSpec((REPLICA, len(self.wants.buffers)), atom.dtype, cut.numel, live=False)
-            replica = self.wants.add_buffer(spec)
-            self.wants.wants.append(Want(atom, cut.start, cut.numel, self.wants.add_sink(replica, atom.dtype), 0, view))
-            replicas.append(replica)
-        target = self.wants.sinks[sink][0]
-        self.wants.means.append(Mean(target, cut.offset, cut.offset + cut.numel, tuple(replicas)))
