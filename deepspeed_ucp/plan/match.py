@@ -7,7 +7,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import MismatchError, fold_names, shorten, suggest
@@ -17,8 +16,6 @@ from ..model.flat import Shape
 from ..model.view import EngineView
 from ..tensor_parallel import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
 from ..tensor_parallel.adapters import is_added
-
-FIRST = (0, 1)
 
 EXTRA, MISSING, SHAPE, COUNT = "extra", "missing", "shape", "count"
 """Kinds of faults: a name that the model lacks or the checkpoint lacks, another shape, another number of parameters."""
@@ -52,6 +49,7 @@ class Match:
         groups: live param group → the saved ones with its parameters: one; several if an extension cuts groups, or for
             a group that keeps its hyper-parameters and joins several. Groups without any are left out.
         skipped: differences that a lenient load ignores.
+        missing: live names that the checkpoint lacks, and whether they are trained.
         untouched: frozen parameters and buffers that the checkpoint lacks: a lenient load leaves them as they are.
         kept: tensors that keep their initial value because the source's converter dropped them.
         hyper: live param group → the hyper-parameters that it takes.
@@ -64,6 +62,7 @@ class Match:
     params: dict[str, ParamKey] = field(default_factory=dict)
     groups: dict[int, tuple[int, ...]] = field(default_factory=dict)
     skipped: list[Fault] = field(default_factory=list)
+    missing: dict[str, bool] = field(default_factory=dict)
     untouched: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     hyper: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -127,150 +126,139 @@ def match_parameters(
         The match; its ``fault`` lists every parameter that is missing or extra, or has another shape although no tensor
         is cut.
     """
-    matcher = _Matcher(index, live, strict, with_states, rules)
-    for is_trained, shapes in ((True, live.owned), (False, live.unowned or {})):
-        for name in (name for name in shapes if name not in live.declared_new):
-            matcher.add(name, shapes[name], is_trained)
-    matcher.finish()
-    return matcher.match
+    match = Match()
+    shapes, swapped = _match_names(index, live, match, with_states=with_states, rules=rules)
+    saved, extra = _note_extra(index, live, match)
+    match.notes += [_describe_swap(names, thawed) for thawed, names in swapped.items() if names]
+    faults = _note_shapes(match, shapes)
+    if saved and not match.params:
+        match.fault = _describe_foreign(list(match.missing), extra)
+        return match
+    if not (faults or match.resized or match.skipped):
+        return match
+    skipped, remedies = match.skipped, ""
+    for extension in find_for_names([*saved, *live.shapes]):
+        skipped, remedy = extension.fold_faults(saved, live.shapes, skipped)
+        remedies += remedy
+    if strict:
+        faults += skipped
+    else:
+        match.untouched = [name for name, is_trained in match.missing.items() if not is_trained]
+        match.skipped = [fault for fault in match.skipped if fault.name not in match.untouched]
+    if not faults:
+        return match
+    padded = advise_vocabulary(match.resized)
+    faults += match.resized.values()
+    match.resized.clear()  # listed as faults: they need no pattern
+    hint = ""
+    if any(fault.kind == SHAPE for fault in faults):
+        reshaped = {match.params[name].name: pair for name, pair in shapes.items()}
+        hint += f" Build the model with the sizes of the saved one.{advise_resize(reshaped)}{padded}"
+    if strict and match.skipped:
+        hint += _advise_rename(list(match.missing), extra) + _advise_missing(index, match)
+    match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}{remedies}"
+    return match
 
 
-@dataclass
-class _Matcher:
-    """Compares live tensors with a checkpoint, one by one.
+def _match_names(
+    index: AtomicIndex, live: EngineView, match: Match, *, with_states: bool, rules: Sequence[RuleSet]
+) -> tuple[dict[str, tuple[Shape, Shape]], dict[bool, list[str]]]:
+    """Find the saved tensor for each live one.
 
-    Attributes:
-        faults: shapes that differ.
-        shapes: saved name → saved and live shape, if they differ without a rule for it.
-        missing: live names that the checkpoint lacks, and whether they are trained.
-        swapped: names that are trained only here (True) or only in the saved run (False).
+    Returns:
+        Live name → saved and live shape, if they differ without a rule for it. The names that are trained only here
+        (True) or only in the saved run (False).
     """
-
-    index: AtomicIndex
-    live: EngineView
-    strict: bool
-    with_states: bool
-    rules: Sequence[RuleSet] = ()
-    match: Match = field(default_factory=Match)
-    faults: list[Fault] = field(default_factory=list)
-    shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
-    missing: dict[str, bool] = field(default_factory=dict)
-    swapped: dict[bool, list[str]] = field(default_factory=lambda: defaultdict(list))
-
-    @cached_property
-    def aliases(self) -> dict[str, list[str]]:
-        """Name → other names of the same tensor."""
-        others: dict[str, list[str]] = defaultdict(list)
-        for alias, name in self.live.aliases.items():
-            others[name].append(alias)
-        return others
-
-    def add(self, name: str, shapes: tuple[Shape, ...], is_trained: bool) -> None:
-        """Find the saved tensor for a live one."""
-        names = [self.live.renamed.get(other, other) for other in (name, *self.aliases.get(name, ()))]
-        weight = _find(self.index, names, is_trained, self.with_states)
-        if weight is None:
-            self._pass_over(name, names, is_trained, shapes[0])
-            return
-        if self.with_states and is_trained == (weight.state == MODULE):
-            self.swapped[is_trained].append(name)
-        self.match.params[name] = pick_instance(self.index, weight.name, *self.live.ordinals.get(name, FIRST))
-        if len(shapes) == len(weight.shapes) == 1 and shapes[0] != weight.shapes[0]:
-            if find_resize(self.rules, weight.name):
-                self.match.ruled.append(name)
+    aliases: dict[str, list[str]] = defaultdict(list)
+    for alias, name in live.aliases.items():
+        aliases[name].append(alias)
+    differing: dict[str, tuple[Shape, Shape]] = {}
+    swapped: dict[bool, list[str]] = {True: [], False: []}
+    owned = [(name, shapes, True) for name, shapes in live.owned.items()]
+    unowned = [(name, shapes, False) for name, shapes in (live.unowned or {}).items()]
+    for name, shapes, is_trained in (*owned, *unowned):
+        if name in live.declared_new:
+            continue
+        names = [live.renamed.get(other, other) for other in (name, *aliases.get(name, ()))]
+        found = _find(index, names, is_trained, with_states)
+        if found is None:
+            _pass_over(index, match, names, name, shapes[0], is_trained)
+            continue
+        saved, state, saved_shapes = found
+        if with_states and is_trained == (state == MODULE):
+            swapped[is_trained].append(name)
+        match.params[name] = pick_instance(index, saved, *live.ordinals.get(name, (0, 1)))
+        if len(shapes) == len(saved_shapes) == 1 and shapes != saved_shapes:
+            if find_resize(rules, saved):
+                match.ruled.append(name)
             else:
-                self.shapes[weight.name] = weight.shapes[0], shapes[0]
-                self._note_shapes(name, weight.shapes[0], shapes[0])
+                differing[name] = saved_shapes[0], shapes[0]
+    return differing, swapped
 
-    def _pass_over(self, name: str, names: Sequence[str], is_trained: bool, shape: Shape) -> None:
-        """Note a tensor that the checkpoint lacks: a fault, unless the save is known to have left it out."""
-        index, match = self.index, self.match
-        is_dropped = index.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
-        if is_dropped and not is_trained:
-            match.kept.append(name)
-        elif names[0] in index.buffers:
-            match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
-        else:
-            match.skipped.append(Fault(name, f" {shape}: not in the checkpoint", MISSING))
-            self.missing[name] = is_trained
 
-    def _note_shapes(self, name: str, saved: Shape, live: Shape) -> None:
-        """Note a whole tensor of another shape; patterns decide whether another number of rows is a fault."""
+def _pass_over(
+    index: AtomicIndex, match: Match, names: Sequence[str], name: str, shape: Shape, is_trained: bool
+) -> None:
+    """Note a tensor that the checkpoint lacks: a fault, unless the save is known to have left it out."""
+    is_dropped = index.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
+    if is_dropped and not is_trained:
+        match.kept.append(name)
+    elif names[0] in index.buffers:
+        match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
+    else:
+        match.skipped.append(Fault(name, f" {shape}: not in the checkpoint", MISSING))
+        match.missing[name] = is_trained
+
+
+def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set[str], list[str]]:
+    """Note the saved tensors that the model lacks; return the names of all saved ones, and of these."""
+    # Without the optimizer's files, trained parameters only have copies.
+    saved = index.atoms.list_names((MASTER, COPY) if live.unowned is None else (MASTER, COPY, MODULE))
+    matched = match.saved
+    # FSDP, and layer files of a pipeline stage, hold a tie twice without recording it.
+    ties = {live.renamed.get(alias, alias): name for alias, name in live.aliases.items() if name in matched}
+    ties = {alias: matched[name] for alias, name in ties.items() if not index.find(alias, MASTER)}
+    same: dict[str, bool | None] = {}
+    for alias in sorted(saved & ties.keys() - {*matched.values()}):
+        one, other = (pick_weight(index, ParamKey(name), True, True) for name in (ties[alias], alias))
+        same[alias] = are_same(index, one, other)
+    if index.is_weights_alone and (unknown := [alias for alias, is_same in same.items() if is_same is None]):
+        match.notes.append(f"{shorten(unknown)}: tied in the model to another name, whose saved values are used")
+    saved -= {alias for alias, is_same in same.items() if is_same is not False}
+    extra = sorted(saved - set(matched.values()))
+    for name in extra:
+        text = ": in the checkpoint, not in the model"
+        if name in same:
+            text = f": tied to {ties[name]} in the model, and of other values in the checkpoint"
+        match.skipped.append(Fault(name, text, EXTRA))
+    return saved, extra
+
+
+def _note_shapes(match: Match, shapes: Mapping[str, tuple[Shape, Shape]]) -> list[Fault]:
+    """Return the faults of whole tensors of another shape; patterns decide whether another number of rows is one."""
+    faults = []
+    for name, (saved, live) in shapes.items():
         fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
         if len(saved) != len(live) or not live or saved[1:] != live[1:] or len(live) == 3:
-            self.faults.append(fault)
+            faults.append(fault)
         else:
-            self.match.resized[name] = fault
+            match.resized[name] = fault
+    return faults
 
-    def finish(self) -> None:
-        """Compare all names, and note the faults or the differences that a lenient load ignores."""
-        index, live, match = self.index, self.live, self.match
-        # Without the optimizer's files, trained parameters only have copies.
-        saved = index.atoms.list_names((MASTER, COPY) if live.unowned is None else (MASTER, COPY, MODULE))
-        matched = match.saved
-        # FSDP, and layer files of a pipeline stage, hold a tie twice without recording it.
-        ties = {live.renamed.get(alias, alias): name for alias, name in live.aliases.items() if name in matched}
-        ties = {alias: matched[name] for alias, name in ties.items() if not index.find(alias, MASTER)}
-        same = {
-            alias: self._are_same(alias, ties[alias]) for alias in sorted(saved & ties.keys() - {*matched.values()})
-        }
-        if index.is_weights_alone and (unknown := [alias for alias, is_same in same.items() if is_same is None]):
-            match.notes.append(f"{shorten(unknown)}: tied in the model to another name, whose saved values are used")
-        saved -= {alias for alias, is_same in same.items() if is_same is not False}
-        extra = sorted(saved - set(matched.values()))
-        for name in extra:
-            text = ": in the checkpoint, not in the model"
-            if name in same:
-                text = f": tied to {ties[name]} in the model, and of other values in the checkpoint"
-            match.skipped.append(Fault(name, text, EXTRA))
-        match.notes += [_describe_swap(names, thawed) for thawed, names in self.swapped.items()]
-        if saved and not match.params:
-            match.fault = _describe_foreign(list(self.missing), extra)
-        elif self.faults or match.resized or match.skipped:
-            self._judge(saved, extra)
 
-    def _are_same(self, alias: str, name: str) -> bool | None:
-        """Return True if two saved tensors that are one here have equal values; None if that is unknown."""
-        one, other = (pick_weight(self.index, ParamKey(either), True, True) for either in (name, alias))
-        return are_same(self.index, one, other)
-
-    def _judge(self, saved: set[str], extra: Sequence[str]) -> None:
-        match, faults, live = self.match, self.faults, self.live.shapes
-        skipped, remedies = match.skipped, ""
-        for extension in find_for_names([*saved, *live]):
-            skipped, remedy = extension.fold_faults(saved, live, skipped)
-            remedies += remedy
-        if self.strict:
-            faults += skipped
-        else:
-            match.untouched = [name for name, is_trained in self.missing.items() if not is_trained]
-            match.skipped = [fault for fault in match.skipped if fault.name not in match.untouched]
-        if not faults:
-            return
-        padded = advise_vocabulary(match.resized)
-        faults += match.resized.values()
-        match.resized.clear()  # listed as faults: they need no pattern
-        hint = ""
-        if any(fault.kind == SHAPE for fault in faults):
-            hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}{padded}"
-        if self.strict and match.skipped:
-            hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
-        match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}{remedies}"
-
-    def _advise_missing(self) -> str:
-        """Suggest a remedy for names that one side lacks."""
-        is_adapter = lacks_frozen(self.index) and self.missing and not any(self.missing.values())
-        if not is_adapter or len(self.match.skipped) > len(self.missing):
-            return (
-                " load_module_strict=False passes missing and extra ones over: a missing one keeps the new model's "
-                "value."
-            )
+def _advise_missing(index: AtomicIndex, match: Match) -> str:
+    """Suggest a remedy for names that one side lacks."""
+    is_adapter = lacks_frozen(index) and match.missing and not any(match.missing.values())
+    if not is_adapter or len(match.skipped) > len(match.missing):
         return (
-            " All missing ones are frozen here or buffers: the checkpoint was saved without them "
-            "(exclude_frozen_parameters). If the model has them already, as from its pretrained weights, pass "
-            "load_module_strict=False (Accelerate: load_state(folder, load_module_strict=False); Lightning: "
-            "strict_loading = False in the module)."
+            " load_module_strict=False passes missing and extra ones over: a missing one keeps the new model's value."
         )
+    return (
+        " All missing ones are frozen here or buffers: the checkpoint was saved without them "
+        "(exclude_frozen_parameters). If the model has them already, as from its pretrained weights, pass "
+        "load_module_strict=False (Accelerate: load_state(folder, load_module_strict=False); Lightning: "
+        "strict_loading = False in the module)."
+    )
 
 
 def list_faults(faults: Iterable[Fault]) -> str:
@@ -347,21 +335,16 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
     return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
 
 
-class _FoundWeight(NamedTuple):
-    """A weight in the checkpoint: its atom's name and state, and local shapes; a cheap stand-in for the atom."""
-
-    name: str
-    state: str
-    shapes: tuple[Shape, ...]
-
-
-def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> _FoundWeight | None:
+def _find(
+    index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool
+) -> tuple[str, str, tuple[Shape, ...]] | None:
+    """Find a weight in the checkpoint; return the name and state of its atom, and its local shapes."""
     order = _order_states(wants_master, with_states)
     for name in map(index.resolve, names):
         shards = index.atoms.storages.get(ParamKey(name), ())
         for state in order:
             if shapes := tuple([shard.shape for shard in shards if state in shard.states]):
-                return _FoundWeight(name, state, shapes)
+                return name, state, shapes
     return None
 
 
