@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from ..comm import Comm
@@ -29,23 +29,14 @@ from .client import check_trusted
 from .context import LoadContext
 from .inventory import StageGroups, join_groups, list_stage_groups
 
+Choice = tuple[str, Target | None, AtomicIndex | None]
+"""The chosen loader: the reason for the log, the live engine's buffers, and the checkpoint for the direct load.
 
-@dataclass(frozen=True, slots=True)
-class LoaderChoice:
-    """The chosen loader.
-
-    Attributes:
-        reason: for the log.
-        target: the live engine's buffers; None if only DeepSpeed knows its layout.
-        index: the checkpoint, for the direct load; None leaves the load to DeepSpeed.
-    """
-
-    reason: str
-    target: Target | None = None
-    index: AtomicIndex | None = None
+The buffers are None if only DeepSpeed knows the engine's layout. Without a checkpoint DeepSpeed loads.
+"""
 
 
-def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = ()) -> LoaderChoice:
+def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = ()) -> Choice:
     """Compare the checkpoint's topology with the engine's, from headers only (collective).
 
     Args:
@@ -63,7 +54,7 @@ def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = ()) -> Lo
             return _trust_own_files(job, folder, str(error))
         if not job.config.trust_pickle:
             job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
-        return LoaderChoice(f"load_universal is on, this is an atomic checkpoint, and {error}")
+        return f"load_universal is on, this is an atomic checkpoint, and {error}", None, None
     doubts: list[str] = []
     if job.engine.use_node_local_storage() and not atomic:
         doubts = find_own_differences(job, folder, target)
@@ -144,7 +135,7 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
     return [f"DeepSpeed's own load is not known to be right with: {shorten(doubts)}"] if doubts else []
 
 
-def _trust_own_files(job: LoadContext, folder: str, why: str) -> LoaderChoice:
+def _trust_own_files(job: LoadContext, folder: str, why: str) -> Choice:
     """Leave a load to DeepSpeed if each rank's files have the live topology (collective).
 
     Raises:
@@ -185,7 +176,7 @@ def find_own_differences(job: LoadContext, folder: str, target: Target | None = 
     return list(dict.fromkeys(text for part in job.comm.each(compare) for text in part))
 
 
-def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | None = None) -> LoaderChoice:
+def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | None = None) -> Choice:
     """Leave a load to DeepSpeed, after a check of the files' classes (collective).
 
     Raises:
@@ -198,7 +189,7 @@ def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | N
         folder_id = viewers[comm.rank]
         part, parts = viewers[: comm.rank].count(folder_id), viewers.count(folder_id)
         comm.run(lambda: check_trusted(list_own_globals(folder, part, parts)))
-    return LoaderChoice(f"{why}; same topology by each rank's own files", target)
+    return f"{why}; same topology by each rank's own files", target, None
 
 
 def _identify_folder(folder: str) -> tuple[object, ...]:
@@ -209,7 +200,7 @@ def _identify_folder(folder: str) -> tuple[object, ...]:
 
 def _compare(
     job: LoadContext, folder: str, also: Sequence[str], target: Target, naming: Naming, doubts: Sequence[str]
-) -> LoaderChoice:
+) -> Choice:
     """Compare the checkpoint's index with the live engine's layout (collective).
 
     Args:
@@ -237,9 +228,9 @@ def _compare(
     if not reasons:
         if not job.config.trust_pickle:
             comm.alike(lambda: check_trusted(index.globals))
-        return LoaderChoice(f"same topology ({index.topology.describe()})", target=target)
+        return f"same topology ({index.topology.describe()})", target, None
     texts = [f"{index.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]
-    return LoaderChoice(": ".join(filter(None, texts)), target, index)
+    return ": ".join(filter(None, texts)), target, index
 
 
 def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:

@@ -155,24 +155,24 @@ def _resume_tag(job: LoadContext, tag: str) -> Loaded:
     engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
     folder, *also = find_folders(job.places, tag, comm)
     with report.phase("index"), pause_collection():
-        choice = choose_loader(job, folder, also)
-    report.reason, report.direct = choice.reason, choice.index is not None
+        report.reason, target, index = choose_loader(job, folder, also)
+    report.direct = index is not None
     if comm.rank == 0:
         loader = "deepspeed_ucp" if report.direct else "DeepSpeed"
         extensions = f" (extensions: {', '.join(report.extensions)})" if report.extensions else ""
-        logger.info("%s: %s loads it, %s%s", folder, loader, choice.reason, extensions)
+        logger.info("%s: %s loads it, %s%s", folder, loader, report.reason, extensions)
         for text in list_unsaved(engine) if arguments.with_states else ():
             logger.warning("%s: %s", folder, text)
-    if choice.index is None or choice.target is None:
+    if index is None or target is None:
         if folder == job.load_dir:  # DeepSpeed looks for the tag below its argument
             parent = os.path.dirname(normalize(folder))
             job = replace(job, deepspeed_load=partial(job.deepspeed_load, load_dir=parent, tag=tag))
         with report.phase("own load"):
-            return _run_deepspeed_load(job, choice.target)
+            return _run_deepspeed_load(job, target)
     if job.unknown:
         names = shorten(job.unknown)
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {names}.")
-    return _load(job, folder, choice.index, choice.target)
+    return _load(job, folder, index, target)
 
 
 def _run_deepspeed_load(job: LoadContext, target: Target | None) -> Loaded:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ..comm import Comm, is_shared
 from ..errors import CheckpointError, OutOfReachError, UcpError, join_numbers, shorten
@@ -27,22 +27,6 @@ from ..io.store import is_folder
 logger = logging.getLogger("deepspeed_ucp")
 
 T = TypeVar("T")
-
-
-class Look(NamedTuple):
-    """The observation of one rank in one place.
-
-    Attributes:
-        asked: the tag that the rank was asked for; None for that of ``latest``.
-        tag: the tag asked for, or that of ``latest``; None if there is neither.
-        error: why there is no tag, or why it is invalid.
-        newest: the tag that was saved last, with ``fallback``.
-    """
-
-    asked: str | None
-    tag: str | None = None
-    error: str = ""
-    newest: str | None = None
 
 
 def find_tag(
@@ -73,23 +57,22 @@ def find_tag(
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
     ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback)
-    all_looks: list[Look] = []
-    chosen = None
+    errors: list[str] = []
+    newest = chosen = None
     for place in places:  # stops at the first place that has it: a store out of reach takes long to fail
-        looks = comm.each(partial(ask, place))
-        comm.alike(partial(_compare_asked, load_dir, [look.asked for look in looks]))
-        all_looks += looks
-        chosen = chosen or comm.alike(partial(_choose, load_dir, [look.tag for look in looks]))
-        errors = [look.error for look in all_looks if look.error]
+        asked, tags, faults, others = zip(*comm.each(partial(ask, place)), strict=True)
+        comm.alike(partial(_compare_asked, load_dir, asked))
+        errors += filter(None, faults)
+        newest = newest or next(filter(None, others), None)
+        chosen = chosen or comm.alike(partial(_choose, load_dir, tags))
         if chosen is None and errors:
             break
-        if any(look.tag == chosen and not look.error for look in looks if chosen is not None):
+        if chosen is not None and (chosen, "") in zip(tags, faults, strict=True):
             return chosen
     if chosen is None and not errors:
         return None
     if chosen is not None and _is_somewhere(places, chosen, comm):
         return chosen
-    newest = next((look.newest for look in all_looks if look.newest), None)
     if newest is None:
         comm.alike(lambda: _refuse(errors[0]))
     if comm.rank == 0:
@@ -97,10 +80,17 @@ def find_tag(
     return newest
 
 
-def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool) -> Look:
-    """Look for the tag in a place; rank 0 alone looks in a store."""
+def _look(
+    place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool
+) -> tuple[str | None, str | None, str, str | None]:
+    """Look for the tag in a place; rank 0 alone looks in a store.
+
+    Returns:
+        The tag that the rank was asked for. This tag, or that of ``latest``; None if there is neither. Why there is
+        none, or why it is invalid. The tag that was saved last, with ``fallback``.
+    """
     if rank and is_url(place):
-        return Look(asked)
+        return asked, None, "", None
     named = asked
     try:
         named = named if named is not None else read_latest(place, universal=universal, foreign=True)
@@ -111,8 +101,8 @@ def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback
         if fallback and asked is None:
             with suppress(CheckpointError):  # the first error is reported, unless another rank sees more
                 newest = find_newest(place)
-        return Look(asked, named, str(error), newest)
-    return Look(asked, named)
+        return asked, named, str(error), newest
+    return asked, named, "", None
 
 
 def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:

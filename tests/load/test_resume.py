@@ -25,7 +25,7 @@ from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, 
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.load import tags
-from deepspeed_ucp.load.choice import LoaderChoice, choose_loader, find_damage, find_own_differences
+from deepspeed_ucp.load.choice import Choice, choose_loader, find_damage, find_own_differences
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from deepspeed_ucp.load.tags import find_folders, find_tag
@@ -202,7 +202,9 @@ def test_one_rank_asks_a_store_whether_it_has_the_tag(
 
     monkeypatch.setattr(tags, "is_folder", ask)
     monkeypatch.setattr(
-        tags, "_look", lambda place, *rest, **how: tags.Look(None) if "://" in place else look(place, *rest, **how)
+        tags,
+        "_look",
+        lambda place, *rest, **how: (None, None, "", None) if "://" in place else look(place, *rest, **how),
     )
     more: dict[str, Any] = {"fallback": fallback, "also": ["s3://bucket/run"]}
     found = World(2).run(lambda _rank, comm: find_tag(str(folder), None, comm, **more))
@@ -254,9 +256,9 @@ def test_deepspeed_loads_an_atomic_checkpoint_into_an_uncovered_engine_with_load
     (tmp_path / "zero").mkdir()
     engine = UpstreamEngine()
     engine.load_universal_checkpoint = lambda: True  # type: ignore[method-assign]
-    decision = choose_loader(make_job(engine, Comm()), str(tmp_path))
-    assert decision.index is decision.target is None
-    assert "load_universal is on" in decision.reason and "of the future" in decision.reason
+    reason, target, index = choose_loader(make_job(engine, Comm()), str(tmp_path))
+    assert index is target is None
+    assert "load_universal is on" in reason and "of the future" in reason
 
 
 def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
@@ -282,8 +284,7 @@ def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
     assert "truncated or damaged" in find_own_differences(job, folder, target)[0]  # type: ignore[arg-type]
     torch.save(EMPTY_STATES, tmp_path / STATES)
     monkeypatch.setattr("deepspeed_ucp.load.choice.inspect_engine", lambda _job: (target, None))
-    decision = choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
-    assert (decision.target, decision.index) == (target, None)
+    assert choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))[1:] == (target, None)
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
@@ -303,7 +304,7 @@ def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fail
     engine = Engine(optimizer=None, lr_scheduler=None)
     job = replace(make_job(engine, Comm()), load_dir="folder")
     refreshed: list[object] = []
-    choice = LoaderChoice("of the future", target=SimpleNamespace())  # type: ignore[arg-type]
+    choice = "of the future", SimpleNamespace(), None
     refresh = fail if after else lambda target, **_: refreshed.append(target)
     for name, stand_in in (
         ("choose_loader", lambda *_, **__: choice),
@@ -494,9 +495,9 @@ def test_a_checkpoints_own_folder_is_loaded(
     (own / "client").mkdir()
     (own / "client" / "mp_rank_01_model_states.pt").touch()
 
-    def choose(_job: LoadContext, folder: str, _also: list[str], **_: object) -> LoaderChoice:
+    def choose(_job: LoadContext, folder: str, _also: list[str], **_: object) -> Choice:
         looked.append(folder)
-        return LoaderChoice("of the future")
+        return "of the future", None, None
 
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", choose)
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
@@ -672,7 +673,7 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(
 
     def choose(comm: Comm, **options: bool) -> str:
         job = make_job(NodeLocalEngine(upstream), comm, **options)
-        return choose_loader(job, str(tmp_path)).reason
+        return choose_loader(job, str(tmp_path))[0]
 
     reason = "load_universal" if upstream else "own files"
     for ranks in (1, 2):
