@@ -186,7 +186,7 @@ def describe_content(folder: str) -> str:
         CheckpointError: it cannot be listed.
     """
     if not leads_to_folder(folder):
-        return "is a file, or a link to nothing, where the folder of all tags is wanted" if exists(folder) else ""
+        return "is a file or a broken link: name the folder that holds the tags" if exists(folder) else ""
     entries = {name: entry for name, entry in scan_folder(folder).items() if name != LOST}
     for pattern, text in _ODD:
         matches = sorted(name for name in entries if re.fullmatch(pattern, name))

@@ -61,8 +61,9 @@ def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = ()) -> Ch
         if not doubts and job.config.same_topology != "direct":
             return _leave_own_files(job, folder, _NODE_LOCAL, target)
     if not doubts:
-        doubts += ["load_universal is on, this is a normal checkpoint"] * (job.loads_universal and not atomic)
-        doubts += ['the same topology, "same_topology" is "direct"'] * (job.config.same_topology == "direct")
+        is_direct = job.config.same_topology == "direct"
+        doubts += ["load_universal is on, but this is no atomic checkpoint"] * (job.loads_universal and not atomic)
+        doubts += ['the topology is unchanged, and "same_topology": "direct" is set'] * is_direct
     return _compare(job, folder, also, target, naming, doubts)
 
 

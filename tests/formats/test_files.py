@@ -228,7 +228,7 @@ def test_a_file_in_place_of_a_folder_is_described(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     assert describe_content(str(tmp_path / "absent")) == ""
     for name in ("file", "link"):
-        assert "is a file, or a link to nothing" in describe_content(str(tmp_path / name))
+        assert "is a file or a broken link" in describe_content(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
