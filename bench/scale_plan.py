@@ -26,10 +26,10 @@ from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import Checked, merge_checks
 from deepspeed_ucp.load import prepare as preparing
+from deepspeed_ucp.load.choice import join_groups, list_stage_groups
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Buffer, Work
-from deepspeed_ucp.load.inventory import join_groups, list_stage_groups, view_engine
-from deepspeed_ucp.load.prepare import prepare
+from deepspeed_ucp.load.prepare import prepare, view_engine
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan import LoadPlan, address_claims
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SHARES
@@ -123,7 +123,7 @@ def _record_reports(job: Job) -> dict[str, list[bytes]]:
         target = job.target.make_target(rank)
         inventory[rank] = record_message(rank, job.ranks, lambda comm, t=target: view_engine(t, [], comm))
         groups[rank] = record_message(rank, job.ranks, lambda comm, t=target: gather_groups(t, comm))
-    return {"inventory.view_engine": inventory, "scale_plan.gather_groups": groups}
+    return {"prepare.view_engine": inventory, "scale_plan.gather_groups": groups}
 
 
 @dataclass

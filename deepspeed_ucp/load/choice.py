@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ..comm import Comm
 from ..engine import Target, open_target
@@ -16,18 +17,17 @@ from ..engine.known import list_unknown
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..extensions.registry import name_active
 from ..formats.deepspeed.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
-from ..formats.deepspeed.naming import Naming
+from ..formats.deepspeed.naming import CHANGING, Naming
 from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals
 from ..formats.open import survey_checkpoint
 from ..io.memory import identify_host
 from ..io.paths import is_url
-from ..model import AtomicIndex, to_integer
-from ..model.topology import find_differences, list_undescribed
+from ..model import AtomicIndex, number_layer, to_integer
+from ..model.topology import find_differences, list_undescribed, number_groups
 from ..stream.reader import verify_records
 from ..tensor_parallel import find_renamed, from_config
 from .client import check_trusted
 from .context import LoadContext
-from .inventory import StageGroups, join_groups, list_stage_groups
 
 Choice = tuple[str, Target | None, AtomicIndex | None]
 """The chosen loader: the reason for the log, the live engine's buffers, and the checkpoint for the direct load.
@@ -107,6 +107,58 @@ def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
         weights_only=not (job.arguments.with_states and has_masters),
     )
     return target, naming
+
+
+Group = list[tuple[str, bool]]
+"""The parameters of a param group: (name in the module, owned by the optimizer)."""
+
+JoinedGroups = tuple[list[Group], list[dict[str, Any]], dict[str, str]]
+"""Param groups, their hyper-parameters, and the names of the module's parameters (:meth:`Target.list_names`)."""
+
+StageGroups = tuple[int, list[Group], list[dict[str, Any]], dict[str, str]]
+"""A pipeline stage, and its :data:`JoinedGroups`."""
+
+
+def list_stage_groups(target: Target) -> StageGroups | None:
+    """Return this rank's param groups, or None if another rank reports the same ones."""
+    place = target.place
+    if not (target.is_first_replica and (place.tp_rank == 0 or target.unsharded)):
+        return None
+    groups = [[item for item in group if target.reports(item[0])] for group in target.live_groups()]
+    return place.pp_rank, groups, target.live_hyper(), target.list_names()
+
+
+def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
+    """Join the optimizer's param groups of all pipeline stages, in the order of the layers, as the user created them.
+
+    :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. A stage's layers may
+    be apart from each other (DualPipeV).
+
+    Args:
+        reports: results of :func:`list_stage_groups` on all ranks.
+    """
+    stages: dict[int, tuple[list[dict[str, bool]], list[dict[str, Any]]]] = {}
+    order: dict[str, str] = {}
+    for stage, pairs, hyper, names in filter(None, reports):
+        order.update(names)
+        known, _ = stages.setdefault(stage, ([{} for _ in pairs], hyper))
+        for members, more in zip(known, pairs, strict=True):  # ranks differ in their distributed parameters
+            members.update(more)
+    if len(stages) == 1:
+        ((only, hyper),) = stages.values()
+        return [list(members.items()) for members in only], hyper, order
+    ordered = [stages[stage] for stage in sorted(stages)]
+    joined: dict[int, tuple[dict[str, bool], dict[str, Any]]] = {}
+    numbers = number_groups([hyper for _, hyper in ordered], CHANGING)
+    for (groups, hyper), group_numbers in zip(ordered, numbers, strict=True):
+        for group, fields, number in zip(groups, hyper, group_numbers, strict=False):
+            members, _ = joined.setdefault(number, ({}, fields))
+            members.update((name, owned) for name, owned in group.items() if name not in members)
+    return (
+        [sorted(members.items(), key=lambda member: number_layer(member[0])) for members, _ in joined.values()],
+        [fields for _, fields in joined.values()],
+        dict(sorted(order.items(), key=lambda names: number_layer(names[1]))),
+    )
 
 
 def has_atoms(folder: str) -> bool:

@@ -1,28 +1,38 @@
-"""Match the engine with the checkpoint, and list what each rank wants, before anything is read."""
+"""View the engine over all ranks, match it with the checkpoint, and list each rank's wants; reads no elements."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
 
 from ..comm import Comm
 from ..engine import Target
-from ..errors import Objections, pluralize, shorten
+from ..engine.parallel import live_attributes, live_universal_info
+from ..errors import MismatchError, Objections, pluralize, shorten
 from ..io.cast import FLOATING
 from ..model import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
-from ..model.view import EngineBuffer, EngineView
+from ..model.flat import Shape
+from ..model.view import EngineBuffer, EngineView, Shapes
 from ..plan.match import Adaptation, Match, lacks_frozen, list_faults, match_groups, match_parameters
-from ..plan.settling import list_names, refuse_stateless, refuse_unreadable
+from ..plan.settling import list_names, refuse_stateless, refuse_unreadable, settle_index
 from ..plan.wants import REPLICA, Wants, is_replicated, list_touched, list_wants
 from ..stream.duplicates import check_instances
-from ..tensor_parallel import Resized, RuleSet, Settled, find_renamed, from_config
+from ..tensor_parallel import (
+    Resized,
+    RuleSet,
+    Settled,
+    find_renamed,
+    from_attributes,
+    from_config,
+    from_universal_info,
+)
 from .context import LoadContext
 from .destinations import Work, bind
-from .inventory import check_alike, settle_layouts, view_engine
 from .states import OptimizerMatch, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -51,6 +61,132 @@ def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states
     work, settled = comm.run(lambda: _match(job, saved, target, view, rules, with_states=with_states))
     _share(job, view, settled, work)
     return work
+
+
+def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Comm) -> EngineView:
+    """Return this rank's buffers, and the tensors of all ranks (collective).
+
+    Args:
+        extras: this rank's tensors without optimizer; None if they are not loaded.
+
+    Raises:
+        MismatchError: tensor-parallel ranks of one stage hold different tensors.
+    """
+    place = target.place
+    ordinals = {name: (instance.ordinal, instance.count) for name, instance in target.instances().items()}
+
+    def report() -> tuple[int, EngineView] | None:
+        """Return this rank's tensors; only the first replica reports."""
+        if not target.is_first_replica:
+            return None
+        return place.tp_rank, EngineView(
+            {name: (shape,) for name, shape in target.owned_shapes().items() if target.reports(name)},
+            {extra.name: (extra.shape,) for extra in extras or () if target.reports(extra.name)},
+            aliases=target.aliases,
+            counts={name: total for name, (_, total) in ordinals.items()},
+            attributes=live_attributes(target.engine) if not place.dp_rank else {},
+            info=live_universal_info(target.engine),
+            unsharded=target.unsharded,
+        )
+
+    reports = [answer for answer in comm.each(report) if answer is not None]
+    views = [view for _, view in reports]
+    unsharded = {name for view in views for name in view.unsharded}
+
+    def join() -> EngineView:
+        owned = _join_shapes([(rank, view.owned) for rank, view in reports], place.tp, unsharded)
+        unowned = _join_shapes([(rank, view.unowned or {}) for rank, view in reports], place.tp, unsharded)
+        return EngineView(
+            owned,
+            None if extras is None else unowned,
+            flats=target.flats,
+            extras=extras or (),
+            aliases=dict(chain.from_iterable(view.aliases.items() for view in views)),
+            ordinals=ordinals,
+            counts=dict(chain.from_iterable(view.counts.items() for view in views)),
+            attributes=dict(chain.from_iterable(view.attributes.items() for view in views)),
+            info=next((view.info for view in views if view.info), None),
+            tp=place.tp,
+            unsharded=unsharded,
+        )
+
+    return comm.run(join)
+
+
+def _join_shapes(reports: Iterable[tuple[int, Shapes]], tp: int, unsharded: Set[str]) -> Shapes:
+    by_rank: dict[str, dict[int, Shape]] = {}
+    for tp_rank, shapes in reports:
+        for name, (shape,) in shapes.items():
+            by_rank.setdefault(name, {})[0 if name in unsharded else tp_rank] = shape
+    partial = [name for name, ranks in by_rank.items() if len(ranks) != tp and name not in unsharded]
+    if partial:
+        raise MismatchError(
+            f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks. "
+            "Build the same model on all ranks, with the mpu or the tensor_parallel section of the run that saved it."
+        )
+    return {name: tuple(ranks[rank] for rank in range(len(ranks))) for name, ranks in by_rank.items()}
+
+
+def check_alike(view: EngineView, target: Target) -> None:
+    """Compare this rank's tensors with those that data-parallel rank 0 has reported.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    joined, tp_shard_of = view.shapes, target.tp_shard_of
+    shapes = {**target.owned_shapes(), **{extra.name: extra.shape for extra in view.extras}}
+    odd = [f"{n} {shape}" for n, shape in shapes.items() if n not in joined or joined[n][tp_shard_of(n)] != shape]
+    if odd:
+        raise MismatchError(
+            f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0. Build the same model, "
+            "with the same parameters frozen, on all ranks."
+        )
+
+
+def settle_layouts(
+    index: AtomicIndex, live: EngineView, match: Match, rules: Sequence[RuleSet], *, log: bool
+) -> Settled:
+    """Return how source and target cut each matched tensor, by saved name.
+
+    Without tensor parallelism only tensors of another shape have an entry: a padded vocabulary, or a ``resize`` rule.
+
+    Args:
+        rules: the user's.
+        log: log notes and unused rules.
+
+    Raises:
+        MismatchError: a tensor without a known pattern, or shapes that contradict it.
+    """
+    whole = index.topology.tp == live.tp == 1
+    reshaped = [*match.resized, *match.ruled]
+    if whole and not reshaped:
+        return Settled()
+    shapes = live.shapes
+    target = {saved: shapes[name] for name, saved in match.saved.items()}
+    names = [match.params[name].name for name in reshaped] if whole else None
+    settled = settle_index(index, rules, target, list_live_rules(live, match.saved), names=names).require()
+    for name, (have, want) in settled.pairs.items() if log else ():
+        is_padded = settled.patterns[name].vocab is not None and name not in settled.resizes
+        if is_padded and have.shape[:1] > want.shape[:1]:
+            logger.info("%s: vocabulary padded to %d rows, here to %d", name, have.shape[0], want.shape[0])
+    if log and not whole:
+        for text in settled.notes:
+            logger.info("%s", text)
+        if settled.unused:
+            logger.warning("patterns: rules that match no parameter: %s", shorten(settled.unused))
+    return settled
+
+
+def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]:
+    """Return the live engine's rules for its parameters: AutoTP's maps, then Megatron's attributes.
+
+    Args:
+        saved: live name → saved name, to which the rules refer; attributes of other parameters are left out.
+    """
+    rules = [from_universal_info(live.info, by="target").follow(saved)] if live.info else []
+    if live.attributes:
+        rules.append(from_attributes({saved[n]: attributes for n, attributes in live.attributes.items() if n in saved}))
+    return rules
 
 
 def _match(

@@ -8,7 +8,7 @@ The order of calls:
 4. :func:`.choice.choose_loader` compares both topologies and chooses DeepSpeed's load, which ends the resume, or
    :func:`.direct.load_direct`. In mode "atomic", :func:`convert_before_load` converts the checkpoint first.
 5. :func:`.direct.load_direct` reads the state file with the scheduler, the counters and the client state.
-6. :func:`.prepare.prepare` joins the tensors of all ranks (:func:`.inventory.view_engine`), matches them with the
+6. :func:`.prepare.prepare` joins the tensors of all ranks (:func:`.prepare.view_engine`), matches them with the
    index, and determines how the checkpoint and the engine partition them.
 7. :func:`~deepspeed_ucp.plan.wants.list_wants` lists the bytes for this rank, and :func:`.destinations.bind` their
    memory.
@@ -54,7 +54,7 @@ from ..tensor_parallel import RuleSet, find_renamed, from_config
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, Loaded, LoadReport
 from .direct import load_direct
-from .inventory import list_live_rules, view_engine
+from .prepare import list_live_rules, view_engine
 from .tags import find_all_tags, find_folders, find_tag, report_absent, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -1,6 +1,6 @@
 """An engine as data: the buffers of one rank, and the names and shapes of all ranks.
 
-:func:`deepspeed_ucp.load.inventory.view_engine` makes the view of a live engine, and
+:func:`deepspeed_ucp.load.prepare.view_engine` makes the view of a live engine, and
 :func:`deepspeed_ucp.examine.resume.check_resume` one without tensors.
 """
 

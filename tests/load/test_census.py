@@ -12,7 +12,7 @@ from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.extensions.rename import Renames, apply_renames
 from deepspeed_ucp.extensions.resize import ResizedRows
-from deepspeed_ucp.load.inventory import check_alike
+from deepspeed_ucp.load.prepare import check_alike
 from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Fragments
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Adaptation

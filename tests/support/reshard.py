@@ -28,10 +28,10 @@ from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts, s
 from deepspeed_ucp.extensions.registry import find_for_load
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
+from deepspeed_ucp.load.choice import join_groups, list_stage_groups
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import TensorSink, Work
 from deepspeed_ucp.load.direct import has_masters
-from deepspeed_ucp.load.inventory import join_groups, list_stage_groups
 from deepspeed_ucp.load.prepare import prepare
 from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
