@@ -24,7 +24,7 @@ from deepspeed_ucp.formats.foreign.adapter import read_config
 from deepspeed_ucp.formats.universal.index import read_manifest
 from deepspeed_ucp.io import jsonfile, staging
 from deepspeed_ucp.saves import memory
-from deepspeed_ucp.tensor_parallel.files import read_rules
+from deepspeed_ucp.tensor_parallel.rules import read_rules
 from deepspeed_ucp.trainers import megatron
 from deepspeed_ucp.trainers.hffolders import read_trainer_state
 

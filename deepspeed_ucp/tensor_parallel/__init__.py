@@ -1,7 +1,6 @@
 """Tensor-parallel layouts of parameters: geometry of shards, patterns, and rules that assign patterns."""
 
 from .facts import Facts
-from .files import list_families
 from .kinds import (
     Partial,
     Pattern,
@@ -27,6 +26,7 @@ from .rules import (
     from_arguments,
     from_attributes,
     from_config,
+    list_families,
     list_renames,
     load_family,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -16,7 +17,6 @@ from typing import Any
 
 from ..errors import ConfigError, MismatchError, advise
 from .layout import Shape
-from .regex import compile_regex
 
 _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -31,6 +31,14 @@ _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+
+
+def compile_regex(expression: str) -> re.Pattern[str]:
+    """Compile a regular expression of a user's rule; ConfigError if it is invalid."""
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ConfigError(f"patterns: {expression!r} is not a regular expression: {error}") from None
 
 
 class UnknownError(LookupError):

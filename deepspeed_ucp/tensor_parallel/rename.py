@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..errors import ConfigError, MismatchError, shorten
-from .facts import Facts, UnknownError
-from .regex import compile_regex
+from .facts import Facts, UnknownError, compile_regex
 
 _FIELD = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"\{([^{}]*[A-Za-z_][^{}]*)\}")  # in a regular expression, where {2} and {1,3} repeat

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from ..errors import MismatchError
+from .facts import compile_regex
 from .kinds import FUSED_QKV
 from .layout import Layout, Product, Shape
-from .regex import compile_regex
 
 
 @dataclass(frozen=True)

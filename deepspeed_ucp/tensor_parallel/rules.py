@@ -25,18 +25,19 @@ Sizes are integers or expressions (see ``facts``) over ``variables`` of the set.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from importlib import resources
 from typing import Any, ClassVar, Literal
 
+import yaml
+
 from ..errors import ConfigError, MismatchError, advise, describe_faults
-from .facts import Facts, UnknownError
-from .files import SUFFIXES, list_families, read_packaged, read_rules
+from .facts import Facts, UnknownError, compile_regex
 from .kinds import FUSED_QKV, Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Shape
-from .regex import Matcher, compile_regex
 from .rename import Rename, parse_renames, rename_names
 from .resize import Resize
 
@@ -66,6 +67,11 @@ _SECOND = {"dense_h_to_4h": "dense_4h_to_h.weight", "linear_fc1": "linear_fc2.we
 
 Size = int | str
 """A number or an expression."""
+
+Matcher = Callable[[str], "re.Match[str] | None"]
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+"""Suffixes of rule files."""
 
 
 @dataclass(frozen=True)
@@ -393,10 +399,38 @@ def from_config(value: object) -> tuple[RuleSet, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
-        if value.lower().endswith(SUFFIXES):
+        if value.lower().endswith(_SUFFIXES):
             return _parse_set(read_rules(value), f"the rules in {value}")
         return (load_family(value),)
     return _parse_set(value, "the user's rules")
+
+
+def list_families() -> list[str]:
+    """List the families of the package."""
+    names = [entry.name for entry in resources.files(__package__).joinpath("families").iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if re.fullmatch(r"[^_].*\.yaml", name))
+
+
+def _read_packaged(name: str) -> Any:
+    """Read rules of the package: a family's, or those for arguments of known training scripts (``_arguments``)."""
+    return _parse_yaml(resources.files(__package__).joinpath("families", f"{name}.yaml").read_text("utf-8"), name)
+
+
+def read_rules(path: str) -> Any:
+    """Read a user's rule file; ConfigError if it is unreadable or not YAML."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"patterns: {path} cannot be read: {error}") from None
+    return _parse_yaml(text, path)
+
+
+def _parse_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"patterns: {where} is not YAML: {error}") from None
 
 
 @lru_cache
@@ -404,9 +438,9 @@ def load_family(name: str) -> RuleSet:
     """Load a family of the package; ConfigError for an unknown name."""
     if name not in list_families():
         known = list_families()
-        listed = f"Families: {', '.join(known)}; a rule file ends in {' or '.join(SUFFIXES)}."
+        listed = f"Families: {', '.join(known)}; a rule file ends in {' or '.join(_SUFFIXES)}."
         raise ConfigError(f"patterns: there is no family {name!r}. {advise(name, known, listed)}")
-    family, *bases = _parse_set(read_packaged(name), f"family {name}")
+    family, *bases = _parse_set(_read_packaged(name), f"family {name}")
     for base in bases:  # the family's own rules have precedence
         family = replace(
             family,
@@ -439,7 +473,7 @@ def _count_renamed(family: RuleSet, saved: Collection[str], live: Collection[str
 @lru_cache
 def from_arguments() -> RuleSet:
     """Load the rules that depend on the saved arguments of known training scripts."""
-    (rules,) = _parse_set(read_packaged("_arguments"), "the client's arguments")
+    (rules,) = _parse_set(_read_packaged("_arguments"), "the client's arguments")
     return replace(rules, reported=False, by="checkpoint")
 
 

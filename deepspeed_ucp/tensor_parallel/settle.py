@@ -13,11 +13,10 @@ from typing import Any
 
 from ..errors import MismatchError, fold_names
 from .facts import Facts
-from .files import list_families
 from .kinds import TABLE, Pattern, Replicate, SameShards, ShardNC, Unique, advise_vocabulary, check_shapes
 from .layout import Layout, Shape
 from .resize import Resize, Resized, advise_resize, is_fused
-from .rules import RuleSet, find_resize, suggest_rule
+from .rules import RuleSet, find_resize, list_families, suggest_rule
 
 SAME = "the same shards"
 SHAPES = "the shapes"
