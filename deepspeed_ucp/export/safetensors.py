@@ -16,7 +16,7 @@ from typing import Any
 from ..comm import Comm
 from ..errors import UnsupportedError, shorten
 from ..formats.foreign.names import ADAPTER_CONFIG, ADAPTER_STEM, WEIGHTS_INDEX
-from ..formats.foreign.safetensors import DTYPES
+from ..formats.foreign.weights import DTYPES
 from ..io.disk import explain_full, open_to_write, write_at
 from ..io.memory import Scratch
 from ..io.read import Checked

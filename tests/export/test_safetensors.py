@@ -27,7 +27,7 @@ from deepspeed_ucp.export.safetensors import export_safetensors, lay_out, split_
 from deepspeed_ucp.export.tensors import ExportOptions, Tensor
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.formats.foreign.safetensors import DTYPES
+from deepspeed_ucp.formats.foreign.weights import DTYPES
 from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.model import MASTER, Atom, AtomicIndex

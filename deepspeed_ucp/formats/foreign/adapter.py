@@ -14,10 +14,9 @@ from ...io.paths import normalize
 from ...tensor_parallel.adapters import is_added_in_file, read_in_file, read_live
 from ..findings import Finding
 from ..places import FileTable
-from . import statedict
 from .contents import Contents
 from .names import ADAPTER, ADAPTER_CONFIG, holds
-from .safetensors import read_header
+from .weights import read_tensors, split_ties
 
 _NAME = "default"
 """Default name of the adapter in a live model."""
@@ -28,10 +27,7 @@ _DROPPED = "a PEFT adapter holds no weights of its base"
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
     """Read the header of the file and rename its tensors as in a live model; collective."""
     file = next(name for name in where.entries if holds(ADAPTER, name, heads=True))
-    if file.endswith(".safetensors"):
-        tensors = where.once(file, lambda: read_header(where, file), comm)
-    else:
-        tensors = statedict.split_ties(where.once(file, lambda: statedict.read_header(where, file), comm))[0]
+    tensors, _ = split_ties(where.once(file, lambda: read_tensors(where, file), comm))
 
     def rename() -> Contents:
         weights = {name_live(name, tensors): tensor for name, tensor in tensors.items()}

@@ -1,27 +1,56 @@
 """Checkpoints of ``torch.distributed.checkpoint`` from FSDP, Accelerate, Lightning and torchtitan.
 
+``.metadata`` is a pickle, which is read as inert data. A ``.distcp`` file is a concatenation of ``torch.save`` files,
+one for each block of a tensor and each other value, with a CRC32 for each block (torch 2.13,
+``distributed/checkpoint/{metadata,filesystem}.py``).
+
 Keys of the nested state dict are joined by dots. Model and optimizer are separated by the form that
 ``torch.distributed.checkpoint.state_dict`` gives them.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
+from ...io.jsonfile import read_bounded
+from ...model import ITEMSIZE
 from ...model.flat import Shape
+from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
+from ...torchsave.records import FileRecord
+from ...torchsave.torchfile import Header, read_parts
+from ...torchsave.unpickle import read_pickle
 from ..deepspeed.gather import find_other_step
 from ..deepspeed.reading import explain_form
 from ..findings import Finding
 from ..places import FileTable
-from .blocks import UNCHECKED, BlockEntry, Metadata, read_blocks
-from .contents import NEITHER, Contents, StoredTensor, TensorBlock, count_steps, is_number, list_ignored
-from .names import DCP, REFUSAL
+from .contents import (
+    NEITHER,
+    Contents,
+    StoredTensor,
+    TensorBlock,
+    count_steps,
+    is_number,
+    list_ignored,
+    read_name,
+    read_once,
+    read_shape,
+    read_with,
+)
+from .names import DCP, REFUSAL, holds
+
+_LARGEST = 1 << 30
+"""Maximum bytes of a metadata file; a million blocks take a tenth of it."""
+
+_UNCHECKED = "its metadata has no checksum: names and places that are damaged in it may go unnoticed"
 
 _STATE, _GROUPS, _MEMBERS = "state.", "param_groups.", "params"
 _IN_GROUPS = re.compile(r"(?:(?<=\.)|^)param_groups\.")
@@ -50,7 +79,7 @@ _BY_MEGATRON = (
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
     """Read the metadata files, and the headers of all blocks in the data files; collective."""
-    head, metadata, entries = read_blocks(where, comm)
+    head, metadata, entries = _read_blocks(where, comm)
 
     def interpret() -> tuple[Contents, list[Finding]]:
         with explain_form(where.path(head)):
@@ -67,7 +96,7 @@ class _Interpreter:
         where: FileTable,
         head: str,
         metadata: Metadata,
-        entries: Mapping[tuple[str, Shape | None], BlockEntry],
+        entries: Mapping[Key, BlockEntry],
     ) -> None:
         self.where, self.head, self.metadata, self.entries = where, head, metadata, entries
         keys = [*metadata.tensors, *metadata.values]
@@ -122,7 +151,7 @@ class _Interpreter:
             counters=count_steps(steps),
             stateless=f"{self.where.path(self.head)}: {reason}." if reason else "",
             scalar_dtypes=dtypes,
-            unchecked=UNCHECKED,
+            unchecked=_UNCHECKED,
         )
         findings, run = self._list_ignored(weights), contents.counters.get("global_steps")
         for key in (key for key, (_, shape, _) in self.metadata.tensors.items() if key.endswith(_STEP) and not shape):
@@ -206,11 +235,6 @@ class _Interpreter:
         left = dict.fromkeys(".".join(key.split(".")[:2]) for key in keys if key not in self.roots)
         return list_ignored(left, NEITHER, self.where.path(self.head), self.head)
 
-    def _find_file(self, key: str) -> str:
-        """Return the path of a file with data of a key."""
-        files = [place.file for (name, _), place in self.metadata.places.items() if name == key]
-        return self.where.path(files[0] if files else self.head)
-
     def find_value(self, key: str) -> Any:
         """Return a number or another plain value."""
         shape: Shape | None = () if key in self.metadata.tensors else None
@@ -218,10 +242,11 @@ class _Interpreter:
         if entry is None:
             raise CheckpointError(f"lists {key} without its place.", path=self.where.path(self.head))
         if entry.fault:
-            raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
+            text = f"{key} {entry.fault}, where a plain value is wanted."
+            raise UnsupportedError(text, path=self.where.path(entry.file))
         if entry.dtype and not isinstance(entry.value, (int, float)):
             kind = f"a tensor of shape {entry.shape} of {entry.dtype}"
-            raise UnsupportedError(f"{key} is {kind}, where a number is wanted.", path=self._find_file(key))
+            raise UnsupportedError(f"{key} is {kind}, where a number is wanted.", path=self.where.path(entry.file))
         return entry.value
 
     def make_tensor(self, key: str) -> StoredTensor:
@@ -229,20 +254,224 @@ class _Interpreter:
         dtype, shape, blocks = self.metadata.tensors[key]
         chunks = []
         for offsets, size in blocks:
-            entry, place = self.entries.get((key, offsets)), self.metadata.places.get((key, offsets))
-            if entry is None or place is None:
+            entry = self.entries.get((key, offsets))
+            if entry is None:
                 raise CheckpointError(
                     f"lists the block of {key} at {offsets} without its place; it is damaged.",
                     path=self.where.path(self.head),
                 )
             if entry.fault:
-                raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(place.file))
+                raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(entry.file))
             if entry.record is None or (entry.dtype, entry.shape) != (dtype, size):
                 raise CheckpointError(
                     f"holds {entry.dtype or 'no tensor'} of shape {entry.shape} for the block of {key} at {offsets}, "
                     f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
-                    path=self.where.path(place.file),
+                    path=self.where.path(entry.file),
                 )
-            chunks.append(TensorBlock(offsets, size, place.file, entry.record, entry.begin))
+            chunks.append(TensorBlock(offsets, size, entry.file, entry.record, entry.begin))
             chunks[-1].check(key, shape, self.where)
         return StoredTensor(dtype, shape, tuple(chunks))
+
+
+# -- files and their blocks --------------------------------------------------------------------------------------------
+
+
+Key = tuple[str, Shape | None]
+"""Key and offsets of a tensor's block, or key of another value and None."""
+
+
+@dataclass(slots=True)
+class Metadata:
+    """Content of the metadata files.
+
+    Attributes:
+        tensors: key → dtype, shape, and blocks as (offsets, shape).
+        values: keys of other values.
+        places: file, first byte and number of bytes of each block or other value.
+        paths: key → keys of the nested state dict, if stored.
+    """
+
+    tensors: dict[str, tuple[str, Shape, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
+    values: list[str] = field(default_factory=list)
+    places: dict[Key, tuple[str, int, int]] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+class BlockEntry(NamedTuple):
+    """The content of one of the ``torch.save`` files inside a data file.
+
+    Attributes:
+        file: path of the data file in the folder.
+        record: the tensor's bytes; None for another value.
+        begin: byte of the record at which the tensor begins.
+        dtype, shape: of the tensor.
+        value: a plain value, or the number in a tensor of one element.
+        fault: why it is not supported; empty if it is.
+    """
+
+    file: str
+    record: FileRecord | None = None
+    begin: int = 0
+    dtype: str = ""
+    shape: Shape = ()
+    value: Any = None
+    fault: str = ""
+
+
+def _read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[Key, BlockEntry]]:
+    """Read the metadata files, and the headers of all blocks in the data files; collective.
+
+    Returns:
+        Name of the first metadata file, the joined metadata, and the entry of each of their keys.
+    """
+    heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
+    comm.alike(lambda: _check_heads(where, heads))
+    metadata = Metadata()
+    for head in heads:
+        _join(metadata, read_once(partial(_read_metadata, folder=posixpath.dirname(head)), where, head, comm))
+    by_file: dict[str, list[Key]] = defaultdict(list)
+    for key, (file, *_) in metadata.places.items():
+        by_file[file].append(key)
+    names = sorted(by_file)
+    comm.alike(lambda: _check_files(where, names, heads[0]))
+
+    def read(name: str) -> list[BlockEntry]:
+        places = [metadata.places[key][1:] for key in by_file[name]]
+        return read_with(lambda path: [_read_entry(name, part) for part in read_parts(path, places)], where, name)
+
+    lists = where.share(names, read, comm)
+    pairs = (zip(by_file[name], entries, strict=True) for name, entries in zip(names, lists, strict=True))
+    return heads[0], metadata, {key: entry for file_pairs in pairs for key, entry in file_pairs}
+
+
+def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
+    """Raise CheckpointError if a folder has data without metadata."""
+    folders = {
+        posixpath.dirname(name) for name in where.entries if not holds(DCP, name, heads=True) and holds(DCP, name)
+    }
+    for folder in sorted(folders.difference(map(posixpath.dirname, heads))):
+        raise CheckpointError(
+            "is missing, which is written last: the save was interrupted, or a copy was cut short. Take another "
+            "checkpoint.",
+            path=where.path(posixpath.join(folder, ".metadata")),
+        )
+
+
+def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
+    """Raise CheckpointError if files are missing."""
+    missing = sorted(name for name in names if name not in where.entries)
+    if missing:
+        raise CheckpointError(
+            f"names files that do not exist: {shorten(missing)}. Copy them here, or take another checkpoint.",
+            path=where.path(head),
+        )
+
+
+def _read_metadata(path: str, *, folder: str) -> Metadata:
+    root = read_pickle(read_bounded(path, _LARGEST), path).root
+    if not isinstance(root, PickledObject) or not root.kind.endswith("checkpoint.metadata.Metadata"):
+        raise CheckpointError(f"holds {describe(root)}, not the metadata of torch.distributed.checkpoint.", path=path)
+    metadata = Metadata()
+    for name, item in root.get("state_dict_metadata", {}).items():
+        key = read_name(name)
+        if item.kind.endswith(".TensorStorageMetadata"):
+            fields = _read_fields(item)
+            properties = fields["properties"].state
+            dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+            chunks = map(_read_fields, fields["chunks"])
+            blocks = [(read_shape(chunk["offsets"]), read_shape(chunk["sizes"])) for chunk in chunks]
+            metadata.tensors[key] = _name_dtype(dtype), read_shape(fields["size"]), blocks
+        elif item.kind.endswith(".BytesStorageMetadata"):
+            metadata.values.append(key)
+        else:
+            raise UnsupportedError(f"{key} is stored as {describe(item)}, which is not read here.", path=path)
+    for index, info in (root.get("storage_data") or {}).items():
+        named = _read_fields(index)
+        begin = named.get("offset")
+        block = read_name(named["fqn"]), None if begin is None else read_shape(begin)
+        metadata.places[block] = _read_place(_read_fields(info), path, folder)
+    paths = root.get("planner_data") or {}
+    metadata.paths = {
+        read_name(name): tuple(key if is_short(key) else read_name(key) for key in keys)
+        for name, keys in paths.items()
+        if isinstance(keys, tuple)
+    }
+    return metadata
+
+
+def _read_fields(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object."""
+    if not isinstance(value, PickledObject) or not isinstance(fields := value.state, dict):
+        raise ValueError(f"{describe(value)} for an object with attributes")
+    return fields
+
+
+@lru_cache
+def _join_path(folder: str, name: str) -> str:
+    """Join and normalise a path; cached, since a few files occur thousands of times."""
+    return posixpath.normpath(posixpath.join(folder, name))
+
+
+def _read_place(info: Mapping[str, Any], path: str, folder: str) -> tuple[str, int, int]:
+    """Return the file, first byte and number of bytes of a block."""
+    if info.get("transform_descriptors"):
+        raise UnsupportedError(
+            "its blocks were transformed when they were written (compressed or encrypted), which is not read here. "
+            "Save without transforms.",
+            path=path,
+        )
+    file = _join_path(folder, read_name(info["relative_path"]))
+    if posixpath.isabs(file) or file.split("/")[0] == "..":
+        raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is made to harm.", path=path)
+    offset, nbytes = info["offset"], info["length"]
+    if not (is_short(offset) and is_short(nbytes) and offset >= 0 < nbytes):
+        raise CheckpointError(f"declares {nbytes} bytes at byte {offset}; it is damaged.", path=path)
+    return file, offset, nbytes
+
+
+def _name_dtype(value: Any) -> str:
+    name = value.name if isinstance(value, Global) else ""
+    if name not in ITEMSIZE:
+        raise ValueError(f"{describe(value)} for an element type")
+    return name
+
+
+def _join(metadata: Metadata, more: Metadata) -> None:
+    """Merge the metadata of another rank or folder into ``metadata``."""
+    for key, (dtype, shape, blocks) in more.tensors.items():
+        known = metadata.tensors.setdefault(key, (dtype, shape, []))
+        if known[:2] != (dtype, shape):
+            raise CheckpointError(
+                f"its files declare {key} as {known[0]} of shape {known[1]} and as {dtype} of shape {shape}; they "
+                "belong to several saves."
+            )
+        known[2][:] = dict.fromkeys([*known[2], *blocks])
+    for part in more.places:
+        folders = [posixpath.dirname(source.places[part][0]) for source in (metadata, more) if part in source.places]
+        if len({*folders}) > 1:  # several ranks of one save may write equal data
+            raise CheckpointError(
+                f"{' and '.join(source or 'the folder' for source in folders)} both hold {part[0]}: they are several "
+                "models or saves. Put a model and its optimizer into a separate folder."
+            )
+    metadata.values[:] = dict.fromkeys([*metadata.values, *more.values])
+    metadata.places |= more.places
+    metadata.paths |= more.paths
+
+
+def _read_entry(file: str, part: Header) -> BlockEntry:
+    tree = part.tree
+    if not isinstance(tree, TensorRef):
+        return BlockEntry(file, value=tree) if _is_plain(tree) else BlockEntry(file, fault=f"holds {describe(tree)}")
+    if tree.dtype not in ITEMSIZE:
+        return BlockEntry(file, fault=f"element type {tree.dtype}")
+    if not tree.is_contiguous():
+        return BlockEntry(file, fault=f"is not contiguous (strides {tree.stride})", dtype=tree.dtype, shape=tree.shape)
+    record = part.storages.get(tree.storage.key, FileRecord("", 0, 0, None))
+    value = tree.item() if tree.data is not None else None
+    return BlockEntry(file, record, tree.offset * ITEMSIZE[tree.dtype], tree.dtype, tree.shape, value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(not isinstance(part, (list, tuple)) and _is_plain(part) for part in value)
+    return value is None or isinstance(value, (str, float)) or is_setting(value)

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from ..deepspeed.reading import explain_form
 from ..findings import WARNING, Finding
 from ..latest import find_tags
 from ..places import FileTable
-from . import adapter, dcp, names, safetensors, statedict
+from . import adapter, dcp, names, weights
 from .contents import NEITHER, Contents, list_ignored, make_index, read_once
 
 _UNNAMED = "states by number, without the names of their parameters"
@@ -50,8 +51,7 @@ def _refuse_megatron(where: FileTable, _: Comm) -> NoReturn:
 READERS: dict[str, Callable[[FileTable, Comm], tuple[Contents, list[Finding]]]] = {
     names.MEGATRON: _refuse_megatron,
     names.DCP: dcp.read_contents,
-    names.SAFETENSORS: safetensors.read_contents,
-    names.STATE_DICT: statedict.read_contents,
+    **{kind: partial(weights.read_contents, kind) for kind in (names.SAFETENSORS, names.STATE_DICT)},
     names.ADAPTER: adapter.read_contents,
 }
 """Readers of the headers of a folder's files, each on one rank; collective.
@@ -67,7 +67,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     chosen = where.choose(taken.__contains__)
     contents, findings = READERS[kind](chosen, comm)
     if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
-        contents = statedict.add_states(contents, where, comm)
+        contents = weights.add_states(contents, where, comm)
     contents = adapter.name_as_live(contents)
 
     def build() -> AtomicIndex:

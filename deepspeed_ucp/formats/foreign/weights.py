@@ -1,87 +1,99 @@
-"""Find the files of a model: one file, or several with an index."""
+"""Weights of Hugging Face as safetensors or state dicts, whole or sharded with an index, and Accelerate's optimizer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
-from ...io.jsonfile import read_json
+from ...io.jsonfile import parse_json, read_json
+from ...model import ITEMSIZE, count
+from ...torchsave import torchfile
+from ...torchsave.objects import TensorRef, describe, is_short, to_number
+from ...torchsave.records import FileRecord, open_file
+from ..deepspeed.reading import read_hyper
+from ..findings import Finding
 from ..places import FileTable
-from .contents import read_once
+from .contents import (
+    Contents,
+    StoredTensor,
+    TensorBlock,
+    count_steps,
+    is_number,
+    read_name,
+    read_once,
+    read_shape,
+    read_with,
+)
+from .names import OPTIMIZER, SAFETENSORS
 
-T = TypeVar("T")
+DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+"""Element types by the format's names, in its order: tensors of later types come first in a file."""
 
-LONGEST = 100_000_000
+_LONGEST = 100_000_000
 """Maximum bytes of a header or an index, as in the safetensors library."""
 
 _INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+-)(\d{1,9})(-of-(\d{1,9})\.[^.]+)")
 
+_UNNAMED = (
+    "its optimizer states have numbers, not names, as without FSDP, so their parameters are unknown. Load only the "
+    "weights (load_optimizer_states=False)"
+)
 
-@dataclass(frozen=True, slots=True)
-class Shards:
-    """The files of one model.
+_INSIDE = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which scripts store a state dict."""
 
-    Attributes:
-        head: the index, else the first file.
-        files: files with tensors, in order.
-        weight_map: tensor → file; None without an index.
-    """
-
-    head: str
-    files: tuple[str, ...]
-    weight_map: Mapping[str, str] | None = None
-
-    def unite(self, headers: Sequence[Mapping[str, T]], where: FileTable) -> dict[str, T]:
-        """Merge the tensors of all files.
-
-        Args:
-            headers: tensors by file, in the order of ``files``.
-        """
-        merged: dict[str, T] = {}
-        for file, tensors in zip(self.files, headers, strict=True):
-            for name, tensor in tensors.items():
-                if self.weight_map is not None and self.weight_map.get(name) != file:
-                    continue  # Hugging Face's libraries look up each name in the index too
-                if name in merged:
-                    raise CheckpointError(f"{name} is in {file} and in another file.", path=where.folder)
-                merged[name] = tensor
-        missing = [name for name in self.weight_map or () if name not in merged]
-        if missing:
-            raise CheckpointError(
-                f"tells of {shorten(missing)}, which the named files do not contain. The folder mixes files of "
-                "several saves, or a copy was cut short.",
-                path=where.path(self.head),
-            )
-        return merged
+NamedTensors = dict[str, tuple[StoredTensor, str | None]]
+"""Name → tensor, and an earlier name of the same bytes, if any."""
 
 
-def find_shards(where: FileTable, ending: str, comm: Comm) -> Shards:
-    """Find the files of the model in a folder; collective.
-
-    Args:
-        ending: suffix of files that an index may name.
+def read_contents(kind: str, where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
+    """Read the headers of the model's files: one file, several with an index, or numbered ones; collective.
 
     Raises:
-        CheckpointError: a file is missing, or the index is damaged.
+        CheckpointError: a file is missing or damaged, or files contradict each other.
         UnsupportedError: there are several models.
     """
     indexes = sorted(name for name in where.entries if name.endswith(_INDEX))
     files = sorted(name for name in where.entries if not name.endswith(_INDEX))
     weight_map: dict[str, str] | None = None
     if len(indexes) == 1:
+        ending = ".safetensors" if kind == SAFETENSORS else ".bin"
         weight_map = read_once(lambda path: _read_index(path, ending), where, indexes[0], comm)
         files = sorted(set(weight_map.values()))
     comm.alike(lambda: _check(where, files, indexes))
-    return Shards(next(iter([*indexes, *files])), tuple(files), weight_map)
+    head = next(iter([*indexes, *files]))
+    headers = where.share(files, lambda name: read_tensors(where, name), comm)
+    weights, ties = split_ties(
+        comm.alike(lambda: _unite(where, head, dict(zip(files, headers, strict=True)), weight_map))
+    )
+    return Contents(kind, head, weights, aliases=ties), []
 
 
 def _read_index(path: str, ending: str) -> dict[str, str]:
-    files = {key: str(file) for key, file in read_json(path, most=LONGEST, strict=True)["weight_map"].items()}
+    files = {key: str(file) for key, file in read_json(path, most=_LONGEST, strict=True)["weight_map"].items()}
     if any("/" in file or not file.endswith(ending) for file in files.values()):
         raise CheckpointError("names files outside of its folder, or of another kind.", path=path)
     if not files:
@@ -104,3 +116,175 @@ def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> No
             f"holds several models ({shorten(indexes or files)}). Move the wanted one into a separate folder.",
             path=where.folder,
         )
+
+
+def _unite(
+    where: FileTable, head: str, headers: Mapping[str, NamedTensors], weight_map: Mapping[str, str] | None
+) -> NamedTensors:
+    """Merge the tensors of all files."""
+    merged: NamedTensors = {}
+    for file, tensors in headers.items():
+        for name, tensor in tensors.items():
+            if weight_map is not None and weight_map.get(name) != file:
+                continue  # Hugging Face's libraries look up each name in the index too
+            if name in merged:
+                raise CheckpointError(f"{name} is in {file} and in another file.", path=where.folder)
+            merged[name] = tensor
+    missing = [name for name in weight_map or () if name not in merged]
+    if missing:
+        raise CheckpointError(
+            f"tells of {shorten(missing)}, which the named files do not contain. The folder mixes files of "
+            "several saves, or a copy was cut short.",
+            path=where.path(head),
+        )
+    return merged
+
+
+def split_ties(tensors: NamedTensors) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Split tensors into those with data, and tied name → name with the data."""
+    ties = {
+        name: first
+        for name, (tensor, first) in tensors.items()
+        if first is not None and first in tensors and tensors[first][0] == tensor
+    }
+    return {name: tensor for name, (tensor, _) in tensors.items() if name not in ties}, ties
+
+
+def read_tensors(where: FileTable, name: str) -> NamedTensors:
+    """Read the tensors of a file."""
+    is_dict = not name.endswith(".safetensors")
+    return read_with(lambda path: (_read_state_dict if is_dict else _read_safetensors)(path, name), where, name)
+
+
+def _read_safetensors(path: str, name: str) -> NamedTensors:
+    with open_file(path) as stream:
+        size = stream.size
+        length = int.from_bytes(stream.read_at(8, 0), "little")
+        if not 2 <= length <= min(size - 8, _LONGEST):
+            raise CheckpointError(
+                f"declares a header of {length} bytes in a file of {size}; it is truncated, or no safetensors file.",
+                path=path,
+            )
+        header = parse_json(stream.read_at(length, 8), path, strict=True)
+        return _parse_header(header, name, path, 8 + length, size)
+
+
+def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size: int) -> NamedTensors:
+    tensors, spans = NamedTensors(), []
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        dtype, shape = DTYPES.get(entry["dtype"]), read_shape(entry["shape"])
+        low, high = entry["data_offsets"]
+        if dtype is None:
+            raise UnsupportedError(f"{key} has elements of type {entry['dtype']}, which is not read here.", path=path)
+        if not type(low) is type(high) is int or not 0 <= low <= high <= size - begin:
+            raise CheckpointError(
+                f"{key} is to lie at {low} to {high} of {size - begin} bytes; it is truncated.", path=path
+            )
+        if high - low != count(shape) * ITEMSIZE[dtype]:
+            raise CheckpointError(
+                f"{key} has {high - low} bytes for shape {shape} of {dtype}; it is damaged.", path=path
+            )
+        spans.append((low, high, key))
+        record = FileRecord(key, begin + low, high - low, None)
+        tensors[key] = StoredTensor(dtype, shape, (TensorBlock((0,) * len(shape), shape, name, record),)), None
+    _check_cover(sorted(spans), size - begin, path)
+    return tensors
+
+
+def _check_cover(spans: list[tuple[int, int, str]], size: int, path: str) -> None:
+    """Check that tensors fill the file without gaps and overlaps."""
+    position, before = 0, "the header"
+    for low, high, name in [*spans, (size, size, "the end")]:
+        if low < position:
+            raise CheckpointError(f"{before} and {name} overlap; its header is damaged.", path=path)
+        if low > position:
+            raise CheckpointError(
+                f"{low - position} bytes between {before} and {name} are no tensor's, and the format has no holes; its "
+                "header is damaged, or of another file.",
+                path=path,
+            )
+        position, before = high, name
+
+
+def _read_state_dict(path: str, name: str) -> NamedTensors:
+    file = torchfile.read_header(path)
+    tensors, seen = NamedTensors(), dict[tuple[Any, ...], str]()
+    for key, ref in _list_tensors(file.tree, path):
+        if key in tensors:
+            raise CheckpointError(f"holds two tensors under {key}; it is damaged.", path=path)
+        first = seen.setdefault((ref.storage.key, ref.offset, ref.shape, ref.dtype), key)
+        tensor = _store_tensor(key, ref, file.storages, name, path)
+        tensors[key] = tensor, first if ref.numel and first != key else None
+    return tensors
+
+
+def _store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], name: str, path: str) -> StoredTensor:
+    """Return a tensor of a ``torch.save`` file as one block."""
+    if ref.dtype not in ITEMSIZE or not ref.is_contiguous():
+        raise UnsupportedError(f"{key} ({describe(ref)}) is not contiguous, or of another type.", path=path)
+    record = storages.get(ref.storage.key)
+    if record is None and ref.numel:
+        raise CheckpointError(f"has no bytes of {key} ({describe(ref)}); it is damaged.", path=path)
+    begin = ref.offset * ITEMSIZE[ref.dtype]
+    chunks = (TensorBlock((0,) * len(ref.shape), ref.shape, name, record, begin),) if record else ()
+    return StoredTensor(ref.dtype, ref.shape, chunks)
+
+
+def _list_tensors(tree: Any, path: str) -> Iterator[tuple[str, TensorRef]]:
+    if not isinstance(tree, dict):
+        raise UnsupportedError(f"holds {describe(tree)}, not a state dict.", path=path)
+    inside = [key for key in _INSIDE if isinstance(tree.get(key), dict)]
+    content = tree[inside[0]] if inside else tree
+    for key, value in content.items():
+        if isinstance(value, TensorRef):
+            yield str(key), value
+        elif not inside and not str(key).endswith("_extra_state"):
+            raise UnsupportedError(f"holds {describe(value)} under {describe(key)}: it is no state dict.", path=path)
+
+
+def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
+    """Add the states of the optimizer's file to contents; collective."""
+
+    def parse(path: str) -> Contents:
+        file = torchfile.read_header(path)
+        tree = file.tree
+        if not (isinstance(tree, dict) and isinstance(tree.get("state"), dict) and "param_groups" in tree):
+            raise UnsupportedError(f"holds {describe(tree)}, not an optimizer's state dict.", path=path)
+        members = (name for group in tree["param_groups"] for name in group["params"])
+        if any(isinstance(name, int) for name in (*tree["state"], *members)):
+            return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}.")
+        return _take_apart(contents, tree, file, path)
+
+    return read_once(parse, where, OPTIMIZER, comm)
+
+
+def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.TorchFile, path: str) -> Contents:
+    states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+    dtypes: dict[str, str] = {}
+    for name, values in tree["state"].items():
+        weight = contents.weights.get(name)
+        for state, value in values.items():
+            if isinstance(value, TensorRef) and not is_number(state, value.shape, weight.shape if weight else None):
+                states[name][state] = _store_tensor(f"{name}: {state}", value, file.storages, OPTIMIZER, path)
+                continue
+            scalars[name][state] = _read_number(value)
+            dtypes |= {state: value.dtype} if isinstance(value, TensorRef) else {}
+    groups = [
+        (
+            tuple(map(read_name, group["params"])),
+            {str(key): read_hyper(value, path) for key, value in group.items() if key != "params"},
+        )
+        for group in tree["param_groups"]
+    ]
+    counters = count_steps(values["step"] for values in scalars.values() if "step" in values)
+    return replace(contents, states=states, scalars=scalars, groups=groups, counters=counters, scalar_dtypes=dtypes)
+
+
+def _read_number(value: Any) -> int | float:
+    number = to_number(value)
+    if not (isinstance(number, float) or is_short(number)):
+        raise ValueError(f"{describe(value)} for a number of the optimizer's")
+    return number  # type: ignore[no-any-return]
