@@ -38,19 +38,10 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Files that a set of ranks sees.
-
-    Attributes:
-        host: machine of the first of these ranks.
-        places: (bytes, time of change) of each file, by place.
-    """
+    """Files that a set of ranks sees, by place; ``host`` is the machine of the first of these ranks."""
 
     host: str
-    places: tuple[dict[str, tuple[int, float]], ...]
-
-    def list_entries(self) -> tuple[Entries, ...]:
-        """Return the files by place."""
-        return tuple({name: Entry(*stat) for name, stat in files.items()} for files in self.places)
+    places: tuple[Entries, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,24 +169,16 @@ class FileTable:
         return comm.once(work, self.find_access([name]).find_reader(0))
 
 
-class Copy(NamedTuple):
-    """A copy of a file: its place, and the view that sees it."""
-
-    place: int
-    view: int
-
-
-def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] | None = None) -> FileTable:
+def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] = list_entries) -> FileTable:
     """Find the files of a checkpoint; collective.
 
     Args:
         folders: the tag's folder by place.
-        list_place: lists one of them (default: :func:`~.files.list_entries`).
+        list_place: lists one of them.
 
     Raises:
         CheckpointError: no rank sees any file, or machines hold different files under one name; equal on all ranks.
     """
-    list_place = list_place or list_entries
     stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
     for folder, entries, _ in stores.values():
         note_listed(folder, entries)
@@ -369,125 +352,118 @@ def _join(listings: Sequence[Entries]) -> dict[str, Entry]:
 # -- ranks that see different files -----------------------------------------------------------------------------------
 
 
+class Copy(NamedTuple):
+    """A copy of a file: its place, the view that sees it, and what the view knows."""
+
+    place: int
+    view: int
+    host: str
+    path: str
+    size: int
+    changed: float
+
+
 def _unite(table: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
     """Unite the listings of all ranks, given the digest of each; collective."""
     numbers: dict[bytes, int] = {}
     ranks = [numbers.setdefault(digest, len(numbers)) for digest in digests]
     mine, among = ranks[comm.rank], [rank for rank, view in enumerate(ranks) if view == ranks[comm.rank]]
     is_first = among[0] == comm.rank
-    places = tuple({name: _pick(entry) for name, entry in entries.items()} for entries in table.visible)
-    views = comm.gather(NodeView(socket.gethostname(), places) if is_first else None)
-    union = _Union(table.folders, [view for view in views if view is not None])
-    part = [at for at, (_, copy) in enumerate(union.doubts) if copy.view == mine][among.index(comm.rank) :: len(among)]
-    for sums in comm.each(lambda: {at: _sum(union.path(*union.doubts[at])) for at in part}):
-        union.sums.update((union.doubts[at], crc) for at, crc in sums.items())
-    same = {name: union.list_same(name) for name in sorted(union.homes)}
-    comm.run(lambda: union.refuse_different(same))
+    places = tuple({name: Entry(*_pick(entry)) for name, entry in entries.items()} for entries in table.visible)
+    views = [view for view in comm.gather(NodeView(socket.gethostname(), places) if is_first else None) if view]
+    copies = _list_copies(table.folders, views)
+    doubts = [doubt for file_copies in copies.values() for doubt in _list_doubts(file_copies)]
+    part = [at for at, doubt in enumerate(doubts) if doubt.view == mine][among.index(comm.rank) :: len(among)]
+    sums: dict[Copy, int | None] = {}
+    for known in comm.each(lambda: {at: _sum(doubts[at].path) for at in part}):
+        sums.update((doubts[at], crc) for at, crc in known.items())
+    same = {name: _list_same(file_copies, sums) for name, file_copies in copies.items()}
+    comm.run(lambda: _refuse_different(copies, same))
     if comm.rank == 0:
-        hosts = len({view.host for view in union.views})
+        hosts = len({view.host for view in views})
         logger.info("%s: ranks see different files, on %d machines; each is read where it lies", table.folder, hosts)
-    readers = [dict.fromkeys(copy.view for copy in copies) for copies in same.values()]
+    readers = [dict.fromkeys(copy.view for copy in file_copies) for file_copies in same.values()]
     odd = (
         (copy.place, name)
-        for name, copies in same.items()
-        for copy in set(union.list_wanted(name)).difference(copies)
+        for name, file_copies in copies.items()
+        for copy in set(_list_wanted(file_copies)).difference(same[name])
         if copy.view == mine
     )
     return replace(
         table,
-        entries={name: Entry(*union.look(name, union.homes[name])) for name in same},
+        entries={name: Entry(home.size, home.changed) for name, (home, *_) in copies.items()},
         access=PartialAccess.of(ranks, readers) if same else READ_ALL,
         odd=frozenset(odd),
-        views=tuple(union.views),
+        views=tuple(views),
         is_first=is_first,
     )
 
 
-class _Union:
-    """The union of all views, equal on all ranks.
+def _list_copies(folders: Sequence[str], views: Sequence[NodeView]) -> dict[str, list[Copy]]:
+    """Return the copies of each file; the first of a file is in use.
 
-    Attributes:
-        copies: file name → copies.
-        homes: file name → the copy in use.
-        doubts: copies of equal size and another time than the one in use, and that one.
-        sums: copy → CRC32 of its zip directory, if known.
+    It is in the first place. Of files that every node writes, it is from the first data-parallel rank's node.
     """
-
-    def __init__(self, folders: Sequence[str], views: Sequence[NodeView]) -> None:
-        self.folders, self.views = folders, views
-        self.copies: dict[str, list[Copy]] = defaultdict(list)
-        for view, node in enumerate(views):
-            for place, files in enumerate(node.places):
-                for name in files:
-                    self.copies[name].append(Copy(place, view))
-        self.homes = {name: min(files, key=lambda copy: self._rank(name, copy)) for name, files in self.copies.items()}
-        self.doubts = [doubt for name in sorted(self.homes) for doubt in self._list_doubts(name)]
-        self.sums: dict[tuple[str, Copy], int | None] = {}
-
-    def _rank(self, name: str, copy: Copy) -> tuple[int, int, int]:
-        """Sort key of copies. Of files that every node writes, the first data-parallel rank's node comes first."""
-        first = self._find_first_rank(name, copy) if is_written_by_each_node(name) else 0
-        return copy.place, first, copy.view
-
-    def _find_first_rank(self, name: str, copy: Copy) -> int:
+    copies: dict[str, list[Copy]] = defaultdict(list)
+    for view, node in enumerate(views):
+        for place, files in enumerate(node.places):
+            for name, entry in files.items():
+                path = join_path(folders[place], name)
+                copies[name].append(Copy(place, view, node.host, path, entry.size, entry.changed))
+    for name, file_copies in copies.items():
         mp = read_model_rank(name)
-        pairs = [read_optim_ranks(other) for other in self.views[copy.view].places[copy.place]]
-        return min((ranks[1] for ranks in pairs if ranks and mp in (None, ranks[0])), default=1 << 30)
 
-    def look(self, name: str, copy: Copy) -> tuple[int, float]:
-        """Return bytes and time of change of a copy."""
-        return self.views[copy.view].places[copy.place][name]
+        def find_first_rank(copy: Copy, mp: int | None = mp) -> int:
+            pairs = map(read_optim_ranks, views[copy.view].places[copy.place])
+            return min((ranks[1] for ranks in pairs if ranks and mp in (None, ranks[0])), default=1 << 30)
 
-    def path(self, name: str, copy: Copy) -> str:
-        """Return the path of a copy."""
-        return join_path(self.folders[copy.place], name)
+        by_node = is_written_by_each_node(name)
+        file_copies.sort(key=lambda copy: (copy.place, find_first_rank(copy) if by_node else 0, copy.view))
+    return dict(sorted(copies.items()))
 
-    def list_wanted(self, name: str) -> list[Copy]:
-        """Return the copies that are read: those in object stores only if no machine has the file."""
-        near = [copy for copy in self.copies[name] if not is_url(self.folders[copy.place])]
-        return near or self.copies[name]
 
-    def _list_doubts(self, name: str) -> list[tuple[str, Copy]]:
-        home = self.homes[name]
-        size, changed = self.look(name, home)
-        place_files = [(copy, self.look(name, copy)) for copy in self.list_wanted(name)]
-        unsure = [copy for copy, (nbytes, at) in place_files if nbytes == size and at != changed]
-        return [(name, copy) for copy in ([home, *unsure] if unsure and size >= 0 else [])]
+def _list_wanted(copies: Sequence[Copy]) -> Sequence[Copy]:
+    """Return the copies that are read: those in object stores only if no machine has the file."""
+    return [copy for copy in copies if not is_url(copy.path)] or copies
 
-    def list_same(self, name: str) -> list[Copy]:
-        """Return the copies of a file that equal the one in use, and that one."""
-        home = self.homes[name]
-        size, changed = self.look(name, home)
-        crc = self.sums.get((name, home))
 
-        def is_same(copy: Copy) -> bool:
-            nbytes, at = self.look(name, copy)
-            is_equal = at == changed or size < 0 or (crc is not None and self.sums.get((name, copy)) == crc)
-            return copy == home or (nbytes == size and is_equal)
+def _list_doubts(copies: Sequence[Copy]) -> list[Copy]:
+    """Return the copies of equal size and another time than the one in use, and that one."""
+    home = copies[0]
+    unsure = [copy for copy in _list_wanted(copies) if copy.size == home.size and copy.changed != home.changed]
+    return [home, *unsure] if unsure and home.size >= 0 else []
 
-        return [copy for copy in self.list_wanted(name) if is_same(copy)] or [home]
 
-    def refuse_different(self, same: Mapping[str, Sequence[Copy]]) -> None:
-        """Refuse different files under one name on several machines.
+def _list_same(copies: Sequence[Copy], sums: Mapping[Copy, int | None]) -> list[Copy]:
+    """Return the copies of a file that equal the one in use, and that one; ``sums``: of their zip directories."""
+    home, crc = copies[0], sums.get(copies[0])
 
-        Raises:
-            CheckpointError: the message names the file and two machines.
-        """
-        for name, copies in same.items():
-            home = self.homes[name]
-            others = [copy for copy in self.list_wanted(name) if copy.place == home.place and copy not in copies]
-            if not others or is_written_by_each_node(name):
-                continue
-            here, there = (
-                f"{self.views[copy.view].host} ({self.look(name, copy)[0]} bytes)" for copy in (home, others[0])
-            )
-            reason = (
-                ": with use_node_local_storage DeepSpeed names swap files by ranks of a node, so other nodes cannot "
-                "identify them. Load them with DeepSpeed in the topology, and on the nodes, that wrote them."
-                if read_swap_name(name)
-                else "; the nodes hold different copies of the checkpoint. Remove the files that are not of this save."
-            )
-            raise CheckpointError(f"{self.path(name, home)}: is one file on {here} and another on {there}{reason}")
+    def is_same(copy: Copy) -> bool:
+        is_equal = copy.changed == home.changed or copy.size < 0 or (crc is not None and sums.get(copy) == crc)
+        return copy == home or (copy.size == home.size and is_equal)
+
+    return [copy for copy in _list_wanted(copies) if is_same(copy)] or [home]
+
+
+def _refuse_different(copies: Mapping[str, Sequence[Copy]], same: Mapping[str, Sequence[Copy]]) -> None:
+    """Refuse different files under one name on several machines.
+
+    Raises:
+        CheckpointError: the message names the file and two machines.
+    """
+    for name, file_copies in copies.items():
+        home, wanted = file_copies[0], _list_wanted(file_copies)
+        others = [copy for copy in wanted if copy.place == home.place and copy not in same[name]]
+        if not others or is_written_by_each_node(name):
+            continue
+        here, there = (f"{copy.host} ({copy.size} bytes)" for copy in (home, others[0]))
+        reason = (
+            ": with use_node_local_storage DeepSpeed names swap files by ranks of a node, so other nodes cannot "
+            "identify them. Load them with DeepSpeed in the topology, and on the nodes, that wrote them."
+            if read_swap_name(name)
+            else "; the nodes hold different copies of the checkpoint. Remove the files that are not of this save."
+        )
+        raise CheckpointError(f"{home.path}: is one file on {here} and another on {there}{reason}")
 
 
 def is_written_by_each_node(name: str) -> bool:
