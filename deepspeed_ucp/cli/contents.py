@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import escape, fold_names, pluralize
 from ..examine.verify import list_findings
-from ..formats.deepspeed.compare import DEEPSPEEDS
 from ..formats.deepspeed.ownfiles import read_state_tree
+from ..formats.deepspeed.save import DEEPSPEEDS
 from ..formats.findings import NOTE, WARNING, Finding
 from ..formats.open import FolderReport
 from ..io.store import list_tree

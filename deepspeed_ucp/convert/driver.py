@@ -21,7 +21,6 @@ from ..formats import open_checkpoint
 from ..formats.deepspeed.naming import Naming
 from ..formats.deepspeed.seal import OF_CONVERSIONS, Seal, SealedFile
 from ..formats.latest import find_checkpoint
-from ..formats.universal.folder import find_faults
 from ..formats.universal.index import (
     Fingerprint,
     Manifest,
@@ -31,6 +30,7 @@ from ..formats.universal.index import (
     place_file,
     read_manifest,
 )
+from ..formats.universal.universal import find_faults
 from ..io.disk import check_space, write_atomically
 from ..io.memory import Scratch
 from ..io.read import Checked, combine_crc32, crc32

@@ -1,4 +1,7 @@
-"""Find the checkpoint in a folder: its tags, ``latest``, which names one of them, and the older ones for a fallback."""
+"""Find the checkpoint in a folder: its tags, ``latest``, which names one of them, and the older ones for a fallback.
+
+All functions raise CheckpointError if a folder cannot be listed or a file cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -133,31 +136,19 @@ def _read_tracked(folder: str) -> str | None:
 
 
 def is_checkpoint(folder: str) -> bool:
-    """Return True for the folder of a tag or of an atomic checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be listed.
-    """
+    """Return True for the folder of a tag or of an atomic checkpoint."""
     entries = scan_if_there(folder)
     return PUBLISHED in entries or any(map(is_state_file, entries)) or holds_atoms(entries)
 
 
 def holds_foreign(folder: str) -> bool:
-    """Return True for a foreign checkpoint that holds no tags: a trainer's folder has weights and the engine's tag.
-
-    Raises:
-        CheckpointError: it cannot be listed.
-    """
+    """Return True for a foreign checkpoint that holds no tags: a trainer's folder has weights and the engine's tag."""
     is_one = leads_to_folder(folder) and find_foreign(list_entries(folder)) is not None
     return is_one and not find_tags(folder)
 
 
 def find_foreign_folders(folder: str) -> list[str]:
-    """Return the subfolders with foreign checkpoints, sorted.
-
-    Raises:
-        CheckpointError: a folder cannot be listed.
-    """
+    """Return the subfolders with foreign checkpoints, sorted."""
     names = sorted(name for name, entry in scan_if_there(folder).items() if entry.is_folder and name != LOST)
     return [name for name in names if holds_foreign(os.path.join(folder, name))]
 
@@ -180,11 +171,7 @@ _ODD = (
 
 
 def describe_content(folder: str) -> str:
-    """Describe a folder without a checkpoint, and the remedy; an empty text if it is missing or empty.
-
-    Raises:
-        CheckpointError: it cannot be listed.
-    """
+    """Describe a folder without a checkpoint, and the remedy; an empty text if it is missing or empty."""
     if not leads_to_folder(folder):
         return "is a file or a broken link: name the folder that holds the tags" if exists(folder) else ""
     entries = {name: entry for name, entry in scan_folder(folder).items() if name != LOST}
@@ -206,9 +193,6 @@ def find_siblings(folder: str) -> list[str]:
     """Return other folders in the parent with DeepSpeed's checkpoints, most similar names first.
 
     Only the ``_SIBLINGS`` most similar names are searched. Folders that cannot be listed are skipped.
-
-    Raises:
-        CheckpointError: the parent cannot be listed.
     """
     parent, base = os.path.split(normalize(folder))
     names = [name for name, entry in scan_if_there(parent).items() if entry.is_folder and name not in (LOST, base)]
@@ -290,11 +274,7 @@ def find_checkpoint(path: str) -> str:
 
 
 def leads_to_folder(path: str) -> bool:
-    """Return True if a path leads to a folder.
-
-    Raises:
-        CheckpointError: the path cannot be read.
-    """
+    """Return True if a path leads to a folder."""
     try:
         return is_folder(path)
     except OSError as error:
@@ -382,8 +362,7 @@ def find_age(folders: Sequence[str]) -> Age:
 def _read_steps(folder: str, names: Iterable[str]) -> Iterable[int]:
     for name in [name for name in names if holds_run(name)][:_TRIED]:
         with suppress(UcpError):  # reported when the tag is loaded
-            model = read_file(folder, name).model
-            step = model.counters.get("global_steps") if model else None
+            step = read_file(folder, name).require_model().counters.get("global_steps")
             if isinstance(step, int):
                 yield step
 
@@ -395,11 +374,7 @@ def list_unsealed(places: Sequence[str], tags: Sequence[str]) -> set[str]:
 
 
 def is_sealed(places: Sequence[str], tag: str) -> bool:
-    """Return True if a tag has a seal in some place; places are asked in order.
-
-    Raises:
-        CheckpointError: a place cannot be read.
-    """
+    """Return True if a tag has a seal in some place; places are asked in order."""
     return any(_has_seal(os.path.join(place, tag)) for place in places)
 
 

@@ -27,7 +27,7 @@ from .findings import WARNING, Finding, fold_findings, from_error, make_error, s
 from .foreign.formats import survey_foreign
 from .foreign.names import TRAINER_STATE
 from .places import FileTable, find_files, list_by_host, list_files
-from .universal import survey_atomic
+from .universal.universal import survey_atomic
 
 if TYPE_CHECKING:  # pydantic takes long to import
     from .universal.index import Manifest
@@ -97,7 +97,6 @@ def open_checkpoint(folder: str, comm: Comm, naming: Naming | None = None, *, al
     Atomic checkpoints (with an index, or of DeepSpeed's ``ds_to_universal``) are opened too.
 
     Args:
-        folder: the tag's folder.
         comm: the loading ranks. If they see different files, the union is the checkpoint.
         naming: names of the parameters of a stage-0 source, and whether only weights are loaded.
         also: the tag's folder in further places; files in the first place take precedence.
@@ -120,9 +119,6 @@ def survey_checkpoint(
     """Read the headers of a checkpoint's files and collect all findings; collective.
 
     Args:
-        folder: the tag's folder.
-        comm: the ranks that share the files.
-        naming: names of the parameters of a stage-0 source.
         also: the tag's folder in further places.
 
     Raises:
@@ -156,7 +152,6 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     """Read the job that saved a checkpoint, from one model-states file or the headers of a foreign checkpoint.
 
     Args:
-        folder: the folder of a tag, or of a foreign checkpoint.
         also: the same folder in further places.
 
     Raises:
@@ -173,12 +168,10 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     else:
         save = Save.of(where)
         error = make_error(identify_save(save, ReadResults(where, Comm())))
-        first = save.first
-        if not first and error is not None:
+        if error is not None and not save.first:
             raise error
-    model = next((header.model for header in first if header.model), None)
-    if model is None:
-        raise CheckpointError("holds no model states.", path=folder)
+        first = save.first
+    model = first[0].require_model()
     return SavedJob.read({**model.counters, **model.batch})
 
 
@@ -187,17 +180,15 @@ def lacks_states(folder: str) -> bool:
     try:
         if any(map(holds_optimizer, os.listdir(folder))):
             return False
-        model = read_file(folder, "mp_rank_00_model_states.pt").model
+        return read_file(folder, "mp_rank_00_model_states.pt").require_model().optim is None
     except (UcpError, OSError):
         return False
-    return model is not None and model.optim is None
 
 
 def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     """Write or replace the seal of a finished save; collective.
 
     Args:
-        folder: the tag's folder.
         local: every node has its own folder, and gets the seal.
 
     Raises:
@@ -254,9 +245,9 @@ def _survey_normal(
     index, more = _build(save, naming)
     if index is not None and any(name.endswith("model_states.pt") for name in _list_earlier(findings)):
         index = replace(index, unnoticed=(*index.unnoticed, _EARLIER))
-    if comm.rank == 0 and save.main.model is not None:
+    if comm.rank == 0:
         state = os.path.join(os.path.dirname(normalize(find_tag_folder(where.folder))), TRAINER_STATE)
-        findings += find_other_step(state, save.main.model.counters.get("global_steps"))
+        findings += find_other_step(state, save.model(0).counters.get("global_steps"))
     return index, [*findings, *more, *find_unsaved(save)], extensions
 
 

@@ -8,10 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import MismatchError
-from .affine import Mapped
 from .kinds import Partial, Pattern, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Layout
-from .metadata import Viewed
+from .metadata import Mapped, Viewed
 from .rules import Rule, RuleSet, name_rule
 
 ORIGIN = "the atomic checkpoint's manifest"

@@ -111,7 +111,6 @@ def settle(
     """Determine the layouts of parameters on both sides.
 
     Args:
-        names: the parameters.
         source, target: name → local shape per tensor-parallel rank; target None for a conversion.
         rule_sets: by precedence; the first with a pattern counts. A live engine's own rules (``by`` "target") come
             second for the target, after the user's, and last for the source.

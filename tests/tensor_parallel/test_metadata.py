@@ -21,8 +21,8 @@ from deepspeed_ucp.tensor_parallel import (
     from_universal_info,
     whole,
 )
-from deepspeed_ucp.tensor_parallel.affine import read_map
 from deepspeed_ucp.tensor_parallel.layout import find_faults
+from deepspeed_ucp.tensor_parallel.metadata import read_map
 
 from . import models
 from .shards import cut_array, reshard, settle

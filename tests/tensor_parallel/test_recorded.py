@@ -21,9 +21,8 @@ from deepspeed_ucp.tensor_parallel import (
     read_pattern,
     record_pattern,
 )
-from deepspeed_ucp.tensor_parallel.affine import Mapped, generalise
 from deepspeed_ucp.tensor_parallel.layout import Layout
-from deepspeed_ucp.tensor_parallel.metadata import Viewed
+from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, generalise
 from tests.tensor_parallel.shards import settle
 
 LAYOUT = ShardNC(parts=(4, 2), sized=True).join([(3, 5), (3, 5)])

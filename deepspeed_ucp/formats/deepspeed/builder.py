@@ -108,7 +108,6 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRa
     """Create all model-parallel ranks, and number the parameters that several stages hold under one name.
 
     Args:
-        save: the files.
         names: local names of the parameters of each model-parallel rank's optimizer.
 
     Returns:
@@ -152,7 +151,7 @@ def fill_param_shapes(save: Save) -> None:
     for mp, models in enumerate(save.models):
         model = save.model(mp)
         if model.param_shapes is None:
-            groups_held = max((len(shard.optim.slices) for shard in save.shards[mp] if shard.optim), default=0)
+            groups_held = max((len(shard.require_optim().slices) for shard in save.shards[mp]), default=0)
             groups = tuple(_read_group(save, mp, group) for group in range(groups_held))
             models[0] = replace(models[0], model=replace(model, param_shapes=groups, optim=None))
 
@@ -163,7 +162,7 @@ def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...
     for extension in save.extensions:
         shards = extension.list_group_files(save, mp, group) or shards
     numels: dict[str, int] = {}
-    for slices in (shard.optim.slices for shard in shards if shard.optim):
+    for slices in (shard.require_optim().slices for shard in shards):
         for name, _, numel in sorted(slices[group] if group < len(slices) else (), key=lambda entry: entry[1]):
             numels[name] = numels.get(name, 0) + numel
     return tuple((name, _find_shape(save, mp, name, numels)) for name in numels)
@@ -215,11 +214,6 @@ def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]
 def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
     """Refuse a pipeline stage of another step: no parameter has a step of the first stage.
 
-    Args:
-        save: the files.
-        ranks: with their param groups.
-        scalars: parameter → the optimizer's scalars.
-
     Raises:
         CheckpointError: names the stage's file.
     """
@@ -248,7 +242,6 @@ class Builder:
     """Collects the parts of an index; :meth:`finish_atoms` validates them.
 
     Args:
-        save: headers of the checkpoint's files.
         tp: tensor-parallel degree: the number of shards of each atom, except those with one shard.
     """
 
@@ -330,15 +323,7 @@ class Builder:
         """Add the parts of parameters in a flat buffer ``piece``.
 
         Args:
-            rank: the rank that holds it.
-            state: of the atoms.
-            cuts: the parts of the rank's parameters in the buffer.
-            header: of its file.
-            piece: the buffer.
             shapes: the parameters' local shapes; default: ``rank.shapes``.
-
-        Raises:
-            CheckpointError: files disagree about a dtype or shape.
         """
         if piece.fault:
             self.note_unreadable(rank, (cut.name for cut in cuts), state, piece.fault)
@@ -363,8 +348,6 @@ class Builder:
         """Add the storage of a parameter.
 
         Args:
-            rank: the rank that holds it.
-            name: on that rank.
             shape, place, states: as of :class:`~..atoms.ParamStorage`.
             header: of a file with some of its elements.
 
@@ -424,10 +407,7 @@ class Builder:
         """Return the element-wise states of one of the optimizer's tensors; record the others for its parameters.
 
         Args:
-            params: the parameters in the tensor.
-            states: its states.
             numel: elements of an element-wise state.
-            header: of the file.
         """
         scalars = {n: value for n, value in states.single.items() if numel != 1 or n == "step"} | states.scalars
         odd, elementwise = dict(states.other), {}

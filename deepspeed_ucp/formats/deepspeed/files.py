@@ -1,4 +1,7 @@
-"""File names in a DeepSpeed checkpoint folder (engine.py ``_get_ckpt_name`` and similar functions)."""
+"""File names in a DeepSpeed checkpoint folder (engine.py ``_get_ckpt_name`` and similar functions).
+
+Functions that list folders raise CheckpointError if a folder cannot be listed.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,6 @@ def list_entries(folder: str) -> dict[str, Entry]:
 
     Links are followed, also out of the folder: content-addressed stores consist of links. A FIFO or a dangling link is
     listed with 0 bytes and cannot be opened (:mod:`deepspeed_ucp.io.store`).
-
-    Raises:
-        CheckpointError: the folder does not exist or cannot be read.
     """
     entries = scan_folder(folder)
     chosen = {
@@ -75,7 +75,6 @@ def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> st
     """Return the folder with a tag's files: the subfolder named by ``ucp_published.json``, or the tag's folder.
 
     Args:
-        folder: the tag's folder.
         entries: names in the folder, if known; if that file is not among them, it is not read.
 
     Raises:
@@ -102,11 +101,7 @@ def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]
 
 
 def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
-    """List the entries of a folder by name; ``deep``: the files in all subfolders by relative path.
-
-    Raises:
-        CheckpointError: the folder cannot be listed.
-    """
+    """List the entries of a folder by name; ``deep``: the files in all subfolders by relative path."""
     try:
         return list_tree(folder) if deep else list_folder(folder)
     except OSError as error:
@@ -114,11 +109,7 @@ def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
 
 
 def scan_if_there(folder: str) -> dict[str, Entry]:
-    """List the entries of a folder by name; empty if it does not exist.
-
-    Raises:
-        CheckpointError: the folder cannot be listed.
-    """
+    """List the entries of a folder by name; empty if it does not exist."""
     try:
         return scan_folder(folder)
     except CheckpointError as error:
@@ -130,11 +121,7 @@ def scan_if_there(folder: str) -> dict[str, Entry]:
 def list_published(
     folder: str, list_place: Callable[[str], Mapping[str, Entry]] = scan_if_there
 ) -> tuple[str, Mapping[str, Entry]]:
-    """Return the folder with a tag's files and its entries, by default empty if the tag does not exist.
-
-    Raises:
-        CheckpointError: a folder cannot be listed, or ``ucp_published.json`` is damaged.
-    """
+    """Return the folder with a tag's files and its entries, by default empty if the tag does not exist."""
     entries = list_place(folder)
     published = resolve_published(folder, entries)
     return published, entries if published == folder else list_place(published)
@@ -213,10 +200,6 @@ def _parse_swap(match: re.Match[str]) -> SwapName:
     return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4]))
 
 
-def _name_swap(rank: int, state: str, begin: int, end: int) -> str:
-    return f"{OFFLOADED}/rank{rank:02d}/{f'{state}-' if state else ''}{begin}_{end}.tensor.swp"
-
-
 Key = tuple[Any, ...]
 """The numbers in a file's name."""
 
@@ -246,7 +229,11 @@ ROLES = {
         lambda match: (int(match[1]), int(match[2] or NO_AXIS)),
         lambda layer, tp: f"layer_{layer:02d}-model_{tp:02d}-model_states.pt",
     ),
-    "swap": Role(_SWAP, _parse_swap, _name_swap),
+    "swap": Role(
+        _SWAP,
+        _parse_swap,
+        lambda rank, state, begin, end: f"{OFFLOADED}/rank{rank:02d}/{state and f'{state}-'}{begin}_{end}.tensor.swp",
+    ),
 }
 """Roles of files, and their keys:
 
@@ -360,9 +347,5 @@ def is_state_file(name: str) -> bool:
 
 
 def has_states(folder: str) -> bool:
-    """Return True if a tag's folder holds model or optimizer states, or ``ucp_published.json``.
-
-    Raises:
-        CheckpointError: the folder cannot be listed.
-    """
+    """Return True if a tag's folder holds model or optimizer states, or ``ucp_published.json``."""
     return any(is_state_file(name) or name == PUBLISHED for name in scan_if_there(folder))

@@ -30,11 +30,10 @@ from ..findings import COPY, WARNING, Finding, from_error, from_failure, make_er
 from ..foreign.names import ADAPTER, SAFETENSORS, SCALER, STATE_DICT, TRAINER_STATE, find_format
 from ..latest import LATEST, read_tag
 from ..places import FileTable, describe_hosts, hold_copies, list_variants
-from .compare import find_foreign_files
 from .files import SEAL, Key, read_model_rank, scan_if_there, strip_writer
 from .headers import FileHeader, HeaderDelta, HeaderTemplate, encode_header
 from .reading import read_file
-from .save import Save, arrange_headers, count_ranks, name_expected_files
+from .save import Save, arrange_headers, count_ranks, find_foreign_files, name_expected_files
 
 _OVERWRITTEN = (
     " DeepSpeed's fast writer does not truncate files that it overwrites: a save into an existing tag may keep the end "
@@ -53,10 +52,6 @@ ReadResult = FileHeader | Finding
 
 def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding]]:
     """Read the headers of a save's files, each on one rank that sees the file, and compare them; collective.
-
-    Args:
-        where: its files, and the ranks that see them.
-        comm: the ranks that share the files.
 
     Returns:
         The save, or None if it cannot be read at all; and all faults and warnings.
@@ -195,7 +190,8 @@ def _choose_first(save: Save, results: ReadResults) -> list[FileHeader]:
     plain, sharded = (_find_first(save, results, role) for role in ("model", "model_zero3"))
     candidates = []
     mate = _find_mate(save, results, plain, Form.PARTITIONS)
-    if plain and plain.model and plain.model.optim and not plain.model.optim.traits.is_cut:
+    optim = plain.require_model().optim if plain else None
+    if plain and optim and not optim.traits.is_cut:
         candidates.append([plain])  # it has overwritten the model file of any ZeRO 1/2 shards: these are leftovers
     elif plain and mate:
         candidates.append([plain, mate])
@@ -210,7 +206,7 @@ def _choose_first(save: Save, results: ReadResults) -> list[FileHeader]:
         )
     if candidates:
         return candidates[0]
-    if plain and plain.model and (plain.model.module or save.names["layer"]) and not save.names["optim"]:
+    if plain and (plain.require_model().module or save.names["layer"]) and not save.names["optim"]:
         return [plain]  # weights only: enough for load_optimizer_states=False
     known = next((header.name for header in (plain, sharded) if header), "the model states")
     raise CheckpointError(
@@ -231,7 +227,7 @@ def _find_mate(save: Save, results: ReadResults, model: FileHeader | None, form:
     keys = save.names["optim"]
     for prefix in sorted({prefix for prefix, _, _ in keys}, key=lambda prefix: (prefix != usual, prefix)):
         header = _find_first(save, results, "optim", (key for key in keys if key[0] == prefix))
-        if header and header.optim and header.optim.traits.form is form:
+        if header and header.require_optim().traits.form is form:
             return header
     return None
 
@@ -264,11 +260,11 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
 
     ``repeats``: the file repeats the model of its model-parallel rank's first file.
     """
-    model = header.model
-    if model is None or first.model is None:
+    model, known = header.model, first.require_model()
+    if model is None:
         return header
-    hints = {} if repeats or model.hints == first.model.hints else model.hints
-    model = replace(model, degrees=model.degrees or first.model.degrees)
+    hints = {} if repeats or model.hints == known.hints else model.hints
+    model = replace(model, degrees=model.degrees or known.degrees)
     if repeats:
         model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, facts={}, order=())
     return replace(header, model=replace(model, hints=hints, others=()))
@@ -279,8 +275,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
 
 def _find_missing(save: Save, holders: str) -> list[Finding]:
     """Return the faults of missing files; ``holders`` describes which machine has which files, if they differ."""
-    model = save.first[0].model
-    mp, dp = count_ranks(model) if model else (1, 1)
+    mp, dp = count_ranks(save.first[0].require_model())
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
     text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"
     text += f" The machines see different files of it: {holders}." if holders else ""
@@ -367,9 +362,7 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
     This is only a warning, since copies and restored files have other times and clocks differ.
 
     Args:
-        folder: the tag's folder.
         entries: its files; an unknown time is 0.
-        used: names of the save's files.
     """
     times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
     if not times:
@@ -438,7 +431,6 @@ def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]
     older versions of Accelerate, the incomplete last step of each epoch.
 
     Args:
-        file: path of the file.
         steps: steps of the optimizer; 0 or None if unknown.
         counted: step of the file; by default it is read from the file, a trainer's state on a file system.
     """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, TypeVar, overload
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -196,7 +196,7 @@ class FileHeader:
     Attributes:
         globals: uncommon classes and functions that its pickle names.
         config: the parts of the saved ds_config that the index uses.
-        marks: values that all files of a save have in common (:mod:`.compare`).
+        marks: values that all files of a save have in common (:func:`~.save.read_marks`).
         layer: the tensors of a plain state_dict, such as of a pipeline's layer.
         writer: ranks that wrote it, as the file records them for extensions.
         swap: the expected content of a swap file, which has no header.
@@ -215,6 +215,18 @@ class FileHeader:
     writer: dict[str, Any] = field(default_factory=dict)
     swap: Piece | None = None
     checked: bool = False
+
+    def require_model(self) -> ModelHeader:
+        """Return the content of a file of model states."""
+        if self.model is None:
+            raise TypeError(f"{self.name} is no file of model states")
+        return self.model
+
+    def require_optim(self) -> OptimHeader:
+        """Return the content of a file of optimizer states."""
+        if self.optim is None:
+            raise TypeError(f"{self.name} is no file of optimizer states")
+        return self.optim
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as :meth:`Piece.__reduce__` does."""
@@ -302,9 +314,7 @@ class HeaderTemplate:
     @property
     def optim(self) -> OptimHeader:
         """The optimizer's part of its header."""
-        if self.header.optim is None:
-            raise TypeError(f"{self.header.name} is not an optimizer's file")
-        return self.header.optim
+        return self.header.require_optim()
 
     def list_states(self, tensor: int) -> range:
         """Return the numbers of a tensor's pieces."""
@@ -337,15 +347,9 @@ class LazyParts(Sequence[T]):
     def __len__(self) -> int:
         return self.length
 
-    @overload
-    def __getitem__(self, at: int) -> T: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[T, ...]: ...
-    def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
-        chosen = range(self.length)[at]
-        if isinstance(chosen, int):
-            return self.make(chosen, self.numbers)
-        return tuple(self.make(number, self.numbers) for number in chosen)
+    def __getitem__(self, at: Any) -> Any:
+        """Build a part; slices are not supported."""
+        return self.make(range(self.length)[at], self.numbers)
 
 
 class PrefixedTensors(Mapping[str, Piece]):
@@ -479,7 +483,7 @@ class FileBatch:
         """Return the elements of padding at the end of a group's partition for each file; 0 if not recorded."""
         optim = self.template.optim
         recorded = optim.traits.strips_padding and group < len(optim.paddings)
-        return [header.optim.paddings[group] if recorded and header.optim else 0 for header in self.headers]
+        return [header.require_optim().paddings[group] if recorded else 0 for header in self.headers]
 
     def split(self) -> Iterator[FileBatch]:
         """Yield a selection of each file."""

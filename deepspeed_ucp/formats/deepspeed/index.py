@@ -35,10 +35,6 @@ from .zero import build_zero
 def build_index(save: Save, naming: Naming) -> AtomicIndex:
     """Build the index of a save whose headers have been read.
 
-    Args:
-        save: all of its files.
-        naming: the names for the parameters of a stage-0 source.
-
     Raises:
         CheckpointError: files are of several saves, or lack parts of the state.
         UnsupportedError: a kind of checkpoint that is not covered.
@@ -113,11 +109,7 @@ def make_index(
     """Combine a builder's parts with the model states.
 
     Args:
-        builder: with all files added.
-        atoms: its atoms.
         optim: the header with loss scaler and clipping.
-        topology: of the saved run.
-        groups: param groups of the whole model.
         recorded: patterns in the files.
         dropped: reason why buffers and frozen parameters may be missing.
     """

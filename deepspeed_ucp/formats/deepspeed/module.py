@@ -24,7 +24,6 @@ def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
     """Add the tensors of all model states and layer files, and their ties to the builder's ``aliases``.
 
     Args:
-        builder: with ranks that have the optimizers' parameters.
         tied: names of parameters of a pipeline's tied modules, if the model states lack them.
 
     Raises:
@@ -44,7 +43,6 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
 
     Args:
         builder: of a model with its tensors in model states; under ZeRO 3 these hold only buffers.
-        optimized: parameters that an optimizer owns on some rank.
 
     Raises:
         UnsupportedError: names in a nested dict are ambiguous.
@@ -120,7 +118,6 @@ def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
     """Rename state-dict keys to names of parameters and buffers in model states and layer files, in place.
 
     Args:
-        save: is changed in place.
         keys: key of a state dict → name, if they differ.
     """
 
@@ -132,8 +129,9 @@ def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
 
     for models in save.models if keys else ():
         for place, header in enumerate(models):
-            if header.model is not None and header.model.module:
-                models[place] = replace(header, model=replace(header.model, module=rename(header.model.module)))
+            model = header.require_model()
+            if model.module:
+                models[place] = replace(header, model=replace(model, module=rename(model.module)))
     for layers in save.layers if keys else ():
         for layer, header in layers.items():
             if header.layer is not None:
@@ -144,12 +142,8 @@ def find_ties(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> di
     """Return the ties in ``shared_params``, which DeepSpeed fills on rank 0 only, and the extensions' ties.
 
     DeepSpeed also ties all parameters without elements to each other; these ties are dropped.
-
-    Args:
-        header: of the model states.
-        module: their tensors.
     """
-    model = header.model or save.model(0)
+    model = header.require_model()
     shapes = {} if save.is_sharded else {name: piece.shape for name, piece in (model.module or {}).items()}
     shapes.update(model.frozen_shapes)
     ties = {alias: name for alias, name in save.model(0).shared.items() if count(shapes.get(alias, (1,)))}
@@ -175,7 +169,7 @@ def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
     """Return the ties in the first model states, alias → name: recorded ones, and names that share their bytes.
 
     Args:
-        known: as for :func:`read_module`.
+        known: parameters that an optimizer owns.
     """
     ties = find_ties(save, save.main, {})
     for _ in drop_ties(read_module(save, save.main, known), ties):
@@ -186,17 +180,12 @@ def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
 def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[str, Piece]:
     """Return a file's ``module`` by parameter names; a nested dict's keys are matched with the known names.
 
-    Args:
-        save: the files.
-        header: model states.
-        known: parameters that an optimizer owns.
-
     Raises:
         UnsupportedError: names in a nested dict are ambiguous.
     """
-    model = header.model
-    module = (model.module if model else None) or {}
-    if model is None or not model.nested:
+    model = header.require_model()
+    module = model.module or {}
+    if not model.nested:
         return module
     owned = set(known)
     named = {*owned, *model.buffers, *model.frozen_shapes}

@@ -1,7 +1,7 @@
 """Compare the state files of one rank with its live engine, without an index of the whole checkpoint.
 
 Engines of unknown layout, and nodes with local files, are loaded by DeepSpeed itself from exactly these files, which is
-correct if an engine like the live one saved them.
+correct if an engine like the live one saved them. All functions raise CheckpointError if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
     It may be in another place than the first file, or on another machine.
 
     Args:
-        mp_rank: model-parallel rank.
         dp_rank: data-parallel rank (ZeRO 3).
     """
     folder, name = os.path.split(index.state_file)
@@ -52,20 +51,12 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
 
 
 def read_state_tree(index: AtomicIndex) -> Any:
-    """Return the object tree of the state file as inert data; empty for a foreign checkpoint.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the object tree of the state file as inert data; empty for a foreign checkpoint."""
     return {} if index.format else read_header(index.state_file).tree
 
 
 def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
-    """Return the ds_config of the saved run; empty if the state file has none.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the ds_config of the saved run; empty if the state file has none."""
     tree = read_state_tree(index)
     config = tree.get("ds_config") if isinstance(tree, dict) else None
     return config if isinstance(config, dict) else {}
@@ -78,9 +69,6 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
         model: path of the rank's model states.
         optim: path of its ZeRO optimizer states; None at stage 0.
         live: facts about the engine (:func:`deepspeed_ucp.engine.coverage.describe_own_files`).
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     missing = [path for path in (model, optim) if path is not None and not is_file(path)]
     if missing:
@@ -102,9 +90,6 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
 
     Args:
         member, members: number of this process, and of all processes that share the files.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     entries, paths = scan_folder(folder), dict[Use, str]()
     names = [name for name in entries if name.endswith(_STATE_ENDINGS)]

@@ -34,8 +34,6 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
     """Name the parameters of each rank's optimizer; a stage is a run of layers behind its tied modules.
 
     Args:
-        save: a pipeline's files.
-        naming: the live module's order, and whether it is a DualPipeV.
         live: param groups of the live optimizer over all its ranks, in the layers' order.
 
     Raises:

@@ -33,10 +33,10 @@ from ...torchsave.objects import (
 from ...torchsave.records import FileRecord
 from ...torchsave.repickle import write_pickle
 from ...torchsave.torchfile import TorchFile, read_header
-from .compare import read_marks
 from .files import holds_run, is_state_file, strip_writer
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
+from .save import read_marks
 
 EXTRA_STATE = "_extra_state"
 """Suffix of keys of ``torch.nn.Module.get_extra_state``: an object, not one of the model's tensors."""

@@ -41,7 +41,7 @@ class Seal(BaseModel):
     Attributes:
         version: 1 for a save, 3 for a conversion, whose seal is its manifest.
         hosts: the files of each machine, unless every machine had all.
-        index: the index of a conversion (:class:`.atomic.index.Manifest`).
+        index: the index of a conversion (:class:`..universal.index.Manifest`).
         package: version of deepspeed_ucp that wrote a conversion.
     """
 

@@ -46,7 +46,7 @@ def build_zero(builder: Builder) -> None:
     builder.batches = batch_files(chain(*save.shards))
     optimized = set(chain(*names))
     for mp, rank in enumerate(builder.ranks):
-        _add_rank(builder, rank, dealt[mp], _get_optim(save.shards[mp][0]))
+        _add_rank(builder, rank, dealt[mp], save.shards[mp][0].require_optim())
         if save.is_sharded:
             add_frozen_zero3(builder, rank, save.models[mp], optimized)
     add_tensors(builder)
@@ -118,7 +118,7 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
 
 def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Files:
     shards = [builder.save.shard(rank.pp, holder) for holder in ranks]
-    slices = zip_longest(*(_get_optim(shard).slices for shard in shards), fillvalue=())
+    slices = zip_longest(*(shard.require_optim().slices for shard in shards), fillvalue=())
     return shards, select_files(builder.batches, shards), list(slices)
 
 
@@ -129,7 +129,7 @@ def _lay_out(
 
     ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
     """
-    optim, sharded = _get_optim(shards[0]), builder.save.is_sharded
+    optim, sharded = shards[0].require_optim(), builder.save.is_sharded
     partition = None if sharded else _count_elements(builder, shards[0], index)
     if known and (sharded or (known[0].partition, known[0].parts) == (partition, len(shards))):
         return known
@@ -144,7 +144,7 @@ def _check_partition(save: Save, stage: int, group: int, share: GroupShare) -> N
     """Verify the ranks of a sub-group that ZeRO 3 records in each file."""
     ranks = tuple(rank + stage * save.dp * save.tp for rank in share.ranks)
     for rank in share.ranks:
-        recorded = _get_optim(save.shard(stage, rank)).partition_ranks
+        recorded = save.shard(stage, rank).require_optim().partition_ranks
         if recorded and recorded[group : group + 1] != (ranks,):
             raise CheckpointError(
                 f"sub-group {group} is partitioned over other ranks than {shorten(ranks)}, which the degrees require. "
@@ -179,7 +179,7 @@ class _BufferAdder:
         builder, shards = self.builder, self.shards
         if not self.buffer.by_parameter:
             self._add_empty(shards[0])
-        apart = bool(builder.save.swaps) or _keeps_whole_momentum(builder.save, _get_optim(shards[0]), self.index)
+        apart = bool(builder.save.swaps) or _keeps_whole_momentum(builder.save, shards[0].require_optim(), self.index)
         for files in self.batches:
             for batch in files.split() if apart else (files,):
                 self._add_batch(batch)
@@ -192,7 +192,7 @@ class _BufferAdder:
         """Add parameters without elements, which older releases keep in the groups."""
         for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True):
             if not count(shape):
-                empty = replace(_get_optim(shard).masters[self.index].narrow(0, 0), shape=shape)
+                empty = replace(shard.require_optim().masters[self.index].narrow(0, 0), shape=shape)
                 self.builder.add(self.rank, name, MASTER, shard, empty)
 
     def _add_batch(self, batch: FileBatch) -> None:
@@ -234,7 +234,7 @@ class _BufferAdder:
                 raise CheckpointError(
                     f"{kind} {self.index} has {size} elements, {partition} are expected. "
                     "The file belongs to another run or world size; put the right one back.",
-                    path=self._path(header),
+                    path=self.builder.save.path(header),
                 )
         if not self.buffer.by_parameter:
             self._check_slices(batch)
@@ -254,7 +254,7 @@ class _BufferAdder:
                 raise CheckpointError(
                     f"{cut.name} ends beyond the fp32 partition of group {self.index} "
                     f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run.",
-                    path=self._path(header),
+                    path=self.builder.save.path(header),
                 )
 
     def _compare_slices(self, shard: FileHeader, recorded: Slices, expected: Slices) -> None:
@@ -268,13 +268,13 @@ class _BufferAdder:
                 f"holds other parts of group {self.index} than expected for this rank (first difference: {odd[0]}, "
                 f"elements [{odd[1]}, {odd[1] + odd[2]}) of its partition). The file belongs to another rank, run or "
                 "world size; put the right one back.",
-                path=self._path(shard),
+                path=self.builder.save.path(shard),
             )
 
     def _add_states(self, batch: FileBatch, swapped: Container[str]) -> None:
         """Add the optimizer's states of files that have them in the same sizes."""
         shard = batch.headers[0]
-        optim, template = _get_optim(shard), batch.template
+        optim, template = shard.require_optim(), batch.template
         recorded = optim.tensors[self.index]
         pieces = dict(zip(recorded.states, template.list_states(self.index), strict=False))
         states = replace(
@@ -342,9 +342,6 @@ class _BufferAdder:
         self.builder.add_repeated(self.rank, MOMENTUM, beyond, shard, piece)
         return replace(tensor_states, states=states)
 
-    def _path(self, shard: FileHeader) -> str:
-        return self.builder.save.path(shard)
-
 
 def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
     offloaded = not describe_offload(save.zero).startswith("none/")
@@ -353,7 +350,7 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
 
 def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
     """Return the elements of a rank's partition with padding, which ZeRO 1/2 strip from the masters."""
-    optim = _get_optim(shard)
+    optim = shard.require_optim()
     if index >= len(optim.masters):
         raise CheckpointError(
             f"has {len(optim.masters)} flat buffers, but the model states list more. The file belongs to another run; "
@@ -369,15 +366,16 @@ def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHea
 
     ``optimized`` parameters are trained on some tensor-parallel rank, and are empty on ranks that list them as frozen.
     """
-    first, zero = models[0].model, builder.save.zero
-    if first and zero.get("zero_quantized_nontrainable_weights"):
-        builder.note_unreadable(rank, first.frozen, MODULE, "a frozen parameter saved quantized, without its scales")
+    zero = builder.save.zero
+    if zero.get("zero_quantized_nontrainable_weights"):
+        frozen = models[0].require_model().frozen
+        builder.note_unreadable(rank, frozen, MODULE, "a frozen parameter saved quantized, without its scales")
         return
     on_nvme = describe_offload(zero).endswith("/nvme")
     for part, header in enumerate(models):
-        model = header.model
-        for name, piece in model.frozen.items() if model else ():
-            if model is None or name in optimized:
+        model = header.require_model()
+        for name, piece in model.frozen.items():
+            if name in optimized:
                 continue
             shape = model.frozen_shapes[name]
             start, numel = cut_parameter(count(shape), part, len(models))
@@ -387,9 +385,3 @@ def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHea
                 builder.note_unreadable(rank, [name], MODULE, fault)
             else:
                 builder.add_cuts(rank, MODULE, (Cut(name, start, numel, 0),), header, piece, {name: shape})
-
-
-def _get_optim(shard: FileHeader) -> OptimHeader:
-    if shard.optim is None:
-        raise CheckpointError("holds no optimizer state.", path=shard.name)
-    return shard.optim

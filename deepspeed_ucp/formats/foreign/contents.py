@@ -141,17 +141,6 @@ class TensorBlock:
     record: FileRecord
     begin: int = 0
 
-    def check(self, name: str, shape: Shape, where: FileTable) -> None:
-        """Raise CheckpointError if the block is not inside the tensor of that name and shape."""
-        dims = list(zip(self.offsets, self.shape, shape, strict=False))
-        fits = len(self.offsets) == len(self.shape) == len(shape)
-        if not fits or any(at < 0 or size < 0 or at + size > whole for at, size, whole in dims):
-            raise CheckpointError(
-                f"{name}: a block of shape {self.shape} at {self.offsets} is not inside of shape {shape}; the file is "
-                "damaged.",
-                path=where.path(self.file),
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -300,7 +289,14 @@ class _Maker:
         self.atoms.append(atom)
 
     def _check(self, name: str, tensor: StoredTensor, chunk: TensorBlock) -> None:
-        chunk.check(name, tensor.shape, self.where)
+        dims = list(zip(chunk.offsets, chunk.shape, tensor.shape, strict=False))
+        fits = len(chunk.offsets) == len(chunk.shape) == len(tensor.shape)
+        if not fits or any(at + size > whole for at, size, whole in dims):
+            raise CheckpointError(
+                f"{name}: a block of shape {chunk.shape} at {chunk.offsets} is not inside of shape {tensor.shape}; the "
+                "file is damaged.",
+                path=self.where.path(chunk.file),
+            )
         nbytes = count(chunk.shape) * ITEMSIZE[tensor.dtype]
         size = self.where.entries[chunk.file].size
         if not 0 <= chunk.begin <= chunk.record.nbytes - nbytes or chunk.record.offset + chunk.record.nbytes > size:

@@ -269,7 +269,6 @@ class _Interpreter:
                     path=self.where.path(entry.file),
                 )
             chunks.append(TensorBlock(offsets, size, entry.file, entry.record, entry.begin))
-            chunks[-1].check(key, shape, self.where)
         return StoredTensor(dtype, shape, tuple(chunks))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
@@ -44,12 +44,7 @@ _EMPTY = (
 )
 
 
-def _refuse_megatron(where: FileTable, _: Comm) -> NoReturn:
-    raise UnsupportedError(names.REFUSAL, path=where.folder)
-
-
 READERS: dict[str, Callable[[FileTable, Comm], tuple[Contents, list[Finding]]]] = {
-    names.MEGATRON: _refuse_megatron,
     names.DCP: dcp.read_contents,
     **{kind: partial(weights.read_contents, kind) for kind in (names.SAFETENSORS, names.STATE_DICT)},
     names.ADAPTER: adapter.read_contents,
@@ -63,6 +58,8 @@ on all ranks.
 
 def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex, list[Finding]]:
     """Return the index of a foreign checkpoint, and warnings; collective."""
+    if kind == names.MEGATRON:
+        raise UnsupportedError(names.REFUSAL, path=where.folder)
     taken = names.pick_model(kind, [name for name in where.entries if names.holds(kind, name)])
     chosen = where.choose(taken.__contains__)
     contents, findings = READERS[kind](chosen, comm)

@@ -280,7 +280,7 @@ def place_file(key: AtomKey) -> str:
     return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
 
-def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str] = ()) -> AtomicIndex:
+def index_conversion(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str] = ()) -> AtomicIndex:
     """Build the index of a conversion.
 
     Args:
@@ -299,7 +299,7 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequ
         records.append(Record(numbers[place_file(atom.key)], atom.offset, atom.nbytes, atom.crc))
         storage = Fragments(atom.dtype, fragments)
         atoms.append(Atom.of(atom.name, atom.state, [(atom.shape, storage)], atom.instance))
-    others = header.model.others if header.model else ()
+    others = header.require_model().others
     client = tuple(range(len(records), len(records) + len(others)))
     records += [Record(numbers[STATE_FILE], blob.offset, blob.nbytes, blob.crc) for blob in others]
     topology = {**manifest.source, "wrapper": ATOMIC, **dict.fromkeys(("dp", "tp", "pp", "sp", "ep"), 1)}

@@ -22,8 +22,7 @@ from deepspeed_ucp.tensor_parallel import (
     from_universal_info,
     settle,
 )
-from deepspeed_ucp.tensor_parallel.affine import Mapped, generalise
-from deepspeed_ucp.tensor_parallel.metadata import Viewed
+from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, generalise
 from deepspeed_ucp.torchsave.zipframe import make_image
 
 
