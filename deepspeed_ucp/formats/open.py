@@ -129,11 +129,7 @@ def survey_checkpoint(
 
 
 def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> FolderReport:
-    """Read the headers of listed files and collect all findings; collective.
-
-    Raises:
-        ConfigError: the groups have an invalid form.
-    """
+    """Read the headers of listed files and collect all findings; collective."""
     atomic, foreign, manifest = holds_atoms(where.entries), find_foreign(where.entries), None
     extensions: list[SaveExtension] = []
     try:

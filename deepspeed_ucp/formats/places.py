@@ -446,11 +446,7 @@ def _list_same(copies: Sequence[Copy], sums: Mapping[Copy, int | None]) -> list[
 
 
 def _refuse_different(copies: Mapping[str, Sequence[Copy]], same: Mapping[str, Sequence[Copy]]) -> None:
-    """Refuse different files under one name on several machines.
-
-    Raises:
-        CheckpointError: the message names the file and two machines.
-    """
+    """Refuse different files under one name on several machines."""
     for name, file_copies in copies.items():
         home, wanted = file_copies[0], _list_wanted(file_copies)
         others = [copy for copy in wanted if copy.place == home.place and copy not in same[name]]

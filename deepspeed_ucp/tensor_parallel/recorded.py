@@ -70,9 +70,6 @@ def from_recorded(recorded: Mapping[str, Mapping[str, Any]]) -> RuleSet:
 
     Args:
         recorded: parameter → pattern as plain data (``AtomicIndex.recorded``).
-
-    Raises:
-        MismatchError: the data is malformed.
     """
     literal: dict[str, tuple[Rule, ...]] = {}
     vocabs = set()

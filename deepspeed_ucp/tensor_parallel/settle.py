@@ -263,11 +263,7 @@ def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
 
 
 def _check_rows(name: str, rule: Resize, sides: _Sides | None) -> None:
-    """Refuse to resize a fused parameter.
-
-    Raises:
-        MismatchError: the pattern has several parts, or there is no pattern and the name is that of a fused parameter.
-    """
+    """Refuse to resize a fused parameter."""
     parts = any(isinstance(pattern, ShardNC) and pattern.dim == 0 for pattern, _ in sides or ())
     if parts or (sides is None and is_fused(name)):
         raise MismatchError(

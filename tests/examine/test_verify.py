@@ -31,7 +31,7 @@ from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.stream.full_tensors import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.cli.samples import flip_largest
-from tests.formats.parallel import tail_cut
+from tests.formats.saves import tail_cut
 from tests.formats.test_index import count_read_bytes
 from tests.formats.test_parallel import PIPE, PLAIN
 from tests.properties.faults import flip

@@ -22,17 +22,15 @@ from deepspeed_ucp.formats.findings import WARNING, Finding
 from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.rng import make_record
-from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+from tests.formats.saves import Files, make_files, shard
+from tests.synth import Model, Param, Topology, write_files
 
 MODEL = Model((Param("a", (9, 5)), Param("b", (17,), group=1)))
 ZERO2, ZERO3 = Topology(2, 4, "bf16"), Topology(3, 4)
-OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-
-Files = dict[str, dict[str, Any]]
 
 
-def make(seed: int = 0, topology: Topology = ZERO3, run: Run | None = None) -> Files:
-    return build_files(MODEL, random_state(MODEL, seed, precision=topology.precision), topology, run or Run())
+def make(seed: int = 0, topology: Topology = ZERO3) -> Files:
+    return make_files(MODEL, topology, seed)
 
 
 def write(folder: Path, files: Files) -> Path:
@@ -74,7 +72,7 @@ def test_files_of_another_deepspeed_release_are_refused(tmp_path: Path, topology
 
 def test_a_shard_in_another_form_of_archive_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, make())
-    torch.save(make(1)[OPTIM.format(1)], path / OPTIM.format(1), _use_new_zipfile_serialization=False)
+    torch.save(make(1)[shard(1)], path / shard(1), _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="zero_pp_rank_1_.*form of its archive differs"):
         open_checkpoint(str(path), Comm())
 
@@ -123,10 +121,10 @@ def age(path: Path, hours: float) -> None:
 def test_files_written_hours_apart_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, make())
     for rank in (1, 2, 3):
-        age(path / OPTIM.format(rank), 5)
+        age(path / shard(rank), 5)
     (finding,) = look(path)
     assert (finding.kind, finding.severity) == ("times", WARNING)
-    assert set(finding.names) == {OPTIM.format(rank) for rank in (1, 2, 3)}
+    assert set(finding.names) == {shard(rank) for rank in (1, 2, 3)}
     assert "5 hours before the other files" in finding.text
     open_checkpoint(str(path), Comm())
     assert "5 hours before" in caplog.text
@@ -214,7 +212,7 @@ def test_a_shard_of_another_run_breaks_the_seal(tmp_path: Path, topology: Topolo
     """The same configuration and step: nothing in the files tells them apart."""
     path, other = write(tmp_path, make(0, topology)), write(tmp_path / "other", make(1, topology))
     seal_folder(str(path), Comm())
-    (name,) = (each for each in os.listdir(path) if each.endswith(OPTIM.format(rank)))
+    (name,) = (each for each in os.listdir(path) if each.endswith(shard(rank)))
     shutil.copy2(other / name, path / name)
     (finding,) = (finding for finding in look(path) if not finding.warning)
     assert (finding.kind, finding.file) == ("seal", name)

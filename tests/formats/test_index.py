@@ -34,9 +34,14 @@ def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
     return torch.frombuffer(out, dtype=dtype).view(shard.shape) if out else torch.empty(shard.shape, dtype=dtype)
 
 
-def check_atom(index: AtomicIndex, key: AtomKey, value: torch.Tensor, rank: int = 0) -> None:
-    """Check that a tensor-parallel rank's shard of an atom holds ``value``."""
-    found = read_atom(index, index.atoms[key], rank)
+def read_all(index: AtomicIndex) -> dict[AtomKey, list[torch.Tensor]]:
+    """Read all shards of all atoms."""
+    return {k: [read_atom(index, atom, rank) for rank in range(len(atom.shards))] for k, atom in index.atoms.items()}
+
+
+def check_atom(index: AtomicIndex, key: AtomKey, value: torch.Tensor) -> None:
+    """Check that an atom holds ``value``."""
+    found = read_atom(index, index.atoms[key])
     assert (found.shape, found.dtype) == (value.shape, value.dtype), key
     assert found.numel() == 0 or found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8)), key
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.hints import join_hints
 from deepspeed_ucp.formats.deepspeed.module import match_names
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model import COPY, AtomicIndex
 from deepspeed_ucp.tensor_parallel.metadata import INFO
-from tests.formats.parallel import check_parallel, tail_cut, write_and_open
+from tests.formats.saves import make_files, open_files
+from tests.formats.test_index import read_all
 from tests.support.pythons import OLD_MEMBERS
-from tests.synth import Model, Param, Run, State, Topology, build_files, random_state, write_files
+from tests.synth import Model, Param, Run, Topology
 from tests.synth.megatron import client_state, megatron_args, nested_module, old_universal_info, universal_info
 
 PREFIX = "language_model."
@@ -47,19 +47,27 @@ TOPOLOGIES = [
 ]
 
 
-def draw(topology: Topology) -> State:
-    return random_state(GPT, 0, precision=topology.precision)
+def open_nested(folder: Path, topology: Topology, nest: Callable[..., Mapping[str, Any]] | None) -> AtomicIndex:
+    files = make_files(GPT, topology, run=Run(nest=nest) if nest else Run())
+    return open_files(folder, files, Naming(GPT.live_groups))
 
 
-def open_nested(folder: Path, topology: Topology, nest: Callable[..., Mapping[str, Any]]) -> AtomicIndex:
-    return write_and_open(folder, GPT, draw(topology), topology, Run(nest=nest))
+def check_nested(folder: Path, topology: Topology, nest: Callable[..., Mapping[str, Any]]) -> set[str]:
+    """Check that a nested module and a plain one give the same index; return the names of the module's copies."""
+    nested, plain = open_nested(folder / "nested", topology, nest), open_nested(folder / "plain", topology, None)
+    for field in ("topology", "groups", "scalars", "instances", "buffers", "flats"):
+        assert getattr(nested, field) == getattr(plain, field), field
+    held, copies = read_all(nested), {key.name for key in nested.atoms if key.state == COPY}
+    for key, shards in read_all(plain).items():
+        if key.state != COPY or key.name in copies:
+            assert all(one.equal(other) for one, other in zip(held.pop(key), shards, strict=True)), key
+    assert not held
+    return copies
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
 def test_megatrons_nested_module_has_the_names_joined(tmp_path: Path, topology: Topology) -> None:
-    index = open_nested(tmp_path, topology, nested_module)
-    check_parallel(index, GPT, draw(topology), topology)
-    assert {key.name for key in index.atoms if key.state == COPY} == {p.name for p in GPT.params if not p.frozen}
+    assert check_nested(tmp_path, topology, nested_module) == {p.name for p in GPT.params if not p.frozen}
 
 
 def strip(module: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +83,7 @@ def wrap(module: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("topology", TOPOLOGIES[:3], ids=lambda t: t.label)
 def test_names_with_another_prefix_are_recognized(tmp_path: Path, topology: Topology, nest: Any) -> None:
     """The frozen parameter, which ZeRO 1 lists nowhere, takes the prefix that all others have."""
-    check_parallel(open_nested(tmp_path, topology, nest), GPT, draw(topology), topology)
+    check_nested(tmp_path, topology, nest)
 
 
 def rename(module: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,10 +93,7 @@ def rename(module: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_copies_of_other_names_are_left_out(tmp_path: Path) -> None:
-    topology = Topology(2, 2, "bf16", tp=2)
-    index = open_nested(tmp_path, topology, rename)
-    check_parallel(index, GPT, draw(topology), topology)
-    assert COPY not in {key.state for key in index.atoms}
+    assert not check_nested(tmp_path, Topology(2, 2, "bf16", tp=2), rename)
 
 
 def test_a_frozen_parameter_of_another_name_is_not_lost(tmp_path: Path) -> None:
@@ -131,12 +136,11 @@ class Color(enum.Enum):
 def open_with(folder: Path, *states: dict[str, Any], topology: Topology | None = None) -> dict[str, Any]:
     """The hints of a checkpoint whose model-parallel ranks' files carry these client states."""
     topology = topology or Topology(1, 2, tp=len(states))
-    files = build_files(MODEL, random_state(MODEL, 0), topology, Run(), cut=tail_cut)
+    files = make_files(MODEL, topology)
     for name, content in files.items():
         if match := re.search(r"mp_rank_(\d+)_model", name):
             content.update(states[int(match[1])])
-    write_files(folder, files)
-    return open_checkpoint(str(folder), Comm()).hints
+    return open_files(folder, files).hints
 
 
 @pytest.mark.parametrize("make", [universal_info, old_universal_info], ids=["newest", "2023"])
@@ -226,10 +230,8 @@ def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 
 
 def test_zero3_files_of_further_ranks_need_not_repeat_it(tmp_path: Path) -> None:
-    topology = Topology(3, 3, tp=2)
-    files = build_files(MODEL, random_state(MODEL, 0), topology, Run(), cut=tail_cut)
+    files = make_files(MODEL, Topology(3, 3, tp=2))
     for name, content in files.items():
         if "rank_0_mp" in name and "model" in name:
             content.update(iteration=5)
-    write_files(tmp_path, files)
-    assert open_checkpoint(str(tmp_path), Comm()).hints == {"iteration": 5}
+    assert open_files(tmp_path, files).hints == {"iteration": 5}

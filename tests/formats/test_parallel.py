@@ -1,31 +1,21 @@
-"""Tensor- and pipeline-parallel checkpoints: the index holds every rank's local tensors, bit by bit."""
+"""Tensor- and pipeline-parallel checkpoints of all wrappers: every rank's tensors, copies and ties."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
-from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model import COPY, MASTER, MODULE, AtomicIndex, AtomKey, ParamKey
-from tests.formats.parallel import check_copy, check_parallel, write_and_open
+from tests.formats.saves import make_files, open_files
 from tests.formats.test_index import read_atom
-from tests.synth import (
-    Layer,
-    Model,
-    Param,
-    Run,
-    State,
-    Topology,
-    bidirectional,
-    build_files,
-    interleaved,
-    random_state,
-    write_files,
-)
+from tests.support.reshard import LIVE_LR, check_content
+from tests.support.reshard3d import draw_state, expect, load_all, make_config, make_pipeline, make_plain
+from tests.synth import Layer, Model, Param, Run, Topology, bidirectional, interleaved, partition_layout
 
 PLAIN = Model(
     (
@@ -58,10 +48,6 @@ PIPE = Model(
 TWICE = Model(PIPE.params, PIPE.buffers, (*PIPE.layers[:-1], Layer("embed")))
 
 
-def draw(model: Model, topology: Topology, seed: int = 0) -> State:
-    return random_state(model, seed, precision=topology.precision, topology=topology)
-
-
 PLAIN_TOPOLOGIES = [
     Topology(0, 2, tp=2),
     Topology(0, 1, "fp16", "fused", tp=4),
@@ -79,13 +65,35 @@ PLAIN_TOPOLOGIES = [
 ]
 
 
+def check_load(folder: Path, model: Model, topology: Topology, *, older: bool) -> None:
+    """Check every element after a load without tensor and pipeline parallelism, and the index's flat buffers.
+
+    Older releases only store the product of the degrees.
+    """
+    source = draw_state(model, topology)
+    source.write(folder, Run(garbage=float("nan"), parallel_dimensions=not older))
+    wanted = expect(source, Topology(1, 2))
+    if topology.keeps_lean_states:  # without hyper-parameters
+        wanted = replace(wanted, state=replace(wanted.state, groups=({"lr": LIVE_LR},) * len(model.groups)))
+    index, ranks = load_all(folder, wanted.make_targets(), make_config(model))
+    check_content(ranks, wanted.state, wanted.locals)
+    assert (index.topology.tp, index.topology.pp) == (topology.tp, topology.pp)
+    assert index.buffers == set(model.buffers)
+    for rank, local in source.locals.items() if topology.kind != "raw" else ():
+        flats = partition_layout(local.model, topology)[0]
+        held = [(flat.group, flat.names, flat.numel) for flat in flats if flat.names or topology.stage]
+        assert [(flat.group, flat.names, flat.partition) for flat in index.flats[rank]] == held
+
+
 @pytest.mark.parametrize("topology", PLAIN_TOPOLOGIES, ids=lambda t: t.label)
-@pytest.mark.parametrize("dimensions", [True, False], ids=["", "older"])
-def test_tensor_parallel_without_pipeline(tmp_path: Path, topology: Topology, dimensions: bool) -> None:
-    state = draw(PLAIN, topology)
-    index = write_and_open(tmp_path, PLAIN, state, topology, Run(garbage=float("nan"), parallel_dimensions=dimensions))
-    check_parallel(index, PLAIN, state, topology)
-    assert index.resolve("head") == "a.col"
+@pytest.mark.parametrize("older", [False, True], ids=["", "older"])
+def test_tensor_parallel_without_pipeline(tmp_path: Path, topology: Topology, *, older: bool) -> None:
+    kinds = ["columns_uneven", "rows_uneven", "norm", "bias", "few", "gate_up", "column"]
+    check_load(tmp_path, make_plain(kinds, frozen=["bias"]), topology, older=older)
+
+
+def test_ties_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    assert open_files(tmp_path, make_files(PLAIN, Topology(1, 2, tp=2))).resolve("head") == "a.col"
 
 
 PIPE_TOPOLOGIES = [
@@ -109,12 +117,13 @@ PIPE_TOPOLOGIES = [
 
 
 @pytest.mark.parametrize("topology", PIPE_TOPOLOGIES, ids=lambda t: t.label)
-@pytest.mark.parametrize(("model", "dimensions"), [(PIPE, True), (TWICE, False)], ids=["one file", "older-two files"])
-def test_pipelines(tmp_path: Path, model: Model, topology: Topology, dimensions: bool) -> None:
-    """The tied head has a file or not; older releases only store the product of the degrees."""
-    state = draw(model, topology)
-    index = write_and_open(tmp_path, model, state, topology, Run(parallel_dimensions=dimensions))
-    check_parallel(index, model, state, topology)
+@pytest.mark.parametrize("older", [False, True], ids=["one file", "older-two files"])
+def test_pipelines(tmp_path: Path, topology: Topology, *, older: bool) -> None:
+    """The tied head has a file or not."""
+    blocks = [["columns_uneven", "bias"], ["rows_uneven", "norm"], ["column"], ["gate_up", "norm"], ["row"]]
+    model = make_pipeline(blocks, frozen=["bias"])
+    model = replace(model, layers=(*model.layers[:-1], Layer("embed", file=older)))
+    check_load(tmp_path, model, topology, older=older)
 
 
 LOOSE = Model(
@@ -127,17 +136,25 @@ LOOSE = Model(
 # -- copies and ties --------------------------------------------------------------------------------------------------
 
 
+def check_copy(index: AtomicIndex, param: ParamKey) -> None:
+    """Check that the model's copy is the rounded master on every tensor-parallel rank."""
+    for rank in range(index.topology.tp):
+        keys = (AtomKey(param.name, state, param.instance) for state in (COPY, MASTER))
+        copy, master = (read_atom(index, index.atoms[key], rank) for key in keys)
+        assert copy.equal(master.to(copy.dtype)), param
+
+
 def copies(index: AtomicIndex) -> set[ParamKey]:
     return {key.param for key in index.atoms if key.state == COPY}
 
 
 def test_a_tied_modules_copy_belongs_to_the_stage_that_wrote_it(tmp_path: Path) -> None:
     topology = Topology(1, 2, "bf16", tp=2, pp=2)
-    index = write_and_open(tmp_path / "one", PIPE, draw(PIPE, topology), topology)
+    index = open_files(tmp_path / "one", make_files(PIPE, topology), Naming(PIPE.live_groups))
     assert index.instances[WORD] == 2
     assert {ParamKey(WORD), ParamKey(POSITION)} <= copies(index)
     assert not {ParamKey(WORD, 1), ParamKey(POSITION, 1)} & copies(index)
-    index = write_and_open(tmp_path / "two", TWICE, draw(TWICE, topology), topology)
+    index = open_files(tmp_path / "two", make_files(TWICE, topology), Naming(TWICE.live_groups))
     both = {ParamKey(name, number) for name in (WORD, POSITION) for number in (0, 1)}
     assert both <= copies(index)
     for param in both:
@@ -147,7 +164,7 @@ def test_a_tied_modules_copy_belongs_to_the_stage_that_wrote_it(tmp_path: Path) 
 def test_copies_are_omitted_if_the_stage_of_a_tied_file_is_ambiguous(tmp_path: Path) -> None:
     topology = Topology(1, 1, pp=2, placement=interleaved(7, 2, 3))
     model = Model(LOOSE.params, LOOSE.buffers, TWICE.layers)
-    index = write_and_open(tmp_path, model, draw(model, topology), topology)
+    index = open_files(tmp_path, make_files(model, topology), Naming(model.live_groups))
     held = {param for param in copies(index) if param.name.startswith("tied_modules")}
     assert all(index.find(param.name, MASTER, param.instance) for param in copies(index))
     for param in held:
@@ -159,7 +176,7 @@ BIDIRECTIONAL = Topology(1, 1, "bf16", pp=2, placement=bidirectional(7, 2))
 
 def test_buffers_of_tied_files_that_are_equal_are_taken_once(tmp_path: Path) -> None:
     """Both ranks hold both ends of the pipeline: either may have written either file."""
-    index = write_and_open(tmp_path, TWICE, draw(TWICE, BIDIRECTIONAL), BIDIRECTIONAL)
+    index = open_files(tmp_path, make_files(TWICE, BIDIRECTIONAL), Naming(TWICE.live_groups))
     buffer = "tied_modules.embed.scale"
     assert read_atom(index, index.atoms[AtomKey(buffer, MODULE)]).equal(TWICE.buffers[buffer])
     assert buffer not in index.instances
@@ -168,16 +185,15 @@ def test_buffers_of_tied_files_that_are_equal_are_taken_once(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["other value", "no checksums"])
 def test_buffers_of_tied_files_that_may_differ_are_refused(tmp_path: Path, legacy: bool) -> None:
-    files = build_files(TWICE, draw(TWICE, BIDIRECTIONAL), BIDIRECTIONAL)
+    files = make_files(TWICE, BIDIRECTIONAL)
     if not legacy:
         files["layer_06-model_states.pt"]["scale"] += 1
-    write_files(tmp_path, files, legacy=legacy)
     with pytest.raises(UnsupportedError, match=r"layer_00-model_states.pt: holds fixed, scale of a tied module"):
-        open_checkpoint(str(tmp_path), Comm())
+        open_files(tmp_path, files, legacy=legacy)
 
 
 def test_a_layer_of_frozen_parameters_alone_is_kept(tmp_path: Path) -> None:
     model = Model((Param("0.col", (4, 3)), Param("1.col", (4, 3), frozen=True)), {}, (Layer(), Layer()))
     topology = Topology(1, 1, "bf16", tp=2, pp=2, placement=((0, 1), ()))
-    index = write_and_open(tmp_path, model, draw(model, topology), topology)
+    index = open_files(tmp_path, make_files(model, topology), Naming(model.live_groups))
     assert index.find("1.col", MODULE)

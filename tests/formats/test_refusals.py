@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.model import MASTER, AtomicIndex
 from deepspeed_ucp.stream.duplicates import check_samples
-from tests.formats.parallel import tail_cut
+from tests.formats.saves import STATES, Change, Files, assign, edit, find_states, make_files, open_files, shard
 from tests.formats.test_parallel import PIPE, PLAIN, WORD
 from tests.support.ranks import World
-from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
+from tests.synth import Layer, Model, Param, Run, Topology, random_state, write_checkpoint, write_files
 
 MODEL = Model(
     (Param("a", (9, 5)), Param("frozen", (3,), frozen=True), Param("b", (17,), group=1)), {"n": torch.arange(3)}
@@ -45,29 +44,16 @@ LAYERS = Model(tuple(Param(f"{i}.col", (4, 3)) for i in range(4)), {}, (Layer(),
 UNEVEN = Model((Param("0.a", (4, 3)), Param("1.b", (5,)), Param("2.c", (2, 2)), Param("3.d", (7,))), {}, LAYERS.layers)
 EQUAL = tuple(Param(f"{i}.a", (4, 3)) for i in range(1, 4))
 EMBED = Param(WORD, (4, 3), tied=True)
-STATES = "mp_rank_00_model_states.pt"
 SECOND = "mp_rank_01_model_states.pt"
-
-Files = dict[str, dict[str, Any]]
-Change = Callable[[Files], Files]
-
-
-def shard(rank: int) -> str:
-    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def zero3_states(rank: int) -> str:
     return f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
 
-def make_files(model: Model, topology: Topology, seed: int = 0, run: Run | None = None, **options: Any) -> Files:
-    state = random_state(model, seed, precision=topology.precision, topology=topology, **options)
-    return build_files(model, state, topology, run or Run(), cut=tail_cut)
-
-
-def open_files(folder: Path, files: Files, model: Model = MODEL) -> AtomicIndex:
-    write_files(folder, files)
-    return open_checkpoint(str(folder), Comm(), Naming(model.live_groups))
+def open_live(folder: Path, files: Files, model: Model = MODEL) -> AtomicIndex:
+    """A live engine's groups name a stage-0 source."""
+    return open_files(folder, files, Naming(model.live_groups))
 
 
 def drop(*parts: str) -> Change:
@@ -84,28 +70,6 @@ def mix(end: str, model: Model, topology: Topology, seed: int = 0, **other: Any)
 def add(model: Model, topology: Topology) -> Change:
     """Save another checkpoint into the same folder."""
     return lambda files: {**files, **make_files(model, topology)}
-
-
-def edit(part: str, work: Callable[[Any], object]) -> Change:
-    """Change the content of files whose names contain this."""
-
-    def change(files: Files) -> Files:
-        for name, content in files.items():
-            if part in name:
-                work(content)
-        return files
-
-    return change
-
-
-def assign(part: str, **fields: Any) -> Change:
-    return edit(part, lambda content: content.update(fields))
-
-
-def find_states(content: Any) -> Any:
-    """The state dict of the wrapped optimizer."""
-    state = content["optimizer_state_dict"]
-    return state.get("base_optimizer_state") or state["optimizer_state_dict"]
 
 
 def set_rate(content: Any) -> None:
@@ -254,7 +218,7 @@ KIND_OF = [(CheckpointError, REFUSED), (UnsupportedError, UNSUPPORTED), (Mismatc
 def test_refused(kind: type[UcpError], row: tuple[str, Model, Topology, Change, str], tmp_path: Path) -> None:
     _, model, topology, change, text = row
     with pytest.raises(kind, match=text):
-        open_files(tmp_path, change(make_files(model, topology)), model)
+        open_live(tmp_path, change(make_files(model, topology)), model)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +229,7 @@ def test_any_missing_file_of_a_further_rank_or_layer_is_named(tmp_path: Path, mo
     for name in files:
         if name.startswith(("layer_01", "layer_04")) or not ("mp_rank_00" in name or name.startswith("layer")):
             with pytest.raises(CheckpointError, match=f"{name}.* missing"):
-                open_files(tmp_path / name, {key: each for key, each in files.items() if key != name}, model)
+                open_live(tmp_path / name, {key: each for key, each in files.items() if key != name}, model)
 
 
 def test_a_copy_of_another_ranks_legacy_file_is_recognised_by_its_parts(tmp_path: Path) -> None:
@@ -285,9 +249,9 @@ def test_files_of_another_run_at_the_same_step_are_recognised_by_their_values(
     tmp_path: Path, topology: Topology, end: str
 ) -> None:
     files = make_files(MODEL, topology)
-    index = open_files(tmp_path / "whole", files)
+    index = open_live(tmp_path / "whole", files)
     check_samples(index, index.atoms, Comm())
-    index = open_files(tmp_path / "mixed", mix(end, MODEL, topology, 1)(files))
+    index = open_live(tmp_path / "mixed", mix(end, MODEL, topology, 1)(files))
     named = "" if end == STATES else f"{end}: "
     with pytest.raises(CheckpointError, match=f"{named}its fp32 weights differ from the model states.*another run"):
         check_samples(index, index.atoms, Comm())
@@ -296,7 +260,7 @@ def test_files_of_another_run_at_the_same_step_are_recognised_by_their_values(
 def test_a_few_edited_weights_pass(tmp_path: Path) -> None:
     files = make_files(MODEL, Topology(1, 2))
     files[STATES]["module"]["a"].detach()[0, 0] += 1
-    index = open_files(tmp_path, files)
+    index = open_live(tmp_path, files)
     check_samples(index, index.atoms, Comm())
 
 
@@ -320,7 +284,7 @@ def test_leftovers_of_an_earlier_save_are_ignored_with_a_warning(
     before, files = make_files(model, old, 1), make_files(model, new)
     write_files(tmp_path, before)
     caplog.set_level(logging.WARNING, "deepspeed_ucp")
-    index = open_files(tmp_path, files, model)
+    index = open_live(tmp_path, files, model)
     assert "ignoring files of an earlier save" in caplog.text
     if model is MODEL:
         assert all(name in caplog.text for name in before.keys() - files.keys())
@@ -334,18 +298,18 @@ def test_leftovers_of_an_earlier_save_are_ignored_with_a_warning(
 def test_supported_contents_pass(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Subfolders, weights without optimizer states, and any value of ``get_extra_state``."""
     (tmp_path / "sub").mkdir()
-    open_files(tmp_path, make_files(MODEL, ZERO3))
+    open_live(tmp_path, make_files(MODEL, ZERO3))
     assert not caplog.records
-    index = open_files(tmp_path / "weights", {STATES: make_files(MODEL, ZERO1)[STATES]})
+    index = open_live(tmp_path / "weights", {STATES: make_files(MODEL, ZERO1)[STATES]})
     assert {key.state for key in index.atoms} == {"copy", "module"}
     for number, extra in enumerate(({"amax": [1.0]}, b"bytes", None, torch.ones(3))):
         files = make_files(MODEL, Topology(1, 2))
         files[STATES]["module"]["layer._extra_state"] = extra
-        assert open_files(tmp_path / str(number), files).find("a", "fp32")
+        assert open_live(tmp_path / str(number), files).find("a", "fp32")
 
 
 def test_copies_of_twin_modules_are_left_out(tmp_path: Path) -> None:
-    index = open_files(tmp_path, make_files(TWINS, Topology(1, 1, "bf16", tp=2, pp=2)), TWINS)
+    index = open_live(tmp_path, make_files(TWINS, Topology(1, 1, "bf16", tp=2, pp=2)), TWINS)
     assert {key.name for key in index.atoms if key.state == "copy"} == {"2.row"}
     assert len(index.instances) == 2
 
@@ -371,16 +335,15 @@ FROZEN = ("frozen", False)
     ids=["none", "one group", "other order", "other name", "more groups"],
 )
 def test_stage0_with_other_groups_is_refused(tmp_path: Path, topology: Topology, live: Any, text: str) -> None:
-    write_files(tmp_path, make_files(MODEL, topology))
     with pytest.raises(MismatchError, match=text):
-        open_checkpoint(str(tmp_path), Comm(), Naming(live))
+        open_files(tmp_path, make_files(MODEL, topology), Naming(live))
 
 
 @pytest.mark.parametrize("topology", [Topology(0), Topology(0, 1, "bf16")], ids=lambda t: t.label)
 def test_stage0_in_another_order_is_refused_by_shapes(tmp_path: Path, topology: Topology) -> None:
-    write_files(tmp_path, make_files(Model((Param("a", (3, 4)), Param("b", (4, 3)))), topology))
+    files = make_files(Model((Param("a", (3, 4)), Param("b", (4, 3)))), topology)
     with pytest.raises(MismatchError, match="order|groups must be made as in the saved run"):
-        open_checkpoint(str(tmp_path), Comm(), Naming([[("b", True), ("a", True)]]))
+        open_files(tmp_path, files, Naming([[("b", True), ("a", True)]]))
 
 
 def test_stage0_in_another_order_is_recognised_by_values(tmp_path: Path) -> None:
@@ -388,7 +351,7 @@ def test_stage0_in_another_order_is_recognised_by_values(tmp_path: Path) -> None
     files = make_files(MODEL, Topology(0, 1, "bf16", "unfused"))
     optimizer = files[STATES]["optimizer"]
     optimizer["fp32_groups"] = [[tensor + 1 for tensor in group] for group in optimizer["fp32_groups"]]
-    index = open_files(tmp_path, files)
+    index = open_live(tmp_path, files)
     with pytest.raises(CheckpointError, match="in another order than the saved run did. Use the saved order") as error:
         check_samples(index, list(index.atoms), Comm())
     assert "verify" not in str(error.value) and "another run" not in str(error.value)
@@ -398,8 +361,7 @@ def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
     files = make_files(MODEL, Topology(0))
     groups = files[STATES]["optimizer"]["param_groups"]
     groups[0]["param_names"], groups[1]["param_names"] = ["a", "frozen"], ["b"]
-    write_files(tmp_path, files)
-    index = open_checkpoint(str(tmp_path), Comm(), Naming(None))
+    index = open_files(tmp_path, files, Naming(None))
     assert [set(group.names) for group in index.groups][1] == {"b"}
 
 
@@ -407,7 +369,7 @@ def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
     "topology", [Topology(0, 1, pp=2), Topology(0, 1, "fp16", "fused", tp=2, pp=2)], ids=lambda t: t.label
 )
 def test_stages_of_equal_layers_are_identified_by_their_number(tmp_path: Path, topology: Topology) -> None:
-    index = open_files(tmp_path, make_files(LAYERS, topology), LAYERS)
+    index = open_live(tmp_path, make_files(LAYERS, topology), LAYERS)
     assert {key.name for key in index.atoms if key.state == MASTER} == {param.name for param in LAYERS.params}
 
 
@@ -415,7 +377,7 @@ def test_a_tied_module_as_large_as_a_layer_is_identified(tmp_path: Path) -> None
     """Before the first step no state has a shape to compare."""
     model = Model((EMBED, *EQUAL[:2]), {}, (Layer("embed"), Layer(), Layer(), Layer("embed", file=False)))
     files = make_files(model, Topology(0, 1, "fp16", "fused", pp=2, placement=((0, 1), (2, 3))))
-    assert open_files(tmp_path, files, model).instances == {WORD: 2}
+    assert open_live(tmp_path, files, model).instances == {WORD: 2}
 
 
 def test_weights_of_a_stage0_pipeline_need_no_names(tmp_path: Path) -> None:

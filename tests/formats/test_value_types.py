@@ -13,16 +13,14 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
-from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.open import look_at_job
 from deepspeed_ucp.model import AtomicIndex, SavedJob
-from tests.synth import Model, Param, Topology, build_files, random_state, write_files
+from tests.formats.saves import Files, make_files, open_files
+from tests.synth import Model, Param, Topology
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1), Param("fixed", (2, 2), frozen=True)))
 MODEL_STATES, OPTIM = "model_states", "optim_states"
-Files = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -146,11 +144,10 @@ UNKNOWN: list[tuple[Field, Topology, Any]] = [
 
 def make(topology: Topology) -> Files:
     """The files of a save whose fields all have integers."""
-    files = build_files(MODEL, random_state(MODEL, 0, precision=topology.precision, topology=topology), topology)
+    files = make_files(MODEL, topology, zero={"mics_shard_size": -1})
     for name, content in files.items():
         content["ds_config"] |= {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 3}
         content["ds_config"]["gradient_accumulation_steps"] = 1
-        content["ds_config"]["zero_optimization"]["mics_shard_size"] = -1
         if MODEL_STATES in name:
             content["checkpoint_parallel_dimensions"] = {"tp_degree": 1, "pp_degree": 1}
             content |= {"global_steps": 5, "global_samples": 30, "skipped_steps": 1, "mp_world_size": 1}
@@ -159,19 +156,18 @@ def make(topology: Topology) -> Files:
     return files
 
 
-def open_files(folder: Path, files: Files) -> tuple[AtomicIndex, SavedJob]:
-    write_files(folder, files)
-    return open_checkpoint(str(folder), Comm()), look_at_job(str(folder))
+def open_both(folder: Path, files: Files) -> tuple[AtomicIndex, SavedJob]:
+    return open_files(folder, files), look_at_job(str(folder))
 
 
 @pytest.mark.parametrize(("field", "topology", "convert"), ROWS)
 def test_a_value_that_deepspeed_writes_is_read(
     tmp_path: Path, field: Field, topology: Topology, convert: Callable[[Any], Any]
 ) -> None:
-    plain, plain_job = open_files(tmp_path / "plain", make(topology))
+    plain, plain_job = open_both(tmp_path / "plain", make(topology))
     changed = make(topology)
     field.change(changed, convert)
-    index, job = open_files(tmp_path / "changed", changed)
+    index, job = open_both(tmp_path / "changed", changed)
     assert (job, index.job) == (plain_job, plain.job)
     assert job.total_batch == 6 and job.accumulation == 1 and job.steps == 5
     assert index.counters == plain.counters
@@ -190,7 +186,7 @@ def test_an_unknown_value_is_named_and_not_called_damage(
     files = make(topology)
     field.change(files, lambda _: value)
     with pytest.raises(UnsupportedError) as found:
-        open_files(tmp_path, files)
+        open_both(tmp_path, files)
     text = str(found.value)
     where = next(key for key in field.keys if key != "optimizer_state_dict")
     assert f"its {where} is " in text and "is not supported" in text and "Update deepspeed_ucp" in text

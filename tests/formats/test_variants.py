@@ -18,32 +18,17 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.save import describe_offload
 from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.model import MODULE, AtomicIndex, AtomKey
-from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
+from tests.formats.saves import STATES, assign, edit, find_states, make_files, open_files
+from tests.synth import Model, Param, Topology, write_files
 
 MODEL = Model((Param("a", (9, 5)), Param("frozen", (7,), frozen=True), Param("b", (17,), group=1)))
-
-Files = dict[str, dict[str, Any]]
-
-
-def make_files(topology: Topology, model: Model = MODEL, **zero: Any) -> Files:
-    """A save whose ds_config has further keys of `zero_optimization`."""
-    state = random_state(model, 0, precision=topology.precision)
-    files = build_files(model, state, topology, Run())
-    for tree in files.values():
-        tree["ds_config"]["zero_optimization"].update(zero)
-    return files
-
-
-def open_files(folder: Path, files: Files, naming: Naming | None = None) -> AtomicIndex:
-    write_files(folder, files)
-    return open_checkpoint(str(folder), Comm(), naming)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_zenflow(stage: int, tmp_path: Path) -> None:
     """The weights of ZeRO 1 and 2 are in the model states."""
     remedy = {2: "load_optimizer_states=False", 3: "transposed partitions"}[stage]
-    files = make_files(Topology(stage, 2), zenflow={"topk_ratio": 0.1})
+    files = make_files(MODEL, Topology(stage, 2), zero={"zenflow": {"topk_ratio": 0.1}})
     with pytest.raises(UnsupportedError, match=f"was saved by ZenFlow.*behind the weights.*{remedy}"):
         open_files(tmp_path, files)
     if stage == 2:
@@ -56,7 +41,7 @@ def test_zenflow(stage: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_autoep(stage: int, tmp_path: Path) -> None:
     """Its experts need a description of their placement; AutoEP without layers is a dense model."""
-    files = make_files(Topology(stage, 2))
+    files = make_files(MODEL, Topology(stage, 2))
     for name, tree in files.items():
         tree["ds_config"]["expert_parallel"] = {"enabled": True, "autoep_size": 2}
         if "model_states" in name and stage != 1:
@@ -66,7 +51,7 @@ def test_autoep(stage: int, tmp_path: Path) -> None:
         return
     if stage == 0:
         files["layer_0_expert_0_mp_rank_00_model_states.pt"] = {"experts.w1.0": torch.ones(2)}
-        optimizer = files["mp_rank_00_model_states.pt"]["optimizer"]
+        optimizer = files[STATES]["optimizer"]
         files["expp_rank_0_mp_rank_00_optim_states.pt"] = {"optimizer": optimizer}
     text = "mixture-of-experts checkpoint of AutoEP without a placement of the experts"
     with pytest.raises(UnsupportedError, match=text):
@@ -81,7 +66,7 @@ LORA = (
 
 @pytest.mark.parametrize(("stage", "shape"), [(1, (20,)), (3, (20,)), (1, (5, 8))], ids=str)
 def test_base_weights_of_lora_must_be_whole(stage: int, shape: tuple[int, ...], tmp_path: Path) -> None:
-    files = make_files(Topology(stage, 2), Model((Param("l.weight", shape, frozen=True), *LORA)))
+    files = make_files(Model((Param("l.weight", shape, frozen=True), *LORA)), Topology(stage, 2))
     if len(shape) == 2:
         assert open_files(tmp_path, files).find("l.weight", "module")
         return
@@ -93,7 +78,7 @@ def test_base_weights_of_lora_must_be_whole(stage: int, shape: tuple[int, ...], 
 def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -> None:
     """With 2 elements each rank has one, and only the ds_config shows the placeholder."""
     model = Model((Param("a", (9, 5)), Param("frozen", (numel,), frozen=True)))
-    files = make_files(Topology(3, 2), model, offload_param={"device": "nvme"})
+    files = make_files(model, Topology(3, 2), zero={"offload_param": {"device": "nvme"}})
     for tree in files.values():
         for name in tree.get("frozen_param_fragments", {}):
             tree["frozen_param_fragments"][name] = torch.ones(1, dtype=torch.float16)
@@ -114,10 +99,8 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -
     ids=str,
 )
 def test_an_unsaved_grad_scaler_is_a_warning(section: dict[str, Any], told: int, tmp_path: Path) -> None:
-    files = make_files(Topology(1, 2))
-    for tree in files.values():
-        tree["ds_config"]["torch_autocast"] = section
-    write_files(tmp_path, files)
+    files = make_files(MODEL, Topology(1, 2))
+    write_files(tmp_path, edit("", lambda tree: tree["ds_config"].update(torch_autocast=section))(files))
     findings = survey_checkpoint(str(tmp_path), Comm()).findings
     assert [finding.kind for finding in findings if finding.warning] == ["unsaved"] * told
 
@@ -128,12 +111,9 @@ def test_an_unsaved_grad_scaler_is_a_warning(section: dict[str, Any], told: int,
     ids=["superoffload", "partial"],
 )
 def test_unsaved_moments_are_irregular(options: dict[str, Any], told: str, offload: str, tmp_path: Path) -> None:
-    files = make_files(Topology(3, 2), offload_optimizer={"device": "cpu", **options})
+    files = make_files(MODEL, Topology(3, 2), zero={"offload_optimizer": {"device": "cpu", **options}})
     assert open_files(tmp_path / "whole", files).irregular == {}
-    for name, tree in files.items():
-        if "optim_states" in name:
-            tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0)
-    index = open_files(tmp_path / "lost", files)
+    index = open_files(tmp_path / "lost", edit("optim_states", lambda tree: find_states(tree)["state"].pop(0))(files))
     assert list(index.irregular) == [AtomKey("a", "moments")]
     assert told in index.irregular[AtomKey("a", "moments")]
     assert index.topology.offload == offload
@@ -158,17 +138,13 @@ def test_where_a_configuration_offloads_to(zero: dict[str, Any], told: str) -> N
 @pytest.mark.parametrize("padding", [0, 3])
 def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int, tmp_path: Path) -> None:
     """1-bit Adam (up to DeepSpeed 0.18) pads its errors to the number of ranks, which may add nothing."""
-    files = make_files(Topology(1, 2))
-    for name, tree in files.items():
-        if "optim_states" in name:
-            for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-                state["worker_error"] = torch.zeros(len(state["exp_avg"]) + padding)
-                state["row"] = torch.zeros(3)
+    files = make_files(MODEL, Topology(1, 2))
+    for tree in (tree for name, tree in files.items() if "optim_states" in name):
+        for state in find_states(tree)["state"].values():
+            state |= {"worker_error": torch.zeros(len(state["exp_avg"]) + padding), "row": torch.zeros(3)}
     index = open_files(tmp_path, files)
-    assert (
-        index.irregular[AtomKey("a", "worker_error")]
-        == "a compression error of rank 0; those of other ranks are not saved"
-    )
+    told = "a compression error of rank 0; those of other ranks are not saved"
+    assert index.irregular[AtomKey("a", "worker_error")] == told
     assert "shape (3,) where the parameter's part has" in index.irregular[AtomKey("a", "row")]
     assert not {"worker_error", "row"} & {key.state for key in index.atoms}
 
@@ -178,11 +154,8 @@ def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int
 
 def save_mics(folder: Path, shard: Any = -1, ranks: int = 2) -> AtomicIndex:
     """Open ZeRO 3's save of two partitions with the metadata of ``ranks`` ranks under MiCS."""
-    files = make_files(Topology(3, 2), mics_shard_size=shard)
-    for name, content in files.items():
-        if "model_states" in name:
-            content["dp_world_size"] = ranks
-    return open_files(folder, files)
+    files = make_files(MODEL, Topology(3, 2), zero={"mics_shard_size": shard})
+    return open_files(folder, assign("model_states", dp_world_size=ranks)(files))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
@@ -213,8 +186,8 @@ FUSED = {"bias_correction": True, "step": 0}
 
 def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, half: str = "") -> AtomicIndex:
     """Open a stage-0 save with these steps (None: no state); ``half`` names a parameter with 16-bit states."""
-    files = make_files(Topology(0), STEPPED)
-    optimizer = files["mp_rank_00_model_states.pt"]["optimizer"]
+    files = make_files(STEPPED, Topology(0))
+    optimizer = files[STATES]["optimizer"]
     for place, (param, step) in enumerate(zip(STEPPED.params, steps, strict=True)):
         held = optimizer["state"].pop(place)
         if step is not None:
@@ -247,11 +220,9 @@ def test_steps_of_deepspeeds_fused_adam(
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_buffers_of_offload_states_are_ignored(stage: int, tmp_path: Path) -> None:
-    files = make_files(Topology(stage, 2))
+    files = make_files(MODEL, Topology(stage, 2))
     for tree in (tree for name, tree in files.items() if "optim_states" in name):
-        outer = tree["optimizer_state_dict"]
-        inner = outer.get("base_optimizer_state") or outer["optimizer_state_dict"]
-        for held in inner["state"].values():
+        for held in find_states(tree)["state"].values():
             held["exp_avg_offload_buffer"] = torch.zeros_like(held["exp_avg"])
             held["own_offload_buffer"] = torch.zeros_like(held["exp_avg"])
     states = {key.state for key in open_files(tmp_path, files).atoms}

@@ -166,33 +166,73 @@ def test_rules_that_do_not_settle(value, target, error, words):
         run(from_config(value), target=target, hints={"args": {"impl": "local"}})
 
 
-def test_a_prefix_is_optional_and_declared():
-    source = dict.fromkeys(("w", "7.w", "7.8.w"), ((4,), (4,)))
-    target = dict.fromkeys(source, ((8,),))
-    value = {"prefix": r"(?:\d+\.)*", "rules": [{"match": "w", "pattern": "shard-v"}]}
-    assert set(run(from_config(value), source=source, target=target).patterns.values()) == {ShardV()}
+A1, A2, NORM, EMBED, DENSE = "1.a.weight", "2.a.weight", "norm.weight", "embed.weight", "2.self_attention.dense.weight"
+INFO = from_universal_info({"parameter_with_row_parallelism_patterns": [r"\d+\.a\.weight"]})
+MARKS = from_attributes({A2: {"tensor_model_parallel": True, "partition_dim": 0}})
+BOTH, TABLE = ((4, 6), (4, 6)), {"rules": [{"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}]}
+INLINE = {"family": "megatron-gpt", "rules": [{"match": ".*dense.*", "pattern": "shard-v"}]}
+NAMES = ("w", "7.w", "7.8.w")
+
+SETTLED = {
+    "a prefix is optional": (
+        [from_config({"prefix": r"(?:\d+\.)*", "rules": [{"match": "w", "pattern": "shard-v"}]})],
+        dict.fromkeys(NAMES, ((4,), (4,))),
+        dict.fromkeys(NAMES, ((8,),)),
+        dict.fromkeys(NAMES, (ShardV(), "the user's rules")),
+    ),
+    "the first set with a rule counts": (
+        [from_config([{"match": r"1\.a\.weight", "pattern": "shard-v"}]), [INFO, MARKS]],
+        {A1: BOTH, A2: BOTH},
+        {A1: ((8, 6),), A2: ((4, 12),)},
+        {A1: (ShardV(), "the user's rules"), A2: (ShardH(), "universal_checkpoint_info")},
+    ),
+    "rules before their family": (
+        [from_config(INLINE)],
+        {DENSE: ((8, 4), (8, 4))},
+        {DENSE: ((16, 4),)},
+        {DENSE: (ShardV(), "the user's rules")},
+    ),
+    "two rules that agree": (
+        [from_config([V, {"match": r"1\..*", "pattern": "shard-v"}, N])],
+        SOURCE,
+        TARGET,
+        {A1: (ShardV(), "the user's rules")},
+    ),
+    "shapes prove a replica": ([from_config([V])], SOURCE, TARGET, {NORM: (Replicate(), "the shapes")}),
+    "the same shards": ([], SOURCE, SOURCE, {A1: (SameShards(), "the same shards")}),
+    "the same tensors": ([], TARGET, TARGET, {A1: (Unique(), "the same shards")}),
+    "another padding without tensor parallelism": (
+        [from_config({**TABLE, "original_vocab_size": 10})],
+        {EMBED: ((12, 2),)},
+        {EMBED: ((16, 2),)},
+        {EMBED: (Unique(vocab=10), "the user's rules")},
+    ),
+}
 
 
-def test_the_first_set_with_a_rule_counts():
-    info = {"parameter_with_row_parallelism_patterns": [r"\d+\.a\.weight"]}
-    source = {"1.a.weight": ((4, 6), (4, 6)), "2.a.weight": ((4, 6), (4, 6))}
-    target = {"1.a.weight": ((8, 6),), "2.a.weight": ((4, 12),)}
-    user = from_config([{"match": r"1\.a\.weight", "pattern": "shard-v"}])
-    attributes = from_attributes({"2.a.weight": {"tensor_model_parallel": True, "partition_dim": 0}})
-    settled = run(user, [from_universal_info(info), attributes], source=source, target=target)
-    assert settled.patterns == {"1.a.weight": ShardV(), "2.a.weight": ShardH()}
-    assert settled.origin == {"1.a.weight": "the user's rules", "2.a.weight": "universal_checkpoint_info"}
+@pytest.mark.parametrize("case", SETTLED)
+def test_rules_that_settle(case):
+    sets, source, target, expected = SETTLED[case]
+    settled = run(*sets, source=source, target=target)
+    assert {name: (settled.patterns[name], settled.origin[name]) for name in expected} == expected
 
 
-def test_inline_rules_come_before_their_family():
-    name = "2.self_attention.dense.weight"
-    source, target = {name: ((8, 4), (8, 4))}, {name: ((16, 4),)}
-    rules = from_config({"family": "megatron-gpt", "rules": [{"match": ".*dense.*", "pattern": "shard-v"}]})
-    assert run(rules, source=source, target=target).patterns[name] == ShardV()
-
-
-def test_two_rules_that_agree():
-    assert run(from_config([V, {"match": r"1\..*", "pattern": "shard-v"}, N])).patterns["1.a.weight"] == ShardV()
+@pytest.mark.parametrize(
+    ("value", "source", "target", "words"),
+    [
+        ([], TARGET, OTHER_NORM, r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."),
+        ([], {EMBED: ((128, 2),)}, {EMBED: ((128, 2), (128, 2))}, "embed.weight"),  # padding may make shapes equal
+        (
+            TABLE,
+            {EMBED: ((12, 2),)},
+            {EMBED: ((16, 2),)},
+            r'embed.weight: shape \(12, 2\).*"vocab": true, and original_vocab_size',
+        ),
+    ],
+)
+def test_shapes_that_need_a_rule(value, source, target, words):
+    with pytest.raises(MismatchError, match=words):
+        run(from_config(value), source=source, target=target)
 
 
 def test_rules_that_match_nothing_are_reported():
@@ -232,40 +272,6 @@ def test_open_parameters_are_listed_with_rules_to_paste():
     assert suggested[r"\d+\.out\.weight"] == {"match": r"\d+\.out\.weight", "pattern": "shard-h", "dim": 1}
     for open_choice in (r"\d+\.qkv\.weight", r"\d+\.mlp\.dense_h_to_4h\.weight", r"\d+\.odd"):
         assert suggested[open_choice]["pattern"].startswith("<")
-
-
-def test_the_same_shards_need_no_rules():
-    settled = run(source=SOURCE, target=SOURCE)
-    assert settled.patterns["1.a.weight"] == SameShards()
-    assert run(source=TARGET, target=TARGET).patterns["1.a.weight"] == Unique()
-
-
-def test_without_tensor_parallelism_shapes_are_equal():
-    with pytest.raises(MismatchError, match=r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."):
-        run(source=TARGET, target=OTHER_NORM)
-
-
-@pytest.mark.parametrize("size", [None, 10])
-def test_padding_differs_without_tensor_parallelism(size):
-    source, target = {"embed.weight": ((12, 2),)}, {"embed.weight": ((16, 2),)}
-    value = {"rules": [{"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}]}
-    if size is None:
-        with pytest.raises(
-            MismatchError, match=r'embed.weight: shape \(12, 2\).*"vocab": true, and original_vocab_size'
-        ):
-            run(from_config(value), source=source, target=target)
-        return
-    settled = run(from_config({**value, "original_vocab_size": size}), source=source, target=target)
-    assert settled.patterns["embed.weight"] == Unique(vocab=10)
-
-
-def test_shapes_prove_that_a_parameter_is_replicated():
-    """Not for a vocabulary, whose padding can make the shapes equal."""
-    settled = run(from_config([V]))
-    assert (settled.patterns["norm.weight"], settled.origin["norm.weight"]) == (Replicate(), "the shapes")
-    source, target = {"embed.weight": ((128, 2),)}, {"embed.weight": ((128, 2), (128, 2))}
-    with pytest.raises(MismatchError, match="embed.weight"):
-        run(source=source, target=target)
 
 
 @pytest.mark.parametrize(

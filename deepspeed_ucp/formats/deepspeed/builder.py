@@ -32,7 +32,6 @@ from ...model import (
     number_layer,
     strip_compiled,
 )
-from ...model.access import ReadAccess
 from ...model.flat import Cut, FlatBuffer, Shape
 from ...model.topology import number_groups
 from ...torchsave.records import FileRecord
@@ -144,9 +143,6 @@ def fill_param_shapes(save: Save) -> None:
 
     The optimizer files' ``param_slice_mappings`` have the names in flat order and the element counts; the model's
     tensors have the shapes.
-
-    Raises:
-        CheckpointError: a parameter without a shape.
     """
     for mp, models in enumerate(save.models):
         model = save.model(mp)
@@ -212,11 +208,7 @@ def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]
 
 
 def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
-    """Refuse a pipeline stage of another step: no parameter has a step of the first stage.
-
-    Raises:
-        CheckpointError: names the stage's file.
-    """
+    """Refuse a pipeline stage of another step: no parameter has a step of the first stage."""
     first: set[Any] = set()
     for mp, rank in list(enumerate(ranks))[:: save.tp]:
         members = (member for group in rank.groups for member in group.members)
@@ -257,7 +249,7 @@ class Builder:
         self.scalar_dtypes: dict[str, str] = {}
         self.irregular: dict[AtomKey, str] = {}
         self.unreadable: dict[AtomKey, str] = {}
-        self._file_ids: dict[str, int] = {}
+        self.file_ids: dict[str, int] = {}
         self._record_ids: dict[tuple[int, FileRecord], int] = {}
         self._storages: dict[ParamKey, list[ParamStorage]] = {}
         self._tp_shards: dict[ParamKey, int] = {}
@@ -292,15 +284,11 @@ class Builder:
         return [batch.records[first] + file for file in batch.files]
 
     def _file(self, header: FileHeader) -> int:
-        number = self._file_ids.get(header.name)
+        number = self.file_ids.get(header.name)
         if number is None:
-            number = self._file_ids[header.name] = len(self.files)
+            number = self.file_ids[header.name] = len(self.files)
             self.files.append(self.save.where.refer(header.name, header.size, header.crc, identified=header.checked))
         return number
-
-    def find_access(self) -> ReadAccess:
-        """Return which ranks can read which of the files."""
-        return self.save.where.find_access(list(self._file_ids))
 
     def add(self, rank: SavedRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
         """Add a whole local tensor as a tensor-parallel rank's shard of atom (name, state); see :meth:`add_cuts`."""
@@ -345,11 +333,7 @@ class Builder:
         states: Mapping[str, PartitionedState | Fragments],
         header: FileHeader,
     ) -> None:
-        """Add the storage of a parameter.
-
-        Args:
-            shape, place, states: as of :class:`~..atoms.ParamStorage`.
-            header: of a file with some of its elements.
+        """Add a :class:`ParamStorage` of a parameter.
 
         Raises:
             CheckpointError: files disagree about its dtype or shape.
@@ -431,11 +415,7 @@ class Builder:
         return elementwise
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], header: FileHeader) -> None:
-        """Add the optimizer's scalars of a parameter; scalars that differ between ranks are recorded as irregular.
-
-        Raises:
-            CheckpointError: another rank's file has another step.
-        """
+        """Add the optimizer's scalars of a parameter; scalars that differ between ranks are recorded as irregular."""
         known = self.scalars.setdefault(param, scalars)
         if known is scalars:
             return

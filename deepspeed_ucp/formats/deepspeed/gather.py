@@ -182,11 +182,7 @@ def _find_first(save: Save, results: ReadResults, role: str, keys: Iterable[Key]
 
 
 def _choose_first(save: Save, results: ReadResults) -> list[FileHeader]:
-    """Return the lowest rank's model header and, if any, the matching optimizer header.
-
-    Raises:
-        CheckpointError: the folder holds two saves, or optimizer states are missing.
-    """
+    """Return the lowest rank's model header and, if any, the matching optimizer header."""
     plain, sharded = (_find_first(save, results, role) for role in ("model", "model_zero3"))
     candidates = []
     mate = _find_mate(save, results, plain, Form.PARTITIONS)

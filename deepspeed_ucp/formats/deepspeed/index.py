@@ -123,7 +123,7 @@ def make_index(
         topology=topology,
         state_file=save.path(save.main),
         repeated={key: tuple(parts) for key, parts in builder.repeated.items()},
-        access=builder.find_access(),
+        access=save.where.find_access([*builder.file_ids]),
         counters={**model.counters, **model.batch},
         scalars=builder.scalars,
         groups=groups,

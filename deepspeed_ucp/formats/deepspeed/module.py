@@ -43,9 +43,6 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
 
     Args:
         builder: of a model with its tensors in model states; under ZeRO 3 these hold only buffers.
-
-    Raises:
-        UnsupportedError: names in a nested dict are ambiguous.
     """
     save, is_sharded = builder.save, builder.save.is_sharded
     modules = [read_module(save, models[0], optimized) for models in save.models]

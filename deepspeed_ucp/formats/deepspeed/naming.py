@@ -156,11 +156,7 @@ def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]
 def fit_groups(
     optim: OptimHeader, model: ModelHeader, shapes: Mapping[str, Shape], live: GroupNames | None, path: str
 ) -> list[tuple[str, ...]]:
-    """Return the names of the parameters of each saved group, in saved order.
-
-    Raises:
-        MismatchError: the live groups do not fit.
-    """
+    """Return the names of the parameters of each saved group, in saved order."""
     if optim.names is not None:
         return list(optim.names)
     for only_owned in (False, True):
@@ -197,11 +193,7 @@ def describe_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str,
 
 
 def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Refuse groups in another order than the saved ones, as equal shapes would hide it.
-
-    Raises:
-        MismatchError: the groups have the saved hyper-parameters, permuted.
-    """
+    """Refuse groups in another order than the saved ones, as equal shapes would hide it."""
     if len(saved) != len(live):
         return
     keys = {key for group in (*saved, *live) for key in group} - set(CHANGING)
@@ -216,11 +208,7 @@ def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping
 
 
 def check_state_shapes(part: NamedOptimizer, path: str) -> None:
-    """Refuse states whose shapes are those of the parameters in another order.
-
-    Raises:
-        MismatchError: names the first parameter whose states have another shape.
-    """
+    """Refuse states whose shapes are those of the parameters in another order."""
     optim, names = part.optim, part.names
     if optim.traits.is_flat or len(names) != len(optim.tensors):
         return
@@ -406,8 +394,6 @@ def compare_modules(
 
     Args:
         further: the saved module's tensors in other files.
-        form, apart: as of :class:`ModuleOrder`.
-        unit: as of :func:`number_names`.
     """
     tensors = read_module(save, save.main, naming.order) | dict(further or {})
     before, live = number_names(map(form, tensors), unit), naming.order

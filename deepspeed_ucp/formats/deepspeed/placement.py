@@ -216,8 +216,13 @@ class _TwoWays(_Search):
                         yield begin, end
 
 
-def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...]]:
-    """Return the groups' names on a stage in its order: tied modules are registered first."""
+def fit_stage(
+    named: Sequence[Sequence[str]], stage: _Stage, optim: OptimHeader, shapes: Mapping[str, Shape]
+) -> list[tuple[str, ...]] | None:
+    """Return the names of a stage's saved groups, or None if they do not fit.
+
+    A stage registers its tied modules first. DeepSpeed drops empty groups.
+    """
     order = {f"{TIED}{key}": position for position, key in enumerate(stage.tied)}
     order.update({str(layer): len(order) + position for position, layer in enumerate(stage.layers)})
 
@@ -225,18 +230,9 @@ def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...
         return order.get(f"{TIED}{find_owner(name)}" if name.startswith(TIED) else find_owner(name))
 
     placed = [[(at, name) for name in group if (at := place(name)) is not None] for group in named]
-    return [tuple(name for _, name in sorted(group, key=lambda pair: pair[0])) for group in placed]
-
-
-def fit_stage(
-    named: Sequence[Sequence[str]], stage: _Stage, optim: OptimHeader, shapes: Mapping[str, Shape]
-) -> list[tuple[str, ...]] | None:
-    """Return the names of a stage's saved groups, or None if they do not fit; DeepSpeed drops empty groups."""
-    groups = select(named, stage)
-    for candidate in (groups, [group for group in groups if group]):
-        if fits(candidate, optim, shapes):
-            return candidate
-    return None
+    groups = [tuple(name for _, name in sorted(group, key=lambda pair: pair[0])) for group in placed]
+    candidates = (groups, [group for group in groups if group])
+    return next((candidate for candidate in candidates if fits(candidate, optim, shapes)), None)
 
 
 def _make_part(

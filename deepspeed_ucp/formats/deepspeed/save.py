@@ -63,12 +63,7 @@ class Save:
 
     @classmethod
     def of(cls, where: FileTable) -> Save:
-        """Sort the files of a folder by role.
-
-        Raises:
-            UnsupportedError: the kind of checkpoint is not supported.
-            CheckpointError: the folder holds files of two saves, or no model states.
-        """
+        """Sort the files of a folder by role."""
         save = cls(where, *sort_names(where.folder, where.entries))
         save._merge_sequence_ranks()
         return save

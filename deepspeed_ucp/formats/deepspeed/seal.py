@@ -110,21 +110,13 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
 
     Args:
         hosts: names of the files of each machine, unless every machine has all.
-
-    Raises:
-        OSError: it cannot be written.
-        DiskFullError: the disk is full.
     """
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
     write_small(os.path.join(folder, SEAL), Seal(files=files, hosts=dict(hosts or {})).dump())
 
 
 def remove_seal(folder: str) -> None:
-    """Remove the seal of an earlier save, if any.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
+    """Remove the seal of an earlier save, if any."""
     remove(os.path.join(folder, SEAL))
 
 

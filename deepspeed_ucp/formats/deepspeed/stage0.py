@@ -34,12 +34,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def build_stage0(builder: Builder, naming: Naming) -> None:
-    """Add the module's tensors, and the optimizer's masters and states under the names that ``naming`` gives.
-
-    Raises:
-        MismatchError: the live param groups do not fit the saved ones.
-        ConfigError: the groups are of another form.
-    """
+    """Add the module's tensors, and the optimizer's masters and states under the names that ``naming`` gives."""
     save, naming = builder.save, naming.translate(builder.save)
     live = naming.live
     wrapper = save.model(0).optim
@@ -87,11 +82,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
 
 
 def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[NamedOptimizer]:
-    """Name the parameters of every model-parallel rank's optimizer.
-
-    Raises:
-        MismatchError: no live engine names them, or its groups do not fit.
-    """
+    """Name the parameters of every model-parallel rank's optimizer."""
     if live is None and (save.optim(0).names is None or save.is_pipeline):
         raise MismatchError(
             "stage 0 saves no parameter names, and there is no live engine to name them. Describe the optimizer's "

@@ -76,11 +76,7 @@ def read_once(parse: Callable[[str], T], where: FileTable, name: str, comm: Comm
 
 
 def read_shape(value: Any) -> Shape:
-    """Validate a shape, or an index, from a file.
-
-    Raises:
-        ValueError: torch has no such shape.
-    """
+    """Validate a shape, or an index, from a file."""
     if not isinstance(value, (list, tuple)) or len(value) > MOST_DIMENSIONS:
         raise ValueError(f"{describe(value)} for a shape")
     for size in value:
@@ -163,11 +159,9 @@ class Contents:
         scalars: numbers of the optimizer by parameter.
         groups: param groups: names, and hyper-parameters.
         aliases: tied name → name with the data.
-        counters: as in :class:`AtomicIndex`.
         stateless: why the optimizer states cannot be loaded, and the remedy; empty if they can, or there are none.
         scalar_dtypes: dtypes of scalars that are 0-dim tensors.
-        dropped: as in :class:`AtomicIndex`.
-        hints: as in :class:`AtomicIndex`.
+        counters, dropped, hints: as in :class:`AtomicIndex`.
         unchecked: parts without a checksum, if the tensors have some.
     """
 

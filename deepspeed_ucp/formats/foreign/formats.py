@@ -75,7 +75,8 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
 
     index = comm.alike(build)
     if kind != names.DCP:
-        config = _read_config(where, kind, comm)
+        has_config = kind != names.ADAPTER and names.CONFIG in where.entries  # of transformers
+        config = read_once(read_json, where, names.CONFIG, comm) if has_config else {}
         shaping = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
         index = replace(index, hints={**index.hints, "config": shaping}) if shaping else index
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
@@ -115,13 +116,6 @@ def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterat
     if unread := sorted({*heads} - used):
         text = f"{where.folder}: {contents.head} is read ({kind}), as by Hugging Face's libraries; not read: "
         yield Finding("extra", contents.head, text + shorten(unread), WARNING)
-
-
-def _read_config(where: FileTable, kind: str, comm: Comm) -> dict[str, Any]:
-    """Read the configuration of transformers in the folder; empty without one."""
-    if kind == names.ADAPTER or names.CONFIG not in where.entries:
-        return {}
-    return read_once(read_json, where, names.CONFIG, comm)
 
 
 def _find_packed(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:

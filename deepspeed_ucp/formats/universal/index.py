@@ -208,12 +208,7 @@ def keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: str) -> Manifest | None:
-    """Read the manifest in a folder; None without one.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is damaged.
-        UnsupportedError: the format is unknown.
-    """
+    """Read the manifest in a folder; None without one."""
     path = os.path.join(folder, MANIFEST)
     try:
         return parse_index(read_seal(path), path)
@@ -351,11 +346,7 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that :func:`encode` encoded.
-
-    Raises:
-        ValueError, TypeError: it was not encoded by :func:`encode`.
-    """
+    """Return the value that :func:`encode` encoded."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

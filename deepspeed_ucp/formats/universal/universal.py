@@ -77,11 +77,10 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
     from .index import STATE_FILE, index_conversion
 
     findings = _find_all_faults(folder, manifest.seal, comm)
-    if any(fault.file == STATE_FILE for fault in findings):
-        return None, findings, manifest
-    header = comm.once(lambda: _read_state_file(folder, STATE_FILE, manifest.seal))
-    if isinstance(header, Finding):
-        findings.append(header)
+    header: FileHeader | Finding | None = next((fault for fault in findings if fault.file == STATE_FILE), None)
+    if header is None:
+        header = comm.once(lambda: _read_state_file(folder, STATE_FILE, manifest.seal))
+        findings += [header] if isinstance(header, Finding) else []
     if findings or isinstance(header, Finding):
         return None, findings, manifest
     places = [near for near in where.near if near == place or near in others] if others else []
@@ -187,7 +186,6 @@ class UniversalHeaders:
         flats: parameter of the optimizer → its flat buffer; None if unknown.
     """
 
-    folder: str
     save: Save
     optim: OptimHeader
     stage: int
@@ -215,7 +213,7 @@ def _read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHe
     optim, stage = comm.once(lambda: _read_optimizer(folder))
     save = _read_models(folder, sizes, stage, comm)
     by_name = dict(zip(map(strip_compiled, names), params, strict=True))
-    return UniversalHeaders(folder, save, optim, stage, by_name, *comm.run(lambda: _list_owned(save, optim)))
+    return UniversalHeaders(save, optim, stage, by_name, *comm.run(lambda: _list_owned(save, optim)))
 
 
 def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
@@ -388,7 +386,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
         return
     if master is None or master.piece is None:
         file = f"zero/{name}/{MASTER}.pt"
-        error = _make_incomplete(part.folder, f"{file}, although {part.save.main.name} lists the parameter")
+        error = _make_incomplete(part.save.folder, f"{file}, although {part.save.main.name} lists the parameter")
         raise CheckpointError(str(error), findings=[Finding("missing", file, str(error))])
     shape = _find_shape(part, master, master.piece, shapes)
     for state, header in states.items():
@@ -397,7 +395,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
         if header.piece is None or header.piece.numel != count(shape):
             shape_there = header.piece.shape if header.piece else "a number"
             text = f"holds {shape_there}, {name} has shape {shape}. The file is of another run."
-            raise CheckpointError(text, path=f"{part.folder}/{header.file.name}")
+            raise CheckpointError(text, path=f"{part.save.folder}/{header.file.name}")
         builder.add(SavedRank(), name, state, header.file, replace(header.piece, shape=shape))
 
 
@@ -417,7 +415,7 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
         return local
     raise CheckpointError(
         f"has shape {piece.shape}, {part.save.main.name} says {local}. The file belongs to another run.",
-        path=f"{part.folder}/{header.file.name}",
+        path=f"{part.save.folder}/{header.file.name}",
     )
 
 
@@ -434,7 +432,7 @@ def _check_states(part: UniversalHeaders) -> None:
         ]
         if lacking:
             raise _make_incomplete(
-                f"{part.folder}/zero",
+                f"{part.save.folder}/zero",
                 f"{shorten(lacking)}, although other parameters of the same group have such files",
             )
     strangers = [name for name, states in part.params.items() if set(states) - {MASTER} and name not in part.shapes]
@@ -442,7 +440,7 @@ def _check_states(part: UniversalHeaders) -> None:
         raise CheckpointError(
             f"{shorten(strangers)} have optimizer states, but {part.save.main.name} does not list them. The folder "
             "holds the files of two runs; convert into a new folder.",
-            path=f"{part.folder}/zero",
+            path=f"{part.save.folder}/zero",
         )
 
 
@@ -473,7 +471,7 @@ def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int)
         raise CheckpointError(
             f"has states of {len(tensors)} sub-groups, {part.save.main.name} says more. The file belongs to another "
             "run.",
-            path=f"{part.folder}/zero/optimizer_state.pt",
+            path=f"{part.save.folder}/zero/optimizer_state.pt",
         )
     tensor = tensors[flat]
     builder.add_scalars(ParamKey(name), dict(tensor.scalars), part.save.main)
