@@ -201,7 +201,8 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
         folder + path if seen == folder else seen for folder, path, seen in zip(folders, below, found, strict=True)
     ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
-    table = FileTable(tuple(folders), _join(listings), listings, tuple(near))
+    joined = {name: entry for entries in reversed(listings) for name, entry in entries.items()}  # the first counts
+    table = FileTable(tuple(folders), dict(sorted(joined.items())), listings, tuple(near))
     views = [view for _, _, view, *_ in reports]
     if len({sizes for _, sizes, *_ in reports}) > 1 or not (len(set(views)) == 1 or _is_one_save(table, views, comm)):
         table = _unite(table, views, comm)
@@ -339,14 +340,6 @@ def _sum(path: str) -> int | None:
         return sum_directory(path)
     except UcpError:
         return None
-
-
-def _join(listings: Sequence[Entries]) -> dict[str, Entry]:
-    """Join the entries of all places; the first place of a file counts."""
-    joined: dict[str, Entry] = {}
-    for entries in reversed(listings):
-        joined |= entries
-    return dict(sorted(joined.items()))
 
 
 # -- ranks that see different files -----------------------------------------------------------------------------------

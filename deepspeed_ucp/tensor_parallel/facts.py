@@ -52,11 +52,6 @@ class UnknownError(LookupError):
         variables = ", ".join(f'"{name}": <number>' for name in self.args)
         return f'set "patterns": {{"variables": {{{variables}}}, …}}'
 
-    @property
-    def need(self) -> str:
-        """The missing facts and the advice, for a message."""
-        return f"needs {' and '.join(self.args)}, which the checkpoint does not contain; {self.advice}"
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:

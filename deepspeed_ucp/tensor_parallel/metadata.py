@@ -24,19 +24,10 @@ INFO = "universal_checkpoint_info"
 """Attribute of a module and key of its model states. The following constants are its keys
 (``deepspeed/checkpoint/constants.py``)."""
 
-VERSION = "universal_checkpoint_version"
-WIDTHS_SINCE = 0.4
-SHARED = "pipeline_replicated_parameter_patterns"
-VOCABULARY = "vocabulary_parameter_patterns"
-REPLICATED = "tp_replicated_parameter_patterns"
-AVERAGED = "parameter_to_average_patterns"
 ROWS = "parameter_with_row_parallelism_patterns"
-TWO_PARTS = "parameter_with_2_sub_params_cat_dim_0"
 PARTS = "parameter_with_sub_params"
-WIDTHS = "sub_param_shard_widths"
 UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 AFFINE = "affine_map"
-VOCAB_SIZE = "original_vocab_size"
 
 _MOST_PARTS = 1 << 12
 _FORMAT = 1  # of affine maps
@@ -45,9 +36,9 @@ _SIMPLE = re.compile(r"[^*+?{}()|]*(?:[*+][^*+?{}()|]*)?")
 """Expressions that Python's engine matches in at most quadratic time: one repeat of one character, no alternatives."""
 
 _LISTS: tuple[tuple[str, Pattern], ...] = (
-    (REPLICATED, Replicate()),
-    (AVERAGED, Partial()),
-    (TWO_PARTS, ShardNC(parts=(1, 1))),
+    ("tp_replicated_parameter_patterns", Replicate()),
+    ("parameter_to_average_patterns", Partial()),
+    ("parameter_with_2_sub_params_cat_dim_0", ShardNC(parts=(1, 1))),
     (ROWS, ShardH(dim=1)),
 )
 """Keys of lists of expressions, and the pattern of the parameters that match."""
@@ -130,9 +121,9 @@ def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
     for rule in rules:
         if (whole_name := _unescape(rule.text)) is not None:
             literal.setdefault(whole_name, []).append(rule)
-    vocab = info.get(VOCAB_SIZE)
+    vocab = info.get("original_vocab_size")
     if isinstance(vocab, int) and vocab < 1:
-        raise MismatchError(f"universal_checkpoint_info: {VOCAB_SIZE} is {vocab}")
+        raise MismatchError(f"universal_checkpoint_info: original_vocab_size is {vocab}")
     return RuleSet(
         name=name,
         rules=tuple(rule for rule in rules if _unescape(rule.text) is None),
@@ -141,7 +132,7 @@ def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
         # AutoTP before it wrote maps: it lists every parameter except those cut on dimension 0.
         fallback=ShardV() if UNSUPPORTED in info and AFFINE not in info else None,
         by=by,
-        shared=tuple(map(compile_prefix, _get_list(info, SHARED))),
+        shared=tuple(map(compile_prefix, _get_list(info, "pipeline_replicated_parameter_patterns"))),
         reported=True,
     )
 
@@ -207,7 +198,8 @@ def _read_lists(info: Mapping[str, Any]) -> Iterator[Rule]:
     for key, pattern in _LISTS:
         yield from (_make_rule(text, pattern, rank=2) for text in _get_list(info, key))
     yield from filter(None, map(_follow_rows, _get_list(info, ROWS)))
-    yield from (_make_rule(text, ShardV(), rank=3, vocab=True) for text in _get_list(info, VOCABULARY))
+    for text in _get_list(info, "vocabulary_parameter_patterns"):
+        yield _make_rule(text, ShardV(), rank=3, vocab=True)
 
 
 def _follow_rows(text: str) -> Rule | None:
@@ -232,7 +224,7 @@ _FITS = f"own(0) == sibling('{_SECOND}.weight', 1)"
 
 
 def _read_parts(info: Mapping[str, Any]) -> Iterator[Rule]:
-    version, widths = float(info.get(VERSION) or 0.0), info.get(WIDTHS) or {}
+    version, widths = float(info.get("universal_checkpoint_version") or 0.0), info.get("sub_param_shard_widths") or {}
     for entry in _get_list(info, PARTS):
         try:
             view, axis, texts = tuple(entry["shape"]), int(entry["partition_dim"]), entry["patterns"]
@@ -259,7 +251,7 @@ def _read_sizes(value: Any, widths: Any, version: float) -> tuple[int, ...] | in
         return tuple(sum(part) for part in widths)
     if isinstance(value, (list, tuple)):
         return tuple(int(size) for size in value)
-    if version >= WIDTHS_SINCE:
+    if version >= 0.4:
         return (int(value),)
     if not 0 < int(value) <= _MOST_PARTS:
         raise MismatchError(f"universal_checkpoint_info: {PARTS} has {value} sub-parameters")

@@ -115,7 +115,8 @@ class Spec:
         try:
             return self._build(facts)
         except UnknownError as error:
-            raise MismatchError(f"the rule {self.match!r} {error.need}") from None
+            needed = f"needs {' and '.join(error.args)}, which the checkpoint does not contain; {error.advice}"
+            raise MismatchError(f"the rule {self.match!r} {needed}") from None
 
     def _build(self, facts: Facts) -> Pattern:
         if self.pattern == "unsettled":

@@ -154,11 +154,7 @@ class Save:
         return self.shards[stage * self.tp + rank % self.tp][rank // self.tp]
 
     def optim(self, mp: int) -> OptimHeader:
-        """Return the optimizer header in a model-parallel rank's model states (ZeRO stage 0).
-
-        Raises:
-            CheckpointError: they hold none.
-        """
+        """Return the optimizer header in a model-parallel rank's model states (ZeRO stage 0)."""
         optim = self.model(mp).optim
         if optim is None:
             raise CheckpointError("holds no optimizer state.", path=self.path(self.models[mp][0]))

@@ -24,10 +24,6 @@ from ..places import FileTable
 from . import adapter, dcp, names, weights
 from .contents import NEITHER, Contents, list_ignored, make_index, read_once
 
-_UNNAMED = "states by number, without the names of their parameters"
-
-_WEIGHTLESS = "states of parameters without weights in the checkpoint"
-
 _PACKED = re.compile(r".*(weight_scale(_inv)?|qweight|weight_packed|weight\.absmax|proj_blocks)")
 """Names of tensors that accompany or replace quantized weights."""
 
@@ -81,7 +77,8 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
         index = replace(index, hints={**index.hints, "config": shaping}) if shaping else index
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
     stray = sorted({*contents.states, *contents.scalars} - {*contents.weights, *contents.aliases})
-    findings += list_ignored(stray, _WEIGHTLESS, where.path(contents.head), contents.head)
+    reason = "states of parameters without weights in the checkpoint"
+    findings += list_ignored(stray, reason, where.path(contents.head), contents.head)
     return index, [*findings, *comm.once(lambda: [*_find_beside(where), *_find_mixed(where, contents)])]
 
 
@@ -106,7 +103,8 @@ def _find_beside(where: FileTable) -> list[Finding]:
     ignored = sorted(filter(names.TRAINERS.fullmatch, entries))
     ignored += [f"{names.META} (schedulers, loops)"] if names.META in entries else []
     numbered = sorted(filter(names.NUMBERED.fullmatch, entries))
-    return [*runs, *list_ignored(ignored, NEITHER, where.folder), *list_ignored(numbered, _UNNAMED, where.folder)]
+    unnamed = list_ignored(numbered, "states by number, without the names of their parameters", where.folder)
+    return [*runs, *list_ignored(ignored, NEITHER, where.folder), *unnamed]
 
 
 def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:

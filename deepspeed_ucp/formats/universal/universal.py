@@ -56,10 +56,8 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
     """Return the index of an atomic checkpoint, its faults, and its manifest; collective.
 
     With a manifest, one rank reads only this file, and sizes are checked. For DeepSpeed's ``ds_to_universal`` all
-    headers are read. Each atom has one shard of the logical shape.
-
-    Args:
-        where: the files. An atomic checkpoint must be whole in one place that every rank sees.
+    headers are read. Each atom has one shard of the logical shape. An atomic checkpoint must be whole in one place that
+    every rank sees.
 
     Raises:
         CheckpointError: a folder of ``ds_to_universal`` is damaged, incomplete, or not visible to all ranks; equal on
