@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.model import MODULE
 from deepspeed_ucp.plan import Want
@@ -76,13 +76,6 @@ def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, says: st
     assert str(found.value).isprintable() and len(str(found.value)) < 500
 
 
-@pytest.mark.parametrize("length", [0, 1, 30, 101_000_000, 2**64 - 1])
-def test_invalid_lengths_of_headers_are_refused(tmp_path: Path, length: int) -> None:
-    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(20))
-    with pytest.raises(CheckpointError, match="declares a header"):
-        open_it(tmp_path)
-
-
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", ".metadata"]
 )
@@ -132,63 +125,67 @@ def test_ties_across_files_are_no_ties(tmp_path: Path) -> None:
     check_same(read, {"embed": new, "head": old})
 
 
-@pytest.mark.parametrize(
-    ("file", "names", "text"),
-    [
-        ("model.safetensors", ("a.w", "_orig_mod.a.w"), r"holds a\.w \(module\) twice"),
-        ("model.pt", (1, "1"), "two tensors under 1"),
-        (
-            "adapter_model.safetensors",
-            ("m.lora_magnitude_vector", "m.lora_magnitude_vector.weight"),
-            "two of its tensors are one",
-        ),
-    ],
-)
-def test_names_of_one_tensor_are_refused(tmp_path: Path, file: str, names: tuple[Any, Any], text: str) -> None:
-    """Names that differ by the prefix of ``torch.compile``, by type, or by PEFT's renaming."""
-    save = torch.save if file.endswith(".pt") else save_file
-    save({names[0]: torch.zeros(2), names[1]: torch.ones(2)}, tmp_path / file)
-    with pytest.raises(CheckpointError, match=text):
-        open_it(tmp_path)
+def write_content(path: Path, content: Any) -> None:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(content))
+    elif path.suffix == ".safetensors":
+        save_file(content, path)
+    else:
+        torch.save(content, path)
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "told"),
-    [
-        ({"a": "model-2.safetensors"}, "missing"),
-        ({"b": "model-1.safetensors"}, "do not contain"),
-        ({"a": "../model.safetensors"}, "outside"),
-        ({"a": "/dev/zero.safetensors"}, "outside"),
-        ({"a": "config.json"}, "another kind"),
-        ({"a": None}, "another kind"),
-        ({}, "names no files"),
-        ("a", FORM),
-    ],
-)
-def test_a_contradictory_index_is_refused(tmp_path: Path, weight_map: Any, told: str) -> None:
-    save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises((CheckpointError, UnsupportedError), match=told):
+WEIGHTS = "model.safetensors.index.json"
+ONE, OTHER = {"a": torch.zeros(2)}, {"b": torch.ones(2)}
+EMPTY = "holds no tensors: .*stage3_gather_16bit_weights"  # trainers write such files under ZeRO 3
+MAPS: list[tuple[type[UcpError], Any, str]] = [
+    (CheckpointError, {"a": "model-2.safetensors"}, "missing"),
+    (CheckpointError, {"b": "model-1.safetensors"}, "do not contain"),
+    (CheckpointError, {"a": "../model.safetensors"}, "outside"),
+    (CheckpointError, {"a": "/dev/zero.safetensors"}, "outside"),
+    (CheckpointError, {"a": "config.json"}, "another kind"),
+    (CheckpointError, {"a": None}, "another kind"),
+    (CheckpointError, {}, "names no files"),
+    (UnsupportedError, "a", FORM),
+]
+REFUSED: list[tuple[type[UcpError], dict[str, Any], str]] = [
+    *((CheckpointError, {"model.safetensors": length.to_bytes(8, "little") + b"{}" + bytes(20)}, "declares a header")
+      for length in (0, 1, 30, 101_000_000, 2**64 - 1)),
+    *((kind, {"model-1.safetensors": ONE, WEIGHTS: {"weight_map": names}}, text) for kind, names, text in MAPS),
+    # names that differ by the prefix of ``torch.compile``, by type, or by PEFT's renaming
+    (CheckpointError, {"model.safetensors": {"a.w": ONE["a"], "_orig_mod.a.w": OTHER["b"]}},
+     r"holds a\.w \(module\) twice"),
+    (CheckpointError, {"model.pt": {1: ONE["a"], "1": OTHER["b"]}}, "two tensors under 1"),
+    (CheckpointError, {"adapter_model.safetensors": {"m.lora_magnitude_vector": ONE["a"],
+                                                     "m.lora_magnitude_vector.weight": OTHER["b"]}},
+     "two of its tensors are one"),
+    # other contents
+    *((CheckpointError, {name: {}}, f"{name}: {EMPTY}") for name in ("adapter_model.safetensors", "pytorch_model.bin")),
+    (UnsupportedError, {"one.safetensors": ONE, "other.safetensors": ONE}, "several models"),
+    (UnsupportedError, {"model.pt": {**ONE, "b": object()}}, "no state dict"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "files", "text"), REFUSED, ids=[row[2] for row in REFUSED])
+def test_contradictory_files_are_refused(
+    tmp_path: Path, kind: type[UcpError], files: dict[str, Any], text: str
+) -> None:
+    for name, content in files.items():
+        write_content(tmp_path / name, content)
+    with pytest.raises(kind, match=text):
         open_it(tmp_path)
 
 
 def test_ties_of_a_state_dict(tmp_path: Path) -> None:
+    """A tensor may have an empty name."""
     weight = torch.randn(3, 2)
-    torch.save({"embed": weight, "head": weight, "bias": torch.zeros(0)}, tmp_path / "pytorch_model.bin")
+    saved = {"embed": weight, "head": weight, "bias": torch.zeros(0), "": torch.ones(2)}
+    torch.save(saved, tmp_path / "pytorch_model.bin")
     index = open_it(tmp_path)
     assert index.aliases == {"head": "embed"}
-    check_same({"it": read_whole(index, index.atoms["embed", MODULE, 0])}, {"it": weight})
-
-
-def test_other_contents_are_refused(tmp_path: Path) -> None:
-    for name in ("one", "other"):
-        save_file({"a": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(UnsupportedError, match="several models"):
-        open_it(tmp_path)
-    (tmp_path / "pickle").mkdir()
-    torch.save({"a": torch.zeros(2), "b": object()}, tmp_path / "pickle" / "model.pt")
-    with pytest.raises(UnsupportedError, match="no state dict"):
-        open_it(tmp_path / "pickle")
+    read = {name: read_whole(index, index.atoms[name, MODULE, 0]) for name in ("embed", "")}
+    check_same(read, {name: saved[name] for name in read})
 
 
 def test_tensors_that_share_a_storage(tmp_path: Path) -> None:
@@ -201,8 +198,6 @@ def test_tensors_that_share_a_storage(tmp_path: Path) -> None:
 
 
 # -- folders of Hugging Face's libraries ------------------------------------------------------------------------------
-
-WEIGHTS = "model.safetensors.index.json"
 
 
 def write_files(folder: Path, *files: str) -> None:
@@ -241,14 +236,6 @@ def test_the_model_of_transformers_is_chosen_with_a_warning(
     assert {Path(file.path).name for file in index.files} == {*taken} - {WEIGHTS}
     (told,) = [line for line in caplog.messages if "not read" in line]
     assert all(name in told for name in left if name != WEIGHTS)
-
-
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "pytorch_model.bin"])
-def test_an_empty_file_is_no_checkpoint(tmp_path: Path, name: str) -> None:
-    """As trainers write_files it under ZeRO 3; a lenient load would pass over the whole model."""
-    save_file({}, tmp_path / name) if name.endswith("safetensors") else torch.save({}, tmp_path / name)
-    with pytest.raises(CheckpointError, match=f"{name}: holds no tensors: .*stage3_gather_16bit_weights"):
-        open_it(tmp_path)
 
 
 def test_a_variant_alone_and_links_of_the_hubs_cache_are_the_model(

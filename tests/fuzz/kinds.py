@@ -107,49 +107,52 @@ def load_anything(folder: Path, source: Source) -> None:
 # -- kinds -------------------------------------------------------------------------------------------------------------
 
 
-def header(draw: Draw, root: Path) -> None:
-    """Change bytes of a zip file: directory, pickles, tensors, gaps."""
-    source, folder = copy(draw, root, _ZIPS + _ATOMIC)
-    path = pick_file(draw, folder)
+def change_file(sources: Sequence[Source], change: Callable[[Draw, Path, Source], bool]) -> Kind:
+    """Make a kind of cases: copy one of the sources, change one of its files, and read it.
+
+    Args:
+        change: returns True if checksums cover the change.
+    """
+
+    def make(draw: Draw, root: Path) -> None:
+        source, folder = copy(draw, root, sources)
+        path = pick_file(draw, folder)
+        trusted = change(draw, path, source)
+        look(draw, folder, source, trusted=trusted)
+
+    return make
+
+
+def spoil(draw: Draw, path: Path, source: Source) -> bool:
+    """Change bytes: zip directory, pickles, tensors, gaps, metadata, blocks."""
     path.write_bytes(change_bytes(draw, path.read_bytes()))
-    look(draw, folder, source, trusted=True)
+    if isinstance(source, Foreign):  # blocks of tensors and files of ``torch.save`` have checksums of every byte
+        return not source.format.unchecked and path.suffix in (".distcp", ".bin", ".pt")
+    return not source.legacy
 
 
-def legacy(draw: Draw, root: Path) -> None:
-    """Change bytes of a legacy file: pickles, one after the other, without a checksum."""
-    source, folder = copy(draw, root, _LEGACY)
-    path = pick_file(draw, folder)
-    path.write_bytes(change_bytes(draw, path.read_bytes()))
-    look(draw, folder, source, trusted=False)
-
-
-def pickled(draw: Draw, root: Path) -> None:
+def forge_opcodes(draw: Draw, path: Path, _source: Source) -> bool:
     """Change opcodes of a pickle, with a valid checksum."""
-    source, folder = copy(draw, root, _ZIPS + _ATOMIC + _LEGACY)
-    path = pick_file(draw, folder)
     if zipfile.is_zipfile(path):
         forge_record(path, "data.pkl", lambda data: change_opcodes(draw, data))
     elif path.suffix == ".pt":
         path.write_bytes(change_opcodes(draw, path.read_bytes()))
-    look(draw, folder, source, trusted=False)
+    return False
 
 
-def values(draw: Draw, root: Path) -> None:
+def forge_values(draw: Draw, path: Path, source: Source) -> bool:
     """Change values of a state file before it is saved, with valid checksums."""
-    source, folder = copy(draw, root, _ZIPS + _LEGACY)
-    path = pick_file(draw, folder)
     if path.suffix == ".pt":
         tree = torch.load(path, weights_only=False)
         for _ in range(draw.choice((1, 1, 1, 2, 5))):
             change_value(draw, tree, odd=_ODD_PLAIN)
         torch.save(tree, path, _use_new_zipfile_serialization=not source.legacy)
-    look(draw, folder, source, trusted=False)
+    return False
 
 
-def manifest(draw: Draw, root: Path) -> None:
+def forge_manifest(draw: Draw, path: Path, _source: Source) -> bool:
     """Change values of a manifest, with a valid or an invalid digest."""
-    source, folder = copy(draw, root, _ATOMIC)
-    path = folder / "ucp_manifest.json"
+    path = next(parent for parent in path.parents if parent.name == "atomic") / "ucp_manifest.json"
     tree = json.loads(path.read_text())
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
         change_value(draw, tree)
@@ -158,27 +161,11 @@ def manifest(draw: Draw, root: Path) -> None:
         tree.pop("digest", None)
         tree["digest"] = hashlib.sha256(dump(tree, (", ", ": ")).encode()).hexdigest()
     path.write_text(dump(tree))
-    look(draw, folder, source, trusted=not mended)
+    return not mended
 
 
-def others(draw: Draw, root: Path) -> None:
-    """Change bytes of a file of another library: pickled or JSON metadata, blocks, tensors."""
-    source, folder = copy(draw, root, FOREIGN)
-    path = pick_file(draw, folder)
-    path.write_bytes(change_bytes(draw, path.read_bytes()))
-    look(draw, folder, source, trusted=has_checksums(source, path))
-
-
-def has_checksums(source: Source, path: Path) -> bool:
-    """Return True if checksums cover every byte of a file: blocks of tensors, and files of ``torch.save``."""
-    assert isinstance(source, Foreign)
-    return not source.format.unchecked and path.suffix in (".distcp", ".bin", ".pt")
-
-
-def others_told(draw: Draw, root: Path) -> None:
+def forge_metadata(draw: Draw, path: Path, _source: Source) -> bool:
     """Change metadata of another library: opcodes of its pickle or values of its JSON; or remove the file."""
-    source, folder = copy(draw, root, FOREIGN)
-    path = pick_file(draw, folder)
     if path.name == ".metadata":
         data = path.read_bytes()
         path.write_bytes(change_opcodes(draw, data) if draw.random() < 0.5 else change_blocks(draw, data))
@@ -193,7 +180,7 @@ def others_told(draw: Draw, root: Path) -> None:
         forge_record(path, "data.pkl", lambda data: change_opcodes(draw, data))
     else:
         path.unlink()
-    look(draw, folder, source, trusted=False)
+    return False
 
 
 def others_held(draw: Draw, root: Path) -> None:
@@ -277,13 +264,13 @@ def reshard(draw: Draw, root: Path) -> None:
 
 
 KINDS: dict[str, Kind] = {
-    "header": header,
-    "legacy": legacy,
-    "pickle": pickled,
-    "values": values,
-    "manifest": manifest,
-    "foreign": others,
-    "foreign_told": others_told,
+    "header": change_file(_ZIPS + _ATOMIC, spoil),
+    "legacy": change_file(_LEGACY, spoil),
+    "pickle": change_file(_ZIPS + _ATOMIC + _LEGACY, forge_opcodes),
+    "values": change_file(_ZIPS + _LEGACY, forge_values),
+    "manifest": change_file(_ATOMIC, forge_manifest),
+    "foreign": change_file(FOREIGN, spoil),
+    "foreign_told": change_file(FOREIGN, forge_metadata),
     "foreign_held": others_held,
     "reshard": reshard,
 }

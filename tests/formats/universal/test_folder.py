@@ -182,14 +182,16 @@ def mark_expert(folder: Path, number: object) -> None:
     torch.save({**torch.load(path), "is_expert_param": True, "ep_num_experts": number}, path)
 
 
-def reshape(folder: Path) -> None:
-    torch.save({"param": torch.zeros(6, 7)}, folder / "zero" / "b.weight" / "fp32.pt")
+def write_file(name: str, content: object) -> Callable[[Path], None]:
+    return lambda folder: torch.save(content, folder / "zero" / name)
 
 
-def reshape_state(folder: Path) -> None:
-    torch.save({"param": torch.zeros(6, 7)}, folder / "zero" / "b.weight" / "exp_avg.pt")
+def change_step(folder: Path) -> None:
+    path = folder / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path, weights_only=False), "global_steps": 9}, path)
 
 
+OTHER_SHAPE = {"param": torch.zeros(6, 7)}
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "interrupted": (lambda folder: (folder / "tmp").mkdir(), "holds tmp, .* interrupted.*--keep_temp_folder"),
     "no optimizer": (remove("zero/optimizer_state.pt"), "lacks zero/optimizer_state.pt"),
@@ -202,24 +204,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
                              "zero/tied", "zero/count", "zero/flag"), "lacks every parameter's folder"),
     "stray": (copy_stray, "zero: other have optimizer states, .* does not list them"),
     "truncated": (lambda folder: os.truncate(folder / "zero/one/exp_avg.pt", 99), "zero/one/exp_avg.pt: .*truncated"),
-    "no tensor": (lambda folder: torch.save({"x": 1}, folder / "zero/one/fp32.pt"), "zero/one/fp32.pt: has no 'param'"),
-    "text": (lambda folder: torch.save("x", folder / "zero/one/fp32.pt"), "zero/one/fp32.pt: holds a str"),
-    "other shape": (reshape, r"zero/b.weight/fp32.pt: has shape \(6, 7\), .* says \(5, 7\)"),
-    "other state": (reshape_state, r"zero/b.weight/exp_avg.pt: holds \(6, 7\), b.weight has shape \(5, 7\)"),
+    "no tensor": (write_file("one/fp32.pt", {"x": 1}), "zero/one/fp32.pt: has no 'param'"),
+    "text": (write_file("one/fp32.pt", "x"), "zero/one/fp32.pt: holds a str"),
+    "other shape": (write_file("b.weight/fp32.pt", OTHER_SHAPE),
+                    r"zero/b.weight/fp32.pt: has shape \(6, 7\), .* says \(5, 7\)"),
+    "other state": (write_file("b.weight/exp_avg.pt", OTHER_SHAPE),
+                    r"zero/b.weight/exp_avg.pt: holds \(6, 7\), b.weight has shape \(5, 7\)"),
     "module.pt": (
         lambda folder: shutil.copy(folder / "zero/one/fp32.pt", folder / "zero/one/module.pt"),
         "ucp_manifest.json is missing: zero/one/module.pt was written by `ds_ucp convert`",
     ),
-    "optimizer of something else": (
-        lambda folder: torch.save({"x": 1}, folder / "zero/optimizer_state.pt"),
-        "optimizer_state.pt: has no param_groups",
-    ),
+    "optimizer of something else": (write_file("optimizer_state.pt", {"x": 1}),
+                                    "optimizer_state.pt: has no param_groups"),
 }  # fmt: skip
+STAGE_3 = {  # its ranks have the frozen parameters' parts
+    "missing rank": (remove("zero_pp_rank_1_mp_rank_00_model_states.pt"), "lacks zero_pp_rank_1_mp_rank_00_model_"),
+    "another step": (change_step, "zero_pp_rank_2.*belongs to another step, run"),
+}
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_half_made_and_damaged_folders_are_refused(damage: str, folder: Path) -> None:
-    change, text = DAMAGES[damage]
+@pytest.mark.parametrize("damage", [*DAMAGES, *STAGE_3])
+def test_half_made_and_damaged_folders_are_refused(
+    damage: str, made: Callable[[Topology], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made(ZERO3 if damage in STAGE_3 else ZERO1), tmp_path / "universal"))
+    change, text = {**DAMAGES, **STAGE_3}[damage]
     change(folder)
     with pytest.raises(CheckpointError, match=text):
         open_alone(folder)
@@ -229,22 +238,6 @@ def test_half_made_and_damaged_folders_are_refused(damage: str, folder: Path) ->
 def test_other_numbers_of_experts_than_there_are_rows_are_refused(number: object, folder: Path) -> None:
     mark_expert(folder, number)
     with pytest.raises(UnsupportedError, match=rf"zero/one/fp32.pt: is of {number!r} experts and holds \(1,\)"):
-        open_alone(folder)
-
-
-def test_missing_ranks_of_stage_3_are_named(made: Callable[[Topology], Path], tmp_path: Path) -> None:
-    """They have the frozen parameters' parts."""
-    folder = Path(shutil.copytree(made(ZERO3), tmp_path / "universal"))
-    (folder / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="lacks zero_pp_rank_1_mp_rank_00_model_states.pt"):
-        open_alone(folder)
-
-
-def test_model_states_of_another_step_are_refused(made: Callable[[Topology], Path], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made(ZERO3), tmp_path / "universal"))
-    path = folder / "zero_pp_rank_2_mp_rank_00_model_states.pt"
-    torch.save({**torch.load(path, weights_only=False), "global_steps": 9}, path)
-    with pytest.raises(CheckpointError, match="zero_pp_rank_2.*belongs to another step, run"):
         open_alone(folder)
 
 
