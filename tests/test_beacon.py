@@ -8,26 +8,23 @@ import os
 import re
 import signal
 import socket
-import ssl
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
+from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from deepspeed_ucp import beacon
 from deepspeed_ucp.beacon import Listener, dlrover, kubeflow, line, nvrx, torchelastic
 from deepspeed_ucp.errors import ConfigError
+from tests.support.certificates import make_certificate, make_context
 from tests.support.until import wait_until
 
 
@@ -139,30 +136,13 @@ class Controller(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """Make a key and a self-signed certificate."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.now(UTC)
-    built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    built = built.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-    built = built.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=True)
-    built = built.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    paths = folder / "key.pem", folder / "ca.crt"
-    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    paths[0].write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
-    paths[1].write_bytes(built.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    return paths
-
-
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An HTTPS server with its own CA, in the environment; the pause between two posts ends when ``goes_on`` is set."""
-    key, certificate = make_certificate(tmp_path)
+    certificate = make_certificate(tmp_path)
     server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller)
     server.posts, server.answers, server.token, server.goes_on = [], [], tmp_path / "token", threading.Event()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.socket = make_context(certificate).wrap_socket(server.socket, server_side=True)
     server.token.write_text("one\n")
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"https://127.0.0.1:{server.server_port}/status")
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(certificate))
@@ -246,17 +226,21 @@ def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             each.rank_monitor_socket.close()
 
 
+def pass_through(*names: str) -> None:
+    """Enter phases, each inside the one before, and leave them."""
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(beacon.phase(name))
+
+
 def take_step() -> None:
-    with beacon.phase("forward"):
-        pass
-    with beacon.phase("step"), beacon.phase("save"):
-        pass
+    pass_through("forward")
+    pass_through("step", "save")
     beacon.report_step(1)
 
 
 def test_nvrx_gets_steps_and_sections_with_a_timeout(monitor: Any) -> None:
-    with beacon.phase("load"):
-        pass
+    pass_through("load")
     take_step()
     step = ["+step", "-step", "+step", "+save", "-save", "-step"]
     (client,) = monitor.clients
@@ -332,12 +316,9 @@ def timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Timers]:
 
 
 def test_the_agents_timer_starts_with_the_first_step_and_pauses_in_loads_and_saves(timers: Timers) -> None:
-    with beacon.phase("load"), beacon.phase("forward"):
-        pass
-    with beacon.phase("forward"):  # may compile
-        pass
-    with beacon.phase("save"):
-        pass
+    pass_through("load", "forward")
+    pass_through("forward")  # may compile
+    pass_through("save")
     beacon.report_step(0)
     assert timers.read() == []
     before = time.time()
@@ -346,8 +327,7 @@ def test_the_agents_timer_starts_with_the_first_step_and_pauses_in_loads_and_sav
     (end,) = timers.read()
     assert end is not None and before + 100 <= end <= time.time() + 100
     beacon.report_step(1)
-    with beacon.phase("forward"):
-        pass
+    pass_through("forward")
     assert len(timers.read()) == 3
     with beacon.phase("save"):
         assert timers.read() == [None]

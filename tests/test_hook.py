@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from deepspeed_ucp import hook, sealing, uncaught
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine_state import KEY, Carried, carry, get_config
+from deepspeed_ucp.engine_state import KEY, Carried, carry
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError, UcpError
 from deepspeed_ucp.formats.deepspeed.files import SEAL
 from tests.synth import Model, Param, Topology, build_files, random_state, write_checkpoint, write_files
@@ -97,10 +97,6 @@ def _fail(engine: FakeEngine, folder: Path, facts: dict[str, Any]) -> str:
     ):
         hook._load_checkpoint(original, engine, str(folder), "tag")
     return "".join(getattr(raised.value, "__notes__", []))
-
-
-def test_an_engine_from_before_the_import_has_the_plugin_off() -> None:
-    assert get_config(FakeEngine(_config=SimpleNamespace())) is None
 
 
 def test_deepspeed_handles_a_folder_without_checkpoint(tmp_path: Path) -> None:
@@ -193,6 +189,9 @@ def test_a_save_is_sealed_and_a_later_one_without_seal_removes_it(tmp_path: Path
     assert not (tmp_path / "tag" / SEAL).exists()
     save(make_engine(seal=True), tmp_path / "global_step7", tag=None)
     assert (tmp_path / "global_step7" / SEAL).exists()
+    off = FakeEngine(_config=SimpleNamespace(ucp_config=None), checkpoint_engine=SimpleNamespace())
+    save(off, tmp_path / "off")
+    assert not (tmp_path / "off" / SEAL).exists()
 
 
 def test_a_save_by_deepspeeds_writer_is_sealed_at_its_commit(tmp_path: Path) -> None:
@@ -303,12 +302,6 @@ def test_a_save_without_optimizer_states_is_a_warning(
     engine.optimizer, engine.zero_optimization_stage = wrapper(), lambda: stage
     assert hook._save_checkpoint(original, engine, str(tmp_path), "tag")
     assert ("has saved no optimizer states" in caplog.text) == (not kept)
-
-
-def test_with_the_plugin_off_a_save_is_left_alone(tmp_path: Path) -> None:
-    engine = FakeEngine(_config=SimpleNamespace(ucp_config=None), checkpoint_engine=SimpleNamespace(), global_steps=7)
-    save(engine, tmp_path / "tag")
-    assert not (tmp_path / "tag" / SEAL).exists()
 
 
 @pytest.mark.parametrize("local_rank", ["0", "3"])

@@ -112,6 +112,11 @@ def test_short_reads_are_continued(file: FileRef, monkeypatch: pytest.MonkeyPatc
     assert [check.crc for check in checks] == [isal_zlib.crc32(DATA[105:155])]
 
 
+def refuse(code: int) -> mock.Mock:
+    """Return a system call that always fails."""
+    return mock.Mock(side_effect=OSError(code, os.strerror(code)))
+
+
 def cut_file(file: FileRef, _: pytest.MonkeyPatch) -> None:
     Path(file.path).write_bytes(DATA[:1000])
 
@@ -121,7 +126,7 @@ def remove_file(file: FileRef, _: pytest.MonkeyPatch) -> None:
 
 
 def fail_read(_: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", mock.Mock(side_effect=OSError(5, "Input/output error")))
+    monkeypatch.setattr(os, "preadv", refuse(errno.EIO))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -248,10 +253,7 @@ def test_a_fetch_behind_the_end_is_the_same_error(cold: StoredFile, offset: int)
 def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
     cold: StoredFile, code: int, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(fd: int, views: list[memoryview], offset: int) -> int:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "preadv", refuse)
+    monkeypatch.setattr(os, "preadv", refuse(code))
     if told is None:
         assert cold.fetch(4096, 10, Scratch()) is None
     else:
@@ -270,11 +272,8 @@ def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
 def test_faults_of_files_and_of_the_system_differ(
     code: int, kind: type[CheckpointError], cold: StoredFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "preadv", refuse)
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "preadv", refuse(code))
+    monkeypatch.setattr(os, "open", refuse(code))
     for work in (lambda: cold.read_some([], 0), lambda: StoredFile(cold.path), lambda: list_records(cold.path)):
         with pytest.raises(CheckpointError) as caught:
             work()
@@ -290,10 +289,7 @@ def test_a_file_takes_one_descriptor(cold: StoredFile) -> None:
 
 
 def test_without_a_spare_descriptor_the_cache_is_used(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str, flags: int) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse(errno.EMFILE))
     assert cold.fetch(0, 9000, Scratch()) is None
 
 

@@ -154,16 +154,23 @@ def test_ranges(stored: str) -> None:
         store.open_stored(f"{stored}/none")
 
 
-def test_blocks_of_a_header(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No block is requested twice, in whatever order they are read."""
-    url, asked, fill = f"{stored}/file", list[tuple[int, int]](), objects.RemoteFile.fill
-    store.write_small(url, CONTENT)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The offset and number of bytes of each request."""
+    asked, fill = list[tuple[int, int]](), objects.RemoteFile.fill
 
     def note(self: Any, views: list[memoryview], offset: int) -> None:
         asked.append((offset, sum(view.nbytes for view in views)))
         fill(self, views, offset)
 
     monkeypatch.setattr(objects.RemoteFile, "fill", note)
+    return asked
+
+
+def test_blocks_of_a_header(stored: str, asked: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is requested twice, in whatever order they are read."""
+    url = f"{stored}/file"
+    store.write_small(url, CONTENT)
     monkeypatch.setattr(objects, "_HEAD", 64)
     monkeypatch.setattr(objects, "_BLOCK", 16)
     with store.open_regular(url) as stream:
@@ -188,20 +195,14 @@ def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pyte
         assert sum(map(len, stream._blocks.values())) == size
 
 
-def test_consecutive_ranges_are_read_by_one_request(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    url, asked, fill = f"{stored}/record", list[int](), objects.RemoteFile.fill
+def test_consecutive_ranges_are_read_by_one_request(stored: str, asked: list[tuple[int, int]]) -> None:
+    url = f"{stored}/record"
     store.write_small(url, CONTENT)
-
-    def note(self: Any, views: list[memoryview], offset: int) -> None:
-        asked.append(sum(view.nbytes for view in views))
-        fill(self, views, offset)
-
-    monkeypatch.setattr(objects.RemoteFile, "fill", note)
     into = bytearray(960)
     reads = [read_of(item(0, low, 60, 0, low)) for low in range(0, 960, 60)]
     with RecordReader([Record(0, 10, 960, None)], [FileRef(url, len(CONTENT))], joined=300) as reader:
         checks = reader.read_parallel(reads, [MemorySink(memoryview(into))], 3)
-    assert sorted(asked) == [60, 300, 300, 300] and bytes(into) == CONTENT[10:970]
+    assert sorted(nbytes for _, nbytes in asked) == [60, 300, 300, 300] and bytes(into) == CONTENT[10:970]
     sums = {(low, zlib.crc32(into[low : low + 60])) for low in range(0, 960, 60)}
     assert {(check.offset, check.crc) for check in checks} == sums
 

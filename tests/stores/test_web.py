@@ -8,18 +8,11 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
 
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
@@ -28,6 +21,7 @@ from deepspeed_ucp.formats import open_checkpoint, read_latest
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.io import objects, store
 from tests.stores.server import use_options
+from tests.support.certificates import make_certificate, make_context
 from tests.support.reshard import check_content, load, make_targets, open_everywhere
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -240,22 +234,8 @@ def test_a_file_that_is_replaced_is_refused(
                     file.read([into], 5)
 
 
-def make_certificate(folder: Path) -> Path:
-    """Create a file with a key and a self-signed certificate for 127.0.0.1."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
-    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
-    signed = made.add_extension(address, critical=False).sign(key, hashes.SHA256())
-    plain = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
-    (folder / "pem").write_bytes(key.private_bytes(*plain) + signed.public_bytes(Encoding.PEM))
-    return folder / "pem"
-
-
 def test_certificates_are_checked(folder: Path) -> None:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(make_certificate(folder))
-    with serve(folder, Ranged, context) as url:
+    with serve(folder, Ranged, make_context(make_certificate(folder))) as url:
         with pytest.raises(CheckpointError):
             read_parts(url)
         with pytest.raises(CheckpointError, match="CERTIFICATE_VERIFY_FAILED.*SSL_CERT_FILE"):
