@@ -21,8 +21,8 @@ from ..errors import UcpError
 from ..formats.latest import LATEST, find_age, read_tag
 from ..io.paths import is_url
 from ..io.store import exists
-from .launch import POLLED, finish_dead, list_settings
-from .memory import Job, find_root, is_locked, list_dead, list_late, locate, owns_memory
+from .launch import finish_dead, list_settings, wait_until_written
+from .memory import find_root, list_dead, locate, owns_memory
 from .saver import list_savers
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -170,29 +170,14 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
         return
     is_owner, above = owns_memory(options.memory, comm), locate(os.fspath(beside))
 
+    def is_wanted(place: str) -> bool:
+        return above in (place, os.path.dirname(place))
+
     def finish() -> None:
         _finish_savers()
-        if not is_owner:
-            return
-        root = find_root(options.memory)
-        finish_dead(root, list_settings(config))
-        begun, is_logged = time.monotonic(), False
-        while True:
-            running = {job.folder for job in list_dead(root) if is_locked(job)}  # before the look at their saves
-            late = [job for job in list_dead(root) if _is_late(job, above)]
-            if not late:
-                return
-            if time.monotonic() - begun > options.wait_s or running.isdisjoint(job.folder for job in late):
-                logger.warning("%s: saves in memory are not written to it: see %s/log", above, late[0].folder)
-                return
-            if not is_logged:
-                logger.info("%s: waiting for its saves in memory, %.0f s at most", above, options.wait_s)
-                is_logged = True
-            time.sleep(POLLED)
+        if is_owner:
+            root = find_root(options.memory)
+            finish_dead(root, list_settings(config))
+            wait_until_written(lambda: list_dead(root), options.wait_s, is_wanted=is_wanted)
 
     comm.run(finish)
-
-
-def _is_late(job: Job, above: str) -> bool:
-    """Return True if a folder or one of its subfolders lacks a save of a job."""
-    return any(above in (folder, os.path.dirname(folder)) for folder in list_late(job.list_saves()))

@@ -9,13 +9,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, cast
 
 from ..children import block
 from ..config import SaveOptions, UniversalConfig
-from .memory import LOCK, Job, is_locked, list_dead, list_late
+from .memory import LOCK, Job, describe_late, is_locked, list_dead, list_late
 from .neighbours import Neighbours
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -40,11 +41,11 @@ class WriterPipe:
         self.neighbours: Neighbours | None = None
         self._pipe: BinaryIO | None = None
 
-    def notify(self, line: bytes = b"\n") -> None:
+    def notify(self) -> None:
         """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""
         try:
             if self._pipe is not None:
-                self._pipe.write(line)
+                self._pipe.write(b"\n")
                 self._pipe.flush()
                 return
         except OSError:  # it was killed
@@ -78,7 +79,7 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
     Returns:
         The pipe to its standard input.
     """
-    command = [sys.executable, "-P", "-m", __package__, job.folder]
+    command = [sys.executable, "-P", "-m", f"{__package__}.writer", job.folder]
     searched = [_SOURCE, *filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))]
     environment = {**os.environ, _PYTHONPATH: os.pathsep.join(searched)}
     with open(os.path.join(job.folder, LOCK), "ab") as lock, open(os.path.join(job.folder, "log"), "ab") as log:
@@ -117,3 +118,39 @@ def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
                 logger.warning("%s: not written on: %s", job.folder, error)
         elif job.holds_none() and not is_locked(job):
             job.remove()
+
+
+def wait_until_written(
+    list_jobs: Callable[[], list[Job]],
+    seconds: float,
+    *,
+    is_wanted: Callable[[str], bool] = lambda _: True,
+    is_enough: Callable[[], bool] | None = None,
+) -> bool:
+    """Wait until jobs have no pending saves, or none of their writers is running, ``seconds`` at most.
+
+    Args:
+        is_wanted: returns True for a destination whose saves are waited for.
+        is_enough: ends the wait too. Then each written save extends it.
+
+    Returns:
+        True if every destination has its saves.
+    """
+    end, before = time.monotonic() + seconds, ""
+    while True:
+        jobs = {job: is_locked(job) for job in list_jobs()}  # before the look: a writer may write the last save and end
+        late = {job: text for job in jobs if (text := describe_late(job.list_saves(), is_wanted))}
+        if not late:
+            return True
+        if is_enough is not None and is_enough():
+            return False
+        pending, now = "; ".join(late.values()), time.monotonic()
+        if not before:
+            logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, pending)
+        elif is_enough is not None and pending != before:
+            end = now + seconds
+        before = pending
+        if now > end or not any(jobs[job] for job in late):
+            logger.warning("still to be written: %s; see %s/log", pending, next(iter(late)).folder)
+            return False
+        time.sleep(POLLED)

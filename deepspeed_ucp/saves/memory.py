@@ -24,7 +24,7 @@ import stat
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -415,9 +415,10 @@ def list_late(saves: Iterable[Snapshot]) -> dict[str, list[str]]:
     return dict(tags)
 
 
-def describe_late(saves: Iterable[Snapshot]) -> str:
-    """Name the pending saves: ``best, last to /checkpoints``."""
-    return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in sorted(list_late(saves).items()))
+def describe_late(saves: Iterable[Snapshot], is_wanted: Callable[[str], bool] = lambda _: True) -> str:
+    """Name the pending saves of the wanted destinations: ``best, last to /checkpoints``."""
+    late = sorted(list_late(saves).items())
+    return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in late if is_wanted(place))
 
 
 def _read_records(folder: str) -> Iterator[Snapshot]:

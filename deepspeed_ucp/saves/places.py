@@ -25,8 +25,7 @@ from ..formats.open import seal_folder
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
 from .memory import Snapshot, list_later
-from .publishing import begin_writing, make_tag, name_node_file
-from .removing import remove_tag
+from .publishing import begin_writing, make_tag, name_node_file, remove_tag
 
 logger = logging.getLogger("deepspeed_ucp")
 

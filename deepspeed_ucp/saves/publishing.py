@@ -1,4 +1,7 @@
-"""A save's tag in a place: a rename publishes it in a folder, one conditional write in a store."""
+"""A save's tag in a place: a rename publishes it in a folder, one conditional write in a store.
+
+The removal of a tag may be interrupted: it leaves no tag that looks complete.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError, StorageError, TagTakenError
-from ..formats.deepspeed.files import PUBLISHED, SEAL
-from ..io.deletion import delete_tree
+from ..formats.deepspeed.files import OFFLOADED, PUBLISHED, SEAL, holds_run, is_state_file, resolve_published
+from ..io.deletion import delete_empty_folder, delete_files, delete_tree, open_below
 from ..io.disk import sync_folder
 from ..io.jsonfile import parse_json, read_json
 from ..io.paths import UPLOAD, is_url, load_libc
@@ -27,10 +31,25 @@ from ..io.store import (
     list_folder,
     list_tree,
     read_small,
+    remove,
     write_small,
 )
+from ..io.threads import map_threads
 from .memory import Snapshot
-from .removing import WRITTEN, is_saved, remove_tree
+
+WRITTEN = ".ucp-written-"
+"""Prefix of the marker files of nodes that have written their part of a save."""
+
+_REMOVERS = 4
+"""Number of threads that delete objects of a store."""
+
+_TURNS: tuple[Callable[[str], bool], ...] = (
+    lambda name: name == SEAL,
+    holds_run,
+    lambda name: not is_state_file(name),
+    is_state_file,
+)
+"""Order of deletion: the seal, files with the step, other files, state files."""
 
 _OLD, _GONE = "-old", "-gone"
 """Suffixes of a temporary folder that now holds the tag's former files, and of one that is being deleted."""
@@ -311,3 +330,74 @@ def _parse(pointer: str, path: str) -> dict[str, Any]:
     with suppress(CheckpointError):
         return dict(parse_json(pointer.encode() or b"{}", path))
     return {}
+
+
+def is_saved(name: str) -> bool:
+    """Return True if a path in a tag can be a save's file. Other files, and other tags, may be there too."""
+    return (
+        name.startswith((f"{OFFLOADED}/", WRITTEN))
+        or name in (SEAL, OFFLOADED)
+        or (is_state_file(name) and "/" not in name)
+    )
+
+
+def remove_tag(place: str, tag: str) -> None:
+    """Delete a save's files, and its folder if that is empty afterwards; no link below the place is followed.
+
+    If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file.
+
+    A link in the place of a save's file is deleted, its target stays. The order: the seal, then files with the step,
+    which every load needs, state files last. So an interrupted removal leaves a tag that is recognized, and removed
+    later.
+
+    Args:
+        place: the folder or URL that holds the tag.
+
+    Raises:
+        OSError: a file cannot be deleted, or the tag's folder is reached through a link.
+        CheckpointError: ``ucp_published.json`` is damaged.
+    """
+    folder = os.path.join(place, tag)
+    published = os.path.relpath(resolve_published(folder), folder)
+    if is_url(place):
+        if published != ".":
+            remove(f"{folder}/{PUBLISHED}")
+            remove_tree(folder, published)
+        remove(f"{folder}/{SEAL}")
+        names = [name for name in list_tree(folder) if is_saved(name)]
+        for is_turn in _TURNS:
+            map_threads(lambda name: remove(f"{folder}/{name}"), [*filter(is_turn, names)], _REMOVERS)
+        return
+    with open_below(place, tag) as fd:
+        if published != ".":
+            os.unlink(PUBLISHED, dir_fd=fd)
+            _sync(fd)
+            remove_tree(place, f"{tag}/{published}")
+        for is_turn in _TURNS:
+            delete_files(fd, partial(_is_wanted, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
+            _sync(fd)
+    delete_empty_folder(place, tag)
+
+
+def _is_wanted(is_turn: Callable[[str], bool], name: str) -> bool:
+    return is_turn(name) and is_saved(name)
+
+
+def _sync(fd: int) -> None:
+    with suppress(OSError):  # file systems without fsync of folders
+        os.fsync(fd)
+
+
+def remove_tree(place: str, path: str) -> None:
+    """Delete a file, or a folder with everything in it, below a place; no link below the place is followed.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    folder = os.path.join(place, path)
+    if is_url(place):
+        remove(folder)
+        with suppress(FileNotFoundError):
+            map_threads(lambda name: remove(f"{folder}/{name}"), list(list_tree(folder)), _REMOVERS)
+    else:
+        delete_tree(folder, place)

@@ -1,8 +1,7 @@
-"""Decides which saves in a node's memory may be deleted, and makes room for the next one.
+"""Decides which saves in a node's memory are not needed any more, and makes room for the next one.
 
-* A pending save is kept, unless a running job has saved the same tag or no writer could ever complete it.
-* A save in memory alone is kept until a later save of its job supersedes it, or a running job saves to its folder.
-* A save that all its destinations have is kept only as one of the newest of a running job.
+:func:`is_spare` is the only rule; it is applied to older saves of a running job, and to all saves of dead jobs. A
+running job's save replaces saves of dead jobs for the same folder, except pending ones that can still be written.
 """
 
 from __future__ import annotations
@@ -33,41 +32,46 @@ def is_safe(save: Snapshot) -> bool:
     return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.destinations))
 
 
+def is_spare(save: Snapshot, saves: Iterable[Snapshot], *, is_dead: bool) -> bool:
+    """Return True if memory does not need a save or a copy.
+
+    It is not needed if its destinations have it. If none lacks it, a later save of its job is enough.
+
+    Args:
+        saves: all saves of its job.
+        is_dead: the job has ended. The first node may not have published the save, and the later save may lack the part
+            of another node. For a running job no destination is read: training must not wait for a slow one.
+    """
+    if is_safe(save) if is_dead else save.is_written():
+        return True
+    if save.list_lacking() and not save.is_copy():
+        return False
+    later = (other for other in saves if other.supersedes(save))
+    return any(not is_dead or other.nodes == 1 or other.is_written() for other in later)
+
+
 def free_unwanted(job: Job) -> None:
-    """Free the job's saves that memory no longer needs, except the newest."""
+    """Free the older saves of a running job that are neither needed nor being copied."""
     copying, saves = job.read("copying").values(), job.list_saves()
     for save in saves[:-1]:
-        if save.number not in copying and _is_spare(save, saves):
+        if save.number not in copying and is_spare(save, saves, is_dead=False):
             save.spare()
 
 
-def _is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
-    """Return True if no destination lacks a save, or if it has none and a later save of its job supersedes it."""
-    is_needed = not save.destinations and not any(other.supersedes(save) for other in saves)
-    return not (is_needed or save.list_lacking())
-
-
-def _split_dead(
-    job: Job, is_replaced: Callable[[Snapshot], bool] = lambda _: False
-) -> tuple[list[Snapshot], list[Snapshot]]:
-    """Return the removable saves and copies of a dead job, and those that may be the only ones of their state.
+def _list_spare(job: Job, is_replaced: Callable[[Snapshot], bool] = lambda _: False) -> list[Snapshot]:
+    """Return the saves and copies of a dead job that are not needed.
 
     Args:
         is_replaced: returns True if a running job has a save instead.
     """
-    saves, copies = job.list_saves(), job.list_copies()
-
-    def is_needed(save: Snapshot) -> bool:
-        if is_safe(save) or is_replaced(save):
-            return False
-        if save.list_lacking() and not save.is_copy():
-            return True
-        return not any(other.supersedes(save) and (other.nodes == 1 or other.is_written()) for other in saves)
-
-    needed = list(filter(is_needed, saves))
-    keys = {save.key for save in saves} - {save.key for save in needed}
-    needed += [copy for copy in copies if copy.key not in keys and is_needed(copy)]
-    return [save for save in [*saves, *copies] if save not in needed], needed
+    saves = job.list_saves()
+    spare = [save for save in saves if is_replaced(save) or is_spare(save, saves, is_dead=True)]
+    keys = {save.key for save in spare}
+    return spare + [
+        copy
+        for copy in job.list_copies()
+        if copy.key in keys or is_replaced(copy) or is_spare(copy, saves, is_dead=True)
+    ]
 
 
 class Room:
@@ -78,8 +82,8 @@ class Room:
         needed: bytes of the job's next save on this node.
     """
 
-    def __init__(self, root: str, job: Job, needed: int) -> None:
-        self.root, self.job, self.needed = root, job, needed
+    def __init__(self, job: Job, needed: int) -> None:
+        self.root, self.job, self.needed = os.path.dirname(job.folder), job, needed
 
     def make(self) -> str:
         """Free memory for the next save.
@@ -89,16 +93,14 @@ class Room:
         Returns:
             An error message if it still does not fit, else an empty string.
         """
-        kept = list[Snapshot]()
         for job in list_dead(self.root) if not self._is_enough() else ():
-            spare, only = _split_dead(job)
-            kept += only
-            self._remove(spare)
+            self._remove(_list_spare(job))
         if self.free_older():
             return ""
         needed, free = self._count_needed(), count_free(self.root)
         why = f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
-        for save in kept[-1:]:
+        needed_saves = [save for job in list_dead(self.root) for save in [*job.list_saves(), *job.list_copies()]]
+        for save in needed_saves[-1:]:
             why += (
                 f". It also holds perhaps the only copy of a run's newest save: {save.tag} (step {save.step}) of "
                 f"{save.save_dir}. If that is not needed: rm -r {os.path.dirname(save.folder)}"
@@ -108,7 +110,7 @@ class Room:
     def free_older(self) -> bool:
         """Remove older saves of this job that are not needed until the next one fits; return True if it does."""
         safe, saves = self.job.read("copying").get("safe"), self.job.list_saves()
-        older = [save for save in saves[:-1] if _is_spare(save, saves)]
+        older = [save for save in saves[:-1] if is_spare(save, saves, is_dead=False)]
         self._remove(sorted(older, key=lambda save: save.number == safe))
         if not self._is_enough():
             self.job.drop_spare()
@@ -150,7 +152,7 @@ class Room:
         for job in list_dead(self.root):
             if is_locked(job):
                 continue
-            spare, _ = _split_dead(job, is_replaced)
+            spare = _list_spare(job, is_replaced)
             given_up = describe_late(save for save in spare if save.tag != tag)
             for save in spare:
                 save.remove()

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +28,7 @@ from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..writer import is_decoupled
 from .files import MappedFiles, save_over
-from .launch import POLLED, WriterPipe, finish_dead, list_settings
+from .launch import POLLED, WriterPipe, finish_dead, list_settings, wait_until_written
 from .memory import (
     FINISHED,
     Job,
@@ -55,6 +55,15 @@ _claimed = dict[tuple[str, str], tuple[str, tuple[str, int]]]()
 """(place, tag) → the folder that the script named for the save there, and the save's job and step."""
 
 
+@cache
+def _warn_shared(folder: str) -> None:
+    logger.warning(
+        "%s: two engines save the same step under one tag there, so that one save replaces the other. Give each engine "
+        "another folder or other tags.",
+        folder,
+    )
+
+
 class Saver:
     """One engine's saves on one rank.
 
@@ -71,7 +80,7 @@ class Saver:
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
         self.number, self.failed = 0, ""
-        self.room, self.writer = Room(self.root, self.job, needed), WriterPipe(self.job, list_settings(config))
+        self.room, self.writer = Room(self.job, needed), WriterPipe(self.job, list_settings(config))
         self.made = 0  # number of saves of the script
         self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._requested, self.lost = dict[int, str](), dict[str, str]()
@@ -101,7 +110,7 @@ class Saver:
     def claim(self, save_dir: str, tag: str, step: int) -> None:
         """Reserve a tag in the folder that the script named and in all destinations.
 
-        Rank 0 warns if another engine has saved the same step to the same folder and tag.
+        Rank 0 warns once if another engine has saved the same step to the same folder and tag.
 
         Raises:
             StorageError: one of them has the save of another folder under this tag.
@@ -115,12 +124,9 @@ class Saver:
                     'in "save": {"to": …}, or each save another tag.',
                     path=place,
                 )
-            is_replaced = other == folder and former[0] != owner[0] and former[1] == step
-            if is_replaced and place == folder and self.is_owner and self.node == 0:
-                logger.warning(
-                    "%s: replaces %s, which another engine has saved there. Give each engine another folder or tag.",
-                    folder, tag,
-                )  # fmt: skip
+            is_shared = other == folder and former[0] != owner[0] and former[1] == step
+            if is_shared and self.is_owner and self.node == 0:
+                _warn_shared(folder)
             _claimed[place, tag] = folder, owner
 
     @property
@@ -253,35 +259,6 @@ class Saver:
                 tags, why = ", ".join(save.tag for save in saves), fault or f"see {self.job.folder}/log"
                 logger.warning("%s still lacks %s, which memory holds: %s", place, tags, why)
 
-    def wait(self, is_enough: Callable[[], bool] | None = None) -> bool:
-        """Wait until every destination has its saves, or no writer is running, ``wait_s`` at most.
-
-        Args:
-            is_enough: ends the wait too. Then each written save extends it.
-
-        Returns:
-            True if every destination has its saves.
-        """
-        seconds, before = self.options.wait_s, dict[str, list[str]]()
-        end = time.monotonic() + seconds
-        while True:
-            is_running = is_locked(self.job)  # before the look: a writer may write the last save and end
-            late = list_late(saves := self._look_late())
-            if not late:
-                return True
-            if is_enough is not None and is_enough():
-                return False
-            now = time.monotonic()
-            if not before:
-                logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, describe_late(saves))
-            elif is_enough is not None and late != before:
-                end = now + seconds
-            before = late
-            if now > end or not is_running:
-                logger.warning("still to be written: %s; see %s/log", describe_late(saves), self.job.folder)
-                return False
-            time.sleep(POLLED)
-
     def _look_late(self) -> list[Snapshot]:
         """Return the saves in memory, and note which ones of the script are written."""
         saves = self.job.list_saves() if self.is_owner else []
@@ -290,11 +267,17 @@ class Saver:
             self._requested = {number: tag for number, tag in self._requested.items() if number in lacking}
         return saves
 
+    def wait(self, is_enough: Callable[[], bool] | None = None) -> bool:
+        """Wait as :func:`wait_until_written` does for all saves of this node, ``wait_s`` at most."""
+        jobs = [self.job] if self.is_owner else []
+        return wait_until_written(lambda: jobs, self.options.wait_s, is_enough=is_enough)
+
     def finish(self, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait as :meth:`wait` does; a writer that was killed is restarted first."""
         if list_late(self.job.list_saves()):
             self.writer.notify()
         is_written = self.wait(is_enough)
+        self._look_late()
         if is_written:
             self.warn_late()  # about saves that the writer has given up
         return is_written

@@ -1,5 +1,6 @@
 """The process that writes a node's saves from memory to their destinations; it outlives the ranks.
 
+It runs as ``python -P -m deepspeed_ucp.saves.writer FOLDER``.
 The first line on standard input has its settings as JSON; each further line
 announces a new save. At the end of the input it writes the pending saves and exits. If the last line is
 :data:`FINISHED`, it also frees the memory of saves that every destination has.
@@ -26,7 +27,7 @@ from ..io.store import set_storage_options
 from .copies import Replicator
 from .memory import FINISHED, Job, Snapshot, list_late
 from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
-from .room import free_unwanted, is_safe
+from .room import free_unwanted, is_safe, is_spare
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -123,12 +124,13 @@ class SaveWriter:
         A node other than the first waits for the seal: a save without its part would not be complete in memory.
         """
 
-        def look() -> bool | None:
-            return all(is_safe(save) for save in saves) or None
-
         saves = self.job.list_saves()
-        saves = [save for save in saves if not any(other.is_written() and other.supersedes(save) for other in saves)]
-        if self._is_finished and saves and all(save.is_written() for save in saves):
+        needed = [save for save in saves if not is_spare(save, saves, is_dead=True)]
+
+        def look() -> bool | None:
+            return all(map(is_safe, needed)) or None
+
+        if self._is_finished and saves and all(save.is_written() for save in needed):
             with suppress(StorageError):
                 wait_until(look, self.wait, lambda: "the first node has not sealed the last save", self.job.folder)
                 self.job.remove()
@@ -142,7 +144,6 @@ class PlaceWriter(threading.Thread):
         self.writer, self.job, self.folder, self.news = writer, writer.job, folder, threading.Event()
         self._written = dict[str, str]()  # marks by tag, in order
         self._logged = dict[str, str]()  # faults by tag
-        self._busy = set[int]()  # numbers of the saves that are written now
         self._refused = set[int]()  # numbers of those that are given up, also if memory was full for the record
 
     def run(self) -> None:
@@ -163,13 +164,9 @@ class PlaceWriter(threading.Thread):
                 begun = self._wait_for_first()
                 with self.writer.lock:
                     chosen = self._choose(begun)
-                    self._busy = {save.number for save in chosen}
                 if not chosen:
                     return True
-                try:
-                    written = [self._write(save) for save in chosen]
-                finally:
-                    self._busy = set()
+                written = [self._write(save) for save in chosen]
                 if not all(written):
                     return False
         except Exception as error:  # noqa: BLE001 - every fault of a destination is retried
@@ -177,9 +174,9 @@ class PlaceWriter(threading.Thread):
             return False
 
     def _list_pending(self) -> list[Snapshot]:
-        """Return the pending saves in order, without those that are being written or refused."""
+        """Return the pending saves in order, without those that are refused."""
         with self.writer.lock:
-            saves = [save for save in self.job.list_saves() if save.number not in self._busy | self._refused]
+            saves = [save for save in self.job.list_saves() if save.number not in self._refused]
             return [save for save in saves if self.folder in save.list_pending()]
 
     def _wait_for_first(self) -> set[int]:
@@ -267,3 +264,9 @@ class PlaceWriter(threading.Thread):
         if self._logged.get(tag) != why:
             self._logged[tag] = why
             logger.warning("%s: %s not written, to be tried again: %s", self.folder, tag, escape(why))
+
+
+if __name__ == "__main__":
+    if os.fork():  # not a child of the rank: a launcher that ends the rank's children would end the writer too
+        os._exit(0)
+    sys.exit(main(*sys.argv[1:]))

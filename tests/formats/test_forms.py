@@ -25,7 +25,7 @@ from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.paths import join_path
 from deepspeed_ucp.load import choice
 from deepspeed_ucp.saves.places import find_mark
-from deepspeed_ucp.saves.removing import remove_tag
+from deepspeed_ucp.saves.publishing import remove_tag
 from tests.convert.conversions import write_source
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from pathlib import Path
 
 import pytest
 
 from deepspeed_ucp.io.store import list_folder, list_tree, read_small, write_small
-from tests.saves.saving import TAG, Run, call_before
+from deepspeed_ucp.saves.launch import WriterPipe
+from deepspeed_ucp.saves.memory import Job, is_locked
+from tests.saves.saving import SETTINGS, TAG, Run, call_before, is_whole, make_save
 from tests.stores.server import BUCKET, Server
+from tests.support.covering import params
+from tests.support.until import wait_until
 
 
 @pytest.fixture(params=["folder", "store"])
@@ -119,3 +125,24 @@ def test_a_store_that_is_down_has_nothing(tmp_path: Path, server: Server, caplog
         assert not run.write()
     assert "not written, to be tried again" in caplog.text and "down" not in list_folder(f"s3://{BUCKET}")
     assert run.write() and run.is_whole()
+
+
+@pytest.mark.parametrize("kind", params(["folder"], ["store"]))
+def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: Server) -> None:
+    """Their writers do not share memory, as on different machines."""
+    place = str(tmp_path / "place") if kind == "folder" else f"s3://{BUCKET}/both"
+    jobs = [Job(str(tmp_path / f"memory{number}" / "job")) for number in range(2)]
+    for job in jobs:
+        job.own()
+    settings = {**SETTINGS, "storage_options": server.options}
+    writers, drawn = [WriterPipe(job, settings) for job in jobs], random.Random(1)
+    for number in range(6):
+        for writer in writers:
+            make_save(writer.job, place, tag=f"step{number // 3}", step=number // 3)
+            writer.notify()
+        time.sleep(drawn.uniform(0, 0.3))
+    for writer in writers:
+        writer.close()
+    wait_until(lambda: not any(map(is_locked, jobs)))
+    logs = [Path(job.folder, "log").read_text() for job in jobs]
+    assert read_small(f"{place}/latest") == b"step1" and is_whole(f"{place}/step1"), logs

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.io import deletion
 from deepspeed_ucp.io.deletion import delete_tree
-from deepspeed_ucp.saves.removing import is_saved, remove_tag, remove_tree
+from deepspeed_ucp.saves.publishing import is_saved, remove_tag, remove_tree
 from tests.saves.saving import Run
 from tests.support.reshard import examples
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,7 +137,14 @@ def test_a_save_waits_for_the_memory_of_pending_ones(training: Training, monkeyp
     assert (training.place / "latest").read_text() == "last"
 
 
-def mock_clock(seconds: float) -> mock._patch[SimpleNamespace]:
+@contextmanager
+def replace_time(**functions: Callable[..., object]) -> Iterator[SimpleNamespace]:
+    clock = SimpleNamespace(**functions)
+    with mock.patch.object(launch, "time", clock), mock.patch.object(savers, "time", clock):
+        yield clock
+
+
+def mock_clock(seconds: float) -> AbstractContextManager[SimpleNamespace]:
     """Replace :mod:`time` by a clock that only sleeping moves, by so many seconds at a time."""
     now = [0.0]
 
@@ -145,7 +152,7 @@ def mock_clock(seconds: float) -> mock._patch[SimpleNamespace]:
         now[0] += seconds
         time.sleep(0.01)
 
-    return mock.patch.object(savers, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    return replace_time(monotonic=lambda: now[0], sleep=sleep)
 
 
 def test_a_save_that_pending_ones_leave_no_room_for_is_an_error(
@@ -211,10 +218,10 @@ def test_an_engine_that_replaces_the_save_of_another_one_is_reported(
     other = Training(training.folder)
     other.engine.global_steps += 1
     with without_writer():
-        for tag, count in ("first", 0), ("second", 1):
+        for tag, count in ("first", 0), ("second", 1), ("third", 1):
             for each in training, other:
                 each.save(tag, write=write_nothing)
-            assert caplog.text.count("which another engine has saved") == count
+            assert caplog.text.count("two engines save the same step") == count
             other.engine.global_steps = training.engine.global_steps
     for each in training, other:
         each.job.remove()
@@ -276,7 +283,7 @@ def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
     stopped = find_writer(training.job)
     os.kill(stopped, signal.SIGSTOP)
     try:
-        with mock.patch.object(savers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)):
+        with replace_time(monotonic=time.monotonic, sleep=sleep):
             assert training.save("b") and training.save("c")
             training.saver.close()
         assert sum(slept) < 1.0 and f"still to be written: b, c to {training.place}" in caplog.text

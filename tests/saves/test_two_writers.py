@@ -27,7 +27,7 @@ from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves.memory import Job, Snapshot
-from deepspeed_ucp.saves.removing import WRITTEN, is_saved
+from deepspeed_ucp.saves.publishing import WRITTEN, is_saved
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
 from tests.support.covering import stride

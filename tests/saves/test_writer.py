@@ -22,13 +22,13 @@ import pytest
 
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, UnsupportedError
 from deepspeed_ucp.io import disk
-from deepspeed_ucp.saves import memory, places, publishing
+from deepspeed_ucp.saves import memory, places, publishing, room
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.launch import WriterPipe, finish_dead, start_writer
 from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, name_job
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
-from tests.saves.namespace import run_in_namespace
+from tests.saves.mounts import run_in_namespace, save_into_small_memory, write_to_small_disk
 from tests.saves.saving import (
     PATIENCE,
     SETTINGS,
@@ -46,7 +46,6 @@ from tests.saves.saving import (
     write_both,
     write_pending,
 )
-from tests.saves.small_memory import save_into_small_memory
 from tests.support.covering import params
 from tests.support.crash import failing
 from tests.support.until import wait_until
@@ -208,6 +207,11 @@ def test_a_fault_that_cannot_be_recorded_holds_up_no_other_save(note: str, run: 
 def test_a_full_memory_keeps_no_written_save_pending(tmp_path: Path) -> None:
     """Nor does the next save wait for it: room for the records is reserved when a save begins."""
     run_in_namespace(lambda: save_into_small_memory(tmp_path))
+
+
+@pytest.mark.parametrize(("fault", "message"), [("full", "disk full"), ("ro", "Read-only file system")])
+def test_a_repaired_disk_gets_all_saves(fault: str, message: str, tmp_path: Path) -> None:
+    run_in_namespace(lambda: write_to_small_disk(tmp_path, fault, message))
 
 
 # -- records in memory -------------------------------------------------------------------------------------------------
@@ -578,6 +582,16 @@ def test_only_the_first_node_removes_saves(nodes: list[Run]) -> None:
     made.write_record()
     begin(made)
     assert nodes[1].write() and nodes[0].is_whole()
+
+
+def test_a_running_job_frees_memory_without_a_look_at_the_place(nodes: list[Run]) -> None:
+    """Training would wait for a place that is slow."""
+    (made,) = nodes[1].job.list_saves()
+    copy_save(nodes[1], 2)
+    made.note("done", {nodes[1].place: "on the first node"})
+    with mock.patch.object(room, "is_sealed", side_effect=AssertionError):
+        room.free_unwanted(nodes[1].job)
+    assert [save.number for save in nodes[1].job.list_saves()] == [2]
 
 
 def test_a_node_that_could_not_record_a_written_save_finds_it_in_the_place(nodes: list[Run], tmp_path: Path) -> None:

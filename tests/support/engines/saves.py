@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.io.store import list_tree
-from deepspeed_ucp.saves.removing import WRITTEN
+from deepspeed_ucp.saves.publishing import WRITTEN
 from tests.support.until import wait_until
 
 

@@ -1,0 +1,130 @@
+"""Saves to a disk that fails and into a memory that is full, both mounted in a private mount namespace."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from deepspeed_ucp.saves.launch import WriterPipe
+from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, list_late
+from deepspeed_ucp.saves.saver import finish_saves
+from tests.saves.saving import SETTINGS, find_writer, is_whole, make_save
+from tests.saves.training import Training, write_tag
+from tests.support.crash import run_child
+from tests.support.until import wait_until
+
+_NEWNS, _NEWUSER = 0x00020000, 0x10000000
+
+
+def run_in_namespace(work: Callable[[], object]) -> None:
+    """Run work in a forked child with a private mount namespace; skip the test if the system does not allow it.
+
+    Raises:
+        AssertionError: the work raised an error.
+    """
+    mount = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "x", "/mnt"]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this system does not let a process mount file systems")
+    user, group = os.getuid(), os.getgid()
+
+    def run() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(_NEWNS | _NEWUSER) == 0, os.strerror(ctypes.get_errno())
+        for name, text in {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}.items():
+            Path("/proc/self", name).write_text(text)
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        work()
+
+    assert run_child(run) == 0
+
+
+def mount(folder: Path, options: str) -> None:
+    """Mount a file system in memory over a folder, with options such as its size."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small", str(folder)], check=True)
+
+
+def write_to_small_disk(folder: Path, fault: str, message: str) -> None:
+    """Write saves while the disk fails (``full`` or ``ro``) and after it is repaired; needs a mount namespace.
+
+    Args:
+        message: part of the writer's log.
+    """
+    place = folder / "place"
+    place.mkdir()
+    mount(place, "size=96k")
+    job = Job(str(folder / "memory" / "job"))
+    job.own()
+    writer = WriterPipe(job, SETTINGS)
+    make_save(job, str(place), tag="first")
+    writer.notify()
+    # The writer has finished with the place.
+    wait_until(lambda: not list_late(job.list_saves()) and job.read("written"))
+    if fault == "ro":
+        mount(place, "remount,ro")
+    make_save(job, str(place), tag="second")
+    writer.notify()
+    wait_until(lambda: "not written, to be tried again" in Path(job.folder, "log").read_text())
+    assert (place / "latest").read_text() == "first"
+    assert is_whole(str(place / "first"))
+    mount(place, "remount,rw,size=4m")
+    writer.close()
+    wait_until(lambda: not is_locked(job))
+    assert (place / "latest").read_text() == "second"
+    assert is_whole(str(place / "first")) and is_whole(str(place / "second"))
+    assert not list(place.glob(".*"))
+    assert message in Path(job.folder, "log").read_text()
+
+
+def save_into_small_memory(folder: Path) -> None:
+    """Save while the memory is full; needs a mount namespace."""
+    training = Training(folder)
+    memory, place = training.memory, training.place
+    memory.mkdir()
+    mount(memory, "size=4m")
+
+    def fill() -> None:
+        """Leave no byte of the memory free."""
+        with suppress(OSError), open(memory / "ballast", "ab", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        assert os.statvfs(memory).f_bavail == 0
+
+    def save_and_fill(tag: str) -> None:
+        """Save under a tag, with the memory full both before and after its record is written."""
+
+        def write(folder: str, tag: str) -> None:
+            write_tag(folder, tag)
+            fill()
+
+        def write_record(made: Snapshot) -> None:
+            own(made)
+            fill()
+
+        own = Snapshot.write_record
+        with mock.patch.object(Snapshot, "write_record", write_record):
+            assert training.save(tag, write=write)
+
+    def is_running() -> bool:
+        with suppress(AssertionError):
+            return bool(find_writer(training.job))
+        return False
+
+    assert training.save("first")
+    finish_saves(training.engine, required=True)
+    wait_until(is_running)
+    save_and_fill("second")
+    wait_until(lambda: not list_late(training.job.list_saves()))
+    assert is_whole(str(place / "second")) and (place / "latest").read_text() == "second"
+    assert "not written" not in training.log
+    os.unlink(memory / "ballast")
+    assert training.save("third")
+    finish_saves(training.engine, required=True)
+    wait_until(lambda: list(training.job.read("written")[str(place)]) == ["first", "second", "third"])
+    training.saver.close()
