@@ -204,12 +204,14 @@ class Store(ABC):
         return now in (before, data)
 
     @abstractmethod
-    def put_file(self, source: str, path: str, /) -> None:
+    def put_file(self, path: str, source: str, /) -> None:
         """Copy a local file to a path; an interrupted copy leaves the former file there.
 
         Raises:
+            FileNotFoundError: there is no such bucket.
             OSError: it cannot be written.
             DiskFullError: the disk is full.
+            UnsupportedError: the URL is read only.
         """
 
     @abstractmethod

@@ -137,14 +137,14 @@ class ObjectStore(Store):
         with suppress(FileNotFoundError), explain(url):
             obstore.delete(client, key)
 
-    def put_file(self, path: str, url: str) -> None:
+    def put_file(self, url: str, source: str) -> None:
         """Upload in parts if the file is large. A failed upload is aborted, which deletes its parts."""
         client, key = connect(url, writing=True)
-        size = os.stat(path).st_size
+        size = os.stat(source).st_size
         part = max(_PART, -(-size // _MOST_PARTS))
         with explain(url):
             with _uploads:
-                sent = obstore.put(client, key, Path(path), chunk_size=part, max_concurrency=_PARTS)
+                sent = obstore.put(client, key, Path(source), chunk_size=part, max_concurrency=_PARTS)
             arrived = obstore.head(client, key)
         tags = {(meta["e_tag"] or "").strip('"') for meta in (sent, arrived)} - {""}
         if arrived["size"] != size or len(tags) > 1:

@@ -191,7 +191,7 @@ class LocalStore(Store):
     def write_small(self, path: str, data: bytes) -> None:
         write_atomically(path, data)
 
-    def put_file(self, source: str, path: str) -> None:
+    def put_file(self, path: str, source: str) -> None:
         """Copy its bytes and access rights; the folder is made if needed, and not synced."""
         aside = f"{path}.ucp-tmp"
         with explain_full(path):
@@ -246,6 +246,7 @@ exists = _by_path(Store.exists)
 read_small = _by_path(Store.read_small)
 write_small = _by_path(Store.write_small)
 exchange_small = _by_path(Store.exchange_small)
+put_file = _by_path(Store.put_file)
 remove = _by_path(Store.remove)
 open_regular = _by_path(Store.open_regular)
 open_stored = _by_path(Store.open_stored)
@@ -260,18 +261,6 @@ def set_storage_options(options: Mapping[str, Any]) -> None:
     from .clients import set_options
 
     set_options(options)
-
-
-def put_file(source: str, path: str) -> None:
-    """Copy a local file to a path; an interrupted copy leaves the former file there.
-
-    Raises:
-        FileNotFoundError: there is no such bucket.
-        OSError: it cannot be written.
-        DiskFullError: the disk is full.
-        UnsupportedError: the URL is read only.
-    """
-    _choose(path).put_file(source, path)
 
 
 def read_bytes(path: str, offset: int, nbytes: int) -> bytes:

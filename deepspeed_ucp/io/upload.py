@@ -100,7 +100,7 @@ class RemoteStaging(Staging):
     def put(self, name: str) -> None:
         """Move a complete file from the temporary folder to the store; thread-safe."""
         with _explain(f"{self.destination}/{name}"):
-            put_file(self.path(name), f"{self.destination}/{name}")
+            put_file(f"{self.destination}/{name}", self.path(name))
         os.unlink(self.path(name))
 
     def sync(self) -> None:

@@ -81,7 +81,7 @@ def write_save(save: Snapshot, place: str, wait: float) -> str:
     tag.delete_abandoned()
     for path in save.list_files():
         if not path.startswith(f"{save.tag}/"):
-            put_file(os.path.join(save.folder, path), os.path.join(place, path))
+            put_file(os.path.join(place, path), os.path.join(save.folder, path))
     _name_latest(save, place, named)
     return find_mark(place, save.tag)
 
@@ -101,7 +101,7 @@ def _put_part(save: Snapshot, folder: str) -> list[str]:
     def put(name: str) -> None:
         path = os.path.join(save.folder, save.tag, name)
         if present.get(name) != os.path.getsize(path):
-            put_file(path, f"{folder}/{name}")
+            put_file(f"{folder}/{name}", path)
 
     map_threads(put, names, _COPIERS)
     write_small(f"{folder}/{name_node_file(save, save.node)}", b"")

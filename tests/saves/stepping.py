@@ -144,7 +144,7 @@ class FakeStore(stores.LocalStore):
         path.write_bytes(data)
         self.held[url] = hash(data)
 
-    def put_file(self, source: str, url: str) -> None:
+    def put_file(self, url: str, source: str) -> None:
         self.stop(url)
         self._put(url, Path(source).read_bytes())
 

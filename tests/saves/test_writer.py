@@ -119,8 +119,8 @@ def test_a_file_that_is_damaged_on_its_way_is_written_again(
 ) -> None:
     made, copy = run.save(), places.put_file
 
-    def cut_first(source: str, destination: str) -> None:
-        copy(source, destination)
+    def cut_first(destination: str, source: str) -> None:
+        copy(destination, source)
         if len(attempts) == 1 and destination.endswith("model_states.pt"):
             os.truncate(destination, 100)
 
@@ -325,9 +325,9 @@ def test_a_slow_place_holds_up_no_other(
     slow, fast = str(run.folder / "slow"), str(run.folder / "fast")
     goes_on, copy = threading.Event(), places.put_file
 
-    def copy_slowly(source: str, destination: str) -> None:
+    def copy_slowly(destination: str, source: str) -> None:
         assert destination.startswith(fast) or goes_on.wait(PATIENCE)
-        copy(source, destination)
+        copy(destination, source)
 
     monkeypatch.setattr(places, "put_file", copy_slowly)
     with run_writer(SaveWriter(run.job, PATIENCE)) as announce:

@@ -151,12 +151,12 @@ def test_a_stopped_upload_leaves_no_complete_output(
         done: list[str] = []
         lock = threading.Lock()
 
-        def stop(path: str, url: str, done: list[str] = done, lock: Any = lock) -> None:
+        def stop(url: str, path: str, done: list[str] = done, lock: Any = lock) -> None:
             with lock:
                 if len(done) >= stopped % (len(whole) + 1) - (stopped < 0):
                     raise OSError("the network is gone")
                 done.append(url)
-            put(path, url)
+            put(url, path)
 
         monkeypatch.setattr(upload, "put_file", stop)
         with pytest.raises(StorageError, match="cannot be written .the network is gone"):

@@ -121,7 +121,7 @@ def test_an_upload(size: int, stored: str, tmp_path: Path) -> None:
     path, url = tmp_path / "file", f"{stored}/file"
     path.write_bytes(CONTENT * (size // len(CONTENT)) + CONTENT[: size % len(CONTENT)])
     for _ in range(2):
-        store.put_file(str(path), url)
+        store.put_file(url, str(path))
         entry = store.find_entry(url)
         assert entry and entry.size == size and store.read_small(url) == path.read_bytes()
 
@@ -137,7 +137,7 @@ def test_a_wrong_size_after_an_upload_is_an_error(stored: str, tmp_path: Path, m
 
     monkeypatch.setattr(objects.obstore, "put", overwrite)
     with pytest.raises(OSError, match=r"17 bytes arrived of 10000.*write it again"):
-        store.put_file(str(tmp_path / "file"), f"{stored}/file")
+        store.put_file(f"{stored}/file", str(tmp_path / "file"))
 
 
 def test_ranges(stored: str) -> None:

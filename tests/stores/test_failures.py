@@ -70,7 +70,7 @@ def test_an_upload_is_retried(fault: str, method: str, server: Server, tmp_path:
     for data in (CONTENT * 4, CONTENT[::-1] * 4):
         path.write_bytes(data)
         with server.failing(fail_first(1, fault, method=method, having="upload")):
-            store.put_file(str(path), url)
+            store.put_file(url, str(path))
         assert store.read_small(url) == data
 
 
@@ -184,14 +184,14 @@ def test_a_large_file_is_sent_in_parts(server: Server, tmp_path: Path) -> None:
             sizes.append(int(environ["CONTENT_LENGTH"]))
 
     with server.failing(note):
-        store.put_file(str(path), f"s3://{BUCKET}/parts")
+        store.put_file(f"s3://{BUCKET}/parts", str(path))
     assert sorted(sizes) == [4 << 20, 8 << 20, 8 << 20]
     server.asked.clear()
     with (
         server.failing(fail_first(99, "403 AccessDenied", method="PUT")),
         pytest.raises(PermissionError, match="check the credentials"),
     ):
-        store.put_file(str(path), f"s3://{BUCKET}/refused")
+        store.put_file(f"s3://{BUCKET}/refused", str(path))
     assert [each.method for each in server.asked if "refused" in each.path][-1] == "DELETE"
 
 

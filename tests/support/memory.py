@@ -22,7 +22,7 @@ def clear_memory() -> None:
 def put_folder(folder: Path | str, url: str) -> None:
     """Upload all files below a folder."""
     for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-        store.put_file(str(path), f"{url}/{path.relative_to(folder)}")
+        store.put_file(f"{url}/{path.relative_to(folder)}", str(path))
 
 
 def read_tree(url: str) -> dict[str, bytes]:
