@@ -21,7 +21,7 @@ from ..errors import UcpError
 from ..formats.latest import LATEST, find_age, read_tag
 from ..io.paths import is_url
 from ..io.store import exists
-from .launch import finish_dead, list_settings, wait_until_written
+from .launch import finish_dead, wait_until_written
 from .memory import find_root, list_dead, locate, owns_memory
 from .saver import list_savers
 
@@ -177,7 +177,7 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
         _finish_savers()
         if is_owner:
             root = find_root(options.memory)
-            finish_dead(root, list_settings(config))
+            finish_dead(root, config)
             wait_until_written(lambda: list_dead(root), options.wait_s, is_wanted=is_wanted)
 
     comm.run(finish)

@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from ..children import block
 from ..config import SaveOptions, UniversalConfig
@@ -36,8 +36,8 @@ class WriterPipe:
         neighbours: nodes with copies of the saves.
     """
 
-    def __init__(self, job: Job, settings: Mapping[str, Any]) -> None:
-        self.job, self.settings = job, settings
+    def __init__(self, job: Job, config: UniversalConfig) -> None:
+        self.job, self.config = job, config
         self.neighbours: Neighbours | None = None
         self._pipe: BinaryIO | None = None
 
@@ -51,7 +51,7 @@ class WriterPipe:
         except OSError:  # it was killed
             self.close()
         try:
-            self._pipe = start_writer(self.job, self.settings, self.neighbours)
+            self._pipe = start_writer(self.job, self.config, self.neighbours)
         except OSError as error:
             logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
 
@@ -65,7 +65,7 @@ class WriterPipe:
                 pipe.close()
 
 
-def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours | None = None) -> BinaryIO:
+def start_writer(job: Job, config: UniversalConfig, neighbours: Neighbours | None = None) -> BinaryIO:
     """Start the process that writes a job's saves, detached from this one.
 
     It imports the same package as this process, and no file of the working directory, which other users may write to:
@@ -73,7 +73,7 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
     True from here to its end; if an older writer has the lock, it waits for that one to end.
 
     Args:
-        settings: ``wait_s`` and ``storage_options``. They may hold secrets and go through the pipe only.
+        config: its ``storage_options`` may hold secrets and go through the pipe only.
         neighbours: nodes with copies of the saves; their secret goes through the pipe too.
 
     Returns:
@@ -85,7 +85,8 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
     with open(os.path.join(job.folder, LOCK), "ab") as lock, open(os.path.join(job.folder, "log"), "ab") as log:
         with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        passed, settings = [lock.fileno()], {**settings, "lock": lock.fileno()}
+        wait, passed = (config.save or SaveOptions()).wait_s, [lock.fileno()]
+        settings = {"wait_s": wait, "storage_options": config.storage_options, "lock": lock.fileno()}
         if neighbours is not None and neighbours.listener is not None:
             passed.append(neighbours.listener.fileno())
             settings["neighbours"] = {**neighbours.settings, "listener": passed[-1]}
@@ -101,19 +102,13 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
     return lines
 
 
-def list_settings(config: UniversalConfig) -> dict[str, Any]:
-    """Return the settings of the writer."""
-    wait = (config.save or SaveOptions()).wait_s
-    return {"wait_s": wait, "storage_options": config.storage_options}
-
-
-def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
+def finish_dead(root: str, config: UniversalConfig) -> None:
     """Start writers for saves that dead jobs have left in memory; remove folders without any whole save."""
     for job in list_dead(root):
         job.drop_spare()
         if list_late(job.list_saves()):
             try:
-                start_writer(job, settings).close()
+                start_writer(job, config).close()
             except OSError as error:
                 logger.warning("%s: not written on: %s", job.folder, error)
         elif job.holds_none() and not is_locked(job):

@@ -28,7 +28,7 @@ from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..writer import is_decoupled
 from .files import MappedFiles, save_over
-from .launch import POLLED, WriterPipe, finish_dead, list_settings, wait_until_written
+from .launch import POLLED, WriterPipe, finish_dead, wait_until_written
 from .memory import (
     FINISHED,
     Job,
@@ -80,7 +80,7 @@ class Saver:
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
         self.number, self.failed = 0, ""
-        self.room, self.writer = Room(self.job, needed), WriterPipe(self.job, list_settings(config))
+        self.room, self.writer = Room(self.job, needed), WriterPipe(self.job, config)
         self.made = 0  # number of saves of the script
         self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._requested, self.lost = dict[int, str](), dict[str, str]()
@@ -91,7 +91,7 @@ class Saver:
     def open(self) -> None:
         """Create this job's folder, and start writers for saves of dead jobs."""
         self.job.own()
-        finish_dead(self.root, self.writer.settings)
+        finish_dead(self.root, self.writer.config)
         atexit.register(self.close)
 
     def is_lost(self) -> bool:

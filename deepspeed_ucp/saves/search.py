@@ -20,7 +20,7 @@ from ..errors import UcpError
 from ..formats.latest import find_age, read_latest
 from ..io.paths import normalize
 from ..io.store import is_folder
-from .launch import finish_dead, list_settings
+from .launch import finish_dead
 from .memory import Job, Snapshot, find_root, list_jobs, locate, owns_memory
 from .places import find_mark
 
@@ -60,7 +60,7 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     if comm.rank == 0:  # before a writer writes pending saves there
         with suppress(UcpError, OSError):
             is_empty = all(read_latest(place) is None for place in (load_dir, *also))
-    comm.run(lambda: finish_dead(root, list_settings(config)) if is_owner else None)
+    comm.run(lambda: finish_dead(root, config) if is_owner else None)
     newest = search_memory(root, load_dir, tag, comm, also=also, is_owner=is_owner)
     if newest is not None and is_empty:
         _warn_emptied(root, [locate(place) for place in (load_dir, *also)], newest)

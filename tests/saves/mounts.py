@@ -15,7 +15,7 @@ import pytest
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, list_late
 from deepspeed_ucp.saves.saver import finish_saves
-from tests.saves.saving import SETTINGS, find_writer, is_whole, make_save
+from tests.saves.saving import CONFIG, find_writer, is_whole, make_save
 from tests.saves.training import Training, write_tag
 from tests.support.crash import run_child
 from tests.support.until import wait_until
@@ -61,7 +61,7 @@ def write_to_small_disk(folder: Path, fault: str, message: str) -> None:
     mount(place, "size=96k")
     job = Job(str(folder / "memory" / "job"))
     job.own()
-    writer = WriterPipe(job, SETTINGS)
+    writer = WriterPipe(job, CONFIG)
     make_save(job, str(place), tag="first")
     writer.notify()
     # The writer has finished with the place.

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
@@ -36,8 +37,8 @@ PATIENCE = 120.0
 MODULES = (places, publishing)
 """Modules that write a save to a place."""
 
-SETTINGS = {"wait_s": PATIENCE, "storage_options": None}
-"""Settings of a writer."""
+CONFIG = UniversalConfig(save=SaveOptions(wait_s=PATIENCE))
+"""Configuration of a job that saves into memory."""
 
 
 def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: Any) -> Snapshot:

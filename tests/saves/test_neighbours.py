@@ -31,7 +31,7 @@ from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.search import find_in_memory, search_memory
 from tests.convert.conversions import read_bytes, write_source
 from tests.saves.nodes import SECRET, Nodes
-from tests.saves.saving import PATIENCE, SETTINGS, TAG, find_writer, is_whole, make_save
+from tests.saves.saving import CONFIG, PATIENCE, TAG, find_writer, is_whole, make_save
 from tests.support.ranks import run_ranks
 from tests.support.until import wait_until
 
@@ -307,7 +307,7 @@ def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: No
 
     def start(node: int) -> Any:
         job = nodes.jobs[node]
-        return start_writer(job, SETTINGS, Neighbours(job, nodes.describe(node), nodes.listeners[node]))
+        return start_writer(job, CONFIG, Neighbours(job, nodes.describe(node), nodes.listeners[node]))
 
     pipes = [start(node) for node in range(2)]
     saves = [nodes.save(node) for node in range(2)]

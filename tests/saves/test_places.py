@@ -12,7 +12,7 @@ import pytest
 from deepspeed_ucp.io.store import list_folder, list_tree, read_small, write_small
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import Job, is_locked
-from tests.saves.saving import SETTINGS, TAG, Run, call_before, is_whole, make_save
+from tests.saves.saving import CONFIG, TAG, Run, call_before, is_whole, make_save
 from tests.stores.server import BUCKET, Server
 from tests.support.covering import params
 from tests.support.until import wait_until
@@ -134,8 +134,8 @@ def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: 
     jobs = [Job(str(tmp_path / f"memory{number}" / "job")) for number in range(2)]
     for job in jobs:
         job.own()
-    settings = {**SETTINGS, "storage_options": server.options}
-    writers, drawn = [WriterPipe(job, settings) for job in jobs], random.Random(1)
+    config = CONFIG.model_copy(update={"storage_options": server.options})
+    writers, drawn = [WriterPipe(job, config) for job in jobs], random.Random(1)
     for number in range(6):
         for writer in writers:
             make_save(writer.job, place, tag=f"step{number // 3}", step=number // 3)

@@ -30,8 +30,8 @@ from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
 from tests.saves.mounts import run_in_namespace, save_into_small_memory, write_to_small_disk
 from tests.saves.saving import (
+    CONFIG,
     PATIENCE,
-    SETTINGS,
     TAG,
     Run,
     begin,
@@ -388,7 +388,7 @@ def test_a_save_that_was_not_announced_is_written_at_the_end(run: Run, monkeypat
 
 def test_the_process_ends_when_everything_is_written(run: Run) -> None:
     """Although its starter has ended, and saves were made while it wrote. It replaces a killed process."""
-    writer = WriterPipe(run.job, SETTINGS)
+    writer = WriterPipe(run.job, CONFIG)
     writer.notify()
     assert is_locked(run.job)  # a writer that starts slowly counts as running
     for tag in "killed", "before", TAG:
@@ -422,7 +422,7 @@ def test_no_code_of_the_working_directory_is_executed(
     if searched is not None:
         monkeypatch.setenv("PYTHONPATH", searched)
     run.save()
-    start_writer(run.job, SETTINGS).close()
+    start_writer(run.job, CONFIG).close()
     wait_until(lambda: not run.list_late())
     assert run.is_whole()
     assert list(folder.rglob("*-executed")) == [] and list(folder.rglob("__pycache__")) == []
@@ -433,7 +433,7 @@ def test_memory_is_freed_only_after_a_normal_end(last: str, run: Run) -> None:
     """Although it has a snapshot, which a later save replaces."""
     run.save(destinations={})
     run.save(tag="last")
-    writer = WriterPipe(run.job, SETTINGS)
+    writer = WriterPipe(run.job, CONFIG)
     writer.notify()
     writer.close(f"\n{last}".encode())
     wait_until(lambda: run.is_whole("last"))
@@ -514,7 +514,7 @@ def test_a_job_that_begins_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
 
     def lock(file: Any, operation: int) -> None:
         with mock.patch.object(fcntl, "flock", flock):
-            finish_dead(str(tmp_path), SETTINGS)
+            finish_dead(str(tmp_path), CONFIG)
         flock(file, operation)
 
     with mock.patch.object(fcntl, "flock", lock):
