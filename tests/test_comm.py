@@ -17,7 +17,7 @@ from deepspeed_ucp import comm as comm_module
 from deepspeed_ucp.comm import Comm, TorchComm, connect, join_launch
 from deepspeed_ucp.errors import ConfigError, MismatchError, RemoteError, StorageError
 from tests.support.mpi import needs_mpi, run_mpi, run_torch
-from tests.support.ranks import BrokenWorldError, World, run_ranks
+from tests.support.ranks import World, run_ranks
 
 
 def test_one_rank_alone() -> None:
@@ -235,48 +235,6 @@ def test_the_device_of_a_group(config: str, device: str, monkeypatch: pytest.Mon
     for name, value in (("rank", 0), ("world_size", 2), ("backend", "undefined"), ("backend_config", config)):
         monkeypatch.setattr(f"torch.distributed.get_{name}", lambda value=value: value)
     assert TorchComm().device == torch.device(device)
-
-
-# -- the tests' own ranks
-
-
-@pytest.mark.parametrize("order", [None, (2, 1, 0), (1, 2, 0)], ids=str)
-def test_ranks_take_turns_and_receive_copies(order: tuple[int, ...] | None) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def work(rank: int, comm: Comm) -> tuple[Any, Any]:
-        for step in range(3):
-            seen.append((step, rank))
-            gathered = comm.gather([rank])
-        gathered[0].append(rank)
-        return gathered, comm.broadcast({"from": rank}, src=2)
-
-    results = World(3, order).run(work)
-    assert seen == [(step, rank) for step in range(3) for rank in order or range(3)]
-    assert results == [([[0, rank], [1], [2]], {"from": 2}) for rank in range(3)]
-
-
-@pytest.mark.parametrize(("size", "culprit"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_ranks_do_not_wait_for_one_that_has_ended(size: int, culprit: int) -> None:
-    def work(rank: int, comm: Comm) -> None:
-        comm.gather(None)
-        if rank == culprit:
-            raise ZeroDivisionError("oh")
-        comm.gather(None)
-
-    results = World(size).run(work)
-    kinds = [ZeroDivisionError if rank == culprit else BrokenWorldError for rank in range(size)]
-    assert [type(result) for result in results] == kinds
-    with pytest.raises(ZeroDivisionError):
-        run_ranks(size, work)
-
-
-def test_different_collectives_are_an_error() -> None:
-    def work(rank: int, comm: Comm) -> None:
-        comm.gather(None) if rank else comm.any_of(np.zeros(1, np.bool_))
-
-    with pytest.raises(BrokenWorldError, match="different collectives"):
-        run_ranks(2, work)
 
 
 # -- launches
