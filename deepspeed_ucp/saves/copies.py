@@ -72,9 +72,8 @@ class _Parcel(_Message):
 
 
 class _Reply(_Message):
-    """The receiver's host name, whether it wants the files, and if it refuses them the reason."""
+    """Whether the receiver wants the files, and if it refuses them the reason."""
 
-    host: str = Field(max_length=256)
     wanted: bool = False
     why: str = Field(default="", max_length=4096)
 
@@ -132,6 +131,10 @@ class Peer:
         self.received = time.monotonic()
         return data
 
+    def reply(self, *, wanted: bool = False, why: str = "") -> None:
+        """Send a reply."""
+        self.send(_Reply(wanted=wanted, why=why).model_dump_json().encode())
+
     def receive_reply(self) -> _Reply:
         """Receive a reply.
 
@@ -140,7 +143,7 @@ class Peer:
         """
         reply = _Reply.model_validate_json(self.receive(_LONGEST))
         if reply.why:
-            raise StorageError(f"{reply.host}: {reply.why}")
+            raise StorageError(reply.why)
         return reply
 
     def send_file(self, path: str, size: int) -> None:
@@ -184,7 +187,7 @@ class Replicator:
 
     def __init__(self, job: Job, settings: Mapping[str, Any], listener: socket.socket, wait: float) -> None:
         self.job, self.wait, self.listener = job, wait, listener
-        self.secret, self.name = bytes.fromhex(settings["secret"]), str(settings["name"])
+        self.secret = bytes.fromhex(settings["secret"])
         self.nodes, self.source, self.target = int(settings["nodes"]), int(settings["from"]), int(settings["to"])
         self.address = str(settings["address"][0]), int(settings["address"][1])
         self._is_over = threading.Event()
@@ -276,11 +279,11 @@ class Replicator:
                 if not save.is_recorded():  # a newer one may be written over it
                     raise StorageError(f"{save.tag} is no longer in memory")
                 peer.send(_UNCHANGED)
-                reply = peer.receive_reply()
+                peer.receive_reply()
         finally:
             peer.close()
         if not has_it:
-            save.note("copied", {str(self.target): reply.host or "?"})
+            save.note("copied", {str(self.target): "yes"})
         return done
 
     def _note_failure(self, save: Snapshot | None, why: str) -> None:
@@ -332,23 +335,23 @@ class Replicator:
             self._check(parcel)
         except (ValidationError, StorageError) as error:
             why = "it is not a description of a save" if isinstance(error, ValidationError) else str(error)
-            self._reply(peer, why=f"refused: {why}"[:LONGEST_PATH])
+            peer.reply(why=f"refused: {why}"[:LONGEST_PATH])
             raise StorageError(f"refused: {why}") from None
         self._current = peer
         save = replace(parcel.save, folder=self.job.find_copy(parcel.save.node, parcel.save.number))
         if save.is_recorded() or not parcel.files:
             if save.is_recorded():
                 save.note("done", parcel.done)
-            self._reply(peer)
+            peer.reply()
             return
         self._drop_older()
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
         delete_own(aside)
         try:
             if why := self._find_obstacle(parcel):
-                self._reply(peer, why=why)
+                peer.reply(why=why)
                 raise StorageError(why)
-            self._reply(peer, wanted=True)
+            peer.reply(wanted=True)
             for file in parcel.files:
                 path = os.path.join(aside, file.path)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -363,7 +366,7 @@ class Replicator:
             os.rename(aside, save.folder)
         finally:
             delete_own(aside)
-        self._reply(peer)
+        peer.reply()
 
     def _check(self, parcel: _Parcel) -> None:
         """Validate a description.
@@ -396,6 +399,3 @@ class Replicator:
         if needed <= free:
             return ""
         return f"a copy takes {needed >> 20:,} MiB of {self.job.folder}, where {free >> 20:,} MiB are free"
-
-    def _reply(self, peer: Peer, *, wanted: bool = False, why: str = "") -> None:
-        peer.send(_Reply(host=self.name, wanted=wanted, why=why).model_dump_json().encode())

@@ -6,7 +6,7 @@ writer) and a folder for each save. A save's folder has the form of any checkpoi
 
 * ``save``: all ranks of the node have written their files; the fields of :class:`Snapshot`.
 * ``done``: by destination that has the save its mark; an empty mark means that it must not be written there.
-* ``copied``: by node that was sent a copy its host name; an empty name if the copy failed.
+* ``copied``: by node to which a copy was sent ``yes``, or an empty text if the copy failed.
 * ``refused``: by destination that no retry can write to the reason.
 * ``failed``: by destination why the last attempt to write there failed.
 

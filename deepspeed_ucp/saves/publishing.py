@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -302,8 +301,7 @@ class _StoreTag(Tag):
         return False
 
     def publish(self, before: str) -> None:
-        save, folder = self.save, os.path.basename(self.temporary)
-        published = {"folder": folder, "job": save.job, "step": save.step, "time": round(time.time())}
+        published = {"folder": os.path.basename(self.temporary), "job": self.save.job}
         expected = (before, "") if before else ("",)  # the tag may have been removed since
         is_written = any(
             exchange_small(f"{self.final}/{PUBLISHED}", json.dumps(published).encode(), content.encode() or None)

@@ -190,7 +190,7 @@ def use_fake_store(saves: dict[str, Snapshot], root: Path) -> Iterator[Bench]:
         fake.stop = stop_at_shared
 
     bench.state, bench.clear, bench.stop_at = lambda: frozenset(fake.held.items()), fake.clear, stop_at
-    with use_store(fake), mock.patch.object(publishing.time, "time", return_value=0):
+    with use_store(fake):
         yield bench
 
 
