@@ -211,10 +211,6 @@ def _make_azure(root: str, common: dict[str, Any]) -> Any:
     return store.AzureStore.from_url(root, config=config, **common)  # type: ignore[arg-type]
 
 
-def _make_http(root: str, common: dict[str, Any]) -> Any:
-    return store.HTTPStore(root, **common)
-
-
 def _find_host(root: str) -> str:
     return root.partition("://")[2]
 
@@ -223,7 +219,7 @@ MAKERS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
     **dict.fromkeys(("s3", "s3a"), _make_s3),
     **dict.fromkeys(("gs", "gcs"), _make_google),
     **dict.fromkeys(("az", "abfs", "abfss"), _make_azure),
-    **dict.fromkeys(("http", "https"), _make_http),
+    **dict.fromkeys(("http", "https"), lambda root, common: store.HTTPStore(root, **common)),
 }
 """Function that makes the client of a store, by scheme."""
 

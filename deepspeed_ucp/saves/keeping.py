@@ -116,7 +116,8 @@ atexit.register(remove_postponed)  # before savers are: it runs when they have f
 
 
 def _is_needed(folder: str, marker: str, *, coming: bool = False) -> bool:
-    written, beside = _list_written(), os.path.dirname(folder)
+    written = {place for saver in list_savers() for place in saver.list_written()}
+    beside = os.path.dirname(folder)
     if folder in written:
         return True
     if not coming and beside not in map(os.path.dirname, written):
@@ -141,11 +142,6 @@ def _find_step(folder: str, marker: str) -> int | None:
     if not os.path.isdir(named) or not os.path.exists(os.path.join(folder, marker)):
         return None
     return find_age([named]).step
-
-
-def _list_written() -> set[str]:
-    """Return the folders, as :func:`locate` returns them, that lack saves of this process."""
-    return {folder for saver in list_savers() for folder in saver.list_written()}
 
 
 def finish_here() -> None:
