@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,43 +22,32 @@ MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1), Param("fixed", (2,
 MODEL_STATES, OPTIM = "model_states", "optim_states"
 
 
-@dataclass(frozen=True)
-class Field:
-    """A value in all files of one kind.
-
-    Attributes:
-        kind: part of the names of the files.
-        keys: path of keys; "" stands for each entry of a list.
-    """
+class Field(NamedTuple):
+    """A value in all files whose names contain `kind`, by its path of keys."""
 
     kind: str
-    keys: tuple[Any, ...]
+    keys: tuple[str, ...]
 
     def __str__(self) -> str:
-        return ".".join(map(str, self.keys))
+        return ".".join(self.keys)
 
     def change(self, files: Files, convert: Callable[[Any], Any]) -> None:
         """Replace the value in all files."""
-        found = [self._find(content) for name, content in files.items() if self.kind in name]
-        assert found
-        for tree, key in found:
-            tree[key] = convert(tree[key])
-
-    def _find(self, tree: Any) -> tuple[Any, Any]:
-        for key in self.keys[:-1]:
-            tree = tree[key]
-        return tree, self.keys[-1]
+        for tree in (content for name, content in files.items() if self.kind in name):
+            for key in self.keys[:-1]:
+                tree = tree[key]
+            tree[self.keys[-1]] = convert(tree[self.keys[-1]])
 
 
-def model(*keys: Any) -> Field:
+def model(*keys: str) -> Field:
     return Field(MODEL_STATES, keys)
 
 
-def config(*keys: Any) -> Field:
+def config(*keys: str) -> Field:
     return Field("_states.pt", ("ds_config", *keys))
 
 
-def optim(*keys: Any) -> Field:
+def optim(*keys: str) -> Field:
     return Field(OPTIM, ("optimizer_state_dict", *keys))
 
 

@@ -8,18 +8,9 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ucp.errors import ConfigError, MismatchError
-from deepspeed_ucp.tensor_parallel import (
-    Partial,
-    Replicate,
-    ShardH,
-    ShardNC,
-    ShardV,
-    from_arguments,
-    from_config,
-    list_families,
-    load_family,
-)
+from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import find_faults
+from deepspeed_ucp.tensor_parallel.rules import from_arguments, from_config, list_families, load_family
 
 from . import models
 from .shards import settle

@@ -8,19 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.tensor_parallel import (
-    Partial,
-    Replicate,
-    SameShards,
-    ShardH,
-    ShardHy,
-    ShardNC,
-    ShardV,
-    Unique,
-    copy_runs,
-    whole,
-)
-from deepspeed_ucp.tensor_parallel.layout import find_faults, stack
+from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
+from deepspeed_ucp.tensor_parallel.layout import find_faults, stack, whole
 from deepspeed_ucp.tensor_parallel.metadata import Viewed
 
 from .shards import cut_array, reshard
@@ -124,23 +113,6 @@ def test_recorded_widths_are_for_their_own_degree():
         pattern.join([(5,), (4,)])
 
 
-def test_a_vocabulary_keeps_rows_of_both_sides():
-    """10 words: 12 rows on two ranks, 16 on four. Rows 0-11 come over, rows 12-15 are new."""
-    pattern = ShardV(vocab=10)
-    source = pattern.join([(6, 2)] * 2)
-    target = pattern.cut(source.shape, [(4, 2)] * 4)
-    assert target.shape == (16, 2)
-    values = np.arange(24)
-    rows = [np.full(8, -1) for _ in range(4)]
-    for rank, row in enumerate(rows):
-        for src_rank, shard in enumerate(cut_array(source, values)):
-            for run in copy_runs(source, src_rank, target, rank, 0, 8):
-                row[run.dst : run.dst + run.width] = shard[run.src : run.src + run.width]
-    np.testing.assert_array_equal(np.concatenate(rows), [*range(24), *[-1] * 8])
-    back = ShardV(vocab=10).cut(target.shape, [(12, 2)])
-    assert sum(run.numel for rank in range(4) for run in copy_runs(target, rank, back, 0, 0, 24)) == 24
-
-
 LOGICAL = r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model"
 
 
@@ -205,7 +177,3 @@ def test_a_mean_is_replicated():
 )
 def test_equal_parts_follow_from_the_pattern(pattern, shape, degree, local):
     assert pattern.spread(shape, degree) == (local,) * degree
-
-
-def test_megatron_pads_the_vocabulary_for_the_degree():
-    assert ShardV(vocab=50257).spread((50304, 8), 4, 128) == ((12672, 8),) * 4

@@ -144,22 +144,6 @@ def test_shards_that_stay_are_one_run():
     assert copy_runs(layout, 2, layout, 2, 0, 0) == ()
 
 
-def test_claims_take_shared_elements_from_one_rank():
-    """Query rows are cut, key/value rows are on every rank: rank 0's copy counts."""
-    shards = (((((0, 2), (4, 6))), ((0, 3),)), ((((2, 4), (4, 6))), ((0, 3),)))
-    claims = (((((0, 2), (4, 6))), ((0, 3),)), ((((2, 4),)), ((0, 3),)))
-    layout = Layout((6, 3), (6, 3), shards, ((4, 3), (4, 3)), claims=claims)
-    assert find_faults(layout) == []
-    assert find_faults(dataclasses.replace(layout, claims=None)) == ["ranks 0 and 1 have the same elements"]
-    values = np.arange(18)
-    (made,) = reshard(layout, cut_array(layout, values), whole((6, 3)))
-    np.testing.assert_array_equal(made, values)
-    for got, expected in zip(
-        reshard(layout, cut_array(layout, values), layout), cut_array(layout, values), strict=True
-    ):
-        np.testing.assert_array_equal(got, expected)
-
-
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [

@@ -9,20 +9,10 @@ import pytest
 
 from deepspeed_ucp import tensor_parallel as patterns
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.tensor_parallel import (
-    Partial,
-    Replicate,
-    ShardH,
-    ShardNC,
-    ShardV,
-    copy_runs,
-    from_attributes,
-    from_config,
-    from_universal_info,
-    whole,
-)
-from deepspeed_ucp.tensor_parallel.layout import find_faults
-from deepspeed_ucp.tensor_parallel.metadata import read_map
+from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, ShardH, ShardNC, ShardV
+from deepspeed_ucp.tensor_parallel.layout import copy_runs, find_faults, whole
+from deepspeed_ucp.tensor_parallel.metadata import from_universal_info, read_map
+from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config
 
 from . import models
 from .shards import cut_array, reshard, settle
@@ -242,8 +232,9 @@ def test_affine_maps_are_deepspeeds(name):
         np.testing.assert_array_equal(got, expected)
     (made,) = reshard(layout, shards, whole(upstream.logical_shape))
     np.testing.assert_array_equal(made, values.reshape(-1).numpy())
-    for got, expected in zip(reshard(whole(upstream.logical_shape), [made], layout), shards, strict=True):
-        np.testing.assert_array_equal(got, expected)
+    for source, held in ((whole(upstream.logical_shape), [made]), (layout, shards)):
+        for got, expected in zip(reshard(source, held, layout), shards, strict=True):
+            np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(

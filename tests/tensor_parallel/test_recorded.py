@@ -7,7 +7,7 @@ import json
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.tensor_parallel import (
+from deepspeed_ucp.tensor_parallel.kinds import (
     Partial,
     Pattern,
     Replicate,
@@ -17,12 +17,10 @@ from deepspeed_ucp.tensor_parallel import (
     ShardNC,
     ShardV,
     Unique,
-    from_recorded,
-    read_pattern,
-    record_pattern,
 )
 from deepspeed_ucp.tensor_parallel.layout import Layout
 from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, generalise
+from deepspeed_ucp.tensor_parallel.recorded import from_recorded, read_pattern, record_pattern
 from tests.tensor_parallel.shards import settle
 
 LAYOUT = ShardNC(parts=(4, 2), sized=True).join([(3, 5), (3, 5)])

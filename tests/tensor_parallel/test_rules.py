@@ -8,23 +8,10 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import ConfigError, MismatchError
-from deepspeed_ucp.tensor_parallel import (
-    Partial,
-    Replicate,
-    SameShards,
-    ShardH,
-    ShardHy,
-    ShardNC,
-    ShardV,
-    Unique,
-    find_idle,
-    from_attributes,
-    from_config,
-    from_universal_info,
-    load_family,
-    parse_renames,
-    rename_names,
-)
+from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
+from deepspeed_ucp.tensor_parallel.metadata import from_universal_info
+from deepspeed_ucp.tensor_parallel.rename import find_idle, parse_renames, rename_names
+from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config, load_family
 
 from . import models
 from .shards import settle

@@ -10,19 +10,9 @@ from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape, load_hp_checkpoint_state
 
 from deepspeed_ucp.formats.universal.upstream import upstream_keys
-from deepspeed_ucp.tensor_parallel import (
-    Partial,
-    Replicate,
-    SameShards,
-    ShardH,
-    ShardHy,
-    ShardNC,
-    ShardV,
-    Unique,
-    from_universal_info,
-    settle,
-)
-from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, generalise
+from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
+from deepspeed_ucp.tensor_parallel.metadata import Mapped, Viewed, from_universal_info, generalise
+from deepspeed_ucp.tensor_parallel.settle import settle
 from deepspeed_ucp.torchsave.zipframe import make_image
 
 
