@@ -100,6 +100,7 @@ def test_the_guide_and_the_example_have_every_option_and_its_default(pytestconfi
     [
         ({"windowmb": 64}, "windowmb"),
         ({"mode": "Direct"}, "mode"),
+        ({"mode": 3}, "mode.*direct"),
         ({"atomic_dir": True}, "atomic_dir"),
         ({"verify": True}, "verify"),
         ({"verify": "md5"}, "verify"),
@@ -141,7 +142,7 @@ def test_only_the_nearest_key_is_suggested(key: str) -> None:
         parse({"mode": "dirct"})
 
 
-@pytest.mark.parametrize("value", ["true", 1, 0, [], ["direct"], 2.5], ids=repr)
+@pytest.mark.parametrize("value", ["true", "yes", 1, 0, 3, [], ["direct"], 2.5], ids=repr)
 def test_other_kinds_of_values_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="must be true, false or an object") as error:
         parse(value)
