@@ -63,7 +63,13 @@ class CapturedEngine:
 
 def capture(engine: Any) -> CapturedEngine:
     """Copy the state of `engine`. Collective: all ranks of the engine call it together."""
-    homes = dict(_list_homes(engine))
+    wrapper = engine.optimizer
+    inner, homes = getattr(wrapper, "optimizer", wrapper), dict[int, _Home]()
+    for number, masters in _list_masters(wrapper, inner):
+        hyper = {key: value for key, value in inner.param_groups[number].items() if key != "params"}
+        homes |= {
+            id(param): _Home(master, inner.state.get(master, {}), hyper, whole) for param, master, whole in masters
+        }
     named = dict(engine.module.named_parameters())
     with GatheredParameters([parameter for parameter in named.values() if hasattr(parameter, "ds_id")]):  # at stage 3
         values = {name: _copy(parameter.data) for name, parameter in named.items()}
@@ -97,16 +103,6 @@ class _Home:
     state: dict[str, Any]
     hyper: dict[str, Any]
     whole: Whole | None = None
-
-
-def _list_homes(engine: Any) -> Iterator[tuple[int, _Home]]:
-    """Yield the homes with the ids of their parameters."""
-    wrapper = engine.optimizer
-    inner = getattr(wrapper, "optimizer", wrapper)
-    for number, masters in _list_masters(wrapper, inner):
-        hyper = {key: value for key, value in inner.param_groups[number].items() if key != "params"}
-        for parameter, master, whole in masters:
-            yield id(parameter), _Home(master, inner.state.get(master, {}), hyper, whole)
 
 
 Masters = Iterator[tuple[Any, Tensor, Whole | None]]

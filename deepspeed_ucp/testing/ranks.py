@@ -31,20 +31,23 @@ class Resumed:
 
 def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int], folder: str) -> list[float]:
     """Train, save, continue; return the losses after the save. Rank 0 writes the state at the save into the folder."""
-    training, engine = start(train_fn, ds_config)
+    training = train_fn(copy.deepcopy(ds_config))
+    engine = next(training)
     train(training, steps[0])
     engine.save_checkpoint(folder, client_state=copy.deepcopy(CLIENT_STATE))
     state = capture(engine)
     if torch.distributed.get_rank() == 0:
         torch.save(state, Path(folder) / _REFERENCE)
     losses = train(training, steps[1])
-    stop(training, engine)
+    training.close()
+    engine.destroy()
     return losses
 
 
 def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str) -> Resumed:
     """Load the folder, compare with the state of its source, continue training."""
-    training, engine = start(train_fn, ds_config)
+    training = train_fn(copy.deepcopy(ds_config))
+    engine = next(training)
     path, client_state = engine.load_checkpoint(folder)
     if path is None:
         raise AssertionError(f"load_checkpoint({folder!r}) found nothing to load and returned None")
@@ -57,22 +60,11 @@ def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folder: str
     report = getattr(engine, "ucp_report", None)
     direct = None if report is None else bool(report.direct)
     losses = [] if differences else train(training, steps)
-    stop(training, engine)
+    training.close()
+    engine.destroy()
     return Resumed(len(state.parameters), count, direct, differences, losses)
-
-
-def start(train_fn: Any, ds_config: dict[str, Any]) -> tuple[Generator[Any, None, None], Any]:
-    """Begin the training; return its generator and the engine that it yields first."""
-    training = train_fn(copy.deepcopy(ds_config))
-    return training, next(training)
 
 
 def train(training: Generator[Any, None, None], steps: int) -> list[float]:
     """Train `steps` steps; return their losses."""
     return [float(next(training)) for _ in range(steps)]
-
-
-def stop(training: Generator[Any, None, None], engine: Any) -> None:
-    """End the training and destroy its engine."""
-    training.close()
-    engine.destroy()

@@ -18,6 +18,7 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -32,7 +33,6 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from ..elastic_agent import die_with_parent
-from .ports import hold_port
 
 DEFAULT_TIMEOUT = 180.0
 """Timeout of one call on a world, in seconds."""
@@ -57,6 +57,17 @@ PRELOAD = [
 """Modules that the fork server imports for its ranks, if they exist. Add modules before the first world is made.
 
 Besides torch and DeepSpeed, the first optimizer, ZeRO engine or load imports them: three seconds per process."""
+
+
+def hold_port() -> socket.socket:
+    """Reserve a free port of this machine as long as the returned socket is open.
+
+    A process group's store can listen on that port at the same time, because both sockets set SO_REUSEADDR.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
 
 
 class WorldFailure(RuntimeError):

@@ -61,7 +61,7 @@ class Cluster:
     def start(self) -> None:
         for name in ("state", *NODES):
             (self.folder / name).mkdir()
-        fields = {"host": socket.gethostname(), "folder": self.folder, "ports": find_ports(3)}
+        fields = {"host": socket.gethostname(), "folder": self.folder, "ports": [find_port() for _ in range(3)]}
         (self.folder / "slurm.conf").write_text(CONFIGURATION.format(**fields))
         self._start("slurmctld", "-D", "-i")
         for node in NODES:
@@ -119,10 +119,3 @@ class Cluster:
             kill(pids)
             for daemon in self.daemons:
                 daemon.poll()
-
-
-def find_ports(count: int) -> list[int]:
-    ports = set[int]()
-    while len(ports) < count:
-        ports.add(find_port())
-    return list(ports)

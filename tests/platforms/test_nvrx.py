@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.platforms.cluster import find_ports
 from tests.platforms.jobs import LONGEST, RECIPES, Run, Steps, find_processes, kill, make_environment
+from tests.support.ports import find_port
 
 MISSING = importlib.util.find_spec("nvidia_resiliency_ext") is None or shutil.which("ft_launcher") is None
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.skipif(MISSING, reason="no nvidia-resiliency-ext")]
@@ -33,7 +33,7 @@ def test_a_hung_rank_is_ended_and_the_job_goes_on(reference: Steps, tmp_path: Pa
     (tmp_path / "ft.yaml").write_text(TIMEOUTS)
     fields = {
         "RANKS_PER_NODE": "1",
-        "ENDPOINT": f"127.0.0.1:{find_ports(1)[0]}",
+        "ENDPOINT": f"127.0.0.1:{find_port()}",
         "RDZV_CONF": "last_call_timeout=2",
         "GRACE": "3",
     }

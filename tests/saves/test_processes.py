@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ucp.saves.memory import Job, find_root, is_locked, list_jobs
-from deepspeed_ucp.testing.ports import hold_port
+from deepspeed_ucp.testing.world import hold_port
 from tests.saves.saving import PATIENCE, TAG, is_whole, make_save
 from tests.support.forked import start_script
 from tests.support.until import wait_until

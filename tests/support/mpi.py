@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from deepspeed_ucp.testing.ports import hold_port
+from deepspeed_ucp.testing.world import hold_port
 from tests.support.forked import start_script
 
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from deepspeed_ucp.testing.ports import hold_port
+from deepspeed_ucp.testing.world import hold_port
 
 _HELD = list[socket.socket]()
 
