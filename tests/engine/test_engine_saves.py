@@ -24,8 +24,18 @@ from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import few, params
 from tests.support.engines.cases import Case, make_engine, train_engine
-from tests.support.engines.ranks import Load, Local, files_that_differ, load_each, on_nodes, save, uninstalled
-from tests.support.engines.saves import close, in_memory, wait_for_marks
+from tests.support.engines.ranks import (
+    Load,
+    Local,
+    close,
+    files_that_differ,
+    in_memory,
+    load_each,
+    on_nodes,
+    save,
+    uninstalled,
+    wait_for_marks,
+)
 
 CASES = [Case(1, 2, "bf16"), Case(3, 3), Case(0, 2), Case(2, 1, "fp16")]
 MIB_FREE = "deepspeed_ucp.saves.room.count_free"

@@ -6,24 +6,77 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
 
+from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL
 from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.stores.server import BUCKET, Server, serve_bucket
 from tests.support.covering import params
-from tests.support.engines import pairs as engine_pairs
-from tests.support.engines.pairs import KINDS
-from tests.support.engines.ranks import files_that_differ, on_nodes, with_options
-from tests.support.engines.saves import wait_for_marks
+from tests.support.engines import autoep, experts, muon, nvme
+from tests.support.engines.cases import FEATURES, Case
+from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32, Kind
+from tests.support.engines.models import MODELS
+from tests.support.engines.parallel import pipe, plain
+from tests.support.engines.ranks import (
+    Local,
+    close,
+    describe,
+    files_that_differ,
+    on_nodes,
+    uninstalled,
+    wait_for_marks,
+    with_options,
+)
 
 pytest.importorskip("moto")
+
+
+@dataclass(frozen=True)
+class Idle(Case):
+    """An engine without optimizer; its buffers change in each forward pass."""
+
+    def make(self, seed: int) -> Any:
+        torch.manual_seed(seed)
+        return deepspeed.initialize(model=MODELS["mixed"](), config=self.ds_config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
+        return float(engine(torch.ones(1, FEATURES)).sum())
+
+
+FUSED, LORA, FROZEN = {"optimizer": "fused_adam"}, {"model": "lora"}, {"frozen": True}
+LETTERS, EVEN = pipe(1, 2, method="uniform", world=2, model="eBBh"), plain(2, world=2, model="even")
+KINDS: dict[str, tuple[Kind, Kind, dict[str, Any]]] = {
+    "zero1": (Case(1, 2, "bf16"), Case(3, 2), {}),
+    "zero2": (Case(2, 2), Case(0, 2), {}),
+    "zero3": (Case(3, 2, "bf16"), Case(1, 2, "bf16"), {}),
+    "bf16": (Case(1, 2, "bf16", config=SUMS_IN_FP32), Case(3, 2, "bf16"), {}),
+    "fp16_fused": (Case(0, 2, "fp16"), Case(1, 2), FUSED),
+    "fp16_unfused": (Case(0, 2, "fp16"), Case(2, 2, "bf16"), {}),
+    "torch": (Case(0, 2), Case(2, 2), {}),
+    "pipeline": (LETTERS, LETTERS.but(pp=1), {}),
+    "experts": (experts.Spread(2, 2, ep=(2, 1)), experts.Spread(1, 2, ep=(1, 2)), {}),
+    "offload": (Case(2, 2, zero=ON_CPU), Case(3, 2), {}),
+    "nvme": (nvme.Kind(3, 2, optimizer="nvme", frozen=True), nvme.Kind(1, 2, frozen=True), {}),
+    "autotp": (EVEN, EVEN.but(tp=1, stage=3), {}),
+    "lora": (Case(1, 2), Case(3, 2), LORA),
+    "muon": (muon.Kind(2, 2), muon.Kind(3, 2), {}),
+    "autoep": (autoep.Spread(2, 2, ep=2), autoep.Spread(1, 2), FROZEN),
+    "params": (Case(3, 2, "bf16", zero={**ON_CPU, "offload_param": {"device": "cpu"}}), Case(2, 2), {}),
+    "none": (Idle(0), Idle(3), {}),
+}
+"""Source, target and options of both on two ranks."""
 
 FACTORS = (
     tuple(KINDS),
@@ -70,6 +123,34 @@ ROWS = [*CHOSEN, *map(reverse, CHOSEN)]
 """Each kind in one way and in the opposite one."""
 
 
+def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> Local:
+    """Train, save by DeepSpeed alone and by the plugin, and train on at once. Returns the engine at the last save."""
+    kind, _, options = KINDS[name]
+    trained = kind.training(1, swap, **options)()
+    engine = next(trained)
+    for number in range(steps):
+        train_steps(trained, 1)
+        local = describe(engine, kind.read)
+        with uninstalled():
+            engine.save_checkpoint(own, str(number))
+        engine.save_checkpoint(folder, str(number))
+        train_steps(trained, 1)
+        assert not find_state(engine).saver.is_owner or find_state(engine).saver.wait()
+    close(engine)
+    return local
+
+
+def load_elsewhere(name: str, folder: str, swap: str) -> Local:
+    """Load in another topology."""
+    _, kind, options = KINDS[name]
+    engine = next(kind.training(3, swap, **options)())
+    path, _ = engine.load_checkpoint(folder)
+    local = describe(engine, kind.read)
+    local.path = path
+    engine.destroy()
+    return local
+
+
 def test_all_pairs_are_there() -> None:
     """Pairs of ways are among the rows that always run, too."""
     for first, second in combinations(range(len(FACTORS)), 2):
@@ -103,24 +184,24 @@ def test_saves(row: tuple[str, ...], memory: str, server: Server, tmp_path: Path
     (source, target, _), world, swap = KINDS[name], ucp_worlds.get(2), str(tmp_path / "swap")
     saved, own = tmp_path / "saved", tmp_path / "own"
     url = f"s3://{BUCKET}/{'-'.join(row)}" if place == "s3" else str(saved)
-    save = {
+    section = {
         "memory": "$NODE_MEMORY" if copies == "copied" else memory,
         "copies": int(copies == "copied"),
         "wait_s": 240,
     }
-    options = {"save": save, "storage_options": server.options}
+    options = {"save": section, "storage_options": server.options}
 
     def run(work: Any, *args: Any, **more: Any) -> list[Any]:
         if copies == "copied":
             return list(world.run(on_nodes, work, memory, *args, **more))
         return list(world.run(work, *args, **more))
 
-    saved_ranks = run(with_options, options, engine_pairs.save, name, url, str(own), swap)
+    saved_ranks = run(with_options, options, save, name, url, str(own), swap)
     wait_for_marks(url)
     if place == "s3":
         download(url, saved)
     assert [each for each in files_that_differ(own, saved) if os.path.basename(each) != SEAL] == []
-    found = run(with_options, options, engine_pairs.load_elsewhere, name, url, swap)
+    found = run(with_options, options, load_elsewhere, name, url, swap)
     assert all(local.path.startswith(memory) for local in found)
     assert target.compare(source.keep(source.join(saved_ranks)), target.join(found))[1] == []
 

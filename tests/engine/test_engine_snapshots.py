@@ -27,8 +27,7 @@ from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine, train_engine
 from tests.support.engines.parallel import pipe
-from tests.support.engines.ranks import Load, load_each
-from tests.support.engines.saves import close, in_memory, wait_for_marks
+from tests.support.engines.ranks import Load, close, in_memory, load_each, wait_for_marks
 
 SAMPLES = 3 * BATCH
 

@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import hjson
-import megatron_ranks
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from config import PRESETS, Degrees, GPTConfig
 from layers import cut_weight, draw_weight
 from metadata import universal_checkpoint_info
 from parallel import Line
-from runs import Outcome, count_differing_bits, merge_stages, plain_name
+from runs import Outcome, count_differing_bits, gather_atoms, merge_stages, plain_name
+from training import Trainer
 
 from deepspeed_ucp.tensor_parallel import from_config, rename_names
 from deepspeed_ucp.testing import WorldPool
@@ -32,8 +33,53 @@ PLACES = {
 }
 
 
+BATCH, STEPS = 4, 3
+
+
+def train_ranks(config: GPTConfig, degrees: Degrees, stage: int) -> tuple[list[float], dict[str, Any]]:
+    """Train STEPS steps; returns the losses and this rank's stage of the state."""
+    clipping = {"gradient_clipping": 0.0} if config.deepspeed_moe else {}  # its norm depends on the degree
+    trainer = Trainer(config, degrees, {**make_ds_config(stage), **clipping})
+    losses = [trainer.train_step() for _ in range(STEPS)]
+    return losses, {name: state["fp32"] for name, state in gather_atoms(trainer).items()}
+
+
+def make_ds_config(stage: int) -> dict[str, Any]:
+    # The steps of SGD are proportional to the gradients, so a wrong factor is visible.
+    return {
+        "train_batch_size": BATCH,
+        "steps_per_print": 1 << 30,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 1.0,
+    }
+
+
+def describe(config: GPTConfig, degrees: Degrees) -> dict[str, tuple[tuple[int, ...], bool, int, int]]:
+    """Shape and Megatron's attributes of this rank's parameters, without an engine."""
+    from gpt import GPT, make_pipeline
+    from parallel import ParallelState
+
+    parallel = ParallelState(degrees.tp, degrees.pp, degrees.sp)
+    model: torch.nn.Module = (
+        make_pipeline(config, parallel, degrees.partition_method) if degrees.pipeline else GPT(config, parallel)
+    )
+    return {
+        name: (tuple(p.shape), p.tensor_model_parallel, p.partition_dim, p.partition_stride)  # type: ignore[attr-defined]
+        for name, p in model.named_parameters()
+    }
+
+
+def save_client_state(config: GPTConfig, degrees: Degrees, folder: str) -> None:
+    trainer = Trainer(config, degrees, make_ds_config(1))
+    trainer.train_step()
+    trainer.save(folder)
+    dist.barrier()
+
+
 def train(worlds: WorldPool, config: GPTConfig, degrees: Degrees, stage: int) -> tuple[list[float], dict[str, Any]]:
-    results = worlds.get(RANKS).run(megatron_ranks.train, config, degrees, stage)
+    results = worlds.get(RANKS).run(train_ranks, config, degrees, stage)
     atoms = merge_stages(Outcome(atoms={n: {"fp32": a} for n, a in part.items()}) for _, part in results)
     return results[0][0], {name: state["fp32"] for (name, instance), state in atoms.items() if instance == 0}
 
@@ -86,7 +132,7 @@ def test_the_checkpoint_records_how_each_parameter_is_cut(
         "row": info["parameter_with_row_parallelism_patterns"],
         "fused": [pattern for rule in info["parameter_with_sub_params"] for pattern in rule["patterns"]],
     }
-    for described in ucp_worlds.get(RANKS).run(megatron_ranks.describe, config, degrees):
+    for described in ucp_worlds.get(RANKS).run(describe, config, degrees):
         for name, (_, is_cut, dim, stride) in described.items():
             matching = [kind for kind, patterns in kinds.items() if any(re.fullmatch(p, name) for p in patterns)]
             expected = {(False, -1): ["replicated"], (True, 1): ["row"]}.get((is_cut, dim))
@@ -99,7 +145,7 @@ def test_the_checkpoint_records_how_each_parameter_is_cut(
 
 @pytest.mark.engine
 def test_client_state_is_megatrons(ucp_worlds: WorldPool, tmp_path: Any) -> None:
-    ucp_worlds.get(RANKS).run(megatron_ranks.save_client_state, GPT, Degrees(tp=2, pp=2), str(tmp_path))
+    ucp_worlds.get(RANKS).run(save_client_state, GPT, Degrees(tp=2, pp=2), str(tmp_path))
     state = torch.load(tmp_path / "global_step1" / "mp_rank_03_model_states.pt", weights_only=False)
     assert state["iteration"] == 1
     assert state["checkpoint_version"] == 3.0
@@ -192,7 +238,7 @@ def test_the_name_rules_convert_between_the_builds(
     rules = [rename for rules in from_config(str(file)) for rename in rules.renames]
     config = replace(PRESETS[preset], hidden=32, context=16, ffn=32)
     pipeline, plain = (
-        set().union(*ucp_worlds.get(RANKS).run(megatron_ranks.describe, config, degrees))
+        set().union(*ucp_worlds.get(RANKS).run(describe, config, degrees))
         for degrees in (Degrees(pp=2), Degrees(pipeline=False))
     )
     assert set(rename_names(pipeline, rules, plain).values()) == plain

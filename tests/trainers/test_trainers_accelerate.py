@@ -3,24 +3,213 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import trainers_accelerate
 import trainers_common
 from torch.optim.lr_scheduler import LambdaLR
-from trainers_accelerate import STEPS, Trained
+from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
+from trainers_hf import Net, Samples
 
+from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.model import SavedJob
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers import accelerating
 from tests.support.covering import all_turns, params
 
 pytest.importorskip("accelerate")
+
+# --- on the ranks
+
+
+@dataclass
+class Trained(trainers_common.Trained):
+    """One rank's part of a run.
+
+    Attributes:
+        steps: of the engine, at the end.
+        custom: number that the registered object counts.
+    """
+
+    steps: int = 0
+    custom: int = 0
+    accumulation: int = 0
+
+
+class Count:
+    """An object of the script's own."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+STEPS, SIZE, TOTAL = 12, 32, 8
+"""Steps of a run of three epochs, samples, and samples of a step."""
+
+
+def make_scheduler(kind: str, optimizer: Any, ranks: int) -> Any:
+    """``scaled`` counts as Accelerate steps it, ``plain`` as two ranks step it, ``cosine`` is saved whole, ``betas``
+    holds references."""
+    from torch.optim import lr_scheduler
+
+    most = STEPS * (ranks if kind in ("scaled", "one-cycle") else 2)
+    if kind == "betas":
+        return MovesBetas(optimizer)
+    if kind == "cosine":
+        return lr_scheduler.CosineAnnealingLR(optimizer, T_max=most)
+    if kind == "one-cycle":
+        return lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=most)
+    return lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / most))
+
+
+def train(
+    folder: str,
+    ds_config: dict[str, Any],
+    *,
+    micro: int,
+    accumulation: int = 1,
+    scheduler: str = "scaled",
+    save: dict[int, str] | None = None,
+    resume: str | None = None,
+) -> Trained:
+    """Train in a loop like that of Accelerate's users, which continues at the restored step.
+
+    Args:
+        save: by micro batch (of all epochs, from 1 on) a folder.
+    """
+    record = Trained()
+    with choose_gloo(), listen(record.warnings):
+        accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler)
+        if resume is not None:
+            accelerator.load_state(resume)
+        _train(record, accelerator, count, net, *prepared, save or {})
+        record.steps, record.custom = prepared[0].global_steps, count.steps
+        record.accumulation, record.weights = accelerator.gradient_accumulation_steps, gather_weights(prepared[0])
+        prepared[0].destroy()
+    return record
+
+
+def _prepare(
+    ds_config: dict[str, Any], micro: int, accumulation: int, scheduler: str
+) -> tuple[Any, Count, Net, tuple[Any, ...]]:
+    from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
+    from accelerate.utils import set_seed
+
+    set_seed(5)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=accumulation,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    )
+    net, count = Net(), Count()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(Samples(SIZE), batch_size=micro, shuffle=True)
+    made = make_scheduler(scheduler, optimizer, accelerator.num_processes)
+    prepared = accelerator.prepare(net, optimizer, loader, made)
+    accelerator.register_for_checkpointing(count)
+    torch.manual_seed(100 + accelerator.process_index)
+    return accelerator, count, net, prepared
+
+
+def _train(
+    record: Trained,
+    accelerator: Any,
+    count: Count,
+    net: Net,
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    scheduler: Any,
+    save: dict[int, str],
+) -> None:
+    per_step, per_epoch, losses = accelerator.gradient_accumulation_steps, SIZE // TOTAL, list[float]()
+    begin, done = count.steps, count.steps * per_step
+    for epoch in range(begin // per_epoch, STEPS // per_epoch):
+        loader.set_epoch(epoch)
+        first = (begin % per_epoch) * per_step if epoch == begin // per_epoch else 0
+        for batch in accelerator.skip_first_batches(loader, first) if first else loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                optimizer.step()
+                rate = scheduler.get_last_lr()[0]
+                scheduler.step()
+                optimizer.zero_grad()
+            done += 1
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                count.steps += 1
+                record.samples[count.steps], record.rates[count.steps] = list(net.seen), rate
+                record.losses[count.steps] = sum(losses) / len(losses)
+                net.seen.clear()
+                losses.clear()
+            if done in save:
+                accelerator.save_state(save[done])
+
+
+def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]], int]:
+    """Save with automatic names and a limit of one; the writes of the second and third save are held back.
+
+    Returns:
+        The checkpoints after each save, and the steps that a load of the last one restores.
+    """
+    from accelerate.utils import ProjectConfiguration
+
+    saves = list[dict[str, bool]]()
+    with choose_gloo():
+        accelerator, count, _, (model, optimizer, loader, scheduler) = _prepare(ds_config, 4, 1, "plain")
+        accelerator.project_configuration = ProjectConfiguration(
+            folder, automatic_checkpoint_naming=True, total_limit=1
+        )
+        holding = hold_writes()
+        for number, batch in enumerate(loader):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            scheduler.step()
+            count.steps += 1
+            if number == 1:
+                holding.__enter__()
+            accelerator.save_state()
+            saves.append(list_saves(os.path.join(folder, "checkpoints")))
+            if number == 2:
+                holding.__exit__(None, None, None)
+                finish_writes()
+                accelerator.wait_for_everyone()
+        count.steps = 0
+        accelerator.load_state()
+        saves.append(list_saves(os.path.join(folder, "checkpoints")))
+        model.destroy()
+    return saves, count.steps
+
+
+def save_twice(folder: str, ds_config: dict[str, Any]) -> str:
+    """Return the error of the second save to a folder, while writes are held back."""
+    with choose_gloo():
+        accelerator, _, _, prepared = _prepare(ds_config, 8, 1, "plain")
+        accelerator.save_state(folder)
+        with hold_writes():
+            try:
+                accelerator.save_state(folder)
+            except StorageError as error:
+                return str(error)
+            finally:
+                prepared[0].destroy()
+    return ""
+
+
+# --- tests
 
 
 def make_config(stage: int, universal: Any = True, **more: Any) -> dict[str, Any]:
@@ -35,16 +224,8 @@ def make_config(stage: int, universal: Any = True, **more: Any) -> dict[str, Any
 
 
 def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
-    """Check all steps from ``first`` on."""
-    assert list(rest[0].samples) == list(range(first, STEPS + 1))
-    for step in rest[0].samples:
-        taken, expected = (sorted(itertools.chain(*(each.samples[step] for each in run))) for run in (rest, whole))
-        assert taken == expected, step
-        assert rest[0].rates[step] == pytest.approx(whole[0].rates[step], rel=1e-12), step
-        mine, theirs = (sum(each.losses[step] for each in run) / len(run) for run in (rest, whole))
-        assert mine == pytest.approx(theirs, abs=2e-6), step
-    for name, weight in whole[0].weights.items():
-        torch.testing.assert_close(rest[0].weights[name], weight, rtol=0, atol=2e-6)
+    """Check all steps from ``first`` on, to the last one."""
+    trainers_common.agree(whole, rest, first, rate=1e-12)
     assert {(each.steps, each.custom) for each in rest} == {(STEPS, STEPS)}
 
 
@@ -54,7 +235,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> tu
     folder = tmp_path_factory.mktemp("accelerate")
     save = {10: str(folder / "five"), 13: str(folder / "middle")}
     options: dict[str, Any] = {"micro": 2, "accumulation": 2, "save": save}
-    return folder, ucp_worlds.get(2).run(trainers_accelerate.train, str(folder), make_config(2), **options)
+    return folder, ucp_worlds.get(2).run(train, str(folder), make_config(2), **options)
 
 
 @pytest.mark.releases
@@ -68,7 +249,7 @@ def test_goes_on(
     (folder, whole), options = saved, dict[str, Any](micro=micro, accumulation=accumulation)
     for resume, first in (("five", 6), ("eight", 9)):  # the second is of the resumed run
         options |= {"resume": str(folder / resume), "save": {16: str(folder / "eight")}}
-        rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(3), **options)
+        rest = ucp_worlds.get(ranks).run(train, str(folder), make_config(3), **options)
         agree(whole, rest, first)
         assert rest[0].accumulation == 2
         kept = "total batch 8 kept on 1 rank: gradient accumulation 1 → 2"
@@ -80,8 +261,8 @@ def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path,
     """In the same topology, DeepSpeed's load would give the optimizer new groups."""
     options: dict[str, Any] = {"micro": 8, "scheduler": "betas"}
     world, saved = ucp_worlds.get(1), str(tmp_path / "four")
-    whole = world.run(trainers_accelerate.train, str(tmp_path), make_config(2), save={4: saved}, **options)
-    agree(whole, world.run(trainers_accelerate.train, str(tmp_path), make_config(stage), resume=saved, **options), 5)
+    whole = world.run(train, str(tmp_path), make_config(2), save={4: saved}, **options)
+    agree(whole, world.run(train, str(tmp_path), make_config(stage), resume=saved, **options), 5)
 
 
 def wait_then_decay(step: int) -> float:
@@ -108,12 +289,12 @@ def test_schedules_go_on(scheduler: str, ranks: tuple[int, int], tmp_path: Path,
     """Twice, so that the saves of a resumed run are tested too."""
     before, after = ({"micro": 8 // each, "scheduler": scheduler} for each in ranks)
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    whole = ucp_worlds.get(ranks[0]).run(trainers_accelerate.train, first, make_config(1), save={4: first}, **before)
+    whole = ucp_worlds.get(ranks[0]).run(train, first, make_config(1), save={4: first}, **before)
     after |= {"resume": first, "save": {7: second}}
-    agree(whole, ucp_worlds.get(ranks[1]).run(trainers_accelerate.train, first, make_config(1), **after), 5)
+    agree(whole, ucp_worlds.get(ranks[1]).run(train, first, make_config(1), **after), 5)
     for world, options in zip(ranks, (before, after), strict=True):
         again = {**options, "resume": second, "save": None}
-        agree(whole, ucp_worlds.get(world).run(trainers_accelerate.train, first, make_config(1), **again), 8)
+        agree(whole, ucp_worlds.get(world).run(train, first, make_config(1), **again), 8)
 
 
 def test_a_partial_step_is_repeated(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
@@ -121,7 +302,7 @@ def test_a_partial_step_is_repeated(saved: tuple[Path, list[Trained]], ucp_world
     folder, whole = saved
     for ranks, micro in ((2, 2), (1, 4)):
         options: dict[str, Any] = {"micro": micro, "accumulation": 2, "resume": str(folder / "middle")}
-        rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(1), **options)
+        rest = ucp_worlds.get(ranks).run(train, str(folder), make_config(1), **options)
         agree(whole, rest, 7)
         assert ["repeat the last 1 micro batches" in text for text in rest[0].warnings].count(True) == 1
     assert ["saving after 1 of the 2 micro batches" in text for text in whole[0].warnings] == [True]
@@ -139,7 +320,7 @@ def test_a_partial_step_is_repeated(saved: tuple[Path, list[Trained]], ucp_world
 def test_another_total_batch_is_refused(
     ranks: int, options: dict[str, Any], advice: str, saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool
 ) -> None:
-    arguments = (trainers_accelerate.train, str(saved[0]), make_config(2))
+    arguments = (train, str(saved[0]), make_config(2))
     options["resume"] = str(saved[0] / "five")
     for error in ucp_worlds.get(ranks).run(trainers_common.attempt, *arguments, **options):
         assert error.startswith("MismatchError") and advice in error
@@ -148,7 +329,7 @@ def test_another_total_batch_is_refused(
 def test_preserved_batches_apply_to_the_loop(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
     config = make_config(2, {"preserve_batch_size": True}, train_batch_size=8)
     options: dict[str, Any] = {"micro": 4, "accumulation": 1, "resume": str(saved[0] / "five")}
-    rest = ucp_worlds.get(1).run(trainers_accelerate.train, str(saved[0]), config, **options)
+    rest = ucp_worlds.get(1).run(train, str(saved[0]), config, **options)
     agree(saved[1], rest, 6)
 
 
@@ -161,24 +342,24 @@ def test_every_stage_on_any_world(
     before, after = ({"micro": 8 // each} for each in ranks)
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     configs = [make_config(stage) for stage in stages]
-    whole = ucp_worlds.get(ranks[0]).run(trainers_accelerate.train, first, configs[0], save={6: first}, **before)
+    whole = ucp_worlds.get(ranks[0]).run(train, first, configs[0], save={6: first}, **before)
     after |= {"resume": first, "save": {8: second}}
-    agree(whole, ucp_worlds.get(ranks[1]).run(trainers_accelerate.train, first, configs[1], **after), 7)
+    agree(whole, ucp_worlds.get(ranks[1]).run(train, first, configs[1], **after), 7)
     before |= {"resume": second}
-    agree(whole, ucp_worlds.get(ranks[0]).run(trainers_accelerate.train, first, configs[0], **before), 9)
+    agree(whole, ucp_worlds.get(ranks[0]).run(train, first, configs[0], **before), 9)
 
 
 def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Accelerate removes older ones before it saves. A checkpoint without its own files is refused."""
     config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240}})
-    (saves, steps), _ = ucp_worlds.get(2).run(trainers_accelerate.rotate, str(tmp_path / "out"), config)
+    (saves, steps), _ = ucp_worlds.get(2).run(rotate, str(tmp_path / "out"), config)
     first, second, third = ({f"checkpoint_{number}": number == 0} for number in range(3))
     assert saves[1] == first | second and saves[2] == first | second | third
     assert {"checkpoint_2": True} | {"checkpoint_3": saves[3]["checkpoint_3"]} == saves[3]
     assert (saves[4], steps) == ({"checkpoint_2": True, "checkpoint_3": True}, 4)
     (tmp_path / "out" / "checkpoints" / "checkpoint_3" / accelerating.OWN).unlink()
     resume = str(tmp_path / "out" / "checkpoints" / "checkpoint_3")
-    arguments = (trainers_accelerate.train, str(tmp_path), config)
+    arguments = (train, str(tmp_path), config)
     (error,) = ucp_worlds.get(1).run(trainers_common.attempt, *arguments, micro=8, resume=resume)
     assert error.startswith("CheckpointError") and "the save was interrupted" in error
 
@@ -186,5 +367,5 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
 def test_a_folder_that_holds_a_save_is_written_before_training_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """A crash would leave engine state and Accelerate's files of different saves."""
     config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 240}})
-    (error,) = ucp_worlds.get(1).run(trainers_accelerate.save_twice, str(tmp_path / "out"), config)
+    (error,) = ucp_worlds.get(1).run(save_twice, str(tmp_path / "out"), config)
     assert "not all saves are written after" in error

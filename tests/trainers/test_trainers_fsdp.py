@@ -101,7 +101,7 @@ def test_deepspeed_loads_saves_of_accelerate(tmp_path: Path, ucp_worlds: WorldPo
         tree = {"model": torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True), "optim": optim}
     else:
         tree = read_folders(folder)
-    for state, _, heard, _ in ucp_worlds.get(1).run(foreign_run.go_on, str(folder), (1, 3), range(0))[0]:
+    for state, heard in ucp_worlds.get(1).run(foreign_run.go_on, str(folder), (1, 3))[0]:
         check_engine(state, tree)
         beside = "random_states_0.pkl, random_states_1.pkl, scheduler.bin"
         assert any(f"neither model nor optimizer: {beside}." in line for line in heard)
@@ -142,6 +142,6 @@ def test_deepspeed_loads_saves_of_lightning(tmp_path: Path, ucp_worlds: WorldPoo
     tree = {"model": cut(weights), "optim": {"state": cut(optim["state"]), "param_groups": groups}}
     rules = {"rename": [{"from": r"net\.(?P<rest>.*)", "to": "{rest}"}]}
     options: dict[str, Any] = {"patterns": rules}
-    for state, _, heard, _ in ucp_worlds.get(1).run(foreign_run.go_on, str(folder), (1, 3), range(0), **options)[0]:
+    for state, heard in ucp_worlds.get(1).run(foreign_run.go_on, str(folder), (1, 3), **options)[0]:
         check_engine(state, tree)
         assert any("neither model nor optimizer: meta.pt (schedulers, loops)." in line for line in heard)

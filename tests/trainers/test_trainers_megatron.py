@@ -2,20 +2,132 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-import trainers_megatron
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
+from deepspeed_ucp import install
 from deepspeed_ucp.testing import WorldPool
 
 STEPS, CUT, RANKS = 5, 3, 2
 TP2, TP1 = (2, 1, False), (1, 1, False)
 PIPES = [(1, 1, True), (1, 2, True), (2, 1, True)]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt"
+SIZES = {"layers": 2, "hidden": 32, "heads": 4, "context": 16, "vocabulary": 256, "vocabulary_divisor": 8}
+BATCH, SEED = 4, 1234
+
+
+@dataclass
+class Pretrained:
+    """One rank's part of a run.
+
+    Attributes:
+        losses: losses of all steps.
+        drawn: numbers that the tensor-parallel tracker drew before each step.
+        begin: first iteration.
+        consumed: Megatron's count of samples.
+        universal: final value of `--universal-checkpoint`.
+        section: section `checkpoint` of the ds_config.
+    """
+
+    losses: list[float]
+    drawn: list[float]
+    begin: int
+    consumed: int
+    universal: bool
+    section: Any
+    error: str = ""
+
+
+def pretrain(
+    degrees: tuple[int, int, bool],
+    stage: int,
+    folder: str,
+    steps: int,
+    *,
+    save: int = -1,
+    flag: bool = False,
+    section: Any = None,
+    default_on: Any = None,
+) -> Pretrained:
+    """Run like a script of Megatron: make the ds_config and the engine, load, train, save.
+
+    Args:
+        degrees: tensor-parallel ranks, pipeline stages, and whether there is a pipeline.
+        save: after which step.
+        flag: `--universal-checkpoint`.
+        section: `checkpoint` of the ds_config.
+    """
+    for path in (str(EXAMPLE), str(Path(__file__).with_name("standin"))):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    if getattr(sys.modules.get("megatron"), "__file__", "") is None:  # megatron-core's, which has no modules of its own
+        for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+            del sys.modules[name]
+    install(default_on=default_on)
+    from config import Degrees, GPTConfig  # type: ignore[import-not-found]
+    from megatron import checkpointing, global_vars, training  # type: ignore[import-not-found]
+    from training import Trainer  # type: ignore[import-not-found]
+
+    tp, pp, pipeline = degrees
+    config = GPTConfig(**SIZES, seed=1)
+    args = _make_args(degrees, folder, flag, stage, section)
+    global_vars.set_args(args)
+    torch.manual_seed(SEED)
+    ds_config = training.make_config()
+    trainer = Trainer(config, Degrees(tp, pp, pipeline=pipeline), ds_config)
+    args.tensor_rank = trainer.parallel.tensor.rank
+    checkpointing.seed_tensor_ranks(SEED)
+    record = Pretrained([], [], 0, 0, False, ds_config.get("checkpoint"))
+    try:
+        record.begin = training.resume(trainer.engine)
+    except AssertionError as error:
+        record.error = str(error)
+    while not record.error and trainer.step < steps:
+        with get_cuda_rng_tracker().fork(checkpointing.TRACKER):
+            record.drawn.append(torch.rand(1).item())
+        record.losses.append(trainer.train_step())
+        args.consumed_train_samples += BATCH
+        if trainer.step == save:
+            client_state = {**trainer.make_client_state(), "tokens": 1}
+            checkpointing.save_checkpoint(trainer.step, [trainer.engine], client_state)
+    record.consumed, record.universal = args.consumed_train_samples, args.universal_checkpoint
+    trainer.engine.destroy()
+    dist.barrier()
+    install(default_on=False)
+    return record
+
+
+def _make_args(degrees: tuple[int, int, bool], folder: str, flag: bool, stage: int, section: Any) -> Any:
+    from config import Degrees, GPTConfig
+    from metadata import megatron_arguments  # type: ignore[import-not-found]
+
+    tp, pp, pipeline = degrees
+    args = megatron_arguments(GPTConfig(**SIZES, seed=1), Degrees(tp, pp, pipeline=pipeline))
+    path = Path(folder) / f"ds_config_{dist.get_rank()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ds_config = {
+        "train_batch_size": BATCH,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        **({} if section is None else {"checkpoint": section}),
+    }
+    path.write_text(json.dumps(ds_config))
+    args.deepspeed_config, args.universal_checkpoint = str(path), flag
+    args.save = args.load = folder
+    args.seed, args.consumed_train_samples = SEED, 0
+    return args
 
 
 def test_scripts_change_their_degrees(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), trainers_megatron.pretrain
+    world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), pretrain
     whole = world.run(train, TP2, 1, folder, STEPS, save=CUT)
     assert len({tuple(rank.drawn) for rank in whole}) == RANKS
     later = whole[0].losses[CUT:]
@@ -28,7 +140,7 @@ def test_scripts_change_their_degrees(tmp_path: Path, ucp_worlds: WorldPool) -> 
     ):
         resumed = world.run(train, degrees, stage, folder, STEPS, **options)
         assert [rank.error for rank in resumed] == [""] * RANKS
-        assert {(rank.begin, rank.consumed) for rank in resumed} == {(CUT, STEPS * trainers_megatron.BATCH)}
+        assert {(rank.begin, rank.consumed) for rank in resumed} == {(CUT, STEPS * BATCH)}
         assert resumed[0].losses == pytest.approx(later, rel=1e-5)
         own = [rank.drawn for rank in resumed] == [rank.drawn[CUT:] for rank in whole]
         assert own is (degrees == TP2)
@@ -46,7 +158,7 @@ def test_pipelines(
     source: tuple[int, int, bool], target: tuple[int, int, bool], flag: bool, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     """There and back with the same tags; files of a larger model-parallel degree remain."""
-    world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), trainers_megatron.pretrain
+    world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), pretrain
     whole = world.run(train, source, 1, folder, STEPS + 1, save=CUT)
     world.run(train, source, 1, folder, STEPS, save=STEPS, default_on=True)
     (Path(folder) / "latest").write_text(f"global_step{CUT}")

@@ -2,51 +2,96 @@
 
 from __future__ import annotations
 
+import os
+import random
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
-import trainers_random
+import torch
+import torch.distributed as dist
 
 from deepspeed_ucp import CheckpointError
+from deepspeed_ucp.model import SavedJob
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.trainers import accelerating, huggingface
+from deepspeed_ucp.trainers.randomness import restore_ranks
 
 pytestmark = pytest.mark.parametrize("kind", ["hf", "accelerate"])
 
+SAVED = {"hf": ("python", "numpy", "cpu"), "accelerate": ("random_state", "numpy_random_seed", "torch_manual_seed")}
+
+
+def save(folder: str, kind: str, ranks: int) -> None:
+    """Write the files of all ranks of a job, as the trainers do."""
+    for rank in range(ranks):
+        seed(1000 * ranks + rank)
+        states = dict(zip(SAVED[kind], (random.getstate(), np.random.get_state(), torch.get_rng_state()), strict=True))  # noqa: NPY002
+        names = {
+            "hf": f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth",
+            "accelerate": f"random_states_{rank}.pkl",
+        }
+        torch.save(states, os.path.join(folder, names[kind]))
+
+
+def seed(value: int) -> None:
+    random.seed(value)
+    np.random.seed(value)  # noqa: NPY002
+    torch.manual_seed(value)
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), torch.rand(1).item()  # noqa: NPY002
+
+
+def restore(folder: str, kind: str, ranks: int) -> tuple[float, ...]:
+    """Restore the states of a number of ranks; returns numbers that this rank draws then."""
+    engine: Any = SimpleNamespace(seq_data_parallel_group=dist.group.WORLD, mp_world_size=1)
+    seed(77)
+    read = (
+        partial(huggingface.read_random, folder, ranks) if kind == "hf" else partial(accelerating.read_random, folder)
+    )
+    restore_ranks(engine, folder, SavedJob(ranks, 1, 6, 8, 1), read)
+    return draw()
+
 
 def expect(ranks: int, rank: int) -> tuple[float, ...]:
-    trainers_random.seed(1000 * ranks + rank)
-    return trainers_random.draw()
+    seed(1000 * ranks + rank)
+    return draw()
 
 
 def test_saved_ranks_keep_their_states(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """New ranks derive theirs, the same at each resume; files of an older, larger save are ignored."""
     for ranks in (3, 1, 2):
-        trainers_random.save(str(tmp_path), kind, ranks)
-    drawn = ucp_worlds.get(3).run(trainers_random.restore, str(tmp_path), kind, 2)
+        save(str(tmp_path), kind, ranks)
+    drawn = ucp_worlds.get(3).run(restore, str(tmp_path), kind, 2)
     assert drawn[:2] == [expect(2, 0), expect(2, 1)]
     assert drawn[2] not in [expect(2, 0), expect(2, 1), expect(3, 2)]
-    assert ucp_worlds.get(3).run(trainers_random.restore, str(tmp_path), kind, 2) == drawn
-    assert ucp_worlds.get(1).run(trainers_random.restore, str(tmp_path), kind, 2) == [expect(2, 0)]
+    assert ucp_worlds.get(3).run(restore, str(tmp_path), kind, 2) == drawn
+    assert ucp_worlds.get(1).run(restore, str(tmp_path), kind, 2) == [expect(2, 0)]
 
 
 def test_one_rank_grows(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """A single rank has no axis along which states differ, so all ranks take its state."""
-    trainers_random.save(str(tmp_path), kind, 1)
-    assert ucp_worlds.get(2).run(trainers_random.restore, str(tmp_path), kind, 1) == [expect(1, 0)] * 2
+    save(str(tmp_path), kind, 1)
+    assert ucp_worlds.get(2).run(restore, str(tmp_path), kind, 1) == [expect(1, 0)] * 2
 
 
 def test_a_missing_state_is_derived(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    trainers_random.save(str(tmp_path), kind, 3)
+    save(str(tmp_path), kind, 3)
     (missing,) = (path for path in tmp_path.iterdir() if "_1." in path.name)
     missing.unlink()
-    drawn = ucp_worlds.get(3).run(trainers_random.restore, str(tmp_path), kind, 3)
+    drawn = ucp_worlds.get(3).run(restore, str(tmp_path), kind, 3)
     assert [drawn[0], drawn[2]] == [expect(3, 0), expect(3, 2)]
     assert drawn[1] not in (drawn[0], drawn[2])
 
 
 def test_a_damaged_file_is_refused_by_all(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    trainers_random.save(str(tmp_path), kind, 2)
+    save(str(tmp_path), kind, 2)
     (damaged,) = (path for path in tmp_path.iterdir() if "_1." in path.name)
     damaged.write_bytes(damaged.read_bytes()[:-30])
     with pytest.raises(CheckpointError, match=damaged.name):
-        ucp_worlds.get(2).run(trainers_random.restore, str(tmp_path), kind, 2)
+        ucp_worlds.get(2).run(restore, str(tmp_path), kind, 2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -17,6 +20,43 @@ from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import is_locked
 from deepspeed_ucp.saves.saver import list_savers
 from tests.support.until import wait_until
+
+
+@dataclass
+class Trained:
+    """One rank's part of a run.
+
+    Attributes:
+        samples, rates, losses: of each step; a loss is the mean of the rank's micro batches.
+        weights: trained weights at the end.
+        warnings: warnings of the plugin.
+    """
+
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def agree(
+    whole: Sequence[Trained], rest: Sequence[Trained], first: int, *, rate: float = 0.0, loss: float = 2e-6
+) -> None:
+    """Check that a resumed run has the uninterrupted one's samples, rates and losses of all steps from ``first`` on.
+
+    Args:
+        rate: relative gap of learning rates.
+        loss: gap of losses.
+    """
+    assert list(rest[0].samples) == [step for step in whole[0].samples if step >= first]
+    for step in rest[0].samples:
+        taken, expected = (sorted(chain(*(each.samples[step] for each in run))) for run in (rest, whole))
+        assert taken == expected, step
+        assert rest[0].rates[step] == pytest.approx(whole[0].rates[step], rel=rate, abs=0), step
+        mine, theirs = (sum(each.losses[step] for each in run) / len(run) for run in (rest, whole))
+        assert mine == pytest.approx(theirs, abs=loss), step
+    for name, weight in whole[0].weights.items():
+        torch.testing.assert_close(rest[0].weights[name], weight, rtol=0, atol=2e-6)
 
 
 @contextmanager

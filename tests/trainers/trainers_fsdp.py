@@ -37,7 +37,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def accelerate(
-    how: str, steps: range, *, load: str = "", save: str = "", scheduled: bool = True, warm: bool = False
+    how: str, steps: range, *, load: str = "", save: str = "", warm: bool = False
 ) -> tuple[list[float], list[float], int]:
     """Train in a loop under Accelerate; returns the losses, the final rates, and the first random number.
 
@@ -48,8 +48,7 @@ def accelerate(
     with choose("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
         accelerator = _make_accelerator(how)
         net, optimizer = fsdp_run.build(seed=1 if load else 0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if scheduled else None
-        prepared = accelerator.prepare(net, optimizer, *([scheduler] if scheduled else ()))
+        prepared = accelerator.prepare(net, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
         if warm:
             _step(accelerator, *prepared, step=100)
         if load:
@@ -89,13 +88,12 @@ def _make_accelerator(how: str) -> Any:
     return Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
 
 
-def _step(accelerator: Any, net: Any, optimizer: Any, scheduler: Any = None, *, step: int) -> float:
+def _step(accelerator: Any, net: Any, optimizer: Any, scheduler: Any, *, step: int) -> float:
     x, y = batch(step)
     loss = (net(x) - y).square().mean()
     accelerator.backward(loss)
     optimizer.step()
-    if scheduler is not None:
-        scheduler.step()
+    scheduler.step()
     optimizer.zero_grad()
     return float(loss.item())
 

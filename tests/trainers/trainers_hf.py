@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import trainers_common
 from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
 
 from deepspeed_ucp import preemption
@@ -75,30 +76,24 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 @dataclass
-class Trained:
+class Trained(trainers_common.Trained):
     """One rank's part of a run.
 
     Attributes:
-        samples: step → samples.
-        log: step → the trainer's log entry.
+        epochs: step → epochs at its end.
         random: step → digest of the random states at its begin.
-        weights: trained weights at the end.
         sizes: per-device batch, accumulation, total batch of the engine.
         best: the best checkpoint.
         judged: step → loss of the evaluation.
-        warnings: warnings of the plugin on this rank.
         folders: checkpoints at the begin of each step, and whether the engine's state is complete.
         code: exit code, if the run has exited early.
     """
 
-    samples: dict[int, list[int]] = field(default_factory=dict)
-    log: dict[int, dict[str, float]] = field(default_factory=dict)
+    epochs: dict[int, float] = field(default_factory=dict)
     random: dict[int, str] = field(default_factory=dict)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
     sizes: tuple[int, ...] = ()
     best: str | None = None
     judged: dict[int, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
     folders: list[dict[str, bool]] = field(default_factory=list)
     code: object = None
 
@@ -248,10 +243,10 @@ def train(
             return record
         if holder is not None:
             holder.lose()
-        record.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
-        record.judged = {
-            entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry
-        }
+        history = trainer.state.log_history
+        for name, values in (("learning_rate", record.rates), ("epoch", record.epochs), ("loss", record.losses)):
+            values.update({entry["step"]: entry[name] for entry in history if "loss" in entry})
+        record.judged = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
         engine = trainer.deepspeed
         record.sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, engine.train_batch_size())
         record.best, record.weights = trainer.state.best_model_checkpoint, gather_weights(engine)

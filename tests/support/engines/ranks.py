@@ -20,10 +20,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_ucp
 from deepspeed_ucp.engine import Instance, Place, find_place, open_target
+from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.io.store import list_tree
+from deepspeed_ucp.saves.publishing import WRITTEN
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import CLIENT_STATE
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.held import without_collector
+from tests.support.until import wait_until
 
 Training = Callable[[], Generator[Any, None, None]]
 """Makes an engine and yields it, then the loss of each step that it trains."""
@@ -38,7 +42,6 @@ class Load:
 
     Attributes:
         arguments: further arguments of `load_checkpoint`.
-        rename: load through a `custom_load_fn` that renames prefixes of the saved names.
         unreadable: files whose name contains this cannot be opened on rank 1.
         before: steps that the engine trains before the load.
         again: folder of a save right after the load.
@@ -47,7 +50,6 @@ class Load:
 
     folder: Folder
     arguments: dict[str, Any] = field(default_factory=dict)
-    rename: dict[str, str] | None = None
     unreadable: str = ""
     before: int = 0
     again: str = ""
@@ -55,22 +57,12 @@ class Load:
 
     def run(self, engine: Any) -> Any:
         """Return the result of `load_checkpoint`."""
-        renaming = {} if self.rename is None else {"custom_load_fn": _renaming(self.rename)}
         with _blocked(self.unreadable if dist.get_rank() == 1 else ""):
-            return engine.load_checkpoint(_pick(self.folder), **self.arguments, **renaming)
+            return engine.load_checkpoint(_pick(self.folder), **self.arguments)
 
 
 def _pick(folder: Folder) -> str:
     return folder if isinstance(folder, str) else folder[dist.get_rank()]
-
-
-def _renaming(rename: dict[str, str]) -> Any:
-    def load_renamed(src: dict[str, Any], dst: Any) -> None:
-        for old, new in rename.items():
-            src = {new + name.removeprefix(old) if name.startswith(old) else name: value for name, value in src.items()}
-        dst.load_state_dict(src)
-
-    return load_renamed
 
 
 @contextmanager
@@ -296,6 +288,28 @@ def with_options(options: dict[str, Any], work: Callable[..., Any], *args: Any, 
     """Call `work` with these options of the plugin for all engines."""
     with mock.patch.dict(os.environ, DEEPSPEED_UCP=json.dumps(options)):
         return work(*args, **more)
+
+
+# --- saves by way of memory
+
+
+def in_memory(memory: Path, **options: Any) -> dict[str, Any]:
+    """Return the ``checkpoint`` section of a ds_config for saves into a memory folder."""
+    return {"universal": {"save": {"memory": str(memory), "wait_s": 240, **options}}}
+
+
+def close(engine: Any) -> None:
+    """End an engine as a preempted process does: its saves stay in memory for the next load."""
+    saver = find_state(engine).saver
+    if saver is not None:
+        saver.keeps_memory = True
+        saver.close()
+    engine.destroy()
+
+
+def wait_for_marks(place: object) -> None:
+    """Wait until the nodes' coordination files are gone, a moment after all saves are complete."""
+    wait_until(lambda: not any(WRITTEN in name for name in list_tree(str(place))))
 
 
 # --- refused loads
