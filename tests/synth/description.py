@@ -199,18 +199,6 @@ class Topology:
     dealt: bool = False
     cut_experts: bool = False
 
-    def __post_init__(self) -> None:
-        if self.pp > 1 and self.stage > 1:
-            raise ValueError(f"DeepSpeed has no pipelines under ZeRO {self.stage}")
-        if self.kind not in self._valid_kinds():
-            raise ValueError(
-                f"{self.kind!r} is no wrapper of stage {self.stage} in {self.precision}: {self._valid_kinds()} are"
-            )
-        if self.elastic and self.stage == 3:
-            raise ValueError("DeepSpeed has no elastic_checkpoint under ZeRO 3")
-        if any(self.seats % degree for degree in self.ep):
-            raise ValueError(f"experts cannot be spread over {self.ep} of {self.seats} ranks")
-
     @property
     def kind(self) -> str:
         """The wrapper, resolved."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RealSave:
-    """A save by real engines; subclasses say what is trained.
+    """A save by real engines; subclasses make and train them.
 
-    `scheduler` is the state that the learning-rate scheduler saves, `samples` the samples of all steps (None: those
-    of the topology's batch).
+    `model` is the whole model with logical shapes, `scheduler` the saved state of the learning-rate scheduler,
+    `samples` the samples of all steps (None: those of the topology's batch).
     """
 
     topology: Topology
@@ -27,22 +27,10 @@ class RealSave:
     client_state: Mapping[str, Any] = field(default_factory=lambda: {"epoch": 7})
     optimizer: str = "adamw"
 
-    @property
-    def label(self) -> str:
-        raise NotImplementedError
-
-    @property
-    def model(self) -> Model:
-        """The whole trained model, with logical shapes."""
-        raise NotImplementedError
-
-    @property
-    def scheduler(self) -> dict[str, Any] | None:
-        return None
-
-    @property
-    def samples(self) -> int | None:
-        return None
+    label: ClassVar[Any]
+    model: ClassVar[Any]
+    scheduler: ClassVar[Any] = None
+    samples: ClassVar[Any] = None
 
     def ds_config(self) -> dict[str, Any]:
         return {**self.topology.ds_config(), "optimizer": OPTIMIZERS[self.optimizer], "steps_per_print": 10**6}
@@ -51,14 +39,21 @@ class RealSave:
         """The tensor-parallel rank's part of a tensor."""
         raise NotImplementedError
 
-    def save(self, folder: Path) -> None:
-        """Train and save on each rank of a world of the topology's size."""
+    def make(self) -> Any:
+        """Make the engine on each rank of a world of the topology's size."""
         raise NotImplementedError
 
-    def finish(self, engine: Any, folder: Path) -> None:
-        """Save the trained engine."""
+    def step(self, engine: Any) -> object:
+        """Train a step."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> Any:
+        """Train and save. Returns the engine."""
+        engine = self.make()
+        for _ in range(self.steps):
+            self.step(engine)
         engine.save_checkpoint(str(folder), client_state=dict(self.client_state))
-        engine.destroy()
+        return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +84,29 @@ class Case(RealSave):
         scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
         return {**RealSave.ds_config(self), "scheduler": scheduler, "zero_allow_untested_optimizer": True}
 
-    def save(self, folder: Path) -> None:
-        """Train and save; `truth.pt` next to the checkpoint has the states that DeepSpeed's getters return."""
+    def make(self) -> Any:
         import deepspeed
 
         torch.manual_seed(0)
         net = self.net
         groups = parameter_groups(net, self.optimizer)
-        engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=self.ds_config())
-        for step in range(self.steps):
-            torch.manual_seed(100 * step + torch.distributed.get_rank())
-            loss = engine(torch.randint(11, (4,))).float().pow(2).mean() * 1e-2  # no fp16 overflow
-            engine.backward(loss)
-            engine.step()
-        engine.save_checkpoint(str(folder), client_state=dict(self.client_state))
-        truth = _ask_deepspeed(engine, self.topology)
+        return deepspeed.initialize(model=net, model_parameters=groups, config=self.ds_config())[0]
+
+    def step(self, engine: Any) -> None:
+        torch.manual_seed(100 * engine.global_steps + torch.distributed.get_rank())
+        loss = engine(torch.randint(11, (4,))).float().pow(2).mean() * 1e-2  # no fp16 overflow
+        engine.backward(loss)
+        engine.step()
+
+    def save(self, folder: Path) -> Any:
+        """Train and save; `truth.pt` next to the checkpoint has the engine's state."""
+        from deepspeed_ucp.testing.capture import capture
+
+        engine = RealSave.save(self, folder)
+        truth = capture(engine)
         if torch.distributed.get_rank() == 0:
             torch.save(truth, folder / "truth.pt")
-        engine.destroy()
+        return engine
 
 
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
@@ -179,40 +179,6 @@ def save_all(cases: Sequence[RealSave], folder: Path) -> None:
     deepspeed_ucp.uninstall()
     try:
         for case in cases:
-            case.save(folder / case.label)
+            case.save(folder / case.label).destroy()
     finally:
         deepspeed_ucp.install()
-
-
-def _ask_deepspeed(engine: Any, topology: Topology) -> dict[str, dict[str, torch.Tensor]]:
-    """Return {name: {state: whole tensor}} by the public getters, which do not support stage 0."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    if topology.stage == 0:
-        return {}
-    _relink(engine.optimizer)
-    keys = _tensor_states(engine.optimizer.optimizer)
-    truth: dict[str, dict[str, torch.Tensor]] = {}
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad and getattr(param, "ds_numel", param.numel()):
-            truth[name] = {"fp32": safe_get_full_fp32_param(param).clone()}
-            truth[name].update((key, safe_get_full_optimizer_state(param, key).clone()) for key in keys)
-    return truth
-
-
-def _relink(optimizer: Any) -> None:
-    """Link the states of all groups: ZeRO 1/2 links them after the first group's step, when others have none."""
-    if getattr(optimizer, "_hp_optimizer_states_linked", False):
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _tensor_states(optimizer: torch.optim.Optimizer) -> list[str]:
-    return sorted(
-        {
-            key
-            for entry in optimizer.state.values()
-            for key, value in entry.items()
-            if torch.is_tensor(value) and value.dim()
-        }
-    )

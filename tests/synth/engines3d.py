@@ -16,7 +16,6 @@ from .engines import RealSave
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 WIDTH = 6
 ROWS = 12  # of the embedding
@@ -58,25 +57,22 @@ class Case3D(RealSave):
         dim = {"word": 0, "up": 0, "down": 1}.get(name.rpartition(".")[2])
         return tensor if dim is None else tensor.chunk(tp, dim)[rank]
 
-    def save(self, folder: Path) -> None:
-        torch.manual_seed(torch.distributed.get_rank())
-        engine = self._make_engine()
-        for _ in range(self.steps):
-            tokens = torch.randint(ROWS, (4, LENGTH))
-            if self.pipeline:
-                engine.train_batch(iter([(tokens, tokens)]))
-            else:
-                engine.backward(loss(engine(tokens), tokens))
-                engine.step()
-        self.finish(engine, folder)
+    def step(self, engine: Any) -> None:
+        tokens = torch.randint(ROWS, (4, LENGTH))
+        if self.pipeline:
+            engine.train_batch(iter([(tokens, tokens)]))
+        else:
+            engine.backward(loss(engine(tokens), tokens))
+            engine.step()
 
-    def _make_engine(self) -> Any:
+    def make(self) -> Any:
         import deepspeed
         from deepspeed.pipe import PipelineModule
         from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-        from tests.support.engines.experts_3d import ParallelState
+        from tests.support.engines.experts import ParallelState
 
+        torch.manual_seed(torch.distributed.get_rank())
         here, mpu, module = self.topology, None, None
         if self.pipeline:
             with_model = PipeModelDataParallelTopology(here.pp, here.tp, here.dp) if here.names_model_axis else None

@@ -13,69 +13,20 @@ from .experts import find_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
-
-MICRO = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CaseMoE(RealSave):
-    """A data-parallel save of two layers of DeepSpeed's experts with degrees of their own; one layer is residual."""
+    """A save of an engine of `tests/engine` with two layers of experts.
 
-    @property
-    def label(self) -> str:
-        return f"moe-{self.topology.label}"
-
-    @property
-    def model(self) -> Model:
-        from tests.support.engines.experts import EXPERTS, Layers
-
-        module = Layers((1, 1))
-        model = describe(module, [{"params": list(module.parameters())}])
-        return replace(model, experts=tuple(ExpertLayer(name, EXPERTS) for name in ("residual", "plain")))
-
-    def ds_config(self) -> dict[str, Any]:
-        return {**RealSave.ds_config(self), "train_micro_batch_size_per_gpu": MICRO}
-
-    def save(self, folder: Path) -> None:
-        import deepspeed
-
-        from tests.support.engines.kinds import forget_groups
-
-        forget_groups()
-        module, params = self._make_groups()
-        engine, *_ = deepspeed.initialize(model=module, model_parameters=params, config=self.ds_config())
-        for step in range(self.steps):
-            torch.manual_seed(100 * step + torch.distributed.get_rank())
-            engine.backward(engine(torch.randn(MICRO, 4).to(self.topology.dtype)).float().pow(2).mean())
-            engine.step()
-        self.finish(engine, folder)
-
-    def _make_groups(self) -> tuple[torch.nn.Module, list[dict[str, Any]]]:
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-        from tests.support.engines.experts import Layers
-
-        torch.manual_seed(torch.distributed.get_rank())
-        module = Layers((self.topology.ep[0], self.topology.ep[1]))
-        whole = {"params": list(module.parameters()), "name": "dense-params"}
-        limit = {"max_group_size": self.topology.max_group} if self.topology.max_group else {}
-        params = split_params_into_different_moe_groups_for_optimizer(whole, **limit)
-        params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
-        if self.topology.shuffled and torch.distributed.get_rank() % 2:
-            params[1:] = sorted(params[1:], key=lambda group: group["name"], reverse=True)
-        return module, params
-
-
-@dataclass(frozen=True, slots=True)
-class CaseMoE3D(RealSave):
-    """A save of an engine of `tests/engine` with two layers of experts of one degree; `fused`: AutoEP's experts."""
+    `fused`: AutoEP's experts, else DeepSpeed's.
+    """
 
     fused: bool = False
 
     @property
     def label(self) -> str:
-        return f"{'autoep' if self.fused else 'moe'}3d-{self.topology.label}"
+        return f"{'autoep' if self.fused else 'moe'}-{self.topology.label}"
 
     @property
     def samples(self) -> int:
@@ -84,27 +35,31 @@ class CaseMoE3D(RealSave):
     @property
     def model(self) -> Model:
         """In a pipeline the names start with the number of the layer."""
-        found = describe_autoep() if self.fused else describe_blocks()
-        name = _number_autoep if self.fused else _number_block
-        return _rename(found, name) if self.topology.pp > 1 else found
+        found = describe_autoep() if self.fused else self._describe_blocks()
+        return _rename(found, _number_autoep if self.fused else _number_block) if self.topology.pp > 1 else found
+
+    def _describe_blocks(self) -> Model:
+        """Describe two dense blocks with two layers of experts between them."""
+        module = self._engines.make_module(replace(self._spread, ep=1, tp=1, pp=1))
+        names = [f"layers.{number}.{layer.name}" for number, layer in enumerate(module.layers[1:3], 1)]
+        found = describe(module, [{"params": list(module.parameters())}])
+        return replace(found, experts=tuple(ExpertLayer(name, self._engines.EXPERTS) for name in names))
 
     @property
     def _engines(self) -> Any:
-        from tests.support.engines import autoep, experts_3d
+        from tests.support.engines import autoep, experts
 
-        return autoep if self.fused else experts_3d
+        return autoep if self.fused else experts
 
     @property
     def _spread(self) -> Any:
         """The engine in the terms of `tests/engine`."""
-        top = self.topology
-        world, ep = top.tp * top.pp * top.dp, top.ep[0]
-        common: dict[str, Any] = {"tp": top.tp, "pp": top.pp, "ep": ep, "data_first": top.data_first}
-        if self.fused:
-            common["zero"] = {"sub_group_size": top.sub_group_size} if top.sub_group_size else {}
-        else:
-            common |= {"cut": top.cut_experts, "fp32_grads": top.kind == "bf16" and top.stage == 1}
-        return self._engines.Spread(top.stage, world, top.precision, **common)
+        top, zero = self.topology, self.topology.ds_config()["zero_optimization"]
+        more: dict[str, Any] = {"data_first": top.data_first, "zero": zero, "tp": top.tp, "pp": top.pp, "ep": top.ep[0]}
+        if not self.fused:
+            more |= {"ep": top.ep, "shuffled": top.shuffled, "residual": "residual" * (top.tp == top.pp == 1)}
+            more |= {"cut": top.cut_experts, "fp32_grads": top.kind == "bf16" and top.stage == 1}
+        return self._engines.Spread(top.stage, top.tp * top.pp * top.dp, top.precision, **more)
 
     def ds_config(self) -> dict[str, Any]:
         config: dict[str, Any] = self._spread.ds_config
@@ -116,12 +71,14 @@ class CaseMoE3D(RealSave):
         whole = end not in cuts or (self.topology.folds_experts and find_layer(self.model, name) is not None)
         return tensor if whole else tensor.chunk(tp, cuts[end])[rank]
 
-    def save(self, folder: Path) -> None:
-        options = {"biased": False} if self.fused else {}  # that buffer is saved under two names, as no other is
-        engine = self._engines.make(self._spread, 1, **options)
-        for _ in range(self.steps):
-            self._engines.step(engine)
-        self.finish(engine, folder)
+    def make(self) -> Any:
+        options: dict[str, Any] = {"max_group": self.topology.max_group} if self.topology.max_group else {}
+        if self.fused:
+            options["biased"] = False  # that buffer is saved under two names, as no other is
+        return self._engines.make(self._spread, 1, **options)
+
+    def step(self, engine: Any) -> None:
+        self._engines.step(engine)
 
 
 def describe_autoep() -> Model:
@@ -142,23 +99,6 @@ def describe_autoep() -> Model:
         experts = [Param(f"{layer.prefix}{w}.{n}", shape) for w, shape in shapes.items() for n in range(EXPERTS)]
         alias = Param(f"{layer.name}.gate.gate.weight", router.shape, alias_of=router.name, untold=True)
         params += [router, *experts, alias]
-        layers.append(layer)
-    return Model(tuple(params), experts=tuple(layers))
-
-
-def describe_blocks() -> Model:
-    """Describe two dense blocks with two layers of experts between them."""
-    from tests.support.engines.experts_3d import EXPERTS, FEATURES, INNER
-
-    block = {"up": (INNER, FEATURES), "up_bias": (INNER,), "down": (FEATURES, INNER), "down_bias": (FEATURES,)}
-    params, layers = [], []
-    for number in range(4):
-        if number in (0, 3):
-            params += [Param(f"layers.{number}.{name}", shape) for name, shape in block.items()]
-            continue
-        layer = ExpertLayer(f"layers.{number}.moe", EXPERTS)
-        experts = [Param(f"{layer.prefix}{n}.{name}", shape) for n in range(EXPERTS) for name, shape in block.items()]
-        params += [Param(f"{layer.name}.deepspeed_moe.gate.wg.weight", (EXPERTS, FEATURES)), *experts]
         layers.append(layer)
     return Model(tuple(params), experts=tuple(layers))
 

@@ -51,8 +51,6 @@ def split(model: Model, state: State, topology: Topology, cut: ShardFunction | N
 
 def local_models(model: Model, topology: Topology, cut: ShardFunction | None = None) -> dict[int, Model]:
     """Return the description of each model-parallel rank's module."""
-    if topology.tp > 1 and cut is None:
-        raise ValueError(f"tp={topology.tp} needs a cut")
     stages = [_stage_model(model, layers) for layers in placement_of(model, topology)]
     return {
         pp * topology.tp + tp: _cut_model(stage, topology, tp, cut)
@@ -67,10 +65,6 @@ def _stage_model(model: Model, layers: tuple[int, ...]) -> Model:
         return model
     prefixes = local_prefixes(model, layers)
     params = tuple(param for prefix in prefixes for param in model.params if param.name.startswith(prefix))
-    names = {param.name for param in params}
-    abroad = [param.name for param in params if param.alias_of and param.alias_of not in names]
-    if abroad:
-        raise ValueError(f"aliases of parameters of other stages: {abroad}; DeepSpeed ties these by TiedLayerSpec")
     buffers = {name: model.buffers[name] for prefix in prefixes for name in model.buffers if name.startswith(prefix)}
     kept = _groups_of(params)
     numbers: dict[int | None, int | None] = {group: index for index, group in enumerate(kept)}
