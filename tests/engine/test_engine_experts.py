@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from deepspeed_ucp.examine.resume import check_resume
 from deepspeed_ucp.formats import open_checkpoint
 from tests.releases import find_reason
 from tests.support.covering import few, params
-from tests.support.engines import experts_3d
+from tests.support.engines import experts
 from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source, choose, edit
-from tests.support.engines.experts import Spread
 
+Spread, Degrees = partial(experts.Spread, residual="residual"), experts.Spread
 HAS_AUTOEP = find_spec("deepspeed.module_inject.auto_ep_layer") is not None
 SOURCES = [
     Spread(1, 4, "bf16", (2, 2)),
@@ -44,7 +45,6 @@ ROWS = choose(TARGETS, SOURCES, {0: (1, 4), 2: (0, 3), 4: (2, 5)} if len(SOURCES
 
 # --- with tensor and pipeline parallelism
 
-Degrees = experts_3d.Spread
 SOURCES_3D = [
     Degrees(1, 4, "bf16", tp=2, ep=2),
     Degrees(2, 4, tp=2, ep=4),
@@ -60,7 +60,7 @@ SOURCES_3D = [
     Degrees(1, 4, tp=2, ep=2, pp=2),
     Degrees(1, 4, "bf16", tp=2, ep=1, pp=2, cut=True, fp32_grads=True),
     Degrees(1, 2, ep=2),
-    Degrees(1, 4, "bf16", tp=2, ep=2, second=4),
+    Degrees(1, 4, "bf16", tp=2, ep=(2, 4), shuffled=True),
     Degrees(0, 4, "bf16", ep=2, pp=2),
     Degrees(0, 4, "bf16", tp=2, ep=2, pp=2),
 ]
@@ -77,7 +77,7 @@ TARGETS_3D = [
     Degrees(0, 4, tp=2, ep=1, pp=2, cut=True),
     Degrees(2, 2, "bf16", ep=2),
     Degrees(1, 1),
-    Degrees(2, 4, tp=2, ep=4, second=2),
+    Degrees(2, 4, tp=2, ep=(4, 2), shuffled=True),
     Degrees(0, 4, "bf16", tp=2, ep=2, pp=2),
     Degrees(0, 4, ep=2, pp=2),
     Degrees(1, 4, "bf16", ep=2, pp=2),
@@ -179,6 +179,21 @@ def test_every_expert_comes_back(row: Row, engines: Engines, subtests: pytest.Su
     engines.resume(row, subtests)
 
 
+SAME = [Spread(1, 2, ep=(2, 2)), Spread(2, 2, "bf16", (2, 2)), Spread(0, 2, "bf16", (2, 2))]
+
+
+@pytest.mark.parametrize("kind", SAME, ids=str)
+def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(kind: experts.Spread, engines: Engines) -> None:
+    """With another expert-parallel degree DeepSpeed would mix up the experts' states."""
+    saved = engines.saved(kind)
+    for target in (kind, kind.but(ep=(1, 1))):
+        (outcome,) = engines.load(target, saved)
+        outcome.check(saved, direct=target != kind)
+        for local in outcome.ranks:
+            assert local.calls == int(target == kind)
+            assert target != kind or (local.reason.startswith("same topology (") and "ep=2" in local.reason)
+
+
 # --- where DeepSpeed's own load of the same topology would be wrong
 
 
@@ -221,10 +236,8 @@ def test_layers_of_experts_that_deepspeed_loses(row: Row, engines: Engines, subt
 
 def test_a_custom_load_needs_all_experts_on_every_rank(engines: Engines) -> None:
     """Every rank numbers its experts from 0: by these names all ranks would load the first ones."""
-    from tests.support.engines.experts import fill
-
     saved = engines.saved(Spread(1, 2, "bf16", (1, 1)))
-    arguments = {"custom_load_fn": fill, "load_optimizer_states": False}
+    arguments = {"custom_load_fn": experts.fill, "load_optimizer_states": False}
     (refused,) = engines.load(Spread(1, 2, "bf16", (2, 1)), saved, arguments=arguments)
     refused.check_refused("UnsupportedError", "expert parallelism")
     (taken,) = engines.load(Spread(2, 2, "fp32", (1, 1)), saved, arguments=arguments)
@@ -251,7 +264,7 @@ ATOMIC = [SOURCES_3D[place] for place in (0, 3, 9, 12)]
 def test_an_atomic_checkpoint_of_experts(source: Any, tmp_path: Path, engines: Engines) -> None:
     saved = engines.saved(source)
     replicas = {"match": r".*(\.down_bias|\.wg\.weight)", "pattern": "replicate"}
-    patterns = {"rules": [*experts_3d.RULES["rules"], replicas]}
+    patterns = {"rules": [*experts.RULES["rules"], replicas]}
     convert_checkpoint(str(saved.folder), str(tmp_path / "step_universal"), patterns=patterns)
     (outcome,) = engines.load(TARGETS_3D[3], tmp_path, arguments={"tag": "step_universal"})
     outcome.check(saved)

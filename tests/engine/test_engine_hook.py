@@ -130,20 +130,6 @@ def test_another_total_batch_is_told_in_the_same_topology_too(engines: Engines) 
     assert (level, text.partition("saved one: ")[2]) == ("WARNING", "total batch 60 → 30")
 
 
-@pytest.mark.parametrize("case", [Case(1, 2), Case(2, 2, "bf16"), Case(0, 2, "bf16")], ids=str)
-def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
-    case: Case, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    """With another expert-parallel degree DeepSpeed would mix up the experts' states (test_engine_experts.py)."""
-    world, loads = ucp_worlds.get(2), [Load(str(tmp_path))]
-    world.run(save, case.training(model="experts2"), str(tmp_path), plugin=False, read=id)
-    for (local,) in world.run(load_each, case.on().training(model="experts2"), loads, read=id):
-        assert (local.calls, local.direct) == (1, False)
-        assert local.reason.startswith("same topology (") and "ep=2" in local.reason
-    for (local,) in world.run(load_each, case.on().training(model="experts1"), loads, read=id):
-        assert (local.calls, local.direct) == (0, True)
-
-
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_files_of_every_nodes_own(stage: int, tmp_path: Path, engines: Engines) -> None:
     """DeepSpeed loads if each node has its ranks' files, otherwise the plugin, to the bit as from one folder."""

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.testing.ports import hold_port
+from deepspeed_ucp.testing.world import hold_port
+from tests.platforms.jobs import make_environment
 from tests.support.covering import params
 from tests.support.engines.cases import Case
+from tests.support.engines.driver import Engines
 
 SCRIPT = str(Path(__file__).with_name("untouched_script.py"))
 ROOT = str(Path(__file__).parents[2])
@@ -56,27 +57,10 @@ site.addsitedir({ROOT!r})  # as for an installed package
 
 
 @pytest.fixture(scope="module")
-def checkpoint(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(engines: Engines) -> Path:
     """Save the script's model on three ranks under ZeRO-1."""
-    folder = tmp_path_factory.mktemp("launch") / "checkpoint"
-    ucp_worlds.get(3).run(save_for_the_script, Case(1, 3).ds_config, str(folder))
-    return folder
-
-
-def save_for_the_script(ds_config: dict[str, Any], folder: str) -> None:
-    import deepspeed
-    import torch
-
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(13, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
-    for _ in range(5):
-        loss = engine(torch.ones(4, 13)).square().mean()
-        engine.backward(loss)
-        engine.step()
-    engine.save_checkpoint(folder)
-    engine.destroy()
+    options = {"model": "sequential", "optimizer": "adam_like_fused_uniform"}
+    return engines.save(Case(1, 3), steps=(5,), after=0, **options).folder
 
 
 @pytest.fixture
@@ -86,13 +70,10 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     script.parent.mkdir()
     script.write_text(f"#!{sys.executable}\n{DS_UCP}")
     script.chmod(0o755)
-    path = [str(script.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
-    python_path = [ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    variables = {"PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(filter(None, python_path))}
     with hold_port() as held:
         port = str(held.getsockname()[1])
-        variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
-        yield {**os.environ, **variables}
+        variables = make_environment(MASTER_PORT=port)
+        yield variables | {"PATH": f"{script.parent}{os.pathsep}{variables['PATH']}"}
     for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         buffer.unlink(missing_ok=True)
 

@@ -5,39 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from deepspeed_ucp.testing.ports import hold_port
+from deepspeed_ucp.testing.world import hold_port
+from tests.engine.test_engine_launch import DEEPSPEED, RANKS, TORCHRUN
 from tests.platforms.jobs import find_processes, kill, make_environment
 from tests.support.until import wait_until
 
 SCRIPT = str(Path(__file__).with_name("preempted_script.py"))
-RANKS = 2
-
-TORCHRUN = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--nnodes=1",
-    f"--nproc-per-node={RANKS}",
-    "--master-port={port}",
-]
-DEEPSPEED = [
-    str(Path(sys.executable).with_name("deepspeed")),
-    f"--num_gpus={RANKS}",
-    "--no_local_rank",
-    "--master_port={port}",
-]
 LAUNCHERS: dict[str, tuple[list[str], Callable[[int, int], None], list[str]]] = {
     # The agent signals the process group of each rank.
-    "torchrun": (TORCHRUN, os.kill, ["spawn", "forkserver"]),
+    "torchrun": ([*TORCHRUN, "--master-port={port}"], os.kill, ["spawn", "forkserver"]),
     # The signal goes to all, as a scheduler sends it; launch.py sends it to all descendants of a rank once more.
-    "deepspeed": (DEEPSPEED, os.killpg, ["fork"]),
+    "deepspeed": ([*DEEPSPEED[:2], "--no_local_rank", "--master_port={port}"], os.killpg, ["fork"]),
 }
 
 

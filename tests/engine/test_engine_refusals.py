@@ -251,7 +251,7 @@ _ANOTHER_RULE = ("like those of Adam", "RAdam", '"param_groups": "live"')
 
 def list_experts() -> list[Refused]:
     """List experts, and the momentum of Muon."""
-    two, later = Spread(0, 2, ep=(2, 1)), "expp_rank_1_mp_rank_00_optim_states.pt"
+    two, later = Spread(0, 2, ep=(2, 1), residual="residual"), "expp_rank_1_mp_rank_00_optim_states.pt"
     residual = Spread(0, 2, ep=(2, 2), residual=BELOW)
     border, elastic = "zero_pp_rank_1_mp_rank_00_optim_states.pt", muon.Kind(1, 2, zero={"elastic_checkpoint": True})
 
@@ -269,8 +269,10 @@ def list_experts() -> list[Refused]:
     copy = lambda folder, _: shutil.copy(folder / "global_step5" / later, folder / TAG / later)  # noqa: E731
     words: tuple[str, ...] = (f"{later}: the optimizer's step differs",)
     again = {"arguments": {"tag": TAG}, "damage": copy, "again": True}
-    found.append(Refused("another-step", two.but(ep=(2, 2)), words, target=Spread(1, 2, "bf16", (1, 1)), **again))
-    lost = (f"not in the checkpoint: {BELOW}.mlp.0.weight",)
+    found.append(
+        Refused("another-step", two.but(ep=(2, 2)), words, target=two.but(stage=1, precision="bf16", ep=1), **again)
+    )
+    lost = (f"not in the checkpoint: layers.1.{BELOW}.mlp.",)
     found += [Refused("lost", residual, lost, "MismatchError", target=to) for to in (residual, residual.but(stage=1))]
     # DeepSpeed truncates the momentum like a padded partition, and loads rank 0's on every rank.
     shape = ("momentum_buffer (shape",)

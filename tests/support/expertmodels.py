@@ -9,18 +9,16 @@ import torch
 from hypothesis import strategies as st
 
 from deepspeed_ucp.extensions.experts.names import is_expert
-from tests.support.reshard import Case
+from tests.support.reshard import Case, states
 from tests.support.reshard3d import KINDS, Held, draw_state, expect, make_layer
 from tests.synth import (
     ExpertLayer,
     Layer,
     Model,
     Param,
-    State,
     Topology,
     contiguous,
     interleaved,
-    random_state,
 )
 from tests.synth.files import list_model_writers
 from tests.synth.stages import Placement
@@ -107,20 +105,8 @@ def expert_trips(draw: st.DrawFn, *, fused: bool) -> tuple[Case, Topology]:
     if not several:
         source = draw(placements(model, (0,), several=False))
     target = draw(placements(model, stages, several=several))
-    return Case(
-        model, source, draw(expert_states(model, source.precision)), legacy=draw(st.integers(0, 9)) == 0
-    ), target
-
-
-@st.composite
-def expert_states(draw: st.DrawFn, model: Model, precision: str) -> State:
-    """Draw a state: stepped, before the first step, or with parameters without gradients, as experts without tokens."""
-    seed = draw(st.integers(0, 99))
-    if draw(st.integers(0, 5)) == 0:
-        return random_state(model, seed, states=(), step=None, precision=precision)
-    trained = [param.name for param in model.owners if param.trains]
-    without = tuple(draw(st.lists(st.sampled_from(trained), max_size=2, unique=True)))
-    return random_state(model, seed, precision=precision, without=without, step=draw(st.integers(1, 5)))
+    legacy = draw(st.integers(0, 9)) == 0
+    return Case(model, source, draw(states(model, source.precision)), legacy), target
 
 
 # -- under tensor and pipeline parallelism ----------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,14 +15,15 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepspeed_ucp.model import strip_compiled
 from tests.support.engines import experts as engine_experts
+from tests.support.engines import reading
 from tests.support.engines.experts import ADAM
 from tests.support.engines.kinds import Kind, forget_groups, mean_square, step_on_noise
-from tests.support.engines.reading import States, join, read_optimizer
+from tests.support.engines.reading import States, join
 
 EXPERTS = 4
 HIDDEN, INNER = 6, 5
@@ -278,37 +278,25 @@ def read_states(engine: Any) -> States:
         own = engine_experts.read_states(engine)
         return {(find_name(name), state): tensor for (name, state), tensor in own.items() if state != "step"}
     layers = {
-        f"{name}.experts": module
+        strip_compiled(f"{name}.experts"): module
         for name, module in engine.module.named_modules()
         if isinstance(module, AutoEPMoELayer)
     }
     found: States = {
-        (name, "buffer"): buffer.clone()
+        (strip_compiled(name), "buffer"): buffer.clone()
         for name, buffer in engine.module.named_buffers()
         if "tokens_per_expert" not in name
     }
-    masters = {} if engine.zero_optimization_stage() == 3 else read_optimizer(engine.optimizer)
-    for name, param in engine.module.named_parameters():
-        kept = {state: tensor for state, tensor in masters.get(id(param), {}).items() if state != "step"}
+    for (name, state), tensor in reading.read_states(engine).items():
+        if state == "step":
+            continue
+        parts = take_apart(name, tensor)
         layer = layers.get(name.rpartition(".")[0])
-        for state, tensor in (_read_parameter(param) | kept).items():
-            parts = take_apart(name, tensor)
-            if layer is not None:
-                first = layer.ep_rank * layer.num_local_experts
-                parts = [(f"{name}.{first + place}", tensor[place]) for place in range(layer.num_local_experts)]
-            found.update({(part, state): piece for part, piece in parts})
+        if layer is not None:
+            first = layer.ep_rank * layer.num_local_experts
+            parts = [(f"{name}.{first + place}", tensor[place]) for place in range(layer.num_local_experts)]
+        found.update({(part, state): piece for part, piece in parts})
     return {(find_name(name), state): tensor for (name, state), tensor in found.items()}
-
-
-def _read_parameter(param: Any) -> dict[str, Tensor]:
-    with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-        states = {"copy": param.detach().clone()}
-    if param.requires_grad and hasattr(param, "ds_id"):
-        states["fp32"] = safe_get_full_fp32_param(param).clone()
-        for state in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
-            with suppress(KeyError):
-                states[state] = safe_get_full_optimizer_state(param, state).clone()
-    return states
 
 
 def take_apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn import functional
 
-from deepspeed_ucp.model import strip_compiled
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines.autoep import EXPERTS, HIDDEN, Stack, make_block, make_pipeline
 from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, enable, forget_groups, mean_square
@@ -213,10 +212,9 @@ class Facts:
 
 
 def read_states(engine: Any) -> Facts:  # type: ignore[misc]
-    found = engine_autoep.read_states(engine)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return Facts(
-        {(strip_compiled(name), state): tensor for (name, state), tensor in found.items()},
+        engine_autoep.read_states(engine),
         {float(held["step"]) for held in inner.state.values() if "step" in held},
         {(each, group["lr"], group["weight_decay"]) for each, group in _list_groups(engine.optimizer, inner)},
         (engine.global_steps, engine.skipped_steps),

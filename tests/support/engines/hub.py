@@ -1,8 +1,10 @@
-"""Hugging Face's mixture-of-experts models under AutoEP, and under plain ZeRO; run on the ranks."""
+"""Hugging Face's mixture-of-experts models under AutoEP and under plain ZeRO, and a pipeline of a model."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -21,8 +23,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from deepspeed_ucp.errors import MismatchError
-from tests.support.engines.kinds import forget_groups
+from tests.support.engines import kinds
+from tests.support.engines.experts import ADAM
+from tests.support.engines.kinds import forget_groups, mean_square, take_step
 from tests.support.hub import SIZES
 
 COMMON = {**SIZES, "max_position_embeddings": 32, "attention_dropout": 0.0}
@@ -59,56 +62,50 @@ TransformersTopLevelRouterLogitsAdapter.retarget_transformers_output_recorders =
 TOKENS = torch.arange(24).remainder(31).view(2, 12)
 
 
-def make(name: str, stage: int, ep: int | None, checkpoint: Any) -> Any:
+@dataclass(frozen=True)
+class Kind(kinds.Kind):
+    """A model of the library by its name; with a degree AutoEP holds its experts."""
+
+    model: str = "mixtral"
+    ep: int = 0
+
+    batch: ClassVar[int] = 4
+    universal: ClassVar[Any] = True
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        experts = {"expert_parallel": {"enabled": True, "autoep_size": self.ep, "use_grouped_mm": False}}
+        return self.make_config(optimizer=ADAM, **(experts if self.ep else {}))
+
+    def join(self, ranks: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the first rank's state; all ranks have its logits."""
+        first, *others = (local.state for local in ranks)
+        for logits, _ in others:
+            torch.testing.assert_close(logits, first[0], rtol=0, atol=1e-6)
+        return first
+
+
+def make(kind: Kind, seed: int) -> Any:
     forget_groups()
-    config: dict[str, Any] = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "checkpoint": checkpoint,
-    }
-    if ep is not None:
-        config["expert_parallel"] = {"enabled": True, "autoep_size": ep, "use_grouped_mm": False}
-    torch.manual_seed(3)
-    kind, hf_config = MODELS[name]
-    module = kind(hf_config)
-    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    torch.manual_seed(seed)
+    model, config = MODELS[kind.model]
+    module = model(config)
+    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=kind.ds_config)[0]
 
 
-def train(engine: Any, steps: range) -> None:
-    for step in steps:
-        tokens = torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(step))
-        own = tokens.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
-        loss = engine(input_ids=own, labels=own).loss
-        engine.backward(loss)
-        engine.step()
+def step(engine: Any) -> float:
+    tokens = torch.randint(0, 32, (Kind.batch, 12), generator=torch.Generator().manual_seed(engine.global_steps))
+    own = tokens.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
+    return take_step(engine, engine(input_ids=own, labels=own).loss)
 
 
-def look(engine: Any) -> Tensor:
+def read_states(engine: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the logits of some tokens, and the state dict."""
     engine.eval()
     with torch.no_grad():
-        return engine(input_ids=TOKENS).logits.float()
-
-
-def save(name: str, stage: int, ep: int | None, folder: str) -> Tensor:
-    """Train and save. Returns the logits of some tokens."""
-    engine = make(name, stage, ep, {"universal": True})
-    train(engine, range(3))
-    engine.save_checkpoint(folder)
-    if dist.get_rank() == 0:
-        MODELS[name][1].save_pretrained(f"{folder}/hf")
-    logits = look(engine)
-    engine.destroy()
-    return logits
-
-
-def load(name: str, stage: int, ep: int | None, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Load. Returns the logits of the same tokens, and the state dict."""
-    engine = make(name, stage, ep, {"universal": True})
-    engine.load_checkpoint(folder)
-    logits, held = look(engine), {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
-    engine.destroy()
-    return logits, held
+        logits = engine(input_ids=TOKENS).logits.float()
+    engine.train()
+    return logits, {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
 
 
 class Tower(torch.nn.Module):
@@ -125,28 +122,29 @@ class Tower(torch.nn.Module):
         return self.bert(input_ids=x).last_hidden_state
 
 
-def load_stages(folder: str) -> tuple[str, int]:
-    """Load a pipeline's checkpoint at another stage. Returns the error, and the step after a lenient load."""
+@dataclass(frozen=True)
+class Stages(kinds.Kind):
+    """A pipeline with a `Tower`, which stage 1 saves as old releases did."""
 
-    def make_engine(stage: int) -> Any:
-        layers = [LayerSpec(Tower, stage == 1), LayerSpec(torch.nn.Linear, COMMON["hidden_size"], 1)]
-        module = PipelineModule(
-            layers, num_stages=2, loss_fn=lambda out, _: out.square().mean(), partition_method="uniform"
-        )
-        config = {
-            "train_batch_size": 1,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-            "zero_optimization": {"stage": stage},
-            "checkpoint": {"universal": True},
-        }
-        return deepspeed.initialize(model=module, config=config)[0]
+    batch: ClassVar[int] = 1
 
-    saved, live, message = make_engine(1), make_engine(0), ""
-    saved.train_batch(iter([(TOKENS[:1], TOKENS[:1])]))
-    saved.save_checkpoint(folder)
-    try:
-        live.load_checkpoint(folder)
-    except MismatchError as error:
-        message = str(error)
-    live.load_checkpoint(folder, load_module_strict=False)
-    return message, live.global_steps
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        return self.make_config(optimizer=ADAM)
+
+    def make(self, seed: int) -> Any:
+        layers = [LayerSpec(Tower, self.stage == 1), LayerSpec(torch.nn.Linear, COMMON["hidden_size"], 1)]
+        module = PipelineModule(layers, num_stages=2, loss_fn=mean_square, partition_method="uniform")
+        return deepspeed.initialize(model=module, config=self.ds_config)[0]
+
+    @staticmethod
+    def step(engine: Any) -> float:
+        return float(engine.train_batch(iter([(TOKENS[:1], TOKENS[:1])])))
+
+    @staticmethod
+    def read(engine: Any) -> int:
+        """Return the number of steps."""
+        return int(engine.global_steps)
+
+    def join(self, ranks: Sequence[Any]) -> int:
+        return ranks[0].state

@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from deepspeed_ucp.testing import LOSS_TOLERANCE
-from tests.support.engines.reading import join
+from tests.support.engines.reading import join, read_states
 
 ON_CPU = {"offload_optimizer": {"device": "cpu"}}
 SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -31,7 +31,7 @@ def enable(precision: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine. A subclass or its module has ``make``, ``step`` and ``read_states``.
+    """An engine. A subclass or its module has ``make``, ``step`` and perhaps ``read_states``.
 
     Attributes:
         stage: ZeRO stage.
@@ -117,7 +117,7 @@ class Kind:
     @property
     def read(self) -> Callable[[Any], Any]:
         """Function that reads the states of a rank; collective."""
-        return self.home.read_states  # type: ignore[no-any-return]
+        return getattr(self.home, "read_states", read_states)  # type: ignore[no-any-return]
 
     def join(self, ranks: Sequence[Any]) -> Any:
         """Join the states of all ranks; replicas have to be equal."""

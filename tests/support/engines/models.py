@@ -162,21 +162,6 @@ class Tiny(Base):
         return x[:, :1] * self.weight + self.bias.sum() + self.shift
 
 
-class Experts(Base):
-    """DeepSpeed's own mixture of experts, spread over `ep_size` ranks."""
-
-    def __init__(self, ep_size: int) -> None:
-        from deepspeed.moe.layer import MoE
-
-        super().__init__()
-        self.first = nn.Linear(FEATURES, 6)
-        self.experts = MoE(6, nn.Linear(6, 6), num_experts=4, ep_size=ep_size, min_capacity=0)
-        self.last = nn.Linear(6, 1)
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.experts(torch.tanh(self.first(x)))[0]))
-
-
 def empty() -> nn.Module:
     """`Plain` with parameters of no elements, between and after the others."""
     module = plain(empty=nn.Parameter(torch.zeros(0)))
@@ -214,18 +199,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "empty": empty,
     "compiled": lambda: torch.compile(Plain(), backend="eager"),  # adds the prefix `_orig_mod.`; eager is fast
     "reordered": lambda: plain(last=nn.Linear(7, 1), first=nn.Linear(FEATURES, 7)),
-    "experts1": lambda: Experts(1),
-    "experts2": lambda: Experts(2),
+    "sequential": lambda: nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1)),
 }
 
 
 def param_groups(module: nn.Module, uniform: bool = False, by_dtype: bool = False) -> list[dict[str, Any]]:
     """Group matrices with weight decay and other parameters at another learning rate; one group if uniform."""
     trainable = [p for p in module.parameters() if p.requires_grad]
-    if any(hasattr(module, "deepspeed_moe") for module in module.modules()):
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-        return split_params_into_different_moe_groups_for_optimizer({"params": trainable, "name": "all"})
     if uniform:
         return [{"params": trainable}]
     if by_dtype:

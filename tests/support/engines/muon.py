@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from tests.support.engines import kinds
 from tests.support.engines.kinds import ON_CPU
-from tests.support.engines.reading import States, read_optimizer
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,3 @@ def step(engine: Any) -> float:
 
 def measure(output: Tensor, batch: Tensor) -> Tensor:
     return (output.float() - batch[:, :1]).pow(2).mean()
-
-
-def read_states(engine: Any) -> States:
-    """Read the optimizer states of this rank and its replicas."""
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    states = read_optimizer(engine.optimizer)
-    return {(names[number], state): each for number, held in states.items() for state, each in held.items()}

@@ -12,10 +12,8 @@ from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swa
 from torch import Tensor, nn
 
 from deepspeed_ucp.extensions import swapped
-from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import aio as aio_standin
 from tests.support.engines import kinds
-from tests.support.engines.reading import States
 
 AS_DEEPSPEED = bool({"UCP_EXHAUSTIVE", "UCP_TEST_AIO"} & os.environ.keys())
 """Use DeepSpeed's smallest swapped size, 1 MiB, instead of a sixteenth of it with smaller models."""
@@ -126,14 +124,3 @@ def step(engine: Any) -> float:
 
 def measure(output: Tensor, batch: Tensor) -> Tensor:
     return (output.float() - batch[:, :3]).pow(2).mean()
-
-
-def read_states(engine: Any) -> States:
-    """Read all states, whole; DeepSpeed reads swapped buffers."""
-    found: States = {}
-    for name, held in capture(engine).parameters.items():
-        states = {**held.tensors, **{key: torch.tensor(value) for key, value in held.scalars.items()}}
-        if held.fp32 is not None:
-            states["fp32"] = held.fp32
-        found |= {(name, state): tensor for state, tensor in {**states, "copy": held.value}.items()}
-    return found
