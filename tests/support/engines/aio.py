@@ -1,4 +1,4 @@
-"""A stand-in for DeepSpeed's asynchronous I/O operator, which needs libaio's headers to compile; for tests alone.
+"""A stand-in for DeepSpeed's asynchronous I/O operator, which needs libaio's headers to compile.
 
 It has the operator's constraints: buffers are page-locked or not, reads and writes happen in `wait`, a read ends inside
 its file, and a write does not truncate the file.
@@ -14,14 +14,17 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from torch import Tensor
 
 
-class _AioHandle:
+class AioHandle:
     """``deepspeed_py_io_handle.h``; the arguments are those of the operator."""
 
     locked: dict[int, Tensor] = {}  # noqa: RUF012 - of the process, as the operator's
 
     def __init__(self, **options: Any):
         self.options = options
-        self.pending: list[tuple[str, Tensor, str, int]] = []
+        self.pending: list[tuple[str, Tensor, str | int, int]] = []
+
+    def get_alignment(self) -> int:
+        return 512
 
     def new_cpu_locked_tensor(self, numel: int, example: Tensor) -> Tensor:
         buffer = torch.full((numel,), float("nan"), dtype=example.dtype)
@@ -41,7 +44,8 @@ class _AioHandle:
         self.pending.append(("read", buffer, path, offset))
         return 0
 
-    def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
+    def async_pwrite(self, buffer: Tensor, path: str | int, offset: int) -> int:
+        """Write to a path, or to an open file as the fast writer does."""
         self.pending.append(("write", buffer, path, offset))
         return 0
 
@@ -49,15 +53,17 @@ class _AioHandle:
         done, self.pending = self.pending, []
         for kind, buffer, path, offset in done:
             data = memoryview(buffer.detach().view(torch.uint8).numpy())
-            file = os.open(path, os.O_RDONLY if kind == "read" else os.O_WRONLY | os.O_CREAT, 0o600)
+            flags = os.O_RDONLY if kind == "read" else os.O_WRONLY | os.O_CREAT
+            file = path if isinstance(path, int) else os.open(path, flags, 0o600)
             moved = os.preadv(file, [data], offset) if kind == "read" else os.pwrite(file, data, offset)
-            os.close(file)
+            if file != path:
+                os.close(file)
             assert moved == data.nbytes
         return len(done)
 
 
 class _Operator:
-    aio_handle = _AioHandle
+    aio_handle = AioHandle
 
 
 def install() -> None:

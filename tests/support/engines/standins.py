@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 
 from tests.support.engines import cases
+from tests.support.engines.aio import AioHandle
 from tests.support.engines.cases import Case, make_engine
 from tests.support.engines.models import MODELS, param_groups
 
@@ -91,30 +92,13 @@ def quantized() -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-class Handle:
-    """The part of `aio_handle` that the fast writer calls; a write is done when it returns."""
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-
-    def get_alignment(self) -> int:
-        return 512
-
-    def async_pwrite(self, buffer: torch.Tensor, fd: int, offset: int) -> int:
-        assert os.pwrite(fd, buffer.numpy().tobytes(), offset) == buffer.numel()
-        return 0
-
-    def wait(self) -> int:
-        return 1
-
-
 @contextmanager
 def fast() -> Iterator[None]:
     """Make the fast writer work here; all ranks are on one machine."""
     from deepspeed.io import fast_file_writer
     from deepspeed.runtime.model_checkpointing import writer_factory
 
-    module = SimpleNamespace(aio_handle=Handle, cast_to_byte_tensor=None)
+    module = SimpleNamespace(aio_handle=AioHandle, cast_to_byte_tensor=None)
     builder = lambda: SimpleNamespace(load=lambda: module)  # noqa: E731
     writer_factory.AsyncIOBuilder = fast_file_writer.UtilsBuilder = builder
     writer_factory.get_accelerator = lambda: SimpleNamespace(pin_memory=lambda it, **_: it, is_pinned=lambda _: True)
