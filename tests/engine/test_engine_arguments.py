@@ -179,12 +179,17 @@ def test_frozen_and_thawed_parameters_take_their_weight(source: Case, names: tup
         assert not state.value.equal(outcome.ranks[0].before.parameters[name].value)
 
 
+def load_renamed(src: dict[str, Any], dst: Any) -> None:
+    dst.load_state_dict({name.replace("last.", "head."): value for name, value in src.items()})
+
+
 @pytest.mark.parametrize("source", params([Case(1, 3, "bf16")], [Case(0, 3), Case(2, 3)], str))
 def test_custom_load_fn(source: Case, engines: Engines) -> None:
     """It receives the saved state dict and the module, and may rename."""
     saved = engines.saved(source, **SMALL)
-    folder, renamed = str(saved.folder), {"last.": "head."}
-    loads = [Load(folder, ARGUMENTS[called].arguments, rename=renamed) for called in WEIGHTS]
+    loads = [
+        Load(str(saved.folder), {**ARGUMENTS[called].arguments, "custom_load_fn": load_renamed}) for called in WEIGHTS
+    ]
     for outcome in load(engines, target_of(source), *loads, **{**SMALL, "model": "renamed"}):
         check_values(outcome.state, saved.state, "head.")
 

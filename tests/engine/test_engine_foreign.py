@@ -25,20 +25,6 @@ from tests.synth import Topology
 STAGES = (0, 1, 2, 3)
 
 
-def test_fsdp2_in_16_bits(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Masters are FSDP's fp32 weights; the model has them rounded."""
-    folder = str(tmp_path / "fsdp")
-    ucp_worlds.get(2).run(foreign_run.save, folder, 3)
-    tree = read_all(tmp_path / "fsdp")
-    options = {"precision": "bf16", "clip": 0.5}
-    for state, _, heard, _ in ucp_worlds.get(2).run(foreign_run.go_on, folder, (1, 3), range(3, 5), **options)[0]:
-        for name, held in state.parameters.items():
-            weight = tree["model"][name]
-            check_same({"fp32": held.fp32, "value": held.value}, {"fp32": weight, "value": weight.bfloat16()})
-        assert state.counters["global_steps"] == 3
-        assert any("clips gradients at norm 0.5" in line for line in heard)
-
-
 def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """A plain SGD's groups are taken; a warning names an optimizer whose states start from zero."""
     model, adam = fsdp_run.build()
@@ -46,14 +32,14 @@ def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_wo
     fsdp_run.train(model, optimizer, range(1))
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, no_dist=True)
-    ((state, _, heard, _),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path), (1,), range(0))[0]
+    ((state, heard),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path), (1,))[0]
     assert {held.hyper["lr"] for held in state.parameters.values()} == {0.25}
     assert any("the saved optimizer kept no states" in line for line in heard)
     fsdp_run.train(model, adam, range(1))
     weights, states = get_state_dict(model, adam)
     del states["state"]["second.weight"]
     dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "bare", no_dist=True)
-    ((state, _, heard, _),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path / "bare"), (0,), range(0))[0]
+    ((state, heard),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path / "bare"), (0,))[0]
     assert any(line.startswith("second.weight: no optimizer state was saved") for line in heard)
     assert [name for name, held in state.parameters.items() if not held.tensors] == ["second.weight"]
 
@@ -128,12 +114,16 @@ def test_fsdp2_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
 
 
 def test_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Masters, states, steps and hyper-parameters of three ranks are on one rank after two ranks of FSDP2."""
+    """Masters, states, steps and hyper-parameters of three ranks are on one rank after two ranks of FSDP2.
+
+    A warning names this engine's clipping of gradients, which the format does not record.
+    """
     saved, out, there = (str(tmp_path / name) for name in ("saved", "out", "there"))
     state = ucp_worlds.get(3).run(foreign_run.save_engine, saved, 3, steps=3)[0]
     assert main(["export", saved, out, "--to", "dcp"]) == 0
     ucp_worlds.get(2).run(fsdp_run.copy, out, there)
-    for back, *_ in ucp_worlds.get(1).run(foreign_run.go_on, there, (1, 3), range(0))[0]:
+    for back, heard in ucp_worlds.get(1).run(foreign_run.go_on, there, (1, 3), clip=0.5)[0]:
+        assert any("clips gradients at norm 0.5" in line for line in heard)
         assert back.parameters.keys() == state.parameters.keys()
         check_same(back.buffers, state.buffers)
         for name, held in state.parameters.items():
