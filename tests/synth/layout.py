@@ -164,7 +164,8 @@ def clip(whole: Cut, start: int, end: int) -> Cut | None:
 
 def _lay_out_group(index: int, params: tuple[Param, ...], topology: Topology, parts: int) -> GroupLayout:
     zero = topology.row.strips_padding
-    params = _round_robin(params, parts) if zero and topology.round_robin else params
+    if zero and topology.round_robin:
+        params = tuple(param for part in range(parts) for param in params[part::parts])
     unit = _PARAMETER_ALIGNMENT // topology.dtype.itemsize if zero and topology.parameter_alignment else 1
     # Every parameter starts at a multiple of the unit, so the padding depends only on its size.
     paddings = [-param.numel % unit for param in params[:-1]] + [0] * bool(params)
@@ -172,10 +173,6 @@ def _lay_out_group(index: int, params: tuple[Param, ...], topology: Topology, pa
     used = sum(spans)
     alignment = 1 if topology.row.is_flat else _START_ALIGNMENT * parts
     return GroupLayout(index, params, _starts(spans), tuple(paddings), used, used + -used % alignment, parts)
-
-
-def _round_robin(params: tuple[Param, ...], dp: int) -> tuple[Param, ...]:
-    return tuple(param for rank in range(dp) for param in params[rank::dp])
 
 
 def _starts(spans: Sequence[int]) -> tuple[int, ...]:

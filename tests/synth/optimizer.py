@@ -132,8 +132,10 @@ def _fp16_state(model: Model, state: State, topology: Topology, run: Run, flats:
         masters = [_master(flat, state) for flat in flats]
         return {**scaling, topology.row.inner: base, key: masters, "clip_grad": run.clip_grad}
     base = _torch_state_dict(model, state, flats, shaped=True)
+    shaped = [_master(flat, state).detach().view(flat.own[0].shape).requires_grad_() for flat in flats]
     nested = [
-        [_whole_master(flat, state) for flat in flats if flat.group == index] for index in range(len(model.groups))
+        [master for flat, master in zip(flats, shaped, strict=True) if flat.group == index]
+        for index in range(len(model.groups))
     ]
     return {**_fp16_scaling(topology, run), topology.row.inner: base, key: nested}
 
@@ -179,10 +181,6 @@ def _lean_states(state: State, flats: Sequence[Flat]) -> list[dict[str, Any]]:
 
 def _master(flat: Flat, state: State, padding: float = 0.0) -> torch.Tensor:
     return fill(flat, {name: state.atoms[name]["fp32"] for name in flat.names}, padding).requires_grad_()
-
-
-def _whole_master(flat: Flat, state: State) -> torch.Tensor:
-    return fill(flat, {name: state.atoms[name]["fp32"] for name in flat.names}).view(flat.own[0].shape).requires_grad_()
 
 
 def _lean(tensor: torch.Tensor, flat: Flat) -> torch.Tensor:

@@ -51,12 +51,13 @@ def split(model: Model, state: State, topology: Topology, cut: ShardFunction | N
 
 def local_models(model: Model, topology: Topology, cut: ShardFunction | None = None) -> dict[int, Model]:
     """Return the description of each model-parallel rank's module."""
-    stages = [_stage_model(model, layers) for layers in placement_of(model, topology)]
-    return {
-        pp * topology.tp + tp: _cut_model(stage, topology, tp, cut)
-        for pp, stage in enumerate(stages)
-        for tp in range(topology.tp)
-    }
+    models = {}
+    for pp, layers in enumerate(placement_of(model, topology)):
+        stage = _stage_model(model, layers)
+        for tp in range(topology.tp):
+            params = tuple(_cut_param(param, topology, tp, cut) for param in stage.params)
+            models[pp * topology.tp + tp] = replace(stage, params=params, lane=tp)
+    return models
 
 
 def _stage_model(model: Model, layers: tuple[int, ...]) -> Model:
@@ -75,10 +76,6 @@ def _stage_model(model: Model, layers: tuple[int, ...]) -> Model:
 def _groups_of(params: tuple[Param, ...]) -> list[int]:
     """Return the optimizer's groups with parameters of one rank, as DeepSpeed drops empty ones."""
     return sorted({param.group for param in params if param.alias_of is None and param.group is not None})
-
-
-def _cut_model(stage: Model, topology: Topology, tp: int, cut: ShardFunction | None) -> Model:
-    return replace(stage, params=tuple(_cut_param(param, topology, tp, cut) for param in stage.params), lane=tp)
 
 
 def _cut_param(param: Param, topology: Topology, tp: int, cut: ShardFunction | None) -> Param:
