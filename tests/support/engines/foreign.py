@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn import functional
 
+from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines.autoep import EXPERTS, HIDDEN, Stack, make_block, make_pipeline
 from tests.support.engines.kinds import Kind, allow_fp16_on_cpu, enable, forget_groups, mean_square
@@ -207,31 +208,20 @@ class Facts:
     states: States
     steps: set[float]
     hyper: set[tuple[bool, float, float]]
-    counters: tuple[int, ...]
+    counters: tuple[float, ...]
     scale: float | None
 
 
 def read_states(engine: Any) -> Facts:  # type: ignore[misc]
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    found = capture(engine)
+    parameters = found.parameters.values()
     return Facts(
         engine_autoep.read_states(engine),
-        {float(held["step"]) for held in inner.state.values() if "step" in held},
-        {(each, group["lr"], group["weight_decay"]) for each, group in _list_groups(engine.optimizer, inner)},
-        (engine.global_steps, engine.skipped_steps),
-        float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None,
+        {each.scalars["step"] for each in parameters if "step" in each.scalars},
+        {(each.value.dim() > 1, each.hyper["lr"], each.hyper["weight_decay"]) for each in parameters if each.hyper},
+        (found.counters["global_steps"], found.counters["skipped_steps"]),
+        found.loss_scale,
     )
-
-
-def _list_groups(wrapped: Any, inner: Any) -> list[tuple[bool, dict[str, Any]]]:
-    """List param groups, and whether a group has matrices, for each of its parameters."""
-    numbers = getattr(wrapped, "sub_group_to_group_id", None)
-    names = ("round_robin_bit16_groups", "bit16_groups", "bf16_groups", "fp16_groups")
-    found = (each for name in names if (each := getattr(wrapped, name, None)))
-    return [
-        (len(getattr(param, "ds_shape", param.shape)) > 1, inner.param_groups[numbers[place] if numbers else place])
-        for place, params in enumerate(next(found, [group["params"] for group in inner.param_groups]))
-        for param in params
-    ]
 
 
 def take_apart(weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]]) -> States:
