@@ -18,7 +18,6 @@ from ...errors import UnsupportedError
 from ...model.flat import Shape
 from ...model.view import EngineBuffer
 from ..registry import Extension
-from .files import NAME
 from .names import find_layer, is_expert, name_experts
 
 PLACEMENT = "expert_placement_descriptor"
@@ -42,8 +41,6 @@ class LocalExperts(Share):
 
 class LiveExperts(Extension):
     """An engine with experts."""
-
-    name = NAME
 
     def find_shares(self, target: Target) -> dict[str, LocalExperts]:
         """Return this rank's experts of the layer of each expert's parameter or buffer, by name."""

@@ -22,9 +22,6 @@ _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\
 _OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _GROUP = re.compile(r"ep_size_([1-9]\d{0,3})", re.ASCII)
 
-NAME = "experts"
-"""Name of the extension."""
-
 
 def _name_expert(layer: int, expert: int, mp: int) -> str:
     return ("" if layer == NO_LAYER else f"layer_{layer}_") + f"expert_{expert}_mp_rank_{mp:02d}_model_states.pt"

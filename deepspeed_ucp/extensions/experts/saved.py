@@ -26,7 +26,6 @@ from ..registry import SaveExtension
 from . import stage0
 from .autoep import find_router_aliases, read_folding, read_placements
 from .files import (
-    NAME,
     ROLES,
     ExpertFiles,
     align_save,
@@ -53,7 +52,6 @@ _NEVER_SAVED = (
 class SavedExperts(ExpertFiles, SaveExtension):
     """A save with experts."""
 
-    name = NAME
     is_uneven = True
     name_optimizers = stage0.name_optimizers
     add_optimizers = stage0.add_optimizers
