@@ -13,25 +13,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
-from ..formats import open_checkpoint
-from ..formats.deepspeed.naming import Naming
 from ..formats.deepspeed.seal import OF_CONVERSIONS, Seal, SealedFile
-from ..formats.latest import find_checkpoint
 from ..formats.universal.index import (
     Fingerprint,
     Manifest,
-    SealedAtom,
     dump_index,
     find_unplain,
     place_file,
     read_manifest,
 )
 from ..formats.universal.universal import find_faults
-from ..io.disk import check_space, write_atomically
+from ..io.disk import check_space, create_file, explain_full, write_atomically
 from ..io.memory import Scratch
 from ..io.read import Checked, combine_crc32, crc32
 from ..io.staging import MANIFEST, Staging
@@ -44,7 +39,7 @@ from ..stream.duplicates import check_samples
 from ..stream.full_tensors import FullTensors, WorkOptions, assemble_full_tensors, stream
 from ..stream.reader import AtomReader, refuse_scattered, verify_reads
 from ..stream.report import OutputReport
-from ..tensor_parallel import RuleSet, from_config, read_pattern
+from ..tensor_parallel import RuleSet, read_pattern
 from ..version import __version__
 from .identity import identify
 from .outputs import (
@@ -54,8 +49,6 @@ from .outputs import (
     find_formless,
     list_files,
     list_steps,
-    make_folders,
-    write_file,
 )
 from .states import write_states
 
@@ -104,37 +97,6 @@ class _Conversion:
     steps: dict[str, tuple[bytes, int]]
     identity: tuple[Fingerprint, str] | None
     replace: bool = False
-
-
-def convert_checkpoint(
-    source: str,
-    destination: str | None = None,
-    *,
-    comm: Comm | None = None,
-    patterns: Any = None,
-    groups: Any = None,
-    options: ConvertOptions | None = None,
-) -> OutputReport:
-    """Write a checkpoint as an atomic checkpoint (``ds_ucp convert``); collective over ``comm``.
-
-    Args:
-        source: a folder with ``latest``, or the folder of one tag.
-        destination: folder of the output (default: the source's path with the suffix ``_universal``).
-        comm: the ranks that convert together, usually one per node; None converts alone.
-        patterns: how tensor parallelism cuts parameters, as ``checkpoint.universal.patterns`` in a ds_config.
-        groups: names of a stage-0 source's parameters (``"module"``, or a list of names per param group).
-        options: workers, memory, overwriting.
-
-    Raises:
-        UcpError: the source is damaged or unsupported, or the destination may not be written; the same on all ranks.
-    """
-    comm = comm or Comm()
-    folder = comm.once(lambda: find_checkpoint(source))
-    rules = comm.run(lambda: from_config(patterns))
-    index = open_checkpoint(folder, comm, Naming(groups=groups))
-    return convert_index(
-        index, folder, destination or default_destination(folder), comm, options or ConvertOptions(), rules=rules
-    )
 
 
 def default_destination(folder: str) -> str:
@@ -230,7 +192,12 @@ def _begin(work: _Conversion, stack: ExitStack) -> bool:
 def _reuse(work: _Conversion) -> bool:
     """Return True if the destination is the same conversion and complete (rank 0 only)."""
     staging, options = work.staging, work.options
-    manifest = None if options.overwrite else _read_own(staging.destination)
+    manifest = None
+    if not options.overwrite:
+        try:
+            manifest = read_manifest(staging.destination)
+        except (CheckpointError, UnsupportedError) as error:
+            logger.warning("not reused: %s", error)
     if manifest is not None:
         fault = _find_fault(staging.destination, manifest, work)
         if not fault:
@@ -241,15 +208,6 @@ def _reuse(work: _Conversion) -> bool:
     work.replace = options.overwrite or (options.refresh and manifest is not None)
     staging.check_destination(work.replace)
     return False
-
-
-def _read_own(folder: str) -> Manifest | None:
-    """Return the destination's manifest, or None if it is missing or unreadable."""
-    try:
-        return read_manifest(folder)
-    except (CheckpointError, UnsupportedError) as error:
-        logger.warning("not reused: %s", error)
-        return None
 
 
 def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
@@ -298,7 +256,9 @@ def _write(work: _Conversion, checks: list[Checked]) -> list[Written]:
 def _prepare_folder(work: _Conversion) -> None:
     folder, sizes = work.staging.folder, sorted(file.image.size for file in work.files)
     check_space(folder, sum(sizes[-work.report.workers :] if work.staging.is_remote else sizes))
-    make_folders(folder, [*(file.path for file in work.files), *work.steps])
+    for parent in sorted({os.path.dirname(path) for path in [*(file.path for file in work.files), *work.steps]}):
+        with explain_full(folder):
+            os.makedirs(os.path.join(folder, parent), exist_ok=True)
 
 
 def _check_folder(folder: str) -> None:
@@ -378,7 +338,7 @@ def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int
     for number in () if work.staging.is_remote else sorted(split)[comm.rank :: comm.size]:
         work.files[number].close(folder, crcs[number])
     for path in sorted(work.steps)[comm.rank :: comm.size]:
-        write_file(folder, path, work.steps[path][0])
+        create_file(os.path.join(folder, path), work.steps[path][0])
     return crcs
 
 
@@ -393,7 +353,7 @@ def _write_states(work: _Conversion) -> tuple[dict[str, SealedFile], int]:
 def _commit(work: _Conversion, crcs: Mapping[int, int], states: Mapping[str, SealedFile]) -> int:
     """Write the manifest and publish the output; return the bytes of the manifest and of the atoms' files."""
     staging, full = work.staging, work.full
-    atoms = [_seal_atom(file, crcs[number]) for number, file in enumerate(work.files)]
+    atoms = [file.seal_atom(crcs[number]) for number, file in enumerate(work.files)]
     files = {**states, **{file.path: file.seal(crcs[number]) for number, file in enumerate(work.files)}}
     fingerprint, view = work.identity or identify(work.index)
     identity = {"fingerprint": fingerprint, "view": view, "verified": work.options.verify}
@@ -402,11 +362,6 @@ def _commit(work: _Conversion, crcs: Mapping[int, int], states: Mapping[str, Sea
     write_atomically(staging.path(MANIFEST), text)
     staging.commit(staging.name if work.options.latest else None, overwrite=work.replace)
     return sum(file.image.size for file in work.files) + len(text)
-
-
-def _seal_atom(file: OutputFile, crc: int) -> SealedAtom:
-    atom, offset = file.atom, file.image.data_offset
-    return SealedAtom(atom.name, atom.atom.state, atom.atom.instance, atom.dtype, atom.shape, offset, crc)
 
 
 def join_ranges(

@@ -12,9 +12,9 @@ from ..errors import UnsupportedError
 from ..extensions.registry import NameExtension, find_for_names
 from ..formats.deepspeed.files import ZERO
 from ..formats.deepspeed.seal import SealedFile
-from ..formats.universal.index import LONGEST, is_path, place_file
+from ..formats.universal.index import LONGEST, SealedAtom, is_path, place_file
 from ..formats.universal.upstream import upstream_keys
-from ..io.disk import explain_full, open_to_write, write_at, write_parts
+from ..io.disk import open_to_write, write_at, write_parts
 from ..io.staging import MANIFEST, OutputKind
 from ..io.store import exists, is_folder
 from ..model import AtomicIndex, AtomKey
@@ -62,25 +62,16 @@ class OutputFile:
         """Return its entry in a seal; ``crc`` is the CRC32 of the data."""
         return SealedFile(size=self.image.size, crc=self.image.sum_directory(crc))
 
+    def seal_atom(self, crc: int) -> SealedAtom:
+        """Return its atom's entry in the index; ``crc`` is the CRC32 of the data."""
+        name, state, instance = self.atom.atom.key
+        return SealedAtom(name, state, instance, self.atom.dtype, self.atom.shape, self.image.data_offset, crc)
+
     def close(self, folder: str, crc: int) -> None:
         """Write the zip frame of data that was written in several parts; ``crc`` is the CRC32 of all data."""
         with open_to_write(os.path.join(folder, self.path)) as fd:
             write_at(fd, self.image.head, 0)
             write_at(fd, self.image.tail(crc), self.image.data_offset + self.image.nbytes)
-
-
-def write_file(folder: str, path: str, data: bytes) -> None:
-    """Write a small file."""
-    with open_to_write(os.path.join(folder, path)) as fd:
-        write_at(fd, data, 0)
-        os.ftruncate(fd, len(data))
-
-
-def make_folders(folder: str, paths: Iterable[str]) -> None:
-    """The folders that files lie in."""
-    for parent in sorted({os.path.dirname(path) for path in paths}):
-        with explain_full(folder):
-            os.makedirs(os.path.join(folder, parent), exist_ok=True)
 
 
 def list_files(full: FullTensors, fused: Mapping[str, int]) -> list[OutputFile]:

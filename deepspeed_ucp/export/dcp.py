@@ -7,6 +7,7 @@ written, which bounds the memory. Each worker thread counts as a rank; no proces
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from ..comm import Comm
 from ..errors import ConfigError, UnsupportedError, advise
 from ..formats.deepspeed.files import scan_if_there
 from ..formats.foreign.names import OPTIMIZER_FOLDER, SCALER, TRAINER_STATE, TRAINERS
-from ..io.disk import explain_full
+from ..io.disk import create_file, explain_full
 from ..io.paths import find_tag_folder, join_path, normalize
 from ..io.read import Checked
 from ..io.store import read_small
@@ -138,8 +139,7 @@ def write_beside(export: Export) -> None:
     source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
     names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
     for name in names:
-        with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
-            stream.write(read_small(join_path(source, name)))
+        create_file(os.path.join(export.folder, name), read_small(join_path(source, name)))
     has_states = os.path.isdir(os.path.join(export.folder, OPTIMIZER_FOLDER))
     if has_states and run.scaler.get("dynamic") and SCALER not in names:
         _save(export, SCALER, make_scaler(run.scaler))
@@ -159,8 +159,8 @@ def write_beside(export: Export) -> None:
 
 
 def _save(export: Export, name: str, content: dict[str, Any]) -> None:
-    with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
-        torch.save(content, stream)
+    torch.save(content, stream := io.BytesIO())
+    create_file(os.path.join(export.folder, name), stream.getvalue())
 
 
 def make_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:

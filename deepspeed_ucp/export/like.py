@@ -18,7 +18,7 @@ from ..formats import open_checkpoint
 from ..formats.deepspeed.files import scan_folder
 from ..formats.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format
 from ..hub import find_cached
-from ..io.disk import explain_full
+from ..io.disk import create_file, explain_full
 from ..io.jsonfile import read_json
 from ..model import AtomicIndex, count
 from ..plan.derive import derive, recast
@@ -162,10 +162,9 @@ class LikeModel:
             path = os.path.join(self.folder, name)
             with explain_full(folder):
                 if name == CONFIG:
-                    with open(os.path.join(folder, name), "x", encoding="utf-8") as stream:
-                        stream.write(self._dump_config(dtypes))
+                    create_file(os.path.join(folder, name), self._dump_config(dtypes).encode())
                 elif name == TEMPLATES and os.path.isdir(path):
-                    _copy_templates(path, os.path.join(folder, name))
+                    shutil.copytree(path, os.path.join(folder, name), ignore=_ignore_no_templates)
                 elif name != ADAPTER_CONFIG and os.path.isfile(path):  # from_pretrained would load an adapter
                     shutil.copyfile(path, os.path.join(folder, name))
 
@@ -179,11 +178,8 @@ class LikeModel:
         return json.dumps(config, indent=2) + "\n"
 
 
-def _copy_templates(folder: str, destination: str) -> None:
-    os.makedirs(destination)
-    for entry in os.scandir(folder):
-        if entry.name.endswith(".jinja") and entry.is_file():
-            shutil.copyfile(entry.path, os.path.join(destination, entry.name))
+def _ignore_no_templates(_folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not name.endswith(".jinja")]
 
 
 def _make_models(kinds: Iterable[Callable[[Any], Any]], config: Any) -> Iterator[Any]:

@@ -11,13 +11,12 @@ import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..comm import Comm
 from ..errors import UnsupportedError, shorten
 from ..formats.foreign.names import ADAPTER_CONFIG, ADAPTER_STEM, WEIGHTS_INDEX
 from ..formats.foreign.weights import DTYPES
-from ..io.disk import explain_full, open_to_write, write_at
+from ..io.disk import create_file, explain_full, open_to_write, write_at
 from ..io.memory import Scratch
 from ..io.read import Checked
 from ..model import ITEMSIZE, AtomicIndex
@@ -155,16 +154,11 @@ def export_safetensors(
     with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
         comm.once(lambda: _prepare(export.folder, layout, model, export.report.dtypes))
         if options.adapter:
-            comm.once(lambda: _write_config(export.folder, options.adapter_config))
+            config = {**options.adapter_config, "inference_mode": True}  # as PEFT writes it
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            comm.once(lambda: create_file(os.path.join(export.folder, ADAPTER_CONFIG), text.encode()))
         export.verify(selection.weights, _fill(export, selection.weights, layout))
     return export.report
-
-
-def _write_config(folder: str, config: Mapping[str, Any]) -> None:
-    """Write a configuration for inference, as PEFT does."""
-    path = os.path.join(folder, ADAPTER_CONFIG)
-    with explain_full(path), open(path, "x", encoding="utf-8") as stream:
-        stream.write(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
 
 def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Collection[str]) -> None:
@@ -177,9 +171,7 @@ def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Co
             stream.truncate(layout.sizes[file])
             write_at(stream.fileno(), head, 0)
     if len(layout.heads) > 1:
-        path = os.path.join(folder, WEIGHTS_INDEX)
-        with explain_full(path), open(path, "xb") as stream:
-            stream.write(layout.describe())
+        create_file(os.path.join(folder, WEIGHTS_INDEX), layout.describe())
 
 
 def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list[Checked]:

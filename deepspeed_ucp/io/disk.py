@@ -1,4 +1,7 @@
-"""Durable writes: checks of free space, complete writes, atomic replacement of files, syncs of folders."""
+"""Durable writes: checks of free space, complete writes, atomic replacement of files, syncs of folders.
+
+They raise DiskFullError if the disk, a quota or the process's limit of file sizes has no room.
+"""
 
 from __future__ import annotations
 
@@ -104,12 +107,14 @@ def open_to_write(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
-    """Write all of ``data`` at byte ``offset``; several threads may write one file.
+def create_file(path: str, data: bytes) -> None:
+    """Write a new small file, without a sync."""
+    with explain_full(path), open(path, "xb") as stream:
+        stream.write(data)
 
-    Raises:
-        DiskFullError: the disk is full.
-    """
+
+def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
+    """Write all of ``data`` at byte ``offset``; several threads may write one file."""
     write_parts(fd, [data], offset)
 
 
@@ -117,9 +122,6 @@ def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset
     """Write consecutive parts from byte ``offset`` on: whole blocks past the page cache if that is faster.
 
     Several threads may write different blocks of one file.
-
-    Raises:
-        DiskFullError: the disk is full.
     """
     views = [memoryview(part).cast("B") for part in parts]
     with explain_full(_find_name(fd)), open_past(fd, max(view.nbytes for view in views)) as past:
@@ -152,9 +154,6 @@ def write_atomically(path: str, data: bytes, *, temporary: str | None = None) ->
 
     Args:
         temporary: path of the temporary file, for one writer at a time; default: in the same folder.
-
-    Raises:
-        DiskFullError: the disk is full.
     """
     folder, name = os.path.split(os.path.abspath(path))
     aside = temporary or os.path.join(folder, f".{name}.ucp-tmp")
@@ -201,11 +200,7 @@ def sync_folder(folder: str) -> None:
 
 
 def sync_tree(folder: str) -> None:
-    """Sync everything below a folder that this node wrote: one ``syncfs``, or ``fsync`` of each file.
-
-    Raises:
-        DiskFullError: the disk is full.
-    """
+    """Sync everything below a folder that this node wrote: one ``syncfs``, or ``fsync`` of each file."""
     with explain_full(folder):
         tree = list(os.walk(folder))
         few = sum(len(names) for _, _, names in tree) <= _FEW

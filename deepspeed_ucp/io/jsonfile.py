@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 from ..errors import CheckpointError
@@ -13,18 +12,15 @@ from .store import read_small
 MOST_BYTES = 1 << 26
 """Default size limit of a document."""
 
-_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+_NAMES = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
 _DAMAGED = "It is damaged: restore the file."
 
 
-def read_json(
-    path: str, kind: type = dict, *, most: int = MOST_BYTES, advice: str = _DAMAGED, strict: bool = False
-) -> Any:
-    """Read a JSON document from a file or a store.
+def read_json(path: str, *, most: int = MOST_BYTES, advice: str = _DAMAGED, strict: bool = False) -> Any:
+    """Read a JSON object from a file or a store.
 
     Args:
         path: the file, or its URL.
-        kind: required type of the document.
         most: size limit in bytes.
         advice: the remedy that errors end with.
         strict: also refuse repeated keys, NaN and infinities.
@@ -34,7 +30,7 @@ def read_json(
         OutOfReachError: the file cannot be read.
         CheckpointError: the file holds no such document.
     """
-    return parse_json(read_bounded(path, most, advice), path, kind, advice=advice, strict=strict)
+    return parse_json(read_bounded(path, most, advice), path, advice=advice, strict=strict)
 
 
 def read_bounded(path: str, most: int, advice: str = _DAMAGED) -> bytes:
@@ -55,42 +51,29 @@ def read_bounded(path: str, most: int, advice: str = _DAMAGED) -> bytes:
     return data
 
 
-def parse_json(
-    data: bytes,
-    path: str,
-    kind: type = dict,
-    *,
-    advice: str = _DAMAGED,
-    strict: bool = False,
-    object_hook: Callable[[dict[str, Any]], Any] | None = None,
-) -> Any:
-    """Parse a JSON document that has been read from ``path``.
-
-    Args:
-        object_hook: as of :func:`json.loads`; it may raise any error for a malformed object.
+def parse_json(data: bytes, path: str, *, advice: str = _DAMAGED, strict: bool = False) -> Any:
+    """Parse a JSON object that has been read from ``path``.
 
     Raises:
         CheckpointError: as of :func:`read_json`.
     """
 
-    def take_once(pairs: list[tuple[str, Any]]) -> Any:
+    def take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             raise ValueError("a key occurs twice")
-        return object_hook(fields) if object_hook else fields
+        return fields
 
-    hooks: dict[str, Any] = {"object_hook": object_hook}
-    if strict:
-        hooks = {"object_pairs_hook": take_once, "parse_constant": _refuse}
+    hooks: dict[str, Any] = {"object_pairs_hook": take_once, "parse_constant": _refuse} if strict else {}
     try:
         value = json.loads(data.decode("utf-8"), **hooks)
     except RecursionError:
         raise CheckpointError(f"is nested too deeply. {advice}", path=path) from None
-    except Exception as error:  # noqa: BLE001 - the hook may raise any error for a malformed object
+    except ValueError as error:
         raise CheckpointError(f"is no valid JSON ({error}). {advice}", path=path) from None
-    if not isinstance(value, kind):
+    if not isinstance(value, dict):
         kind_name = _NAMES.get(type(value), "a number")
-        raise CheckpointError(f"holds {kind_name} where {_NAMES[kind]} is expected. {advice}", path=path)
+        raise CheckpointError(f"holds {kind_name} where an object is expected. {advice}", path=path)
     return value
 
 

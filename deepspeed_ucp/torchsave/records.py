@@ -132,11 +132,7 @@ def _is_checked(entries: Iterable[zipfile.ZipInfo]) -> bool:
 
 
 def sum_directory(path: str) -> int | None:
-    """Return the CRC32 of a zip's directory, which contains its records' checksums; None if the file has no checksums.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, truncated or damaged.
-    """
+    """Return the CRC32 of a zip's directory, which contains its records' checksums; None if it has none."""
     with open_file(path) as stream:
         if not starts_zip(stream):
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -15,7 +14,7 @@ from .objects import StorageRef, walk
 from .records import FileRecord, check_crc
 from .repickle import PROTOCOL, write_pickle
 from .torchfile import TorchFile
-from .zipframe import DATA, Stream, write_torch_file
+from .zipframe import DATA, RecordWriter, Stream
 
 CHUNK: Final = 4 << 20
 """Bytes of a storage in memory at a time."""
@@ -34,7 +33,7 @@ def count_bytes(file: TorchFile, root: Any) -> int:
 
 
 def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes] = NOTHING) -> tuple[int, int]:
-    """Write a tree of a file's parts as a ``torch.save`` file, with the referenced storages.
+    """Write a tree of a file's parts as a ``torch.save`` file, with the referenced storages; without a sync.
 
     Args:
         added: storages that are not in the file, by key.
@@ -50,8 +49,8 @@ def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes]
         key: added[key] if key in added else open_storage(file, key, ref.numel)
         for key, ref in list_storages(root).items()
     }
-    crc = write_torch_file(path, write_pickle(root, max(file.protocol, PROTOCOL)), storages)
-    return os.stat(path).st_size, crc
+    with open(path, "wb", buffering=0) as written:
+        return RecordWriter(written.fileno()).write_all(write_pickle(root, max(file.protocol, PROTOCOL)), storages)
 
 
 def open_storage(file: TorchFile, key: str, numel: int) -> Stream:

@@ -2,6 +2,9 @@
 
 Reads the zip format (uncompressed records with a CRC32 each) and the legacy format
 (``torch.serialization._legacy_save``: pickles followed by raw storages, without checksums).
+
+Readers raise CheckpointError for a file that is missing, unreadable, truncated, damaged or malicious, UnsupportedError
+for one of a big-endian machine, of a release that is too old, or with compressed records.
 """
 
 from __future__ import annotations
@@ -149,12 +152,7 @@ class TorchFile(FileRecords):
 
 
 def read_header(path: str) -> TorchFile:
-    """Read the header of a ``torch.save`` file, and the bytes of its one-element tensors.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, truncated, damaged or malicious.
-        UnsupportedError: the file was saved on a big-endian machine, or by a release that is too old.
-    """
+    """Read the header of a ``torch.save`` file, and the bytes of its one-element tensors."""
     with open_file(path) as stream:
         return _read_open(path, stream)
 
@@ -165,9 +163,6 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
     Args:
         path: the file.
         parts: first byte and size of each part. Offsets in the returned headers are those of the whole file.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, truncated or damaged, or a part ends beyond it.
     """
     headers, cache = [], HeaderCache(path)
     with open_file(path) as stream:
@@ -209,12 +204,7 @@ def _read_open(path: str, stream: ReadStream) -> TorchFile:
 
 
 def list_records(path: str) -> FileRecords:
-    """Read a file's directory, without parsing a zip's pickle.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, truncated or damaged.
-        UnsupportedError: a record is compressed.
-    """
+    """Read a file's directory, without parsing a zip's pickle."""
     with open_file(path) as stream:
         if not starts_zip(stream):
             return _read_legacy(path, stream)[1]
@@ -315,11 +305,7 @@ def _find_element(ref: TensorRef, file: FileRecords) -> tuple[FileRecord, int]:
 
 
 def name_storages(path: str) -> dict[str, list[str]]:
-    """Map each storage's record name to its places in the object tree, such as ``optimizer.state.0.exp_avg``.
-
-    Raises:
-        CheckpointError: the header cannot be read.
-    """
+    """Map each storage's record name to its places in the object tree, such as ``optimizer.state.0.exp_avg``."""
     names: dict[str, list[str]] = defaultdict(list)
     todo: list[tuple[str, Any]] = [("", read_header(path).tree)]
     seen: set[int] = set()

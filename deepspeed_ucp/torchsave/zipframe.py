@@ -207,26 +207,8 @@ def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
     writer = _MemoryWriter()
     storages = {} if dtype is None else {"0": pack_scalar(dtype, value)}
     root = value if dtype is None else make_tensor("0", dtype, 1, ())
-    crc = writer.write_all(write_pickle(root), storages)
+    _, crc = writer.write_all(write_pickle(root), storages)
     return writer.data, crc
-
-
-def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream]) -> int:
-    """Write a file with its storages in the given order, without fsync and not atomically.
-
-    Args:
-        pickled: ``data.pkl``.
-        storages: bytes or streams by key.
-
-    Returns:
-        CRC32 of the zip's directory.
-
-    Raises:
-        CheckpointError: a stream has another length than declared.
-        OSError: the file cannot be written.
-    """
-    with open(path, "wb", buffering=0) as file:
-        return RecordWriter(file.fileno()).write_all(pickled, storages)
 
 
 class RecordWriter:
@@ -244,14 +226,14 @@ class RecordWriter:
         self._memory = np.empty(0, np.uint8) if memory is None else memory
         self.entries, self.crcs = list[_Entry](), list[int]()
 
-    def write_all(self, pickled: bytes, storages: Mapping[str, bytes | Stream]) -> int:
-        """Write a whole file as :func:`write_torch_file` does."""
+    def write_all(self, pickled: bytes, storages: Mapping[str, bytes | Stream]) -> tuple[int, int]:
+        """Write a whole file with storages by key, and close it; returns the same as :meth:`close`."""
         self.write_record(PICKLE, pickled, len(pickled))
         self.write_record(BYTEORDER, b"little", 6)
         for key, data in storages.items():
             stream = data if isinstance(data, Stream) else Stream(len(data), (data,))
             self.write_pieces(f"{DATA}{key}", map(memoryview, stream.pieces), stream.nbytes)
-        return self.close()[1]
+        return self.close()
 
     def write_record(self, name: str, data: bytes | memoryview, nbytes: int) -> None:
         """Write a record of ``nbytes`` bytes."""

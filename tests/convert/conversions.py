@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
+from deepspeed_ucp.convert import ConvertOptions
 from deepspeed_ucp.stream.report import OutputReport
+from tests.support.conversion import convert_checkpoint
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 MODEL = Model(

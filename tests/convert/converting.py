@@ -10,11 +10,12 @@ import sys
 import pytest
 
 from deepspeed_ucp.comm import join_launch
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, outputs
+from deepspeed_ucp.convert import ConvertOptions, outputs
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.io.disk import explain_full
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.stream import full_tensors
+from tests.support.conversion import convert_checkpoint
 
 
 def use_small_ranges(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination, driver
+from deepspeed_ucp.convert import ConvertOptions, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import Written, join_ranges
 from deepspeed_ucp.convert.outputs import check_paths, list_steps
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
@@ -26,6 +26,7 @@ from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.convert.conversions import read_bytes
 from tests.stream.test_full_tensors import check_atoms, flip_bit, open_held, rules_of
+from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_plain, trips

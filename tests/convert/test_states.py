@@ -83,10 +83,8 @@ def make_client():
 def write(folder, topology, model=MODEL, **run):
     run = Run(client_state=make_client(), lr_scheduler={"last_epoch": 3, "_last_lr": [0.1]}, skipped_steps=1, **run)
     state = random_state(model, 0, precision=topology.precision, topology=topology)
-    groups = GROUPS[: len(model.groups)]
-    state = type(state)(state.atoms, state.scalars, groups)
-    path = write_checkpoint(folder, model, state, topology, run=run)
-    return path, state
+    state = replace(state, groups=GROUPS[: len(model.groups)])
+    return write_checkpoint(folder, model, state, topology, run=run)
 
 
 def open_index(path, model=MODEL):
@@ -95,13 +93,12 @@ def open_index(path, model=MODEL):
 
 def convert(tmp_path, topology, model=MODEL, **run):
     """Convert; return the index, the contents of the state files, and the output folder."""
-    path, state = write(tmp_path / "src", topology, model, **run)
-    index = open_index(path, model)
+    index = open_index(write(tmp_path / "src", topology, model, **run), model)
     out = tmp_path / "out"
     out.mkdir(parents=True)
     return SimpleNamespace(
+        topology=topology,
         index=index,
-        state=state,
         files=write_states(index, str(out)),
         out=out,
         old=torch.load(index.state_file, weights_only=False),
@@ -116,29 +113,23 @@ def rewrite_optimizer(path, folder):
     return torch.load(folder / OPTIMIZER_STATE, weights_only=False)
 
 
-every_kind = pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
+@pytest.fixture(scope="module", params=TOPOLOGIES, ids=lambda t: t.label)
+def found(request, tmp_path_factory):
+    """The conversion of a checkpoint of each kind."""
+    return convert(tmp_path_factory.mktemp("states"), request.param, clip_grad=0.75)
 
 
-@every_kind
-def test_the_client_state_comes_back(topology, tmp_path):
-    found = convert(tmp_path, topology)
+def test_the_client_state_comes_back(found):
     assert list(found.new) == list(found.old)
-    emptied = {"module", "optimizer", "frozen_param_fragments"}
-    for key in emptied:
-        found.old.pop(key)
-    assert {key: found.new.pop(key) for key in sorted(emptied)} == {
-        "frozen_param_fragments": None,
-        "module": {},
-        "optimizer": None,
-    }
-    assert_same(found.old, found.new)
+    emptied = {"frozen_param_fragments": None, "module": {}, "optimizer": None}
+    assert {key: found.new[key] for key in emptied} == emptied
+    old, new = ({key: value for key, value in each.items() if key not in emptied} for each in (found.old, found.new))
+    assert_same(old, new)
     assert found.new["rng"]["torch"] is found.new["rng"]["again"]
     assert found.new["progress"].best is found.new["best"]
 
 
-@every_kind
-def test_files_sizes_and_checksums(topology, tmp_path):
-    found = convert(tmp_path, topology)
+def test_files_sizes_and_checksums(found):
     assert [*found.files] == [STATE_FILE, MODEL_STATES_ZERO3, OPTIMIZER_STATE]
     for name, file in found.files.items():
         header = read_header(str(found.out / name))
@@ -150,10 +141,8 @@ def test_files_sizes_and_checksums(topology, tmp_path):
     assert [(found.out / name).read_bytes() for name in found.files] == first
 
 
-@every_kind
-def test_the_optimizers_common_state(topology, tmp_path):
-    found = convert(tmp_path, topology)
-    hyper = ({}, {}) if topology.keeps_lean_states else GROUPS  # elastic checkpoints keep none
+def test_the_optimizers_common_state(found):
+    hyper = ({}, {}) if found.topology.keeps_lean_states else GROUPS  # elastic checkpoints keep none
     expected = [{**group, "params": [i]} for i, group in enumerate(hyper)]
     written = found.optimizer
     assert written["param_groups"] == expected
@@ -171,10 +160,9 @@ def fake(**fields):
     )
 
 
-@every_kind
-def test_upstreams_loaders_take_it(topology, tmp_path):
+def test_upstreams_loaders_take_it(found):
     """The parts of the loaders that read the top of the file, as they are."""
-    written = convert(tmp_path, topology, clip_grad=0.75).optimizer
+    written, topology = found.optimizer, found.topology
     zero12, zero3 = fake(partition_gradients=False), fake()
     DeepSpeedZeroOptimizer._load_global_state(zero12, written)
     DeepSpeedZeroOptimizer_Stage3._load_global_state_stage3(zero3, written)
@@ -226,9 +214,7 @@ def test_extra_states_of_modules_stay(topology, tmp_path):
     assert_same(extra, torch.load(tmp_path / STATE_FILE, weights_only=False)["module"])
 
 
-@every_kind
-def test_an_atomic_source_gives_the_same_files(topology, tmp_path):
-    found = convert(tmp_path, topology)
+def test_an_atomic_source_gives_the_same_files(found, tmp_path):
     index = replace(
         found.index,
         state_file=str(found.out / STATE_FILE),
@@ -269,7 +255,7 @@ def test_a_second_copy_without_hard_links(tmp_path, monkeypatch):
 
 
 def test_damaged_client_tensors_and_a_full_disk_are_errors(tmp_path, monkeypatch):
-    index = open_index(write(tmp_path / "src", Topology(1, 2))[0])
+    index = open_index(write(tmp_path / "src", Topology(1, 2)))
     with monkeypatch.context() as patch:
         patch.setattr(
             "deepspeed_ucp.torchsave.zipframe.RecordWriter.write_all", Mock(side_effect=OSError(errno.ENOSPC, "full"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import deepspeed_ucp
-from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing.capture import CapturedEngine
+from tests.support.conversion import convert_checkpoint
 from tests.support.covering import params
 from tests.support.engines import cases
 from tests.support.engines.cases import Case

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.examine.degrees import parse_degrees
 from deepspeed_ucp.examine.resume import check_resume
 from deepspeed_ucp.formats import open_checkpoint
 from tests.releases import find_reason
+from tests.support.conversion import convert_checkpoint
 from tests.support.covering import few, params
 from tests.support.engines import experts
 from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source, choose, edit

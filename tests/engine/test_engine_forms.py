@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.cli import main
-from deepspeed_ucp.convert import convert_checkpoint
+from tests.support.conversion import convert_checkpoint
 from tests.support.covering import is_exhaustive, params
 from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
 from tests.support.engines.ranks import Load

@@ -457,20 +457,6 @@ def test_elements_of_any_dtype(dtype: str) -> None:
     assert found.relative == 1.0
 
 
-def test_nan_and_infinity() -> None:
-    def pack(*values: float) -> bytes:
-        return np.array(values, np.float32).tobytes()
-
-    assert compare(pack(math.nan), pack(math.nan), "float32", "float32") == Tally(1)
-    assert compare(pack(math.nan), pack(1), "float32", "float32").largest == math.inf
-    assert compare(pack(math.inf), pack(-math.inf), "float32", "float32").largest == math.inf
-    negative = bytes(bytearray(pack(math.nan))[:3]) + b"\xff"
-    found = compare(pack(math.nan), negative, "float32", "float32")
-    assert (found.differing, found.largest) == (1, 0.0)
-    wide = np.array([math.nan, 1.5], np.float64).tobytes()
-    assert compare(pack(math.nan, 1.5), wide, "float32", "float64") == Tally(2)
-
-
 @given(data=st.binary(min_size=0, max_size=64), places=st.lists(st.integers(0, 63), max_size=3))
 def test_comparing_is_what_numpy_says(data: bytes, places: list[int]) -> None:
     left = data[: len(data) // 4 * 4]
@@ -484,15 +470,27 @@ def test_comparing_is_what_numpy_says(data: bytes, places: list[int]) -> None:
     assert found.first == (np.flatnonzero(unequal)[0] if unequal.any() else -1)
 
 
-def test_large_integers_and_signs_of_zeros_differ() -> None:
-    left, right = (np.array([2**60, value], np.int64).tobytes() for value in (2**60 + 1, 2**60 + 2))
-    found = compare(left, right, "int64", "int64")
-    assert (found.differing, found.first, found.largest) == (1, 1, 1.0)
-    low, high = (np.array([value], np.int64).tobytes() for value in (-(2**63), 2**63 - 1))
-    assert compare(low, high, "int64", "int64").largest == float(2**64 - 1)
-    zeros = compare(np.array([0.0]).tobytes(), np.array([-0.0]).tobytes(), "float64", "float64")
-    assert zeros.differing == 1
-    assert not AtomDifference("x", "fp32", "values", ("float64", "float64"), tally=zeros).is_within(0.0)
+NEGATIVE_NAN = np.array([0xFFC00000], np.uint32).view(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "differing", "largest"),
+    [
+        (np.float32([math.nan]), np.float32([math.nan]), 0, 0.0),
+        (np.float32([math.nan, 1.5]), np.float64([math.nan, 1.5]), 0, 0.0),
+        (np.float32([math.nan]), np.float32([1]), 1, math.inf),
+        (np.float32([math.nan]), NEGATIVE_NAN, 1, 0.0),
+        (np.float32([math.inf]), np.float32([-math.inf]), 1, math.inf),
+        (np.array([2**60, 2**60 + 1]), np.array([2**60, 2**60 + 2]), 1, 1.0),
+        (np.array([-(2**63)]), np.array([2**63 - 1]), 1, float(2**64 - 1)),
+        (np.array([0.0]), np.array([-0.0]), 1, 0.0),
+    ],
+)
+def test_special_values(left: Any, right: Any, differing: int, largest: float) -> None:
+    """Elements of one dtype are compared by their bits, also without a tolerance."""
+    found = compare(left.tobytes(), right.tobytes(), str(left.dtype), str(right.dtype))
+    assert (found.differing, found.first, found.largest) == (differing, len(left) - 1 if differing else -1, largest)
+    assert not AtomDifference("x", "fp32", "values", ("float64", "float64"), tally=found).is_within(0.0)
 
 
 def test_a_name_may_hold_any_character(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from hypothesis import given
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
 from deepspeed_ucp.examine import verify
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
@@ -35,6 +34,7 @@ from tests.formats.saves import tail_cut
 from tests.formats.test_index import count_read_bytes
 from tests.formats.test_parallel import PIPE, PLAIN
 from tests.properties.faults import flip
+from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint

@@ -23,6 +23,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
 from deepspeed_ucp.export import output
+from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.safetensors import export_safetensors, lay_out, split_shards
 from deepspeed_ucp.export.tensors import ExportOptions, Tensor
 from deepspeed_ucp.formats import open_checkpoint
@@ -199,20 +200,8 @@ def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
 
 
 SPECIAL = [
-    0.0,
-    -0.0,
-    1.0,
-    -1.5,
-    3e38,
-    1e-40,
-    65504.0,
-    65520.0,
-    6e-8,
-    inf,
-    -inf,
-    1.00390625,
-    1.01171875,
-    nan,
+    *(0.0, -0.0, 1.0, -1.5, 3e38, 1e-40, 65504.0, 65520.0),
+    *(6e-8, inf, -inf, 1.00390625, 1.01171875, nan),
 ]
 
 
@@ -300,12 +289,15 @@ def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_damaged_source_leaves_no_files(tmp_path: Path, nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("export", "state"), [(export_safetensors, MASTER), (export_dcp, MASTER), (export_dcp, "exp_avg")]
+)
+def test_a_damaged_source_leaves_no_files(tmp_path: Path, export: Any, state: str, nodes: int) -> None:
     index = open_model(tmp_path, Topology(2, 2, "bf16"))
-    flip_bit(index, "b.weight", MASTER)
+    flip_bit(index, "b.weight", state)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match="damaged"):
-        run_ranks(nodes, lambda rank, comm: export_safetensors(index, str(tmp_path / "out"), comm))
+        run_ranks(nodes, lambda rank, comm: export(index, str(tmp_path / "out"), comm))
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -373,13 +365,22 @@ def measure_peak(folder: Path, large: Path, *options: str) -> int:
     return peak
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_memory_stays_in_the_window(tmp_path: Path, dtype: str) -> None:
-    """80 MB of weights, one of them 60 MB, through 12 MB."""
-    model = Model((Param("a", (15_000, 1000)), Param("b", (5_000, 1000))))
-    state = random_state(model, 0, states=(), step=None)
-    path = write_checkpoint(tmp_path, model, state, Topology(3, 2))
-    assert measure_peak(tmp_path, path, "--window-mb", "12", "--dtype", dtype) < (12 + 12) << 20
+MANY = (Param("a", (4_000, 1000)), *(Param(f"p{number}", (150, 1000)) for number in range(30)))
+MEMORY = {
+    "one large": (("--dtype", "fp32"), (Param("a", (15_000, 1000)), Param("b", (5_000, 1000))), 12),
+    "cast": (("--dtype", "bf16"), (Param("a", (15_000, 1000)), Param("b", (5_000, 1000))), 12),
+    "dcp": (("--to", "dcp"), MANY, 24),  # torch keeps the last chunk of each parameter
+}
+"""Options, parameters of 35 to 80 MB, and MiB beyond a window of 12 MiB."""
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_memory_stays_in_the_window(tmp_path: Path, case: str) -> None:
+    options, params, more = MEMORY[case]
+    states = {} if "dcp" in options else {"states": (), "step": None}
+    model = Model(params)
+    path = write_checkpoint(tmp_path, model, random_state(model, 0, **states), Topology(3 if states else 2, 2))
+    assert measure_peak(tmp_path, path, "--window-mb", "12", *options) < (12 + more) << 20
 
 
 def make_gpt2(folder: Path, *, tied: bool) -> Any:

@@ -14,7 +14,6 @@ import pytest
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.tags import look_at_tag
 from deepspeed_ucp.examine.verify import verify_checkpoint
@@ -27,6 +26,7 @@ from deepspeed_ucp.load import choice
 from deepspeed_ucp.saves.places import find_mark
 from deepspeed_ucp.saves.publishing import remove_tag
 from tests.convert.conversions import write_source
+from tests.support.conversion import convert_checkpoint
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,))))

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index
+from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.formats import open_checkpoint
@@ -21,6 +21,7 @@ from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
 from deepspeed_ucp.model import AtomicIndex
 from tests.convert.conversions import read_bytes
 from tests.formats.test_index import check_index
+from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.reshard import Case
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index
+from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.safetensors import export_safetensors
@@ -37,6 +37,7 @@ from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.stream.reader import AtomReader, check_copy, refuse_scattered
 from tests.convert.conversions import read_bytes
+from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import World, run_ranks
 from tests.support.reads import item, read_of
 from tests.support.reshard import (

@@ -12,12 +12,12 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.stream.duplicates import check_samples
 from tests.load.test_reshard import keep_what_travels, resume
 from tests.properties.samples import run_cli
+from tests.support.conversion import convert_checkpoint
 from tests.support.expertmodels import expert_trips, expert_trips_3d, make_router
 from tests.support.reshard import (
     check_content,

@@ -15,12 +15,12 @@ import torch
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.stream.duplicates import check_samples
 from tests.support import foreign
+from tests.support.conversion import convert_checkpoint
 from tests.support.reshard import check_content, load, make_targets, open_for
 from tests.synth import ExpertLayer, Layer, Model, Param, Run, State, Topology, random_state, write_checkpoint
 

@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
+from deepspeed_ucp.convert import ConvertOptions
 from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
@@ -23,6 +23,7 @@ from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io import objects, paths, store, upload
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.torchsave.torchfile import list_records
+from tests.support.conversion import convert_checkpoint
 from tests.support.covering import params
 from tests.support.memory import clear_memory, put_folder, read_tree
 from tests.support.ranks import Apart, World, run_ranks

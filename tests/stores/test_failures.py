@@ -14,13 +14,13 @@ import pytest
 from obstore.store import S3Store
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint, read_latest
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.io import clients, objects, store
 from deepspeed_ucp.load.tags import find_tag
 from tests.stores.server import BUCKET, Server, fail_first, serve_bucket, use_options
+from tests.support.conversion import convert_checkpoint
 from tests.support.covering import all_turns
 from tests.support.memory import put_folder
 from tests.support.reshard import check_content, load, make_targets, open_everywhere

@@ -60,9 +60,10 @@ def be_late(comm: Comm, source: str) -> None:
 
     At the end one rank runs out of memory, and all ranks raise its error.
     """
-    from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
+    from deepspeed_ucp.convert import ConvertOptions
     from deepspeed_ucp.io.store import StoredFile
     from tests.convert.conversions import MODEL
+    from tests.support.conversion import convert_checkpoint
     from tests.support.reshard import Options, check_content, load_rank, make_targets, open_for
     from tests.synth import Topology, random_state
 

@@ -18,14 +18,19 @@ from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.zipframe import (
     PAGE,
+    RecordWriter,
     Stream,
     dump_value,
     make_image,
     make_tensor,
-    write_torch_file,
 )
 
 SHAPES = [((), 1), ((0, 3), 0), ((0, 3), 5), ((2, 3), 6), ((2, 3), 9), ((5,), 5)]
+
+
+def write_torch_file(path, pickled, storages):
+    with open(path, "wb", buffering=0) as file:
+        RecordWriter(file.fileno()).write_all(pickled, storages)
 
 
 def write_image(path, image, data):

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.convert.identity import fingerprint, identify
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
@@ -39,6 +38,7 @@ from deepspeed_ucp.model import AtomicIndex, FileRef, GroupInfo, ParamKey
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.tensor_parallel import ShardNC, ShardV, read_pattern
+from tests.support.conversion import convert_checkpoint
 from tests.support.reshard import examples
 from tests.synth import Model, Param, random_state, write_checkpoint
 from tests.synth import Topology as SavedTopology
