@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ class MegatronEngine:
         """Make an engine; without `trains` all weights are 0.5, a value that no checkpoint has."""
         draw = [module.draw_weight for module in (gpt, layers)]
         if not trains:
-            gpt.draw_weight = layers.draw_weight = _fill_weight
+            gpt.draw_weight = layers.draw_weight = lambda _seed, _name, shape, _std: torch.full(tuple(shape), 0.5)
         config = choose_sizes(params_m)
         trainer = Trainer(config, Degrees(tp=self.tp, pp=self.pp, pipeline=True), make_config(1, self.checkpoint))
         gpt.draw_weight, layers.draw_weight = draw
@@ -57,10 +56,6 @@ def count_parameters(config: GPTConfig) -> int:
     hidden, ffn = config.hidden, config.ffn_width
     block = 4 * hidden * (hidden + 1) + 2 * hidden * ffn + ffn + hidden + 4 * hidden
     return config.layers * block + (config.vocabulary + config.context + 2) * hidden
-
-
-def _fill_weight(_seed: int, _name: str, shape: Sequence[int], _std: float) -> torch.Tensor:
-    return torch.full(tuple(shape), 0.5)
 
 
 def list_parts(trainer: Trainer) -> list[Part]:

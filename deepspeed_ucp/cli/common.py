@@ -1,6 +1,7 @@
 """Parsers and options that commands share, and how they open a checkpoint.
 
-Modules that read checkpoints are imported inside functions, so that ``--help`` does not load them.
+Modules that read checkpoints are imported inside functions, so that ``--help`` does not load them. Readers of options
+raise ConfigError for an invalid value.
 """
 
 from __future__ import annotations
@@ -156,9 +157,6 @@ def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, A
 
     Args:
         least: smallest window in MiB.
-
-    Raises:
-        ConfigError: invalid values.
     """
     if options.workers < 0 or options.window_mb < least:
         raise ConfigError(f"--workers must not be negative, --window-mb not below {least}.")
@@ -176,9 +174,6 @@ def open_index(
 
     Args:
         folders: the tag's folder in each place, as :func:`find_folders` returns them.
-
-    Raises:
-        UcpError: as :func:`~deepspeed_ucp.formats.open_checkpoint`.
     """
     from ..formats import open_checkpoint
     from ..formats.deepspeed.naming import Naming
@@ -225,11 +220,7 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
 
 
 def read_groups(value: str | None) -> str | list[list[str]] | None:
-    """Read ``--groups``: ``module``, a file with a list of names per param group, or None.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a list of lists of names.
-    """
+    """Read ``--groups``: ``module``, a file with a list of names per param group, or None."""
     if value is None or value == "module":
         return value
     import yaml
@@ -248,11 +239,7 @@ def read_groups(value: str | None) -> str | list[list[str]] | None:
 
 
 def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
-    """Parse ``--storage-option``; values are JSON or text.
-
-    Raises:
-        ConfigError: one has no ``=``.
-    """
+    """Parse ``--storage-option``; values are JSON or text."""
     options: dict[str, Any] = {}
     for argument in given:
         key, equals, value = argument.partition("=")
@@ -266,11 +253,7 @@ def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:
-    """Read the rules of ``--patterns``: a family, a file, or JSON; empty without it.
-
-    Raises:
-        ConfigError: they cannot be read.
-    """
+    """Read the rules of ``--patterns``: a family, a file, or JSON; empty without it."""
     from ..tensor_parallel import from_config
 
     given = options.patterns

@@ -7,8 +7,7 @@ import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import escape, fold_names, pluralize
 from ..examine.verify import list_findings
@@ -34,45 +33,18 @@ _MOST_NAMES = 12
 """Names that a finding lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter or buffer of a checkpoint.
+Parameter: TypeAlias = dict[str, Any]
+"""A parameter or buffer, as in the JSON.
 
-    Attributes:
-        name: as in the model.
-        instance: number of the copy, if several pipeline stages hold the parameter.
-        kind: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` if no optimizer is known.
-        shape: logical shape; None if no pattern is known for its shards.
-        shards: shape on each tensor-parallel rank.
-        dtype: of the master, or of the module's tensor.
-        copy: dtype of the model's copy of a trained parameter.
-        states: state → dtype, masters first, copies left out.
-        pattern, origin: how tensor parallelism cuts it (None: not known), and the source of the pattern.
-        group: number of its param group, or None.
-        scalars: scalars of the optimizer.
-        nbytes: of all states as stored, replicas of tensor-parallel ranks included, copies not.
-        why: rule to give if the pattern is not known.
-    """
-
-    name: str
-    instance: int
-    kind: str
-    shape: tuple[int, ...] | None
-    shards: tuple[tuple[int, ...], ...]
-    dtype: str
-    copy: str | None
-    states: dict[str, str]
-    pattern: str | None
-    origin: str
-    group: int | None
-    scalars: dict[str, Any]
-    nbytes: int
-    why: dict[str, Any]
-
-    @property
-    def param(self) -> ParamKey:
-        """Key in the index."""
-        return ParamKey(self.name, self.instance)
+* ``instance``: number of the copy, if several pipeline stages hold the parameter
+* ``kind``: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` if no optimizer is known
+* ``shape``: logical shape; None if no pattern is known for its ``shards``, the shapes on each tensor-parallel rank
+* ``dtype``: of the master, or of the module's tensor; ``copy``: of the model's copy of a trained parameter
+* ``states``: state → dtype, masters first, copies left out
+* ``pattern``, ``origin``: how tensor parallelism cuts it (None: not known), and the source of the pattern
+* ``nbytes``: of all states as stored, replicas of tensor-parallel ranks included, copies not
+* ``why``: rule to give if the pattern is not known
+"""
 
 
 def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[RuleSet] = ()) -> dict[str, Any]:
@@ -80,9 +52,6 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
 
     Args:
         rules: the user's, for parameters whose pattern the checkpoint does not record.
-
-    Raises:
-        CheckpointError: the state file is damaged.
     """
     settled = settle_index(index, rules)
     rows, files = _list_parameters(index, settled), _list_files(report)
@@ -92,7 +61,7 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
     sizes: dict[str, int] = defaultdict(int)
     for key, atom in index.atoms.items():
         sizes[key.state if key.state in (MASTER, COPY, MODULE) else ""] += atom.nbytes
-    shapes = [row.shape for row in rows if row.kind != BUFFER and not row.instance]
+    shapes = [row["shape"] for row in rows if row["kind"] != BUFFER and not row["instance"]]
     return {
         "folder": report.folder,
         "written_by": {"deepspeed": version or None, **_find_writer(report, index)},
@@ -153,22 +122,22 @@ def _describe_parameter(
     if name in settled.wrong:
         why = {"error": f"{name}: {settled.wrong[name]}"}
     unowned = FROZEN if _knows_optimizer(index) else WEIGHTS
-    return Parameter(
-        name=name,
-        instance=param.instance,
-        kind=TRAINED if MODULE not in states else BUFFER if name in index.buffers else unowned,
-        shape=settled.layouts[name][0].shape if name in settled.layouts else None,
-        shards=tuple(shard.shape for shard in main.shards),
-        dtype=main.dtype,
-        copy=copy.dtype if copy else None,
-        states={state: atom.dtype for state, atom in states.items()},
-        pattern=None if pattern is None else _name_pattern(pattern),
-        origin=origin,
-        group=group,
-        scalars=dict(index.scalars.get(param, {})),
-        nbytes=sum(atom.nbytes for state, atom in states.items() if state != COPY),
-        why=why,
-    )
+    return {
+        "name": name,
+        "instance": param.instance,
+        "kind": TRAINED if MODULE not in states else BUFFER if name in index.buffers else unowned,
+        "shape": settled.layouts[name][0].shape if name in settled.layouts else None,
+        "shards": [shard.shape for shard in main.shards],
+        "dtype": main.dtype,
+        "copy": copy.dtype if copy else None,
+        "states": {state: atom.dtype for state, atom in states.items()},
+        "pattern": None if pattern is None else _name_pattern(pattern),
+        "origin": origin,
+        "group": group,
+        "scalars": dict(index.scalars.get(param, {})),
+        "nbytes": sum(atom.nbytes for state, atom in states.items() if state != COPY),
+        "why": why,
+    }
 
 
 def _knows_optimizer(index: AtomicIndex) -> bool:
@@ -182,9 +151,14 @@ def _sort_states(states: Mapping[str, Atom]) -> list[str]:
     return sorted(states, key=lambda state: (ends.get(state, 1), state))
 
 
+def get_key(row: Parameter) -> ParamKey:
+    """Return the key of a parameter in the index."""
+    return ParamKey(row["name"], row["instance"])
+
+
 def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
     """Describe a parameter with every fragment: file, byte offset, length in bytes, elements of its shard."""
-    atoms = {key.state: atom for key, atom in index.atoms.items() if key.param == row.param}
+    atoms = {key.state: atom for key, atom in index.atoms.items() if key.param == get_key(row)}
     layout = [
         {
             "state": state,
@@ -201,8 +175,8 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
         for rank, shard in enumerate(atoms[state].shards)
         for fragment in shard.list_fragments(state)
     ]
-    hyper = index.groups[row.group].hyper if row.group is not None else None
-    return {**asdict(row), "hyper": hyper, "layout": layout}
+    hyper = index.groups[row["group"]].hyper if row["group"] is not None else None
+    return {**row, "hyper": hyper, "layout": layout}
 
 
 def _find_file(index: AtomicIndex, record: int) -> str:
@@ -228,11 +202,7 @@ def _list_files(report: FolderReport) -> dict[str, int]:
 
 
 def _read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
-    """The client state's keys with the kinds of their values, and DeepSpeed's version; no code of the file is run.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
+    """The client state's keys with the kinds of their values, and DeepSpeed's version; no code of the file is run."""
     tree = read_state_tree(index)
     if not isinstance(tree, Mapping):
         return {}, ""
@@ -256,7 +226,7 @@ def _find_limits(
     index: AtomicIndex, rows: Sequence[Parameter], settled: Settled, rules: Sequence[RuleSet]
 ) -> Iterator[Finding]:
     """Find tensors that other topologies cannot take, or not without rules, and files without checksums."""
-    if unsettled := [row for row in rows if row.why]:
+    if unsettled := [row for row in rows if row["why"]]:
         known = list_families()
         fit = [name for name in known if settle_index(index, [*rules, load_family(name)]).is_complete]
         advice = f"a family ({', '.join(known)}) or rules"
@@ -266,8 +236,8 @@ def _find_limits(
             "the pattern of tensor parallelism is not known for these; to convert, or to resume with another degree, "
             f"give --patterns: {advice}"
         )
-        whys = {row.why.get("match", row.name): row.why for row in unsettled}
-        yield Finding("unsettled", "", text, WARNING, tuple(row.name for row in unsettled), tuple(whys.values()))
+        whys = {row["why"].get("match", row["name"]): row["why"] for row in unsettled}
+        yield Finding("unsettled", "", text, WARNING, tuple(row["name"] for row in unsettled), tuple(whys.values()))
     for kind, problem, faults in (
         (
             "irregular",
@@ -294,17 +264,17 @@ def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) 
     Args:
         unfold: one line per parameter; otherwise parameters whose names differ only in numbers share a line.
     """
-    findings, named = data["findings"], [(row.name, row) for row in data["parameters"]]
+    findings, named = data["findings"], [(row["name"], row) for row in data["parameters"]]
     more = f"; {pluralize(len(findings), 'finding')} at the end" if findings else ""
     lines = [f"{data['folder']}: opens{more}", *_write_head(index, data), ""]
     folded = [(name, [row]) for name, row in named]
     if not unfold:
-        folded = fold_names(named, lambda row: (row.instance, *_describe_form(row)))
+        folded = fold_names(named, lambda row: (row["instance"], *_describe_form(row)))
     rows = [
         (
-            str(ParamKey(name, group[0].instance)),
+            str(ParamKey(name, group[0]["instance"])),
             *_describe_form(group[0]),
-            format_bytes(sum(row.nbytes for row in group)),
+            format_bytes(sum(row["nbytes"] for row in group)),
         )
         for name, group in folded
     ]
@@ -317,7 +287,7 @@ def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) 
 
 
 def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
-    totals, optimizer, kinds = data["totals"], data["optimizer"], [row.kind for row in data["parameters"]]
+    totals, optimizer, kinds = data["totals"], data["optimizer"], [row["kind"] for row in data["parameters"]]
     others = "frozen and buffers" if _knows_optimizer(index) else "weights and buffers"
     parts = {"masters": "masters", "optimizer": "states", others: "module", "model copies": "copies"}
     sizes = [f"{name} {format_bytes(totals[part])}" for name, part in parts.items() if totals[part]]
@@ -370,15 +340,15 @@ def _describe_writer(index: AtomicIndex, written: Mapping[str, Any]) -> str:
 
 def _describe_form(row: Parameter) -> tuple[str, ...]:
     """Shape, dtype, states, pattern with its source."""
-    shapes = dict.fromkeys(row.shards) if row.shape is None else (row.shape,)
+    shapes = dict.fromkeys(row["shards"]) if row["shape"] is None else (row["shape"],)
     shape = " | ".join(str(list(shape)) for shape in shapes)
-    dtype = f"{row.dtype} + {row.copy}" if row.copy and row.copy != row.dtype else row.dtype
-    states = " ".join(state for state in row.states if state not in (MASTER, MODULE))
-    kind, *fields = (row.pattern or "?").split(" ")
+    dtype = f"{row['dtype']} + {row['copy']}" if row["copy"] not in (None, row["dtype"]) else row["dtype"]
+    states = " ".join(state for state in row["states"] if state not in (MASTER, MODULE))
+    kind, *fields = (row["pattern"] or "?").split(" ")
     pattern = " ".join((kind, *(field for field in fields if field.split("=")[0] in _SHOWN)))
-    if row.origin and row.pattern != "unique":
-        pattern += f" ({row.origin})"
-    return shape, dtype, row.kind if row.kind != TRAINED else states or "no states yet", pattern
+    if row["origin"] and row["pattern"] != "unique":
+        pattern += f" ({row['origin']})"
+    return shape, dtype, row["kind"] if row["kind"] != TRAINED else states or "no states yet", pattern
 
 
 def _write_finding(finding: Finding) -> list[str]:

@@ -47,11 +47,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the checkpoint. The ranks of a launch share the reading of headers.
-
-    Raises:
-        UcpError: all faults of a checkpoint that does not open.
-    """
+    """Show the checkpoint, or raise all its faults. The ranks of a launch share the reading of headers."""
     from ..comm import join_launch
     from ..formats.deepspeed.naming import Naming
     from ..formats.open import survey_checkpoint
@@ -80,13 +76,11 @@ def _show(options: argparse.Namespace, report: FolderReport, index: AtomicIndex,
 
 
 def _pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: str) -> Parameter:
-    """Find the parameter of that name (or tied to it), or the only one whose name matches a regular expression.
+    """Find the parameter of that name (or tied to it), or the only one whose name matches a regular expression."""
+    from .contents import get_key
 
-    Raises:
-        ConfigError: none or several match.
-    """
     name = index.resolve(wanted)
-    rows = {str(row.param): row for row in parameters}
+    rows = {str(get_key(row)): row for row in parameters}
     if name in rows:
         return rows[name]
     try:

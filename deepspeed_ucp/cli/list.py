@@ -84,11 +84,7 @@ def _is_usable(row: Row) -> bool:
 
 
 def _list_stored(folder: str, *, required: bool) -> list[Row]:
-    """List the checkpoints on storage.
-
-    Raises:
-        CheckpointError: there is none, and one is required.
-    """
+    """List the checkpoints on storage; raise an error if there is none and one is required."""
     from ..examine.tags import find_saves, look_at_tag
 
     try:

@@ -60,9 +60,6 @@ def _read_default(text: str | None) -> bool | dict[str, Any]:
 
     Args:
         text: a JSON object, or the file that has one.
-
-    Raises:
-        ConfigError: it is not a JSON object, or an option is unknown or has an invalid value.
     """
     from ..config import merge_options
     from ..tensor_parallel import from_config

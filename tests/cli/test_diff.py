@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,6 @@ def write(folder: Path, topology: Topology, state: State = STATE, **run: Any) ->
     return write_checkpoint(folder, MODEL, state, topology, cut=cut, run=Run(**options))
 
 
-def shift(by: dict[tuple[str, str], float]) -> State:
-    """Return a copy of the state with a value added to some atoms."""
-    atoms = {
-        name: {key: value + by.get((name, key), 0.0) for key, value in states.items()}
-        for name, states in STATE.atoms.items()
-    }
-    return replace(STATE, atoms=atoms)
-
-
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
     return write(tmp_path / "left", Topology(1, 2))
@@ -53,27 +43,6 @@ def test_each_side_has_further_places(left: Path, tmp_path: Path, capsys: pytest
     assert run(left, right, "--also", kept[0], "--also-b", kept[1]) == 0
     assert run(left, right, "--also", kept[0]) == 2
     assert "optim_states.pt" in capsys.readouterr().err
-
-
-def test_differences_exit_1_the_worst_first(
-    left: Path, tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    by = {("h.1.mlp.dense_h_to_4h.weight", "fp32"): 1.0, ("h.2.mlp.dense_h_to_4h.weight", "fp32"): 2.0}
-    moved = shift({**by, ("ln_f.weight", "exp_avg"): 0.5})
-    right = write(tmp_path / "right", Topology(2, 3), moved, global_steps=5)
-    assert run(left, right) == 1
-    out = capsys.readouterr().out
-    table = [line for line in out.splitlines()[1:] if " values " in line]
-    assert table[0].startswith("h.*.mlp.dense_h_to_4h.weight (2, worst h.2.mlp.dense_h_to_4h.weight)")
-    assert table[1].startswith("ln_f.weight") and "[0]" in table[1] and "16 of 16" in table[1]
-    assert "counter global_steps: 3 ≠ 5" in out
-    assert run(left, right, "--all") == 1
-    assert len([line for line in capsys.readouterr().out.splitlines()[1:] if " values " in line]) == 3
-    code, found = run_json("diff", left, right)
-    assert (code, [atom["name"] for atom in found["atoms"]][:2]) == (1, [name for name, _ in reversed(by)])
-    first = found["atoms"][0]
-    assert (first["kind"], first["state"], first["index"]) == ("values", "fp32", [0, 0])
-    assert (first["tally"]["differing"], first["tally"]["largest"]) == (64 * 16, pytest.approx(2.0))
 
 
 def write_text(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = (), **options: bool) -> str:

@@ -55,6 +55,11 @@ LINES = {
         "inspect good --param (",
         "inspect empty",
         "inspect megatron",
+        "inspect truncated",
+        "inspect leftover/global_step3",
+        "inspect unnamed",
+        "inspect unnamed --groups groups.json",
+        "inspect unnamed --groups wrong.json",
     ],
     "verify": [
         "verify good",
@@ -66,6 +71,7 @@ LINES = {
         "verify missing",
         "verify dangling",
         "verify empty",
+        "verify nothing",
         "verify sealed --seal",
         "verify sealed --against sealed/global_step3/ucp_seal.json",
         "verify damaged --against sealed/global_step3/ucp_seal.json",
@@ -73,10 +79,10 @@ LINES = {
         "verify good --window-mb 0",
     ],
     "diff": [
+        "diff good damaged",
         "diff good good",
         "diff good made",
         "diff good other",
-        "diff good damaged",
         "diff good damaged --tolerance inf",
         "diff good damaged --only wte",
         "diff good damaged --states fp32",
@@ -84,6 +90,7 @@ LINES = {
         "diff exported good",
         "diff good exported",
         "diff exported-bf16 good",
+        "diff exported-bf16 good --all",
         "diff good tensor",
         f"diff good tensor --patterns {PATTERNS}",
         "diff good good --tolerance -1",
@@ -133,10 +140,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory, with a checkpoint and its variants."""
     root = tmp_path_factory.mktemp("golden")
     good = write_sample(root / "good", Topology(1, 2, "bf16"), make_gpt(2))
-    for name in ("damaged", "missing", "weights", "warned", "dangling", "sealed"):
+    for name in ("damaged", "missing", "weights", "warned", "dangling", "sealed", "leftover"):
         shutil.copytree(good.parent, root / name)
     flip_largest(root / "damaged" / good.name / OPTIM)
     (root / "missing" / good.name / OPTIM).unlink()
+    truncated = write_sample(root / "truncated", Topology(1, 3, "bf16"), make_gpt(1))
+    (truncated / OPTIM).unlink()
+    os.truncate(truncated / OPTIM.replace("rank_1", "rank_2"), 1000)
+    shutil.copy(good / OPTIM, root / "leftover" / good.name / OPTIM.removeprefix("bf16_").replace("rank_1", "rank_7"))
+    (root / "leftover" / "latest").unlink()
+    write_sample(root / "unnamed", Topology(0, 2), make_gpt(2))
+    groups = [[param.name for param in group] for group in make_gpt(2).groups]
+    (root / "groups.json").write_text(json.dumps(groups))
+    (root / "wrong.json").write_text("{}")
     for path in (root / "weights" / good.name).glob("*optim_states.pt"):
         path.unlink()
     for name in ("warned", "dangling"):
@@ -151,8 +167,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_checkpoint(root / "zip", model, random_state(model, 0), Topology(1, 2))
     states = next((root / "zip").glob("*/mp_rank_00_model_states.pt"))
     shutil.copy(states, next((root / "mixed").glob(f"*/{states.name}")))
-    for name in ("empty", "megatron"):
+    for name in ("empty", "megatron", "nothing"):
         (root / name).mkdir()
+    (root / "nothing" / "model.safetensors").write_bytes(bytes(30))
     for name in ("metadata.json", "common.pt", "__0_0.distcp"):
         (root / "megatron" / name).write_text("{}")
     with pytest.MonkeyPatch.context() as patch:

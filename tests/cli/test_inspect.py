@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,49 +94,6 @@ def test_a_parameter_s_fragments_are_its_bytes(
                 held[part["start"] :][: part["numel"]] = np.frombuffer(data, np.float32)
             expected = cut(name, state.atoms[name][each], topology.tp, rank)
             assert np.array_equal(held.reshape(shape), expected.numpy()), each
-
-
-def test_stage_0_without_names_and_with_groups(
-    tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = make_gpt(2)
-    folder = write_sample(tmp_path, Topology(0, 2), model)
-    found = inspect(folder)
-    assert [finding["kind"] for finding in found["findings"]] == ["unnamed"]
-    assert {row["kind"] for row in found["parameters"]} == {"weights", "buffer"}
-    groups = [[param.name for param in group] for group in model.groups]
-    (tmp_path / "groups.json").write_text(json.dumps(groups))
-    named = inspect(folder, "--groups", tmp_path / "groups.json")
-    assert named["findings"] == []
-    assert named["optimizer"]["states"] == ["exp_avg", "exp_avg_sq"]
-    (tmp_path / "bad.json").write_text("{}")
-    assert main(["inspect", str(folder), "--groups", str(tmp_path / "bad.json")]) == 2
-    assert "list of names per param group" in capsys.readouterr().err
-
-
-def test_leftovers_and_latest(tmp_path: Path, inspect: Callable[..., Any]) -> None:
-    folder = write_sample(tmp_path, ZERO1)
-    assert inspect(tmp_path)["folder"] == str(folder)
-    shutil.copy(
-        folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt"
-    )
-    (tmp_path / "latest").write_text("another")
-    found = {finding["kind"]: finding for finding in inspect(folder)["findings"]}
-    assert found["leftover"]["file"] == "zero_pp_rank_7_mp_rank_00_optim_states.pt"
-    assert "'another'" in found["latest"]["text"]
-    (tmp_path / "latest").unlink()
-    assert "no `latest`" in inspect(folder)["findings"][1]["text"]
-
-
-def test_all_faults_of_a_damaged_checkpoint_are_listed(tmp_path: Path, inspect: Callable[..., Any]) -> None:
-    folder = write_sample(tmp_path, ZERO1)
-    short, gone = (f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (2, 1))
-    os.truncate(folder / short, 1000)
-    (folder / gone).unlink()
-    found = inspect(folder)
-    assert found["code"] == 2 and all(name in found["error"] and name in found["stderr"] for name in (short, gone))
-    faults = {each["file"]: each for each in found["findings"]}
-    assert "truncated" in faults[short]["text"] and faults[gone]["kind"] == "missing"
 
 
 # -- atomic checkpoints -----------------------------------------------------------------------------------------------

@@ -509,3 +509,25 @@ def test_a_misspelt_name_gets_a_suggestion(line: list[str], message: str, capsys
     printed = capsys.readouterr().err
     assert message in printed
     assert f"usage: ds_ucp {line[0] if line[0] in ('verify', 'export') else ''}" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "texts", "wanted"),
+    [
+        ("plan", "--mtbf", ["8", "", "h", "0h", "-1h", "nans", "infh", "8x"], "a time such as 8h"),
+        ("plan", "--params", ["many", "0", "-1", "nan", "1.5"], "a number such as 70e9"),
+        ("plan", "--ranks", ["0", "-1", "2.5", "two"], "a positive integer"),
+        ("plan", "--read-gbs", ["0", "-1", "inf"], "a speed in GB/s"),
+        (
+            "export",
+            "--max-shard-size",
+            ["", "GB", "5 XB", "0MB", "-1GB"],
+            "a size such as 500MB, 5GB or 2GiB",
+        ),
+    ],
+)
+def test_invalid_numbers_are_refused(command: str, option: str, texts: list[str], wanted: str, capsys: Any) -> None:
+    for text in texts:
+        with pytest.raises(SystemExit):
+            main([command, "in", "out", f"{option}={text}"])
+        assert f"argument {option}: {wanted}" in capsys.readouterr().err
