@@ -51,13 +51,12 @@ may be the same long string.
 """
 
 
-def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict[str, Any]:
+def read_objects(path: str, *, trust_pickle: bool) -> dict[str, Any]:
     """Read everything but the model's tensors from a model-states file.
 
     Args:
         path: the file.
         trust_pickle: allow any class.
-        checked: compare tensors with their checksums.
 
     Raises:
         CheckpointError: the client state is damaged.
@@ -67,7 +66,7 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
         >>> read_objects("global_step100/mp_rank_00_model_states.pt", trust_pickle=False)["global_steps"]
         100
     """
-    return make_objects(read_header(path), trust_pickle=trust_pickle, checked=checked)
+    return make_objects(read_header(path), trust_pickle=trust_pickle)
 
 
 def make_objects(
@@ -76,6 +75,7 @@ def make_objects(
     """Like :func:`read_objects`, for a header that is already parsed.
 
     Args:
+        checked: compare tensors with their checksums.
         has_option: the ``trust_pickle`` option of the ds_config applies to this file, and a refusal names it.
     """
     if not checked:

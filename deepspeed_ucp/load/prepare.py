@@ -23,7 +23,6 @@ from ..plan.settling import list_names, refuse_stateless, refuse_unreadable, set
 from ..plan.wants import REPLICA, Wants, is_replicated, list_touched, list_wants
 from ..stream.duplicates import check_instances
 from ..tensor_parallel import (
-    Resized,
     RuleSet,
     Settled,
     find_renamed,
@@ -328,8 +327,7 @@ def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work) -> 
     def log_all() -> None:  # rank 0 alone
         for text in dict.fromkeys(text for *_, notes, _ in everyone for text in notes):
             logger.warning("%s", text)
-        _log_match(work.match, index)
-        _log_padded(work.resized)
+        _log_match(work)
 
     comm.once(log_all)
     check_instances(index, view.counts, work.touched, comm)
@@ -349,7 +347,8 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     ]
 
 
-def _log_match(match: Match, index: AtomicIndex) -> None:
+def _log_match(work: Work) -> None:
+    match, index = work.match, work.index
     if match.kept:
         names = shorten(match.kept, 3 if index.format else 40)
         logger.warning("%s: %s keep the values that the new model has", index.dropped, names)
@@ -360,10 +359,7 @@ def _log_match(match: Match, index: AtomicIndex) -> None:
         logger.log(level, text, count, shorten(match.untouched, 3))
     if match.skipped:
         logger.warning("load_module_strict=False, passing over: %s", list_faults(match.skipped))
-
-
-def _log_padded(resized: Mapping[str, Resized]) -> None:
-    for name, how in sorted(resized.items()):
+    for name, how in sorted(work.resized.items()):
         if how.pads:
             text = "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero"
             logger.info(text, name, how.live, how.saved, how.live - how.saved)

@@ -209,6 +209,11 @@ class Transfer:
             self.work.zero_blanks(uncommitted=uncommitted)
             self.uploads.begin()
 
+        def end() -> list[Checked]:
+            rest = self._work(reader, shares[-1], received, sinks)
+            self.uploads.finish()
+            return rest
+
         def is_read_again(read: Read) -> bool:
             return (read.record, read.offset) in self.again
 
@@ -225,7 +230,7 @@ class Transfer:
                 received = list(_list_sent(claims, self._swap(packed, sends, claims, memory)))
                 for peer, place, claim in () if step else round_.list_local_copies(self.same_node):
                     received.append((claim, self._find_stage(peer, number)[place:], claim.step))
-            checks += self.comm.run(partial(self._end, reader, shares[-1], received, sinks))
+            checks += self.comm.run(end)
             for path, (nbytes, seconds) in reader.spent.items():
                 before = self.files.get(path, (0, 0.0))
                 self.files[path] = before[0] + nbytes, before[1] + seconds
@@ -240,14 +245,6 @@ class Transfer:
         if self.is_one_machine:
             return [direct[len(direct) * turn // turns : len(direct) * (turn + 1) // turns] for turn in range(turns)]
         return [*([] for _ in range(turns - 1)), direct]
-
-    def _end(
-        self, reader: RecordReader, reads: Sequence[Read], received: Sequence[Received], sinks: Sinks
-    ) -> list[Checked]:
-        """Execute the last reads and copies of a pass."""
-        checks = self._work(reader, reads, received, sinks)
-        self.uploads.finish()
-        return checks
 
     def _take_step(
         self,

@@ -25,7 +25,6 @@ from ..model import (
     GroupInfo,
     ParamKey,
     ParamStorage,
-    Storage,
 )
 from ..model.flat import Shape
 from ..model.view import EngineView, Shapes
@@ -198,7 +197,9 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
     for at, saved in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
         spans = list(_lay_out(made.slices, [shard.numel for shard in saved]))
         shape = made.find_shape(sum(high - low for low, high, _ in spans), saved[0].shape)
-        blocks = _cut_blocks(saved[0].states[key.state], *spans[0][:2], shape) if len(saved) == 1 else None
+        storage = saved[0].states[key.state]
+        has_blocks = len(saved) == 1 and isinstance(storage, Fragments) and storage.shape
+        blocks = storage.cut_blocks(*spans[0][:2], shape) if has_blocks else None
         moved = (
             _move(shard.find(key.state, *span[:2]), *span, itemsize) for shard, span in zip(saved, spans, strict=True)
         )
@@ -207,11 +208,6 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
             parts = (part for shard, part in index.repeated.get(source, ()) if shard == at)
             again += [(at, part) for part in _move(parts, *span, itemsize)]
     return Atom.of(key.name, key.state, shards, key.instance), tuple(again)
-
-
-def _cut_blocks(storage: Storage, low: int, high: int, shape: Shape) -> Fragments | None:
-    """Return elements [low, high) as blocks; None if the storage has no blocks, or if these would not be blocks."""
-    return storage.cut_blocks(low, high, shape) if isinstance(storage, Fragments) and storage.shape else None
 
 
 def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:

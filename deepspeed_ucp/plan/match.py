@@ -397,10 +397,11 @@ def match_groups(
         same = -1 not in sources and all(hyper == hypers[0] for hyper in hypers)
         same = same and any(extension.cuts_groups(names) for extension in find_for_names(names))
         if not same and (len(sources) != 1 or -1 in sources or taken.setdefault(min(sources), number) != number):
+            live = {param: name for name, param in match.params.items()}
+            named = [[live.get(param, param.name) for param in group.members] for group in index.groups]
             raise MismatchError(
-                "The optimizer's param groups differ from the checkpoint's. Checkpoint: "
-                f"{_list_groups(_name_live(index, match))}. This run: "
-                f"{_list_groups(members.values())}. "
+                f"The optimizer's param groups differ from the checkpoint's. Checkpoint: {_list_groups(named)}. This "
+                f"run: {_list_groups(members.values())}. "
                 'Make the groups of the saved run (hyper-parameters may differ), or set "checkpoint": {"universal": '
                 '{"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, or load with '
                 "load_optimizer_states=False."
@@ -424,12 +425,6 @@ def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
             "load_optimizer_states=False."
         )
     return {"step": steps[0]} if steps else {}
-
-
-def _name_live(index: AtomicIndex, match: Match) -> list[list[str]]:
-    """Return the saved param groups, by live names if there are any."""
-    live = {param: name for name, param in match.params.items()}
-    return [[live.get(param, param.name) for param in group.members] for group in index.groups]
 
 
 def _list_groups(groups: Iterable[Sequence[str]]) -> str:

@@ -91,30 +91,21 @@ def is_replica(index: AtomicIndex, atom: Atom) -> bool:
     return are_alike((shape, atom.dtype, part.offset, record.nbytes, record.crc) for shape, part, record in records)
 
 
-def describe_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> str:
-    """Describe tensors whose bytes cannot be cut; empty if there are none.
+def refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> None:
+    """Raise if the bytes of a wanted tensor cannot be cut.
 
     Args:
         states: whether a state is wanted.
-    """
-    faults = sorted(index.unreadable.items())
-    listed = [f"{key.param} ({key.state}): {fault}" for key, fault in faults if states(key.state)]
-    if not listed:
-        return ""
-    return (
-        f"{index.state_file}: {shorten(listed)}. Tensors that are not contiguous can be resumed in the topology "
-        "that saved them, and saved again with contiguous tensors; the others are not in the checkpoint."
-    )
-
-
-def refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> None:
-    """Raise if a wanted tensor cannot be cut.
 
     Raises:
         UnsupportedError: with its name.
     """
-    if text := describe_unreadable(index, states):
-        raise UnsupportedError(text)
+    faults = sorted(index.unreadable.items())
+    if listed := [f"{key.param} ({key.state}): {fault}" for key, fault in faults if states(key.state)]:
+        raise UnsupportedError(
+            f"{index.state_file}: {shorten(listed)}. Tensors that are not contiguous can be resumed in the topology "
+            "that saved them, and saved again with contiguous tensors; the others are not in the checkpoint."
+        )
 
 
 def refuse_stateless(index: AtomicIndex) -> None:
