@@ -498,47 +498,6 @@ def test_forged_pickles_are_refused_and_run_no_code(kind: str, tmp_path: Path) -
     assert not RUNS
 
 
-COSTLY = {
-    "a list of a range": name("__builtin__", "list") + name("__builtin__", "xrange") + b"J\xff\xff\xff\x7f\x85R\x85R",
-    "a number by an exponent": name("fractions", "Fraction") + text("1e999999999") + b"\x85R",
-    "a number of a decimal": name("__builtin__", "int")
-    + name("decimal", "Decimal")
-    + text("1e999999999")
-    + b"\x85R\x85R",
-    "a fraction of a decimal": name("fractions", "Fraction") + name("decimal", "Decimal") + text("1e9") + b"\x85R\x85R",
-    "a partial that is called": name("functools", "partial") + name("__builtin__", "bytearray") + b"\x85R"
-    b"J\xff\xff\xff\x7f\x85R",
-}
-
-
-SETSTATE = text("__setstate__") + name("__builtin__", "set")
-HASHED = b"(" + name(__name__, "Frozen") + EMPTY + b"}" + text("value") + ONE + b"sbl"
-TENSOR = (
-    name("torch._tensor", "_rebuild_from_type_v2")
-    + (b"(" + name("builtins", "complex") + name("builtins", "complex") + b")}" + SETSTATE + b"st")
-    + b"R"
-)
-STEERED = {
-    "of a value": VALUE + b"}" + SETSTATE + b"sb" + HASHED + b"b",
-    "of an object": name("argparse", "Namespace") + EMPTY + b"}" + SETSTATE + b"sb" + HASHED + b"b",
-    "of a method": name("argparse", "Namespace")
-    + EMPTY
-    + b"}"
-    + text("append")
-    + name("__builtin__", "hash")
-    + b"sbNa",
-    "by an entry": name(__name__, "Attributes") + EMPTY + SETSTATE + b"s" + HASHED + b"b",
-    "by an entry of a list": name(__name__, "Attributes")
-    + (EMPTY + text("extend") + name("__builtin__", "set") + b"s(")
-    + (HASHED + b"e"),
-    "of a tensor": TENSOR + HASHED + b"b",
-    "of a namespace": name("types", "SimpleNamespace") + b"}" + SETSTATE + b"s\x85R" + HASHED + b"b",
-    "by keywords": name("types", "SimpleNamespace") + b")}" + SETSTATE + b"s\x92" + HASHED + b"b",
-    "of an ordered dict": name("collections", "OrderedDict") + b")R}" + SETSTATE + b"sb" + HASHED + b"b",
-    "by an argument": name(__name__, "Attributes") + b"}" + SETSTATE + b"s\x85R" + HASHED + b"b",
-}
-
-
 def test_a_class_that_is_harmless_as_a_value_is_refused_in_a_call() -> None:
     value, called = Use(CLASS_NAME, value=True), Use(CLASS_NAME)
     for uses in ([value, called], [called]):
