@@ -397,7 +397,7 @@ def negotiate(
     index: AtomicIndex,
     comm: Comm,
     share: int,
-    same_node: SameNode | None = None,
+    same_node: SameNode,
     *,
     block: int = BLOCK,
     min_direct: int = MIN_DIRECT,
@@ -424,7 +424,7 @@ def negotiate(
 
     tables, addressed = comm.run(claim)
     touched = np.flatnonzero(comm.any_of(mask))
-    place, asked = comm.rank if same_node is None else int(np.argmax(same_node)), comm.swap_tables(tables)
+    asked, place = comm.swap_tables(tables), int(np.argmax(same_node))
 
     def decide() -> tuple[LoadPlan, list[Answers]]:
         owned = blocks.owned(comm.rank, touched)

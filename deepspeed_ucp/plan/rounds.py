@@ -135,31 +135,28 @@ class Round:
         """Return a round in which this rank stages, sends and receives nothing."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
-    def count_exchanges(self, share: int, same_node: SameNode | None = None) -> int:
+    def count_exchanges(self, share: int, same_node: SameNode) -> int:
         """Count the exchanges in which this rank sends and receives at most about ``share`` bytes each."""
-        far = range(len(self.receives)) if same_node is None else np.flatnonzero(~same_node).tolist()
-        received = sum(claim.nbytes for peer in far for claim in self.receives[peer])
+        received = sum(claim.nbytes for peer in np.flatnonzero(~same_node).tolist() for claim in self.receives[peer])
         return min(max(-(-max(self.sent, received) // share), 1), len(self.sends))
 
-    def select_exchange(
-        self, rank: int, step: int, same_node: SameNode | None = None
-    ) -> tuple[list[list[Read]], list[list[Read]]]:
+    def select_exchange(self, rank: int, step: int, same_node: SameNode) -> tuple[list[list[Read]], list[list[Read]]]:
         """Return the sends to each rank and the claims on each rank in one of the exchanges, for ``rank``.
 
         Exchange k serves the peers with ``distance * steps // size == k``, except those on the same node.
         """
         size = len(self.sends)
         is_active = [distance * self.steps // size == step for distance in range(size)]
-        far = [True] * size if same_node is None else (~same_node).tolist()
+        far = (~same_node).tolist()
         to = [far[peer] and is_active[(peer - rank) % size] for peer in range(size)]
         by = [far[peer] and is_active[(rank - peer) % size] for peer in range(size)]
         return _keep(self.sends, to), _keep(self.receives, by)
 
-    def list_local_copies(self, same_node: SameNode | None) -> list[tuple[int, int, Read]]:
+    def list_local_copies(self, same_node: SameNode) -> list[tuple[int, int, Read]]:
         """List the claims that this rank copies from its node's staging memory: (rank, first byte there, claim)."""
         return [
             (peer, place, claim)
-            for peer in ([] if same_node is None else np.flatnonzero(same_node).tolist())
+            for peer in np.flatnonzero(same_node).tolist()
             for place, claim in zip(self.places[peer] if self.places else (), self.receives[peer], strict=True)
         ]
 
@@ -194,7 +191,7 @@ def make_owner_plan(
     blocks: Blocks,
     owned: Iterable[tuple[int, int]],
     share: int,
-    same_node: SameNode | None = None,
+    same_node: SameNode,
     place: int = 0,
     min_direct: int = MIN_DIRECT,
 ) -> tuple[LoadPlan, list[Answers]]:
@@ -282,12 +279,12 @@ class LoadPlan:
     Attributes:
         direct: reads for this rank's buffers, and of bytes for the checksums alone, in the order of reading.
         rounds: of exchange, as many on every rank.
-        same_node: see :data:`SameNode`; None if everything is sent.
+        same_node: see :data:`SameNode`.
     """
 
     direct: list[Read]
     rounds: list[Round]
-    same_node: SameNode | None = field(default=None, compare=False)
+    same_node: SameNode = field(compare=False)
 
     @property
     def reads(self) -> list[Read]:
@@ -309,7 +306,7 @@ class LoadPlan:
                 ranks themselves do not overlap with others.
         """
         staged = sum(high - low for low, high in gaps)
-        far = [self.same_node is None or not self.same_node[claim.destination] for claim in claims]
+        far = [not self.same_node[claim.destination] for claim in claims]
         sent = sum(claim.nbytes for claim in compress(claims, far))
         if not self.rounds or max(self.rounds[-1].staged + staged, self.rounds[-1].sent + sent) > share:
             self.rounds.append(Round.empty(len(answers)))

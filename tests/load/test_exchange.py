@@ -42,7 +42,7 @@ def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
 )
 def test_a_round_takes_as_many_exchanges_as_its_bytes_need(sent: list[int], received: list[int], steps: int) -> None:
     """But never more than there are ranks."""
-    assert make_round(sent, received).count_exchanges(100) == steps
+    assert make_round(sent, received).count_exchanges(100, np.zeros(4, np.bool_)) == steps
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_only_reads_with_sends_are_kept() -> None:
     """Three blocks of 10 bytes: one for the first pass, one for the second, one for both."""
     reads = [read_of(item(0, low, 10, STAGE, low)) for low in (0, 10, 20)]
     sends = [[Read.of(STAGE, 2, 5), Read(STAGE, 12, 2, 4, 2)], [Read.of(STAGE, 20, 25), Read.of(STAGE, 25, 30)]]
-    plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)]), np.array([True, False])
+    plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)], np.zeros(2, np.bool_)), np.array([True, False])
     assert plan.filter_for_sinks([], [first, first]).reads == [reads[0], reads[2]]
     assert plan.filter_for_sinks([], [~first, ~first]).reads == [reads[1], reads[2]]
     assert plan.filter_for_sinks([], [first, first], whole=True).reads == reads

@@ -22,7 +22,7 @@ def judge(
     arrays = [np.array(rows, np.int64).reshape(-1, 5) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
     owned = blocks.owned(0, np.array([0]))
-    return make_owner_plan(arrays, blocks, owned, share, place=place, min_direct=min_direct)
+    return make_owner_plan(arrays, blocks, owned, share, np.zeros(len(tables), np.bool_), place, min_direct)
 
 
 def plain(offset: int, nbytes: int) -> Row:
@@ -119,10 +119,10 @@ def test_blocks_without_claims_are_read_for_the_checksum() -> None:
 
 def test_only_blocks_of_this_owner_are_judged() -> None:
     blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
-    empty = np.zeros((0, 5), np.int64)
-    found, _ = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), 1000)
+    empty, apart = np.zeros((0, 5), np.int64), np.zeros(2, np.bool_)
+    found, _ = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), 1000, apart)
     assert spans(found.direct) == [(50, 100, 0), (150, 200, 0)]
-    assert make_owner_plan([empty, empty], blocks, (), 1000)[0].direct == []
+    assert make_owner_plan([empty, empty], blocks, (), 1000, apart)[0].direct == []
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
