@@ -1,18 +1,31 @@
-"""Reasons in a save not to leave an unchanged topology to DeepSpeed's load."""
+"""Choice of the loader: DeepSpeed's in an unchanged topology, unless the engine or its files speak against it."""
 
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine.coverage import UnknownLayoutError
 from deepspeed_ucp.engine.known import _list_other_frozen
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.load.choice import choose_loader, find_damage, find_own_differences
+from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from tests.load.test_reshard import flip
+from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
+STATES = "mp_rank_00_model_states.pt"
 MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
 
 
@@ -100,3 +113,165 @@ def test_parameters_that_were_not_frozen_in_the_save(tmp_path: Path) -> None:
     thawed = FakeTarget(Model((Param("a", (7, 13), frozen=True), Param("frozen", (4, 3)))), topology, 0)
     assert found == {"saved": [], "shape": ["frozen, which was saved in another shape"]}
     assert list(_list_other_frozen(thawed, index)) == ["a, which was not saved as a parameter without optimizer"]
+
+
+# -- engines that only DeepSpeed's load knows --------------------------------------------------------------------------
+
+
+class UpstreamEngine:
+    """The part of an engine that is used before its buffers are."""
+
+    optimizer = lr_scheduler = None
+
+    def load_universal_checkpoint(self) -> bool:
+        return False
+
+    use_node_local_storage = load_universal_checkpoint
+
+
+def make_job(engine: object, comm: Comm, **options: Any) -> LoadContext:
+    return LoadContext(engine, comm, UniversalConfig(**options), LoadArguments(), LoadReport(False, ""))
+
+
+@pytest.fixture
+def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the layout of every engine unknown."""
+
+    def refuse(_engine: object) -> None:
+        raise UnknownLayoutError("the engine is of the future")
+
+    monkeypatch.setattr("deepspeed_ucp.load.choice.open_target", refuse)
+
+
+@pytest.mark.usefixtures("uncovered")
+def test_deepspeed_loads_an_atomic_checkpoint_into_an_uncovered_engine_with_load_universal(tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    engine = UpstreamEngine()
+    engine.load_universal_checkpoint = lambda: True  # type: ignore[method-assign]
+    reason, target, index = choose_loader(make_job(engine, Comm()), str(tmp_path))
+    assert index is target is None
+    assert "load_universal is on" in reason and "of the future" in reason
+
+
+def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, folder, target = make_job(NodeLocalEngine(), Comm()), str(tmp_path), object()
+    unknown, known = ["Muon's momentum"], "DeepSpeed's own load is not known to be right with: "
+    monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: unknown)
+    assert "is missing" in find_own_differences(job, folder, target)[-1]  # type: ignore[arg-type]
+    torch.save(EMPTY_STATES, tmp_path / STATES)
+    assert find_own_differences(job, folder, target) == [f"{known}Muon's momentum"]  # type: ignore[arg-type]
+    unknown.clear()
+    live = make_job(NodeLocalEngine(), Comm(), param_groups="live")
+    weights = replace(live, arguments=LoadArguments(load_module_only=True))
+    for each, held, doubts in (
+        (live, target, [f'{known}"param_groups" is "live"']),
+        (live, None, [f'{known}"param_groups" is "live"']),
+        (weights, target, [f"{known}load_module_only"]),
+        (weights, None, []),
+    ):
+        assert find_own_differences(each, folder, held) == doubts  # type: ignore[arg-type]
+    os.truncate(tmp_path / STATES, 100)
+    assert "truncated or damaged" in find_own_differences(job, folder, target)[0]  # type: ignore[arg-type]
+    torch.save(EMPTY_STATES, tmp_path / STATES)
+    monkeypatch.setattr("deepspeed_ucp.load.choice.inspect_engine", lambda _job: (target, None))
+    assert choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))[1:] == (target, None)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_damage_is_looked_for_in_the_files_that_deepspeed_reads(number: int, tmp_path: Path) -> None:
+    """These are the first place's, even if another place is nearer. torch.load does not look at checksums."""
+    model = Model((Param("a", (3, 5)),))
+    for name in ("first", "near"):
+        write_checkpoint(tmp_path / name, model, random_state(model, 0), Topology(1, 2), tag="tag")
+    index = open_checkpoint(str(tmp_path / "first/tag"), Comm())
+    record = index.records[number]
+    path = Path(index.files[record.file].path)
+    near = str(tmp_path / "near/tag" / path.name)
+    files = [replace(file, places=(near, file.path)) if file.path == str(path) else file for file in index.files]
+    index = replace(index, files=tuple(files))
+    flip(Path(near), record.offset, 3)
+    assert run_ranks(2, lambda _, comm: find_damage(index, comm, others=True)) == [[], []]
+    flip(path, record.offset, 3)
+    for (text,) in run_ranks(2, lambda _, comm: find_damage(index, comm, others=True)):
+        assert f"{path}: the" in text
+    with pytest.raises(CheckpointError, match="the file is damaged"):
+        run_ranks(2, lambda _, comm: find_damage(index, comm, others=False))
+
+
+class Harmful:
+    """A class without consent, whose unpickling runs code."""
+
+    def __setstate__(self, state: object) -> None:
+        raise AssertionError("code of a checkpoint ran")
+
+
+class NodeLocalEngine:
+    """The part of a stage-0 engine with node-local storage that is compared with its files."""
+
+    optimizer = None
+    has_moe_layers = False
+    mp_world_size = 1
+    num_experts: tuple[int, ...] = ()
+    use_node_local_storage = staticmethod(lambda: True)
+    bfloat16_enabled = fp16_enabled = zero_elastic_checkpoint = staticmethod(lambda: False)
+    zero_optimization_stage = staticmethod(lambda: 0)
+
+    def __init__(self, upstream: bool = False) -> None:
+        self.load_universal_checkpoint = lambda: upstream
+        self.module = torch.nn.Linear(2, 2)
+        self._config = SimpleNamespace(
+            _param_dict={}, zero_config=SimpleNamespace(offload_optimizer=None, offload_param=None)
+        )
+
+    def _get_ckpt_name(self, folder: str, tag: str) -> str:
+        return f"{folder}/{tag}/{STATES}"
+
+
+EMPTY_STATES = {"ds_config": {}, "mp_world_size": 1}
+
+
+@pytest.mark.usefixtures("uncovered")
+@pytest.mark.parametrize(
+    ("name", "upstream"),
+    [
+        (STATES, False),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", False),
+        (STATES, True),
+        ("zero/optimizer_state.pt", True),
+        ("zero/layer.weight/fp32.pt", True),
+    ],
+)
+def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(
+    name: str, upstream: bool, tmp_path: Path
+) -> None:
+    """Also in files of an atomic checkpoint (upstream)."""
+    (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
+    torch.save(EMPTY_STATES, tmp_path / STATES)
+    torch.save({**EMPTY_STATES, "client": Harmful()}, tmp_path / name)
+    torch.save({"client": Harmful()}, tmp_path / "of_the_user.pt")
+
+    def choose(comm: Comm, **options: bool) -> str:
+        job = make_job(NodeLocalEngine(upstream), comm, **options)
+        return choose_loader(job, str(tmp_path))[0]
+
+    reason = "load_universal" if upstream else "own files"
+    for ranks in (1, 2):
+        with pytest.raises(UnsupportedError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
+            run_ranks(ranks, lambda _, comm: choose(comm))
+    assert reason in choose(Comm(), trust_pickle=True)
+    torch.save(EMPTY_STATES, tmp_path / name)
+    assert reason in choose(Comm())
+
+
+@pytest.mark.usefixtures("uncovered")
+def test_the_files_of_every_node_are_searched_for_code(tmp_path: Path) -> None:
+    """Two containers of one machine with separate folders."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        torch.save(EMPTY_STATES, tmp_path / str(rank) / STATES)
+    torch.save({}, tmp_path / "0" / "layer_1_expert_0_mp_rank_00_model_states.pt")
+    torch.save({**EMPTY_STATES, "client": Harmful()}, tmp_path / "0" / STATES)
+    with pytest.raises(UnsupportedError, match=f"{STATES}.*Harmful"):
+        run_ranks(2, lambda rank, comm: choose_loader(make_job(NodeLocalEngine(), comm), str(tmp_path / str(rank))))
