@@ -1,4 +1,4 @@
-"""Saves whose files lie on several machines or in several places: found, read where they lie, loaded."""
+"""Saves whose files lie in several places, and damage of copies: found, read where they lie, loaded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
@@ -22,20 +20,18 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.formats import places as places_module
 from deepspeed_ucp.formats.deepspeed.files import list_entries
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.formats.open import look_at_job, seal_folder
+from deepspeed_ucp.formats.open import look_at_job
 from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model import AtomicIndex, FileRef, Record
-from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan import LoadPlan
-from deepspeed_ucp.stream.reader import AtomReader, check_copy, refuse_scattered
+from deepspeed_ucp.stream.reader import AtomReader, check_copy
 from tests.convert.conversions import read_bytes
 from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import World, run_ranks
@@ -45,15 +41,10 @@ from tests.support.reshard import (
     FakeTarget,
     Loaded,
     Options,
-    cases,
     check_content,
-    check_reads,
-    examples,
     groups_of,
     load_rank,
     make_targets,
-    temporary_folder,
-    topologies,
 )
 from tests.synth import Model, Param, State, Topology, random_state, read_state
 
@@ -111,158 +102,6 @@ def load_scattered(
 def indices(folders: Sequence[Path], *also: Path) -> list[AtomicIndex]:
     places = [str(place) for place in also]
     return run_ranks(len(folders), lambda rank, comm: open_checkpoint(str(folders[rank]), comm, also=places))
-
-
-# -- files on some machines alone -------------------------------------------------------------------------------------
-
-
-@examples(40)
-@given(
-    data=st.data(),
-    case=cases(max_dp=5),
-    target=topologies(max_dp=5),
-    hosts=st.integers(1, 4),
-    times=st.booleans(),
-)
-def test_any_files_on_any_machines_load_into_any_topology(
-    data: st.DataObject, case: Case, target: Topology, hosts: int, times: bool
-) -> None:
-    """Every byte is read once, by a rank that sees its file."""
-    with temporary_folder() as folder:
-        save = case.write(folder)
-        saved = read_state(save, case.model, case.topology)
-        ranks = len(make_targets(case.model, target))
-        holders = st.sets(st.integers(0, min(hosts, ranks) - 1), min_size=1)
-        machines = scatter(save, min(hosts, ranks), lambda _name: data.draw(holders), times=times)
-        save.rename(folder / "away")
-        loaded = load_scattered(machines, case.model, target)
-        check_content(loaded, saved)
-        check_reads(loaded[0].work.index, loaded, 64)
-
-
-def test_ranks_that_see_the_same_files_compare_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = write(tmp_path, Topology(1, 4))
-    monkeypatch.setattr(places_module, "_sum_content", None)
-    for index in indices([save] * 3):
-        assert index.access == READ_ALL
-        assert all(file.places == () for file in index.files)
-
-
-def test_machines_with_saves_of_equal_names_and_sizes_differ(tmp_path: Path) -> None:
-    """One of them has the save of an older run."""
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    ours, theirs = (write(host, Topology(1, 3), seed) for seed, host in enumerate(hosts))
-    sizes = [[(file.name, file.stat().st_size) for file in sorted(save.iterdir())] for save in (ours, theirs)]
-    assert sizes[0] == sizes[1]
-    with pytest.raises(CheckpointError, match=rf"{shard(0)}: is one file on .* the nodes hold different copies"):
-        indices([ours, theirs, theirs])
-
-
-@pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_a_save_that_has_other_times_on_every_machine_is_one(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some file systems report other times. A large file without a directory is identified by its time."""
-    save = write_unchecked(tmp_path, form) if form == "legacy" else write(tmp_path, Topology(1, 3))
-    seal_folder(str(save), Comm())
-    hosts = scatter(save, 2, lambda _name: [0, 1], times=False)
-    folders = [hosts[0], hosts[1], hosts[1], hosts[0], hosts[0]]
-    assert [index.access for index in indices(folders)] == [READ_ALL] * 5
-    if form == "legacy":
-        monkeypatch.setattr(places_module, "_SMALL", 0)
-        with pytest.raises(CheckpointError, match="is one file on"):
-            indices(folders)
-
-
-def test_copies_on_several_machines_are_read_in_equal_parts(tmp_path: Path) -> None:
-    model = Model((Param("w", (512,)),))
-    case = Case(model, Topology(1, 2), random_state(model, 0), legacy=False)
-    save = case.write(tmp_path)
-    loaded = load_scattered(scatter(save, 3, lambda _: [0, 1], times=False), model, Topology(0, 3), chunk=64)
-    nbytes = [rank.transfer.plan.nbytes for rank in loaded if rank.transfer]
-    assert nbytes[2] == 0
-    assert abs(nbytes[0] - nbytes[1]) <= 3 * 64
-    check_content(loaded, read_state(save, model, case.topology))
-
-
-def test_another_file_under_the_same_name_is_refused_with_both_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs = write(tmp_path / "a", Topology(1, 2)), write(tmp_path / "b", Topology(1, 2), seed=1)
-    hosts = scatter(ours, 2, lambda name: [0] if name == shard(0) else [0, 1])
-    shutil.copy2(theirs / shard(1), hosts[1])
-    monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))
-    text = rf"{shard(1)}: is one file on node-a .\d+ bytes. and another on node-b .\d+ bytes.; the nodes hold different"
-    with pytest.raises(CheckpointError, match=text):
-        indices(hosts)
-
-
-def test_a_file_that_no_machine_has_is_named_with_the_files_that_they_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = write(tmp_path, Topology(1, 4))
-    hosts = scatter(save, 2, lambda name: {STATES: [0, 1], shard(3): [0], shard(0): [0], shard(1): [1]}.get(name, []))
-    monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))
-    files = "node-a has the files of data-parallel ranks 0 and 3; node-b has the files of data-parallel ranks 1"
-    with pytest.raises(CheckpointError, match=rf"{shard(2)} is missing.*{files}"):
-        indices(hosts)
-
-
-def test_a_seal_names_the_machine_of_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node has the same seal."""
-    save = write(tmp_path, Topology(1, 3))
-    hosts = scatter(save, 3, lambda name: range(3) if name == STATES else [int(name.split("_")[3])])
-    monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b", "node-c"))
-    run_ranks(3, lambda rank, comm: seal_folder(str(hosts[rank]), comm, local=True))
-    assert len({(host / "ucp_seal.json").read_bytes() for host in hosts}) == 1
-    monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-c"))
-    with pytest.raises(CheckpointError, match=rf"{shard(1)} is missing.*node-b had {shard(1)}; node-a has"):
-        indices([hosts[0], hosts[2]])
-    shutil.copy2(hosts[1] / shard(1), hosts[0])
-    assert len(indices([hosts[0], hosts[2]])[0].files) == 4
-
-
-def name_hosts(*names: str) -> Callable[[], str]:
-    """Return the host names in turn."""
-    repeated = iter(names * 3)
-    return lambda: next(repeated)
-
-
-def rewrite(path: Path, **client: Any) -> None:
-    """Rewrite a file with other client state, as another node's first rank writes it."""
-    held = torch.load(path, weights_only=False)
-    torch.save({**held, **client}, path)
-
-
-def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: Path) -> None:
-    """With use_node_local_storage each node's first rank writes the model states, with another client state."""
-    case = Case(MODEL, Topology(1, 4, "bf16"), random_state(MODEL, 0, precision="bf16"), legacy=False)
-    save = case.write(tmp_path)
-    hosts = scatter(save, 2, lambda name: [0, 1] if name == STATES else [0] if name in (shard(2), shard(3)) else [1])
-    rewrite(hosts[0] / STATES, script="of the second node")
-    rewrite(hosts[1] / STATES, script="of the first node, which holds rank 0")
-    index = indices(hosts)
-    assert [each.access.is_partial for each in index] == [True, True]
-    access = index[0].access
-    states = [os.path.basename(file.path) for file in index[0].files].index(STATES)
-    assert access.list_readers(states, 2).tolist() == [1]
-    loaded = load_scattered(hosts, MODEL, Topology(3, 3, "bf16"))
-    check_content(loaded, read_state(save, MODEL, case.topology))
-
-
-def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> None:
-    save = write(tmp_path, Topology(1, 2))
-    hosts = scatter(save, 2, hold_one_shard)
-    rewrite(hosts[1] / STATES, global_steps=99)
-    with pytest.raises(CheckpointError, match=rf"{STATES} of .*its step differs"):
-        indices(hosts)
-
-
-def test_work_that_needs_all_files_on_every_rank_is_refused(tmp_path: Path) -> None:
-    save = write(tmp_path, Topology(1, 2))
-    hosts = scatter(save, 2, lambda name: [0] if name == STATES else [1])
-    with pytest.raises(UnsupportedError, match="ranks see different files of this checkpoint, and exports read all"):
-        refuse_scattered(indices(hosts)[0], "exports read all")
 
 
 # -- several places ---------------------------------------------------------------------------------------------------

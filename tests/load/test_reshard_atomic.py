@@ -26,9 +26,7 @@ from tests.support.direct import run_load
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import (
     FakeTarget,
-    check_content,
     check_load,
-    check_reads,
     examples,
     make_targets,
     open_for,
@@ -41,6 +39,7 @@ from tests.support.reshard3d import (
     expect,
     fit_rows,
     load_all,
+    load_wanted,
     make_config,
     make_pipeline,
     make_plain,
@@ -64,11 +63,7 @@ def resume(source: Held, topology: Topology, folder: Path, config: UniversalConf
     """Convert a run's checkpoint and load it into another topology; check every byte."""
     path = source.write(folder / "tag")
     _, out = convert(path, source.make_targets(), make_config(source.model))
-    wanted = expect(source, topology)
-    index, ranks = load_all(out, wanted.make_targets(), config)
-    check_content(ranks, wanted.state, wanted.locals)
-    check_reads(index, ranks)
-    return index
+    return load_wanted(out, expect(source, topology), config)[0]
 
 
 PIPELINE = make_pipeline([["column", "norm", "router", "row"], ["qkv", "experts"], ["gate_up", "bias"]])

@@ -21,14 +21,13 @@ from tests.support.conversion import convert_checkpoint
 from tests.support.expertmodels import expert_trips, expert_trips_3d, make_router
 from tests.support.reshard import (
     check_content,
-    check_reads,
     collect,
     examples,
     make_targets,
     open_for,
     temporary_folder,
 )
-from tests.support.reshard3d import draw_state, expect, load_all, make_config
+from tests.support.reshard3d import draw_state, expect, load_all, load_wanted, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
 from tests.synth.expertfiles import expert_file, expert_optim_file
 from tests.synth.files import optim_file
@@ -83,9 +82,7 @@ def test_experts_under_tensor_and_pipeline_parallelism(fused: bool, data: st.Dat
             with pytest.raises(CheckpointError, match="DeepSpeed writes no model states"):
                 load_all(folder, wanted.make_targets(), config)
             return
-        index, ranks = load_all(folder, wanted.make_targets(), config, chunk=trip.chunk)
-        check_content(ranks, wanted.state, wanted.locals)
-        check_reads(index, ranks, trip.chunk)
+        load_wanted(folder, wanted, config, chunk=trip.chunk)
 
 
 @KINDS
@@ -103,8 +100,7 @@ def test_conversions_of_experts(fused: bool, data: st.DataObject) -> None:
         rules = json.dumps(config.patterns["rules"])
         code, answer = run_cli("diff", str(saved), str(atomic), "--patterns", rules)
         assert (code, answer["atoms"]) == (0, []), answer
-        _, ranks = load_all(atomic, wanted.make_targets(), config, chunk=trip.chunk)
-        check_content(ranks, wanted.state, wanted.locals)
+        load_wanted(atomic, wanted, config, chunk=trip.chunk)
 
 
 NATIVE = ".deepspeed_moe.experts.deepspeed_experts."
@@ -156,8 +152,7 @@ def test_model_states_of_older_releases(topology: Topology, tmp_path: Path) -> N
     path, wanted = source.write(tmp_path), expect(source, replace(topology, stage=1))
     newer, _ = load_all(path, wanted.make_targets(), make_config(NATIVES))
     make_older(path)
-    index, ranks = load_all(path, wanted.make_targets(), make_config(NATIVES))
-    check_content(ranks, wanted.state, wanted.locals)
+    index, _ = load_wanted(path, wanted, make_config(NATIVES))
     assert index.atoms.keys() == newer.atoms.keys()
     assert (index.topology, index.groups) == (newer.topology, newer.groups)
     missed = [why for why in index.unnoticed if "DeepSpeed looks for in the model states" in why]

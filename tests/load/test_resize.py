@@ -14,8 +14,8 @@ import torch
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
 from tests.load.test_reshard_3d import refuse
-from tests.support.reshard import SENTINEL, check_content, check_reads
-from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_pipeline, make_plain
+from tests.support.reshard import SENTINEL
+from tests.support.reshard3d import Held, draw_state, load_wanted, make_config, make_pipeline, make_plain
 from tests.synth import State, Topology
 
 
@@ -81,9 +81,7 @@ def test_kept_and_new_rows(
 ) -> None:
     source = draw_state(make_plain(["column", "norm", "word", "row"]), saved)
     wanted = resize(source, live, sizes, rules)
-    index, ranks = load_all(source.write(tmp_path), wanted.make_targets(), make_rules(source, rules))
-    check_content(ranks, wanted.state, wanted.locals)
-    check_reads(index, ranks)
+    load_wanted(source.write(tmp_path), wanted, make_rules(source, rules))
 
 
 def test_a_resize_is_logged_and_a_later_save_loads_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,8 +91,7 @@ def test_a_resize_is_logged_and_a_later_save_loads_unchanged(tmp_path: Path, cap
     rules, lines = make_rules(source, MIXED), []
     for folder, held in (("first", source), ("later", wanted)):
         (tmp_path / folder).mkdir()
-        _, ranks = load_all(held.write(tmp_path / folder), wanted.make_targets(), rules)
-        check_content(ranks, wanted.state, wanted.locals)
+        load_wanted(held.write(tmp_path / folder), wanted, rules)
         lines.append([record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING])
         caplog.clear()
     states = "the optimizer states of new rows are zero under the old step count, so Adam's first updates there"
@@ -135,5 +132,4 @@ def test_each_stage_of_a_pipeline_resizes_its_own_copy(tmp_path: Path) -> None:
         source = draw_state(make_pipeline([["column"], ["row"]]), saved)
         wanted = resize(source, replace(saved, dp=2), {"word": 24, "column": 24}, rules)
         (folder := tmp_path / str(number)).mkdir()
-        _, ranks = load_all(source.write(folder), wanted.make_targets(), make_rules(source, rules), in_place=not number)
-        check_content(ranks, wanted.state, wanted.locals)
+        load_wanted(source.write(folder), wanted, make_rules(source, rules), in_place=not number)

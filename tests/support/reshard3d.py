@@ -275,14 +275,21 @@ def load_all(
     return results[0][0], [loaded for _, loaded in results]
 
 
-def resume(source: Held, topology: Topology, folder: Path, **options: Any) -> tuple[Held, list[Loaded]]:
-    """Write the source, load it into another topology, check every byte in memory and every byte that is read."""
-    source.write(folder)
-    wanted = expect(source, topology)
-    index, ranks = load_all(folder, wanted.make_targets(), make_config(source.model), **options)
+def load_wanted(
+    folder: Path, wanted: Held, config: UniversalConfig, **options: Any
+) -> tuple[AtomicIndex, list[Loaded]]:
+    """Open and load on every rank of a run; check every byte in memory and every byte that is read."""
+    index, ranks = load_all(folder, wanted.make_targets(), config, **options)
     check_content(ranks, wanted.state, wanted.locals)
     check_reads(index, ranks, options.get("chunk", 64))
-    return wanted, ranks
+    return index, ranks
+
+
+def resume(source: Held, topology: Topology, folder: Path, **options: Any) -> tuple[Held, list[Loaded]]:
+    """Write the source, and load it into another topology with :func:`load_wanted`."""
+    source.write(folder)
+    wanted = expect(source, topology)
+    return wanted, load_wanted(folder, wanted, make_config(source.model), **options)[1]
 
 
 def collect_locals(ranks: Sequence[Loaded], topology: Topology) -> dict[int, Local]:

@@ -1,0 +1,232 @@
+"""Patterns of a load with tensor parallelism: replicas, vocabularies, and rules that are missing or wrong."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import MismatchError
+from tests.load.test_reshard_3d import edit, refuse
+from tests.support.reshard import (
+    check_content,
+    check_reads,
+)
+from tests.support.reshard3d import (
+    draw_state,
+    expect,
+    load_all,
+    load_wanted,
+    make_config,
+    make_pipeline,
+    make_plain,
+    pad_vocab,
+    resume,
+)
+from tests.synth import (
+    Local,
+    Run,
+    Topology,
+    build_local_files,
+    write_files,
+)
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def differ(name: str, state: str, by: float, rank: int = 1) -> Callable[[Mapping[int, Local]], None]:
+    def change(held: Mapping[int, Local]) -> None:
+        held[rank].state.atoms[name][state].view(-1)[[1, 4]] += torch.tensor([by / 2, -by])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("param", "state", "target"),
+    [
+        ("norm", "fp32", Topology(1, 2)),
+        ("norm", "exp_avg_sq", Topology(3, 1, tp=3)),
+        ("router", "module", Topology(2, 2)),
+    ],
+    ids=["master", "state", "frozen"],
+)
+def test_replicas_that_differ_are_refused_with_the_largest_difference(
+    param: str, state: str, target: Topology, tmp_path: Path
+) -> None:
+    source = draw_state(make_plain(["column", "norm", "router"], frozen=["router"]), Topology(1, 1, tp=2))
+    folder = edit(source, differ(f"body.{param}", "fp32" if state == "module" else state, 0.25), tmp_path)
+    text = rf"body\.{param} \({state}\) is replicated .* ranks 0 and 1 .*largest difference is 2\.500e-01 at element 4"
+    message = refuse(folder, expect(source, target), make_config(source.model), MismatchError, text)
+    assert '"pattern": "partial"' in message
+
+
+def test_ranks_that_stay_keep_their_own_values(tmp_path: Path) -> None:
+    """With the same degree and the same shapes, the ranks' values need not be replicas."""
+    source = draw_state(make_plain(["column", "norm"]), Topology(1, 1, tp=2))
+    folder = edit(source, differ("body.norm", "fp32", 0.25), tmp_path)
+    wanted = expect(source, Topology(3, 2, tp=2))
+    held = wanted.locals
+    differ("body.norm", "fp32", 0.25)(held)
+    _, ranks = load_all(folder, wanted.make_targets(), UniversalConfig(threads=1))
+    check_content(ranks, wanted.state, held)
+
+
+@pytest.mark.parametrize("target", [Topology(1, 2), Topology(2, 2, tp=3), Topology(0, 1, tp=4)], ids=lambda t: t.label)
+def test_the_rule_partial_takes_the_mean(target: Topology, tmp_path: Path) -> None:
+    """Of masters and states alike; every byte is still read once."""
+    model = make_plain(["column", "router", "norm"])
+    source = draw_state(model, Topology(1, 2, tp=2))
+    held = source.locals
+    torch.manual_seed(0)
+    atoms = {name: dict(states) for name, states in source.state.atoms.items()}
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        shards = [held[rank].state.atoms["body.router"][state] for rank in range(2)]
+        shards[1] += torch.rand(shards[1].shape)
+        atoms["body.router"][state] = (shards[0].double() + shards[1].double()).div(2).float()
+    write_files(tmp_path, build_local_files(held, source.topology, Run()))
+    wanted = expect(replace(source, state=replace(source.state, atoms=atoms)), target)
+    config = make_config(model)
+    rules = [dict(rule) for rule in config.patterns["rules"]]  # type: ignore[call-overload,index]
+    for rule in rules:
+        rule["pattern"] = "partial" if rule["match"].endswith("router") else rule["pattern"]
+    load_wanted(tmp_path, wanted, UniversalConfig(threads=1, patterns={"rules": rules}))
+
+
+# -- unknown patterns, and contradictions -----------------------------------------------------------------------------
+
+
+def test_parameters_without_a_pattern_are_listed_with_a_rule_to_paste(tmp_path: Path) -> None:
+    source = draw_state(make_pipeline([["column", "qkv"], ["row"]], tied=False), Topology(1, 1, tp=2))
+    wanted, folder = expect(source, Topology(1, 1, pp=2)), source.write(tmp_path)
+    message = refuse(folder, wanted, UniversalConfig(threads=1), MismatchError, "is not known")
+    for text in (r"0.column: (6, 5) on 2 ranks in the checkpoint, (12, 5) on 1 rank in the model", "0.qkv", "1.row"):
+        assert text in message
+    assert r'{"match": "\\d+\\.row", "pattern": "shard-h", "dim": 1}' in message
+    assert message.count("shard-nc with parts") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "text"),
+    [
+        ("column", {"pattern": "shard-h"}, r"body\.column: .*"),
+        ("column", {"pattern": "replicate"}, r"body\.column: .*"),
+        ("norm", {"pattern": "shard-v"}, r"body\.norm: .*"),
+        ("qkv", {"pattern": "shard-nc", "parts": [24, 12, 13]}, r"body\.qkv: parts \[24, 12, 13\] sum to 49"),
+        ("conv", {"pattern": "shard-h", "dim": 1}, r"body\.conv: .*"),
+        ("hybrid2", {"pattern": "shard-hy", "grid": [1, 2]}, r"body\.hybrid2: .*"),
+        ("experts", {"pattern": "shard-nc", "blocks": 5}, r"body\.experts: .* does not divide into 5 blocks"),
+        (
+            "word",
+            {"pattern": "shard-v"},
+            r"body\.word: logical shape \(12, 4\) in the checkpoint, \(18, 4\) in the model.*original_vocab_size",
+        ),
+    ],
+)
+def test_rules_that_contradict_the_shapes_are_refused(
+    kind: str, rule: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    """A vocabulary's padding needs a rule that declares it."""
+    source = draw_state(make_plain(["column", kind] if kind != "column" else [kind]), Topology(1, 1, tp=2))
+    rules = [{"match": rf".*\.{kind}", **rule}]
+    if kind != "column":
+        rules.append({"match": r".*\.column", "pattern": "shard-v"})
+    config = UniversalConfig(threads=1, patterns={"rules": rules})
+    wanted = expect(source, Topology(1, 1, tp=3) if kind == "word" else Topology(1, 2))
+    refuse(source.write(tmp_path), wanted, config, MismatchError, text)
+
+
+def test_another_logical_shape_is_refused(tmp_path: Path) -> None:
+    source = draw_state(make_plain(["column", "row"]), Topology(1, 1, tp=2))
+    grown = replace(source.model, params=(source.model.params[0], replace(source.model.params[1], shape=(5, 16))))
+    wanted = draw_state(grown, Topology(1, 1, tp=4))
+    text = r"body\.row: .*\(5, 12\).*\(5, 16\)"
+    refuse(source.write(tmp_path), wanted, make_config(source.model), MismatchError, text)
+
+
+def test_a_rule_that_matches_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "deepspeed_ucp")
+    source = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
+    rules = [{"match": r".*\.column", "pattern": "shard-v"}, {"match": r".*\.absent", "pattern": "shard-h"}]
+    wanted = expect(source, Topology(1, 2))
+    config = UniversalConfig(threads=1, patterns={"rules": rules})
+    load_all(source.write(tmp_path), wanted.make_targets(), config)
+    assert len([text for text in caplog.messages if "absent" in text]) == 1
+    assert not [text for text in caplog.messages if "column" in text]
+
+
+# -- vocabulary -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 3), (3, 1), (2, 3), (3, 4), (2, 4)], ids=lambda n: f"tp{n}")
+def test_common_padding_rows_are_kept_and_new_ones_are_logged(
+    source: int, target: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "deepspeed_ucp")
+    held = draw_state(make_plain(["column", "word"]), Topology(1, 2, tp=source))
+    wanted, _ = resume(held, Topology(3, 2, tp=target), tmp_path)
+    old, new = pad_vocab(source), pad_vocab(target)
+    for state in ("fp32", "exp_avg", "exp_avg_sq"):
+        before, after = (each.state.atoms["body.word"][state] for each in (held, wanted))
+        assert after[: min(old, new)].equal(before[: min(old, new)])
+        assert not after[old:].any()
+    expected = [f"body.word: vocabulary padded to {old} rows, here to {new}"] * (new < old)
+    if new > old:
+        text = f"vocabulary padded to {new} rows, saved with {old}; the {new - old} new ones are zero"
+        expected = [f"body.word: {text}"]
+    assert [text for text in caplog.messages if "padded" in text] == expected
+
+
+# -- other sources of patterns ----------------------------------------------------------------------------------------
+
+
+class Marked:
+    """The part of a live module from which its attributes are read."""
+
+    def __init__(self, marks: Mapping[str, Mapping[str, Any]]) -> None:
+        self.params = [(name, SimpleNamespace(**fields)) for name, fields in marks.items()]
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        return self.params
+
+    def named_modules(self) -> list[tuple[str, Any]]:
+        return []
+
+
+def mark(dim: int, stride: int = 1) -> dict[str, Any]:
+    return {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
+
+
+INFO = {
+    "universal_checkpoint_version": 0.2,
+    "parameter_with_row_parallelism_patterns": [r"body\.row"],
+    "tp_replicated_parameter_patterns": [r"body\.norm"],
+    "parameter_with_2_sub_params_cat_dim_0": [r"body\.gate_up"],
+}
+RIGHT = {"body.column": mark(0), "body.row": mark(1), "body.gate_up": mark(0, 2)}
+WRONG = dict.fromkeys(RIGHT, mark(0))
+
+
+@pytest.mark.parametrize(
+    ("tp", "marks", "info", "with_rules"),
+    [(1, RIGHT, None, False), (4, RIGHT, None, False), (1, WRONG, INFO, False), (1, WRONG, None, True)],
+    ids=["attributes", "attributes at another degree", "the checkpoint first", "the user's rules first"],
+)
+def test_sources_of_patterns(
+    tp: int, marks: dict[str, Any], info: dict[str, Any] | None, with_rules: bool, tmp_path: Path
+) -> None:
+    """The user's rules take precedence over the checkpoint's metadata, and these over attributes."""
+    source = draw_state(make_plain(["column", "row", "gate_up", "norm"]), Topology(1, 2, tp=2))
+    wanted = expect(source, Topology(2, 2, tp=tp))
+    source.write(tmp_path, Run(client_state={"universal_checkpoint_info": info} if info else {}))
+    config = make_config(source.model) if with_rules else UniversalConfig(threads=1)
+    targets = wanted.make_targets([Marked(marks)] * tp)  # type: ignore[list-item]
+    index, ranks = load_all(tmp_path, targets, config)
+    check_content(ranks, wanted.state, wanted.locals)
+    check_reads(index, ranks)
