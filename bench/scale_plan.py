@@ -27,7 +27,7 @@ from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import Checked, merge_checks
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.choice import join_groups, list_stage_groups
-from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Buffer, Work
 from deepspeed_ucp.load.prepare import prepare, view_engine
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
@@ -170,7 +170,7 @@ class Planner:
         with replace_folder(script.entries, self._read), pause_collection():
             index = open_checkpoint(FOLDER, comm, Naming(*gather_groups(target, comm)))
             config, report = UniversalConfig(patterns=job.target.patterns), LoadReport(direct=True, reason="")
-            load = LoadContext(None, comm, config, LoadArguments(), report)
+            load = LoadContext(None, comm, config, report)
             rules = from_config(job.target.patterns)
             load = replace(load, extensions=find_for_load(load, index, target, rules))
             work = prepare(load, index, target, with_states=True)

@@ -21,7 +21,6 @@ from .engine.guard import guard_engine
 from .engine_state import collect, find_state, get_config, hand_out
 from .errors import CheckpointError, UcpError, clear_frames, describe_changes, pluralize
 from .io.store import set_storage_options
-from .load.context import LoadArguments
 from .load.resume import load_switched_off, resume
 from .model import to_integer
 from .preemption import save_if_signaled
@@ -253,10 +252,10 @@ def _load(
     if config is None:
         path, client_state = load_switched_off(engine, load_dir, tag, fallback)
     else:
-        options, begin = LoadArguments(**arguments), time.monotonic()
+        begin = time.monotonic()
 
         def load(folder: str, tag: Any, config: UniversalConfig, fallback: Callable[..., Any]) -> Any:
-            return resume(engine, folder, tag, options, config, fallback, unknown=unknown)
+            return resume(engine, folder, tag, arguments, config, fallback, unknown=unknown)
 
         with connect() as comm:
             loaded = _load_from_memory(engine, load_dir, tag, config, load, fallback, comm)

@@ -71,7 +71,7 @@ class MadeUp(SaveExtension, Extension):
         return [Finding("odd", save.main.name, f"{save.path(save.main)}: three ranks are odd.")]
 
     def refuse(self, job, index, target):
-        if job.arguments.load_module_only:
+        if job.load_module_only:
             raise MismatchError("not for weights alone")
 
     def adapt(self, adaptation):

@@ -55,7 +55,7 @@ class CustomLoad(Extension):
         source, self.source = {keys.get(name, name): tensor for name, tensor in self.source.items()}, {}
         with job.report.phase("custom"):
             with target.whole_parameters():
-                job.comm.run(lambda: job.arguments.custom_load_fn(src=source, dst=target.engine.module))
+                job.comm.run(lambda: job.custom_load_fn(src=source, dst=target.engine.module))
             if not work.touched:
                 job.comm.run(target.refresh_masters)
 

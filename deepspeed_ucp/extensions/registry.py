@@ -320,9 +320,7 @@ REGISTRY = [
         in_engine=lambda engine: bool(getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None)),
     ),
     SpecialCase("state_dict", "statedict:ModuleStateDict", in_engine=_has_own_state_dict),
-    SpecialCase(
-        "custom load", "custom_load:CustomLoad", in_load=lambda job, _, __: job.arguments.custom_load_fn is not None
-    ),
+    SpecialCase("custom load", "custom_load:CustomLoad", in_load=lambda job, _, __: job.custom_load_fn is not None),
     SpecialCase("hugging face", "huggingface:HuggingFace", in_load=_is_pretrained),
     SpecialCase(
         "experts",

@@ -81,7 +81,7 @@ def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
     opened: list[Target] = []
 
     def look() -> tuple[bool, dict[str, str], StageGroups | None]:
-        check_states(job.engine, with_states=job.arguments.with_states)
+        check_states(job.engine, with_states=job.with_states)
         target = open_target(job.engine)
         opened.append(target)
         # Without pipeline and distributed parameters all ranks have the same groups.
@@ -104,7 +104,7 @@ def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
         rename=partial(find_renamed, rules=from_config(job.config.patterns)),
         ep=target.ep,
         record=target.list_recorded,
-        weights_only=not (job.arguments.with_states and has_masters),
+        weights_only=not (job.with_states and has_masters),
     )
     return target, naming
 
@@ -176,14 +176,18 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
         target: this rank's; None if only DeepSpeed can load into the engine.
         index: the checkpoint; None if each rank knows only its own files.
     """
-    arguments, by_default = job.arguments, type(job.arguments)()
-    doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and arguments.with_states)
+    doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and job.with_states)
     doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in from_config(job.config.patterns))
     if target is not None:
-        asked = ("load_optimizer_states", "load_module_only", "load_module_strict", "custom_load_fn")
-        doubts += [name for name in asked if getattr(arguments, name) != getattr(by_default, name)]
+        asked = {
+            "load_optimizer_states": not job.load_optimizer_states,
+            "load_module_only": job.load_module_only,
+            "load_module_strict": not job.load_module_strict,
+            "custom_load_fn": job.custom_load_fn is not None,
+        }
+        doubts += [name for name, is_asked in asked.items() if is_asked]
         doubts += list_unknown(target, index)
-    if target is not None and index is not None and arguments.with_states:
+    if target is not None and index is not None and job.with_states:
         doubts += target.find_other_kinds(index)
     return [f"DeepSpeed's own load is not known to be right with: {shorten(doubts)}"] if doubts else []
 

@@ -20,22 +20,6 @@ Loaded = tuple[str | None, dict[str, Any] | None]
 """The result of ``load_checkpoint``: the path of the state file and the client state, or twice None."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoadArguments:
-    """The arguments of ``engine.load_checkpoint`` that change what is loaded."""
-
-    load_module_strict: bool = True
-    load_optimizer_states: bool = True
-    load_lr_scheduler_states: bool = True
-    load_module_only: bool = False
-    custom_load_fn: Callable[..., Any] | None = None
-
-    @property
-    def with_states(self) -> bool:
-        """Whether optimizer states are loaded."""
-        return self.load_optimizer_states and not self.load_module_only
-
-
 @dataclass(slots=True)
 class LoadReport(Report):
     """The report of a load, kept as ``engine.ucp_report``.
@@ -73,7 +57,7 @@ class LoadReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """Constants of one ``load_checkpoint``.
+    """Constants of one ``load_checkpoint``, and those of its arguments that change what is loaded.
 
     Attributes:
         load_dir: the caller's folder or URL.
@@ -85,12 +69,21 @@ class LoadContext:
     engine: Any
     comm: Comm
     config: UniversalConfig
-    arguments: LoadArguments
     report: LoadReport
     load_dir: str = ""
     deepspeed_load: Callable[..., Loaded] = lambda **_: (None, None)
     unknown: Sequence[str] = ()
     extensions: Sequence[Extension] = ()
+    load_module_strict: bool = True
+    load_optimizer_states: bool = True
+    load_lr_scheduler_states: bool = True
+    load_module_only: bool = False
+    custom_load_fn: Callable[..., Any] | None = None
+
+    @property
+    def with_states(self) -> bool:
+        """Whether optimizer states are loaded."""
+        return self.load_optimizer_states and not self.load_module_only
 
     @property
     def places(self) -> tuple[str, ...]:

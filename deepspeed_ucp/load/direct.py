@@ -68,8 +68,8 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     Raises:
         UcpError: the same on every rank. The engine is unchanged, or marked as ``broken`` and the message says so.
     """
-    engine, comm, arguments, report = job.engine, job.comm, job.arguments, job.report
-    with_states = arguments.with_states and has_masters(target, comm)
+    engine, comm, report = job.engine, job.comm, job.report
+    with_states = job.with_states and has_masters(target, comm)
     rules = comm.alike(lambda: from_config(job.config.patterns))
     job = replace(job, extensions=find_for_load(job, index, target, rules))
     report.extensions = name_active(job.extensions, report.extensions)
@@ -98,9 +98,9 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
                     job.warn("%s", note)
     return pick_client_state(
         saved,
-        module_only=arguments.load_module_only,
-        with_scheduler=arguments.load_lr_scheduler_states,
-        with_optimizer=arguments.load_optimizer_states,
+        module_only=job.load_module_only,
+        with_scheduler=job.load_lr_scheduler_states,
+        with_optimizer=job.load_optimizer_states,
     )
 
 
@@ -181,7 +181,7 @@ def _match_extra_states(job: LoadContext, index: AtomicIndex, saved: dict[str, A
     Raises:
         MismatchError: one side has extra states that the other lacks.
     """
-    if job.arguments.custom_load_fn is not None:
+    if job.custom_load_fn is not None:
         return {}
     live = find_extra_states(job.engine.module)
     if index.format:
@@ -190,7 +190,7 @@ def _match_extra_states(job: LoadContext, index: AtomicIndex, saved: dict[str, A
             job.warn("%s: extra states stay as they are in the new model: %s", index.state_file, shorten(kept, 3))
         return {}
     plain = {strip_compiled(key): key for key in saved}
-    if job.arguments.load_module_strict and set(plain) != set(live):
+    if job.load_module_strict and set(plain) != set(live):
         raise MismatchError(
             f"The model and the checkpoint differ: extra states {sorted(plain)} saved, {sorted(live)} in the "
             "model. load_module_strict=False passes missing and extra ones over."
@@ -210,7 +210,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     """
     comm = job.comm
     if index.format:
-        if "global_steps" in index.counters or job.arguments.load_module_only:
+        if "global_steps" in index.counters or job.load_module_only:
             return dict(index.counters)
         job.warn("%s: records no number of steps: global_steps begin at 0", index.state_file)
         return {"global_steps": 0, **index.counters}
@@ -233,7 +233,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
     def take() -> dict[str, Any]:
         content = saved if own_file is None else others.pop() if others else read(own_file)
-        if "global_steps" not in content and not job.arguments.load_module_only:
+        if "global_steps" not in content and not job.load_module_only:
             raise UnsupportedError(
                 "has no global_steps; it was not saved by engine.save_checkpoint. For "
                 "its weights use load_module_only=True.",
@@ -268,8 +268,8 @@ def _restore_others(
     job: LoadContext, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
 ) -> None:
     """Restore scheduler, random-ltd, data sampler and the modules' extra states."""
-    if not job.arguments.load_module_only:
-        notes = restore_helpers(job.engine, saved, with_scheduler=job.arguments.load_lr_scheduler_states)
+    if not job.load_module_only:
+        notes = restore_helpers(job.engine, saved, with_scheduler=job.load_lr_scheduler_states)
         if notes:
             job.warn("%s: %s", index.state_file, " ".join(notes))
     for module, state in modules:
@@ -278,11 +278,11 @@ def _restore_others(
 
 def _finish(job: LoadContext, target: Target, work: Work, saved: dict[str, Any], *, with_states: bool) -> None:
     """Restore states, hyper-parameters, scaler and counters."""
-    engine, arguments, index = job.engine, job.arguments, work.index
+    engine, index = job.engine, work.index
     if with_states:
         attach_states(target, work.states, work.match)
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
-    if arguments.load_module_only:
+    if job.load_module_only:
         return
     if with_states:
         restore_scaler(engine.optimizer, index.scaler)
@@ -290,6 +290,6 @@ def _finish(job: LoadContext, target: Target, work: Work, saved: dict[str, Any],
     # Elastic saves have no hyper-parameters, and ds_to_universal keeps only those of a pipeline's first stage.
     saved_rates = index.groups and all("lr" in group.hyper for group in index.groups)
     takes_rates = saved_rates and job.config.param_groups == "saved"
-    if with_states and arguments.load_lr_scheduler_states and not takes_rates:
+    if with_states and job.load_lr_scheduler_states and not takes_rates:
         restore_rates(engine)
     restore_counters(engine, saved)

@@ -49,7 +49,7 @@ def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states
     Raises:
         UcpError: engine and checkpoint do not match; the same on every rank.
     """
-    comm, is_custom = job.comm, job.arguments.custom_load_fn is not None
+    comm, is_custom = job.comm, job.custom_load_fn is not None
     comm.run(lambda: refuse_unreadable(saved))
     if with_states:
         comm.alike(lambda: refuse_stateless(saved))
@@ -210,7 +210,7 @@ def _match(
     for extension in job.extensions:
         extension.adapt(adapted)
     index, view = adapted.index, adapted.view
-    strict = job.arguments.load_module_strict or view.unowned is None
+    strict = job.load_module_strict or view.unowned is None
     match = match_parameters(index, view, strict=strict, with_states=with_states, rules=rules)
     match.notes += adapted.notes
     check_alike(view, target)

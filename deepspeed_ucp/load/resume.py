@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -52,7 +52,7 @@ from ..plan.settling import list_names
 from ..stream.report import OutputReport
 from ..tensor_parallel import RuleSet, find_renamed, from_config
 from .choice import choose_loader
-from .context import LoadArguments, LoadContext, Loaded, LoadReport
+from .context import LoadContext, Loaded, LoadReport
 from .direct import load_direct
 from .prepare import list_live_rules, view_engine
 from .tags import find_all_tags, find_folders, find_tag, report_absent, suggest_fallback
@@ -66,7 +66,7 @@ def resume(
     engine: Any,
     load_dir: str,
     tag: Any,
-    arguments: LoadArguments,
+    arguments: Mapping[str, Any],
     config: UniversalConfig,
     deepspeed_load: Callable[..., Loaded],
     *,
@@ -76,6 +76,7 @@ def resume(
 
     Args:
         engine: an engine for which the plugin is enabled.
+        arguments: fields of :class:`.context.LoadContext`, as the caller of ``load_checkpoint`` gave them.
         deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
         unknown: names of arguments that this plugin does not support; only DeepSpeed's load accepts them.
 
@@ -86,7 +87,7 @@ def resume(
         set_storage_options(config.storage_options)
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
-    job = LoadContext(engine, comm, config, arguments, report, load_dir, deepspeed_load, unknown)
+    job = LoadContext(engine, comm, config, report, load_dir, deepspeed_load, unknown, **arguments)
     may_suggest_fallback = tag is None and not config.fallback
     with suggest_fallback(comm, lambda: may_suggest_fallback and bool(find_all_tags(job.places))):
         universal = job.loads_universal
@@ -152,7 +153,7 @@ def _list_candidates(job: LoadContext, newest: str) -> Iterator[tuple[str, bool]
 
 def _resume_tag(job: LoadContext, tag: str) -> Loaded:
     """Resume from one tag (collective)."""
-    engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
+    engine, comm, report = job.engine, job.comm, job.report
     folder, *also = find_folders(job.places, tag, comm)
     with report.phase("index"), pause_collection():
         report.reason, target, index = choose_loader(job, folder, also)
@@ -161,7 +162,7 @@ def _resume_tag(job: LoadContext, tag: str) -> Loaded:
         loader = "deepspeed_ucp" if report.direct else "DeepSpeed"
         extensions = f" (extensions: {', '.join(report.extensions)})" if report.extensions else ""
         logger.info("%s: %s loads it, %s%s", folder, loader, report.reason, extensions)
-        for text in list_unsaved(engine) if arguments.with_states else ():
+        for text in list_unsaved(engine) if job.with_states else ():
             logger.warning("%s: %s", folder, text)
     if index is None or target is None:
         if folder == job.load_dir:  # DeepSpeed looks for the tag below its argument
@@ -180,8 +181,8 @@ def _run_deepspeed_load(job: LoadContext, target: Target | None) -> Loaded:
 
     The load changes the engine while it reads: any exception, even an interrupt, marks the engine as unusable.
     """
-    with_states = job.arguments.with_states
-    describe_edits = watch_edits(job.engine, with_scheduler=job.arguments.load_lr_scheduler_states)
+    with_states = job.with_states
+    describe_edits = watch_edits(job.engine, with_scheduler=job.load_lr_scheduler_states)
     try:
         with wait_behind_reads(job.engine, job.comm), keep_references(job.engine):
             loaded = job.deepspeed_load()
@@ -200,16 +201,16 @@ def _run_deepspeed_load(job: LoadContext, target: Target | None) -> Loaded:
 
 def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
     """Run the direct load; in mode "atomic", convert the checkpoint first or reuse a conversion (collective)."""
-    if index.is_weights_alone and not job.arguments.load_module_only:
+    if index.is_weights_alone and not job.load_module_only:
         job.warn(
             "%s: holds weights alone, in %s: the optimizer keeps its states and steps (a new one starts at 0), and "
             "nothing else is restored",
             folder,
             index.topology.precision,
         )
-        job = replace(job, arguments=replace(job.arguments, load_module_only=True))
+        job = replace(job, load_module_only=True)
     # A load of weights alone converts nothing: without optimizer states the conversion would be incomplete.
-    if job.config.mode == "atomic" and not index.topology.is_atomic and job.arguments.with_states:
+    if job.config.mode == "atomic" and not index.topology.is_atomic and job.with_states:
         with job.report.phase("convert"):
             index, job.report.converted = convert_before_load(index, target, folder, job.comm, job.config)
     engine = job.engine

@@ -273,7 +273,7 @@ def describe_hyper(job: LoadContext, target: Target, index: AtomicIndex, match: 
     groups = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
     saved = {number: drop_labels(index.groups[number].hyper) for numbers in match.groups.values() for number in numbers}
     pairs = [(groups[live], saved[number]) for live, numbers in sorted(match.groups.items()) for number in numbers]
-    with_scheduler, scheduler = job.arguments.load_lr_scheduler_states, engine.lr_scheduler
+    with_scheduler, scheduler = job.load_lr_scheduler_states, engine.lr_scheduler
     notes = [
         list_edits(
             optimizer, pairs, scheduler, index.configured, takes_saved=takes_saved, with_scheduler=with_scheduler

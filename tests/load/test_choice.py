@@ -19,7 +19,7 @@ from deepspeed_ucp.engine.known import _list_other_frozen
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load.choice import choose_loader, find_damage, find_own_differences
-from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from deepspeed_ucp.load.context import LoadContext, LoadReport
 from tests.load.test_reshard import flip
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, open_for
@@ -130,7 +130,7 @@ class UpstreamEngine:
 
 
 def make_job(engine: object, comm: Comm, **options: Any) -> LoadContext:
-    return LoadContext(engine, comm, UniversalConfig(**options), LoadArguments(), LoadReport(False, ""))
+    return LoadContext(engine, comm, UniversalConfig(**options), LoadReport(False, ""))
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
     assert find_own_differences(job, folder, target) == [f"{known}Muon's momentum"]  # type: ignore[arg-type]
     unknown.clear()
     live = make_job(NodeLocalEngine(), Comm(), param_groups="live")
-    weights = replace(live, arguments=LoadArguments(load_module_only=True))
+    weights = replace(live, load_module_only=True)
     for each, held, doubts in (
         (live, target, [f'{known}"param_groups" is "live"']),
         (live, None, [f'{known}"param_groups" is "live"']),

@@ -13,7 +13,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.extensions.custom_load import CustomLoad, assemble_module
-from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from deepspeed_ucp.load.context import LoadContext, LoadReport
 from tests.support.ranks import World
 from tests.support.reshard import PATIENT, Case, cases, examples, make_targets, open_for, temporary_folder
 from tests.synth import read_state
@@ -47,8 +47,8 @@ def test_one_rank_without_memory_for_its_masters_ends_all_ranks() -> None:
         target: Any = SimpleNamespace(
             whole_parameters=nullcontext, engine=SimpleNamespace(module=None), refresh_masters=refresh, list_keys=dict
         )
-        arguments, report = LoadArguments(custom_load_fn=lambda src, dst: None), LoadReport(direct=True, reason="")
-        job, work = LoadContext(None, comm, UniversalConfig(), arguments, report), SimpleNamespace(touched=[])
+        report, work = LoadReport(direct=True, reason=""), SimpleNamespace(touched=[])
+        job = LoadContext(None, comm, UniversalConfig(), report, custom_load_fn=lambda src, dst: None)
         CustomLoad().change_engine(job, target, work)
 
     assert [type(each) for each in World(3).run(run)] == [RemoteError] * 3

@@ -23,7 +23,7 @@ from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, 
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.load.choice import Choice
-from deepspeed_ucp.load.context import LoadArguments, LoadContext
+from deepspeed_ucp.load.context import LoadContext
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from tests.load.test_choice import STATES, UpstreamEngine, make_job
 from tests.load.test_tags import refuse_path
@@ -129,7 +129,7 @@ def test_weights_alone_do_not_mend_an_engine_whose_optimizer_is_half_loaded(
     engine = SimpleNamespace(load_universal_checkpoint=lambda: False, use_node_local_storage=lambda: False)
     find_state(engine).half_states = True
     with pytest.raises(UnsupportedError, match=r"optimizer states are a mixture.*Load with the optimizer states"):
-        resume(engine, str(tmp_path), None, LoadArguments(**arguments), UniversalConfig(), lambda: (None, None))
+        resume(engine, str(tmp_path), None, arguments, UniversalConfig(), lambda: (None, None))
 
 
 LOADING = "deepspeed_ucp.load.resume._resume_tag"
@@ -162,7 +162,7 @@ class FallingBack:
     def load(self, **options: Any) -> str | None:
         self.tried.clear()
         config = UniversalConfig(fallback=True, **options)
-        return resume(self.engine, self.folder, None, LoadArguments(), config, lambda **_: (None, None))[0]
+        return resume(self.engine, self.folder, None, {}, config, lambda **_: (None, None))[0]
 
 
 ADVICE = '"fallback": true loads the newest checkpoint that is complete.'
@@ -198,9 +198,7 @@ def test_fallback_is_recommended_only_if_it_has_an_effect(
     elif fault == "latest-missing":
         (tmp_path / "latest").unlink()
     with pytest.raises(CheckpointError) as raised:
-        resume(
-            UpstreamEngine(), str(tmp_path), tag, LoadArguments(), UniversalConfig(**options), lambda **_: (None, None)
-        )
+        resume(UpstreamEngine(), str(tmp_path), tag, {}, UniversalConfig(**options), lambda **_: (None, None))
     assert (ADVICE in str(raised.value)) is effective
 
 
@@ -231,7 +229,7 @@ def test_a_checkpoints_own_folder_is_loaded(
 
     def load(load_dir: str, tag: str | None) -> tuple[str | None, dict[str, Any]]:
         theirs = partial(lambda load_dir, tag: (os.path.join(load_dir, str(tag)), {}), load_dir=load_dir, tag=tag)
-        return resume(UpstreamEngine(), load_dir, tag, LoadArguments(), UniversalConfig(**options), theirs)
+        return resume(UpstreamEngine(), load_dir, tag, {}, UniversalConfig(**options), theirs)
 
     for load_dir, tag in ((str(own), None), (f"{own}/", None), (str(own), "tag")):
         assert load(load_dir, tag)[0] == str(own)

@@ -12,7 +12,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Work
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.model import AtomicIndex, AtomKey
@@ -92,7 +92,7 @@ def run_load(
 ) -> tuple[FakeEngine, LoadReport, dict[str, Any]]:
     engine, report = engine or FakeEngine(target), LoadReport(True, "test")
     engine.module = module or engine.module
-    job = LoadContext(engine, comm or Comm(), config or UniversalConfig(), LoadArguments(**arguments), report)
+    job = LoadContext(engine, comm or Comm(), config or UniversalConfig(), report, **arguments)
     return engine, report, load_direct(job, index, target)
 
 

@@ -29,7 +29,7 @@ from deepspeed_ucp.extensions.registry import find_for_load
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.load.choice import join_groups, list_stage_groups
-from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
+from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import TensorSink, Work
 from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.prepare import prepare
@@ -321,8 +321,8 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     if not options.in_place:
         target.made_from = [[] for _ in target.flats]
     with_states = options.with_states and has_masters(target, comm)
-    arguments = LoadArguments(load_module_strict=options.strict)
-    job = LoadContext(None, comm, options.config, arguments, LoadReport(direct=True, reason=""))
+    report = LoadReport(direct=True, reason="")
+    job = LoadContext(None, comm, options.config, report, load_module_strict=options.strict)
     rules = from_config(options.config.patterns)
     job = replace(job, extensions=find_for_load(job, index, target, rules))
     work = prepare(job, index, target, with_states=with_states)
