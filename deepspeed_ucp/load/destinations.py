@@ -299,7 +299,7 @@ _LOCKED = 32 << 20
 
 
 class Uploads:
-    """Synchronous copies to the memory of a GPU.
+    """Synchronous copies to the destinations.
 
     Attributes:
         pool: memory for bytes that are read before they are copied.
