@@ -23,8 +23,6 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (300, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
 
-_current = threading.local()
-
 
 class LateStream:
     """Executes its jobs when somebody waits for it."""
@@ -43,78 +41,17 @@ class LateStream:
 class LateEvent:
     """Completes only when it is waited for."""
 
-    def __init__(self, stream: LateStream) -> None:
-        self.stream = stream
+    def __init__(self, cuda: LateCuda) -> None:
+        self.cuda = cuda
+
+    def record(self, stream: LateStream | None = None) -> None:
+        self.stream = stream or self.cuda.current_stream()
 
     def query(self) -> bool:
         return not self.stream.jobs
 
     def synchronize(self) -> None:
         self.stream.catch_up()
-
-
-class LateUploads(Uploads):
-    is_async = True
-    made: list[LateUploads] = []  # noqa: RUF012
-
-    def __init__(self, most: int) -> None:
-        self.pieces = 0
-        self.pool = ScratchPool(self._allocate, lambda: LateEvent(_current.stream), most)
-        self.made.append(self)
-
-    def _allocate(self, nbytes: int) -> memoryview:
-        self.pieces += 1
-        return memoryview(bytearray(nbytes))
-
-    @contextmanager
-    def open_stream(self) -> Iterator[None]:
-        _current.stream = LateStream()
-        yield
-
-
-@pytest.fixture(params=[0, 1, 3, 16])
-def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Make all destinations a GPU's, with as many pieces of page-locked memory as the parameter, or more if needed."""
-    LateUploads.made = []
-    monkeypatch.setattr(transfer, "choose_uploads", lambda sinks, threads: LateUploads(request.param))
-    monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
-
-    def copy(into: torch.Tensor, values: torch.Tensor) -> None:
-        _current.stream.jobs.append(lambda: into.copy_(values))
-
-    monkeypatch.setattr(destinations, "_copy", copy)
-    return request.param  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("target", [Topology(1, 2), Topology(0, 2), Topology(3, 3)], ids=lambda each: each.label)
-def test_memory_is_lent_again_when_its_bytes_have_arrived(late: int, target: Topology, tmp_path: Path) -> None:
-    """Direct reads and staged ones, by several threads."""
-    state = random_state(MODEL, 0)
-    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
-    _, ranks = check_load(path, MODEL, target, state, window=1 << 12)
-    threads = max(rank.transfer.threads for rank in ranks if rank.transfer)
-    assert all(made.pieces <= late + 2 * threads for made in LateUploads.made)
-
-
-def test_an_error_waits_for_copies_in_progress(late: int, tmp_path: Path) -> None:
-    state = random_state(MODEL, 0)
-    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
-    targets = make_targets(MODEL, Topology(0, 2))
-    index = open_for(path, targets[0])
-    Path(index.files[-1].path).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="ends at byte 0"):
-        run_ranks(1, lambda rank, comm: load(index, targets))
-
-
-# -- several GPUs -----------------------------------------------------------------------------------------------------
-
-
-class CudaEvent(LateEvent):
-    def __init__(self, cuda: LateCuda) -> None:
-        self.cuda = cuda
-
-    def record(self, stream: LateStream | None = None) -> None:
-        self.stream = stream or self.cuda.current_stream()
 
 
 class LateCuda(threading.local):
@@ -134,8 +71,8 @@ class LateCuda(threading.local):
         self.made.append(LateStream(self._find(device)))
         return self.made[-1]
 
-    def Event(self) -> CudaEvent:
-        return CudaEvent(self)
+    def Event(self) -> LateEvent:
+        return LateEvent(self)
 
     def _find(self, device: torch.device | None) -> int:
         return self.gpu if device is None else int(device.index)
@@ -162,17 +99,33 @@ class LateCuda(threading.local):
                 stream.catch_up()
 
 
-def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread's streams and events belong to its current GPU, the first one, unless they name another."""
-    cuda, locked, emptied = LateCuda([]), set[int](), list[int]()
-    sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=torch.device("cuda", 1))))]
+class LateUploads(GpuUploads):
+    """Counts the pieces that it allocates."""
+
+    def __init__(self, threads: int, most: int) -> None:
+        super().__init__(threads, torch.device("cuda", 1))
+        self.pool, self.count = ScratchPool(self._allocate, self._record, most), 0
+
+    def _allocate(self, nbytes: int) -> memoryview:
+        self.count += 1
+        return super()._allocate(nbytes)
+
+
+@pytest.fixture(params=[0, 1, 3, 16])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Make all destinations the second GPU's, with as many locked pieces as the parameter, or more if needed.
+
+    A thread's streams and events belong to its current GPU, the first one, unless they name another.
+    """
+    cuda, found = LateCuda([]), SimpleNamespace(most=request.param, made=[], locked=set(), emptied=[])
 
     def choose(_sinks: object, threads: int) -> Uploads:
         cuda.gpu = 1  # as DeepSpeed sets it in the thread that trains
-        return choose_uploads(sinks, threads)
+        found.made.append(LateUploads(threads, request.param))
+        return found.made[-1]  # type: ignore[no-any-return]
 
     def allocate(nbytes: int) -> memoryview:
-        locked.add(cuda.gpu)
+        found.locked.add(cuda.gpu)
         return memoryview(bytearray(nbytes))
 
     def copy(into: torch.Tensor, values: torch.Tensor) -> None:
@@ -180,15 +133,36 @@ def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, mon
 
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(destinations, "_allocate_pinned", allocate)
-    monkeypatch.setattr(destinations, "_empty_cache", lambda: emptied.append(1))
-    monkeypatch.setattr(transfer, "choose_uploads", choose)
+    monkeypatch.setattr(destinations, "_empty_cache", lambda: found.emptied.append(1))
     monkeypatch.setattr(destinations, "_copy", copy)
+    monkeypatch.setattr(transfer, "choose_uploads", choose)
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
+    return found
+
+
+@pytest.mark.parametrize("target", [Topology(1, 2), Topology(0, 2), Topology(3, 3)], ids=lambda each: each.label)
+def test_memory_is_lent_again_when_its_bytes_have_arrived(
+    late: SimpleNamespace, target: Topology, tmp_path: Path
+) -> None:
+    """Direct reads and staged ones, by several threads."""
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
-    check_load(path, MODEL, Topology(3, 2), state, window=1 << 12)
-    assert locked == {1}
-    assert emptied == [1, 1]
+    _, ranks = check_load(path, MODEL, target, state, window=1 << 12)
+    threads = max(rank.transfer.threads for rank in ranks if rank.transfer)
+    assert all(made.count <= late.most + 2 * threads for made in late.made)
+    assert late.locked == {1}
+    assert len(late.emptied) == len(late.made) == target.dp
+
+
+@pytest.mark.usefixtures("late")
+def test_an_error_waits_for_copies_in_progress(tmp_path: Path) -> None:
+    state = random_state(MODEL, 0)
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    targets = make_targets(MODEL, Topology(0, 2))
+    index = open_for(path, targets[0])
+    Path(index.files[-1].path).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="ends at byte 0"):
+        run_ranks(1, lambda rank, comm: load(index, targets))
 
 
 def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,10 +212,12 @@ def test_page_locked_memory_is_what_is_needed(threads: int, size: int, monkeypat
     assert {piece.nbytes for piece in pieces} == {size}
 
 
-def test_copies_to_several_gpus_are_synchronous() -> None:
-    devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 1)]
+@pytest.mark.parametrize(("gpus", "kind"), [([1, 1], GpuUploads), ([0, 1], Uploads), ([], Uploads)])
+def test_copies_to_several_gpus_are_synchronous(gpus: list[int], kind: type[Uploads]) -> None:
+    devices = [torch.device("cpu"), *(torch.device("cuda", gpu) for gpu in gpus)]
     sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=each))) for each in devices]
-    assert type(choose_uploads(sinks, 1)) is Uploads
+    chosen = choose_uploads(sinks, 1)
+    assert type(chosen) is kind and getattr(chosen, "device", devices[-1]) == devices[-1]
 
 
 @pytest.mark.parametrize(("kind", "goes_on"), [("cuda", True), ("xpu", False), ("cpu", False)])
