@@ -145,18 +145,11 @@ def match_parameters(
     else:
         match.untouched = [name for name, is_trained in match.missing.items() if not is_trained]
         match.skipped = [fault for fault in match.skipped if fault.name not in match.untouched]
-    if not faults:
-        return match
-    padded = advise_vocabulary(match.resized)
-    faults += match.resized.values()
-    match.resized.clear()  # listed as faults: they need no pattern
-    hint = ""
-    if any(fault.kind == SHAPE for fault in faults):
-        reshaped = {match.params[name].name: pair for name, pair in shapes.items()}
-        hint += f" Build the model with the sizes of the saved one.{advise_resize(reshaped)}{padded}"
-    if strict and match.skipped:
-        hint += _advise_rename(list(match.missing), extra) + _advise_missing(index, match)
-    match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}{remedies}"
+    if faults:
+        match.fault = _describe_faults(match, faults, shapes)
+        if strict and match.skipped:
+            match.fault += _advise_rename(list(match.missing), extra) + _advise_missing(index, match)
+        match.fault += remedies
     return match
 
 
@@ -244,6 +237,17 @@ def _note_shapes(match: Match, shapes: Mapping[str, tuple[Shape, Shape]]) -> lis
         else:
             match.resized[name] = fault
     return faults
+
+
+def _describe_faults(match: Match, faults: Sequence[Fault], shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
+    """Describe all faults, and how to avoid those of shapes; other numbers of rows are faults then too."""
+    padded, listed = advise_vocabulary(match.resized), [*faults, *match.resized.values()]
+    match.resized.clear()  # listed as faults: they need no pattern
+    text = f"The model and the checkpoint differ: {list_faults(listed).removesuffix('.')}."
+    if any(fault.kind == SHAPE for fault in listed):
+        reshaped = {match.params[name].name: pair for name, pair in shapes.items()}
+        text += f" Build the model with the sizes of the saved one.{advise_resize(reshaped)}{padded}"
+    return text
 
 
 def _advise_missing(index: AtomicIndex, match: Match) -> str:
