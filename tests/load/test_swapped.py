@@ -153,8 +153,7 @@ def test_parameters_that_the_checkpoint_lacks_keep_their_values(tmp_path: Path) 
 
 
 def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     before, index = target.look(), open_for(path, target)
     fragment = index.atoms[AtomKey("b", "exp_avg_sq")].shards[0].list_fragments("exp_avg_sq")[0]
     record = index.records[fragment.record]
@@ -171,8 +170,7 @@ def test_a_full_disk_is_an_error_before_anything_changes(tmp_path: Path, monkeyp
     def fill(file: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    path = write(tmp_path)
-    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     before = target.look()
     monkeypatch.setattr(os, "posix_fallocate", fill)
     with pytest.raises(DiskFullError, match=r"rank0.ucp/.*: disk full.*Make room"):
@@ -181,8 +179,7 @@ def test_a_full_disk_is_an_error_before_anything_changes(tmp_path: Path, monkeyp
 
 
 def test_files_of_a_killed_load_are_removed(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     left = tmp_path / "swap" / "rank0.ucp"
     left.mkdir()
     (left / "0_9.tensor.swp").write_bytes(b"half")
@@ -194,8 +191,7 @@ def test_files_of_a_killed_load_are_removed(tmp_path: Path) -> None:
 def test_an_error_while_files_are_put_in_place_marks_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path)
-    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     replace, done = os.replace, []
 
     def fail(old: str, new: str) -> None:

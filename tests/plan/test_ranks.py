@@ -149,6 +149,8 @@ def test_every_rank_takes_part_in_as_many_rounds() -> None:
 
 BLOCK = 32
 
+Demand = tuple[list[Record], list[list[Piece]], list[int]]
+
 
 @st.composite
 def runs(draw: st.DrawFn, numel: int) -> Run:
@@ -165,7 +167,7 @@ def runs(draw: st.DrawFn, numel: int) -> Run:
 
 
 @st.composite
-def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Piece]], list[int]]:
+def demands(draw: st.DrawFn) -> Demand:
     """Records, each rank's pieces, and the elements of each rank's memory; every piece has its own buffer."""
     numels = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     records = [Record(draw(st.integers(0, 2)), 64, ITEM * numel, 0) for numel in numels]
@@ -189,11 +191,14 @@ def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Piece]], list[int]
     min_direct=st.sampled_from((1, 8, 16, 1 << 20)),
     first=st.sets(st.integers(0, 60)),
 )
-def test_random_claims_of_several_ranks(
-    demand: tuple[list[Record], list[list[Piece]], list[int]], window: int, min_direct: int, first: set[int]
-) -> None:
+def test_random_claims_of_several_ranks(demand: Demand, window: int, min_direct: int, first: set[int]) -> None:
+    planned = plan_pieces(demand[1], demand[0], block=BLOCK, window=window, min_direct=min_direct)
+    check_passes(planned, first, *check_plan(planned, demand, window))
+
+
+def check_plan(planned: Planned, demand: Demand, window: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Carry out a plan, and check every byte; return the bytes of the records, and each rank's memory."""
     records, pieces, sizes = demand
-    planned = plan_pieces(pieces, records, block=BLOCK, window=window, min_direct=min_direct)
     draw = np.random.default_rng(0)
     data = [draw.integers(1, 256, record.nbytes, dtype=np.uint8) for record in records]
     buffers = [np.zeros(ITEM * size, np.uint8) for size in sizes]
@@ -204,7 +209,7 @@ def test_random_claims_of_several_ranks(
     for mine, buffer in zip(pieces, buffers, strict=True):
         assert (buffer == expect(mine, data, len(buffer))).all()
     check_bounds(planned, window)
-    check_passes(planned, first, data, buffers)
+    return data, buffers
 
 
 def expect(pieces: Sequence[Piece], data: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
@@ -251,9 +256,7 @@ def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], 
 
 @examples(60)
 @given(demand=demands(), window=st.sampled_from((32, 100, 1 << 20)))
-def test_an_owner_reads_only_blocks_of_its_own_for_others(
-    demand: tuple[list[Record], list[list[Piece]], list[int]], window: int
-) -> None:
+def test_an_owner_reads_only_blocks_of_its_own_for_others(demand: Demand, window: int) -> None:
     records, pieces, _ = demand
     planned = plan_pieces(pieces, records, block=BLOCK, window=window)
     for rank, plan in enumerate(planned.plans):

@@ -10,11 +10,9 @@ from deepspeed_ucp.model import Record
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
 from deepspeed_ucp.plan import Blocks
 from deepspeed_ucp.tensor_parallel import Run
-from tests.plan.planning import ITEM, Piece, carry_out, plan_pieces
-from tests.plan.test_ranks import BLOCK, check_bounds, demands, expect
+from tests.plan.planning import Piece, plan_pieces
+from tests.plan.test_ranks import BLOCK, Demand, check_plan, demands
 from tests.support.reshard import examples
-
-Demand = tuple[list[Record], list[list[Piece]], list[int]]
 
 
 @st.composite
@@ -37,21 +35,12 @@ def accesses(draw: st.DrawFn, ranks: int, files: int) -> PartialAccess:
 def test_every_byte_is_read_once_by_a_rank_that_can_read_it(
     data: st.DataObject, demand: Demand, window: int, min_direct: int
 ) -> None:
-    records, pieces, sizes = demand
+    records, pieces, _ = demand
     access = data.draw(accesses(len(pieces), 3))
     planned = plan_pieces(pieces, records, block=BLOCK, window=window, min_direct=min_direct, access=access)
-    bytes_of = np.random.default_rng(0)
-    stored = [bytes_of.integers(1, 256, record.nbytes, dtype=np.uint8) for record in records]
-    buffers = [np.zeros(ITEM * size, np.uint8) for size in sizes]
-    counts = carry_out(planned, stored, ITEM, buffers)
-    touched = {piece.record for mine in pieces for piece in mine}
-    wanted = [np.full(record.nbytes, number in touched) for number, record in enumerate(records)]
-    assert (counts == np.concatenate(wanted)).all()
-    for mine, buffer in zip(pieces, buffers, strict=True):
-        assert (buffer == expect(mine, stored, len(buffer))).all()
+    check_plan(planned, demand, window)
     for rank, plan in enumerate(planned.plans):
         assert access.can_read(rank, [records[read.record].file for read in plan.reads]).all()
-    check_bounds(planned, window)
 
 
 @examples(100)
