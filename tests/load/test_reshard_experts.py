@@ -120,6 +120,14 @@ def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) 
         open_and_compare(path)
 
 
+@pytest.mark.parametrize("dp", [2, 4])
+def test_model_states_that_deepspeed_does_not_write_are_explained(dp: int, tmp_path: Path) -> None:
+    """The first tensor-parallel rank holds all experts."""
+    path = draw_state(NATIVES, Topology(0, dp, tp=2, ep=(2,), data_first=True)).write(tmp_path)
+    with pytest.raises(CheckpointError, match="DeepSpeed writes no model states"):
+        open_and_compare(path)
+
+
 # Keys of model states with experts, in DeepSpeed up to 0.19.2 (engine.py ``_save_moe_checkpoint``).
 OLD_KEYS = {
     *("module", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),

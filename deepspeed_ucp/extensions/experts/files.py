@@ -122,14 +122,15 @@ def count_tp_shards(save: Save, tp: int) -> int:
     model = save.first[0].model
     if tp == 1 or model is None or model.facts.get("placements"):
         return 1
-    optim = save.first[-1].optim
+    optim, (_, dp) = save.first[-1].optim, count_ranks(model)
     if optim is not None:
-        _, dp = count_ranks(model)
         for degree, count in zip(map(_parse_degree, optim.groups), optim.partition_count, strict=False):
             if degree:
                 return 1 if degree * count > dp else tp
-    if save.names["expert_optim"]:
-        return tp if any(mp % tp != rank % tp for mp, rank in save.names["expert_optim"]) else 1
+    if optims := save.names["expert_optim"]:
+        degree = 1 + max(rank for _, rank in optims)
+        step = dp * tp // degree if save.first[0].config.get(DATA_FIRST) else 1
+        return tp if any(mp % tp != rank * step % tp for mp, rank in optims) else 1
     files = save.names["expert"]
     whole = {(layer, expert, mp // tp) for layer, expert, mp in files}
     return tp if len(files) > len(whole) else 1
