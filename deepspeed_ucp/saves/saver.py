@@ -42,8 +42,7 @@ from .memory import (
     name_job,
 )
 from .neighbours import find_neighbours
-from .room import ADVICE, Room, free_unwanted
-from .sizes import SPARE
+from .room import ADVICE, SPARE, Room, free_unwanted
 
 logger = logging.getLogger("deepspeed_ucp")
 
