@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ..children import block
 from ..config import SaveOptions, UniversalConfig
-from .memory import LOCK, Job, describe_late, is_locked, list_dead, list_late
+from .memory import LOG, Job, describe_late, is_locked, list_dead, list_late
 from .neighbours import Neighbours
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -69,8 +69,8 @@ def start_writer(job: Job, config: UniversalConfig, neighbours: Neighbours | Non
     """Start the process that writes a job's saves, detached from this one.
 
     It imports the same package as this process, and no file of the working directory, which other users may write to:
-    ``-P``, and no relative entries of ``PYTHONPATH``. It inherits the lock of the job's writer, so :func:`is_locked` is
-    True from here to its end; if an older writer has the lock, it waits for that one to end.
+    ``-P``, and no relative entries of ``PYTHONPATH``. It inherits the lock of the log: :func:`is_locked` is True from
+    here to its end. If an older writer has the lock, it waits for that one to end.
 
     Args:
         config: its ``storage_options`` may hold secrets and go through the pipe only.
@@ -82,14 +82,14 @@ def start_writer(job: Job, config: UniversalConfig, neighbours: Neighbours | Non
     command = [sys.executable, "-P", "-m", f"{__package__}.writer", job.folder]
     searched = [_SOURCE, *filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))]
     environment = {**os.environ, _PYTHONPATH: os.pathsep.join(searched)}
-    with open(os.path.join(job.folder, LOCK), "ab") as lock, open(os.path.join(job.folder, "log"), "ab") as log:
+    wait, passed = (config.save or SaveOptions()).wait_s, list[int]()
+    settings: dict[str, Any] = {"wait_s": wait, "storage_options": config.storage_options}
+    if neighbours is not None and neighbours.listener is not None:
+        passed = [neighbours.listener.fileno()]
+        settings["neighbours"] = {**neighbours.settings, "listener": passed[0]}
+    with open(os.path.join(job.folder, LOG), "ab") as log:
         with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        wait, passed = (config.save or SaveOptions()).wait_s, [lock.fileno()]
-        settings = {"wait_s": wait, "storage_options": config.storage_options, "lock": lock.fileno()}
-        if neighbours is not None and neighbours.listener is not None:
-            passed.append(neighbours.listener.fileno())
-            settings["neighbours"] = {**neighbours.settings, "listener": passed[-1]}
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Slurm signals the writer too, but it must write the saves that the ranks make because of the signal.
         with block({signal.SIGTERM, signal.SIGUSR1}):
             process = subprocess.Popen(

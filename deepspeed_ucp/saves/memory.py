@@ -1,6 +1,6 @@
 """The saves in a node's memory: a folder per job and a folder per save, which outlive every process.
 
-``<memory>/deepspeed_ucp-<user>/<job>/`` holds ``owner`` (locked by the process that saves), ``lock`` (locked by the
+``<memory>/deepspeed_ucp-<user>/<job>/`` holds ``owner`` (locked by the process that saves), ``log`` (locked by the
 writer) and a folder for each save. A save's folder has the form of any checkpoint folder with one tag. Its state file
 ``save-<node>.json`` has a JSON object of such objects on each line; later lines add to earlier ones:
 
@@ -39,7 +39,7 @@ from ..io.memory import identify_host
 from ..io.paths import is_url, normalize
 
 _OWNER, _SPARE, _STATE = "owner", "spare", "save-"
-LOCK = "lock"
+LOG = "log"
 
 FINISHED = b"finished\n"
 """Last line on standard input of the writer of a job that ended normally."""
@@ -453,7 +453,7 @@ def _list(folder: str) -> list[str]:
 
 def is_locked(job: Job) -> bool:
     """Return True if a job's writer is running or has been started."""
-    return _is_held(os.path.join(job.folder, LOCK))
+    return _is_held(os.path.join(job.folder, LOG))
 
 
 def _is_held(path: str) -> bool:

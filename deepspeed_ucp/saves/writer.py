@@ -43,20 +43,20 @@ def main(folder: str) -> int:
         settings, job = json.loads(lines.readline()), Job(folder)
     if settings["storage_options"] is not None:
         set_storage_options(settings["storage_options"])
-    with open(settings["lock"], "wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an older writer of this job
-        writer, copies = SaveWriter(job, settings["wait_s"]), settings.get("neighbours")
-        if copies is None:
-            code = writer.run()
-        else:
-            with socket.socket(fileno=copies["listener"]) as listener:
-                replicator = Replicator(job, copies, listener, settings["wait_s"])
-                replicator.start()
-                code = writer.run(replicator.end)
-                replicator.finish()
-        writer.free_finished()
-        fcntl.flock(lock, fcntl.LOCK_UN)  # a child that the starter has forked meanwhile has the file as well
-        return code
+    fcntl.flock(sys.stdout.fileno(), fcntl.LOCK_EX)  # the log; waits for an older writer of this job
+    writer, copies = SaveWriter(job, settings["wait_s"]), settings.get("neighbours")
+    if copies is None:
+        code = writer.run()
+    else:
+        with socket.socket(fileno=copies["listener"]) as listener:
+            replicator = Replicator(job, copies, listener, settings["wait_s"])
+            replicator.start()
+            code = writer.run(replicator.end)
+            replicator.finish()
+    writer.free_finished()
+    # A child that the starter has forked meanwhile has the log as well.
+    fcntl.flock(sys.stdout.fileno(), fcntl.LOCK_UN)
+    return code
 
 
 class SaveWriter:

@@ -24,7 +24,7 @@ from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import places, publishing
-from deepspeed_ucp.saves.memory import LOCK, Job, Snapshot
+from deepspeed_ucp.saves.memory import LOG, Job, Snapshot
 from deepspeed_ucp.saves.writer import PlaceWriter, SaveWriter
 from tests.convert.conversions import write_source
 from tests.support.memory import read_tree
@@ -202,11 +202,11 @@ def strip(content: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def find_writer(job: Job) -> int:
-    """Return the process that writes a job's saves: it has the lock file open, and its starter has not."""
-    lock = os.path.join(job.folder, LOCK)
+    """Return the process that writes a job's saves: it has the log open, and its starter has not."""
+    log = os.path.join(job.folder, LOG)
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             is_ours = job.folder.encode() in (path / "cmdline").read_bytes()
-            if is_ours and any(os.readlink(each) == lock for each in (path / "fd").iterdir()):
+            if is_ours and any(os.readlink(each) == log for each in (path / "fd").iterdir()):
                 return int(path.name)
     raise AssertionError("there is no writer")
