@@ -52,10 +52,12 @@ def is_spare(save: Snapshot, saves: Iterable[Snapshot], *, is_dead: bool) -> boo
         is_dead: the job has ended. The first node may not have published the save, and the later save may lack the part
             of another node. For a running job no destination is read: training must not wait for a slow one.
     """
-    if is_safe(save) if is_dead else save.is_written():
+    if is_dead and is_safe(save):
         return True
     if save.list_lacking() and not save.is_copy():
         return False
+    if save.destinations and not is_dead:
+        return True
     later = (other for other in saves if other.supersedes(save))
     return any(not is_dead or other.nodes == 1 or other.is_written() for other in later)
 

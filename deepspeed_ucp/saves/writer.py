@@ -27,7 +27,7 @@ from ..io.store import set_storage_options
 from .copies import Replicator
 from .memory import FINISHED, Job, Snapshot, list_late
 from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
-from .room import free_unwanted, is_safe, is_spare
+from .room import free_unwanted, is_safe
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -124,13 +124,12 @@ class SaveWriter:
         A node other than the first waits for the seal: a save without its part would not be complete in memory.
         """
 
-        saves = self.job.list_saves()
-        needed = [save for save in saves if not is_spare(save, saves, is_dead=True)]
-
         def look() -> bool | None:
-            return all(map(is_safe, needed)) or None
+            return all(map(is_safe, newest)) or None
 
-        if self._is_finished and saves and all(save.is_written() for save in needed):
+        saves = self.job.list_saves()
+        newest = [save for save in saves if not any(other.is_written() and other.supersedes(save) for other in saves)]
+        if self._is_finished and newest and all(save.is_written() for save in newest):
             with suppress(StorageError):
                 wait_until(look, self.wait, lambda: "the first node has not sealed the last save", self.job.folder)
                 self.job.remove()
