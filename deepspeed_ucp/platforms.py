@@ -62,6 +62,6 @@ def is_first_of_node() -> bool:
     return next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0") == "0"
 
 
-def find_platform(environment: Mapping[str, str]) -> Platform:
-    """Return the innermost platform of a process with this environment."""
-    return next((platform for platform in PLATFORMS if environment.get(platform.variable)), ALONE)
+def find_platform() -> Platform:
+    """Return the innermost platform of this process."""
+    return next((platform for platform in PLATFORMS if os.environ.get(platform.variable)), ALONE)

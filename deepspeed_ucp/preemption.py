@@ -77,7 +77,7 @@ def follow(
         ValueError: outside the main thread. Under Ray Train, which uses another thread, this is a warning, and signals
             are ignored.
     """
-    platform, job = find_platform(os.environ), os.environ.get(SLURM_JOB) if requeue else None
+    platform, job = find_platform(), os.environ.get(SLURM_JOB) if requeue else None
     logs = find_rank() <= 0
     if requeue and not job and logs:
         logger.warning("requeue: this process is not in a Slurm job, so nothing is requeued")

@@ -40,8 +40,8 @@ LISTENERS = {
     "kubeflow": ["KUBEFLOW_TRAINER_SERVER_URL"],
     "line": ["DEEPSPEED_UCP_BEACON", "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"],
 }
-"""Modules with a function ``find(environment)``, which returns a listener, or None if its monitor is not in use; it is
-called if one of these variables is set."""
+"""Modules with a function ``find``, which returns a listener, or None if its monitor is not in use; it is called if one
+of these variables is set."""
 
 _active: dict[str, Listener] | None = None
 """Module → listener; None before the first report."""
@@ -78,7 +78,7 @@ def _find_listeners() -> list[tuple[str, Listener]]:
     global _active  # noqa: PLW0603 - one for the process
     if _active is None:
         present = [name for name, variables in LISTENERS.items() if not os.environ.keys().isdisjoint(variables)]
-        listeners = {name: import_module(f".{name}", __name__).find(os.environ) for name in present}
+        listeners = {name: import_module(f".{name}", __name__).find() for name in present}
         _active = {name: listener for name, listener in listeners.items() if listener is not None}
     return list(_active.items()) if _active else []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 
 from ..platforms import find_rank
 from . import Listener
@@ -32,7 +31,7 @@ class DLRover(Listener):
         os.replace(temporary, self.path)
 
 
-def find(environment: Mapping[str, str]) -> DLRover | None:
+def find() -> DLRover | None:
     """Return the listener on rank 0 if the agent has named its file and made the folder."""
-    path = environment.get(_VARIABLE)
+    path = os.environ.get(_VARIABLE)
     return DLRover(path) if path and find_rank() <= 0 and os.path.isdir(os.path.dirname(path) or ".") else None

@@ -89,9 +89,9 @@ class Kubeflow(Listener):
             pass
 
 
-def find(environment: Mapping[str, str]) -> Kubeflow | None:
+def find() -> Kubeflow | None:
     """Return the listener on rank 0 if the controller has named its server."""
-    url, token = environment.get(_URL), environment.get(_TOKEN)
+    url, token = os.environ.get(_URL), os.environ.get(_TOKEN)
     if not url or not token or find_rank() > 0 or not os.path.exists(token):
         return None
-    return Kubeflow(url, environment.get(_CERTIFICATE) or None, token)
+    return Kubeflow(url, os.environ.get(_CERTIFICATE) or None, token)

@@ -5,9 +5,9 @@ Its form is stable: ``deepspeed_ucp step=120 seconds_per_step=1.243``.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Mapping
 
 from ..errors import ConfigError
 from ..platforms import find_rank
@@ -37,13 +37,13 @@ class Line(Listener):
         self.last = step, now
 
 
-def find(environment: Mapping[str, str]) -> Line | None:
+def find() -> Line | None:
     """Return the listener on every rank under HyperPod's agent, and on rank 0 if the variable is set.
 
     Raises:
         ConfigError: the variable is no number of seconds.
     """
-    value, every_rank = environment.get(_VARIABLE), _HYPERPOD in environment
+    value, every_rank = os.environ.get(_VARIABLE), _HYPERPOD in os.environ
     try:
         pause = float(value) if value else _PAUSE
     except ValueError:

@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ..platforms import find_rank
@@ -68,12 +68,12 @@ class NVRx(Listener):
             self.client.end_section(section)
 
 
-def find(environment: Mapping[str, str]) -> NVRx | None:
+def find() -> NVRx | None:
     """Connect if ``ft_launcher`` has started this rank, unless the script has connected already.
 
     The monitor accepts one client at a time. If the script connects later, this listener is muted.
     """
-    path = environment.get(_VARIABLE)
+    path = os.environ.get(_VARIABLE)
     if not path or _is_connected(path):
         return None
     try:

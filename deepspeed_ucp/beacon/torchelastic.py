@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
 
 from . import Listener
 
@@ -99,7 +98,7 @@ class FileTimer(Listener):
             os.close(pipe)
 
 
-def find(environment: Mapping[str, str]) -> FileTimer | None:
+def find() -> FileTimer | None:
     """The timer, if the agent has a timer server."""
-    path = environment.get(_VARIABLE)
+    path = os.environ.get(_VARIABLE)
     return FileTimer(path) if path else None
