@@ -1,4 +1,4 @@
-"""A conversion that is killed or runs out of room: source untouched, no incomplete output, the next run succeeds."""
+"""Conversions and exports that are killed or run out of room: no incomplete output, and the next run succeeds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert.outputs import CONVERSION
 from deepspeed_ucp.errors import StorageError
+from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.io.upload import open_staging
 from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
 from tests.convert.converting import use_small_ranges
@@ -49,8 +53,18 @@ def place(source: Path, tmp_path: Path) -> Callable[[object], Path]:
     return lambda name: Path(shutil.copytree(source, tmp_path / str(name), copy_function=os.link))
 
 
-def make_reference(source: Path, folder: Path) -> dict[str, bytes]:
-    convert(source, folder / DST)
+def export(root: Path, to: Path | None = None) -> object:
+    """Export the weights in two files, in one process and one worker."""
+    index, options = open_checkpoint(str(root / "global_step3"), Comm()), ExportOptions(workers=1, overwrite=True)
+    return export_safetensors(index, str(to or root / DST), options=options, max_shard=2000)
+
+
+WRITERS: dict[str, Callable[..., object]] = {"convert": convert, "export": export}
+by_writer = pytest.mark.parametrize("writer", WRITERS)
+
+
+def make_reference(source: Path, folder: Path, write: Callable[..., object] = convert) -> dict[str, bytes]:
+    write(source, folder / DST)
     return read_bytes(folder / DST)
 
 
@@ -63,36 +77,42 @@ def check_half_way(root: Path, expected: dict[str, bytes]) -> None:
         assert (root / DST).exists()
 
 
-def check_done(root: Path, source: Path, expected: dict[str, bytes]) -> None:
+def check_done(root: Path, source: Path, expected: dict[str, bytes], latest: str = LATEST) -> None:
     """Check for the complete output, the unchanged source, and no other files."""
     assert read_bytes(root / DST) == expected
-    assert (root / LATEST).read_text() == DST
-    assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()} | {DST, LATEST}
+    assert not latest or (root / LATEST).read_text() == DST
+    assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()} | {DST, latest} - {""}
 
 
 @pytest.mark.parametrize("failure", ["between", "torn", "full"])
-def test_a_failure_at_any_call(failure: str, source: Path, place: Callable[[object], Path], tmp_path: Path) -> None:
+@by_writer
+def test_a_failure_at_any_call(
+    writer: str, failure: str, source: Path, place: Callable[[object], Path], tmp_path: Path
+) -> None:
     """Killed between or within calls, or no room from a call on; the same command succeeds afterwards."""
-    before, expected, root = read_bytes(source), make_reference(source, tmp_path), place("dry")
+    write, latest = WRITERS[writer], LATEST if writer == "convert" else ""
+    before, expected, root = read_bytes(source), make_reference(source, tmp_path, write), place("dry")
     is_torn, errors = failure == "torn", list[str]()
-    calls = list_writes(lambda: convert(root)) if is_torn else range(len(list_calls(lambda: convert(root))))
-    assert len(calls) > 10
-    chosen = calls[:: stride(3 if is_torn else 13)]
+    calls = list_writes(lambda: write(root)) if is_torn else range(len(list_calls(lambda: write(root))))
+    assert len(calls) > (10 if writer == "convert" else 4)
+    chosen = calls[:: stride(3 if is_torn else 13) if writer == "convert" else 1]
     for at in chosen:
         root = place(at)
+        if writer == "export" and at % 2:  # replaces an earlier one
+            write(root)
         if failure == "full":
             try:
                 with failing(at):
-                    convert(root)
+                    write(root)
             except StorageError as error:
                 errors.append(str(error))
             left = {path.name for path in root.iterdir()} - {path.name for path in source.iterdir()}
             assert left in (set(), {DST}, {DST, LATEST}), at
         else:
-            assert run_dying(lambda root=root: convert(root), at, torn=is_torn)
+            assert run_dying(lambda root=root: write(root), at, torn=is_torn)
         check_half_way(root, expected)
-        convert(root)
-        check_done(root, source, expected)
+        write(root)
+        check_done(root, source, expected, latest)
         shutil.rmtree(root)
     assert len(errors) > len(chosen) / 2 or failure != "full"
     assert all("disk full" in each for each in errors)
@@ -177,13 +197,14 @@ def test_a_limit_of_the_kernel(source: Path, place: Callable[[object], Path], tm
         assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
 
 
+@by_writer
 def test_too_little_room_is_an_error_before_the_first_byte(
-    source: Path, place: Callable[[object], Path], monkeypatch: pytest.MonkeyPatch
+    writer: str, source: Path, place: Callable[[object], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = place("root")
     monkeypatch.setattr("deepspeed_ucp.io.disk._count_free", lambda _path: 1000)
     with pytest.raises(StorageError, match=r"needs .* bytes, has 1,000 bytes free"):
-        convert(root)
+        WRITERS[writer](root)
     assert {path.name for path in root.iterdir()} == {path.name for path in source.iterdir()}
 
 

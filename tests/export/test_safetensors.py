@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
-from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, UnsupportedError
 from deepspeed_ucp.export import output
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.safetensors import export_safetensors, lay_out, split_shards
@@ -30,7 +29,6 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.foreign.weights import DTYPES
 from deepspeed_ucp.io.cast import FLOATING, cast
-from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.model import MASTER, Atom, AtomicIndex
 from deepspeed_ucp.stream.full_tensors import FullTensor
 from deepspeed_ucp.tensor_parallel import Rename, from_config
@@ -310,33 +308,6 @@ def test_a_failed_check_on_rank_0_fails_on_all_ranks(tmp_path: Path, monkeypatch
     monkeypatch.setattr(output, "find_diverged", refuse)
     found = World(2).run(lambda rank, comm: export_safetensors(index, str(tmp_path / "out"), comm))
     assert [str(each) for each in found] == ["[rank 0] a file cannot be read"] * 2
-
-
-def test_too_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    index = open_model(tmp_path, Topology(1, 2))
-
-    def refuse(folder: str, nbytes: int) -> None:
-        assert nbytes > 4 * 7700
-        raise StorageError(f"{folder}: disk full")
-
-    monkeypatch.setattr(output, "check_space", refuse)
-    with pytest.raises(StorageError):
-        export_safetensors(index, str(tmp_path / "out"))
-    assert not list(tmp_path.glob("*out*"))
-
-
-def test_a_killed_export_is_begun_anew(tmp_path: Path) -> None:
-    index = open_model(tmp_path, Topology(1, 2))
-    folder = Staging(str(tmp_path / "out"), os.path.dirname(index.state_file), output.EXPORT)
-    Path(folder.folder).mkdir()
-    (Path(folder.folder) / "model-00001-of-00009.safetensors").write_bytes(b"half")
-    Path(folder.aside).mkdir()
-    (Path(folder.aside) / "model.safetensors").touch()
-    with pytest.raises(StorageError, match="--overwrite"):  # killed between two renames: what was there is back
-        export_safetensors(index, str(tmp_path / "out"))
-    export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(overwrite=True))
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    assert not list(tmp_path.glob(".out*"))
 
 
 # -- memory, and the other side ---------------------------------------------------------------------------------------
