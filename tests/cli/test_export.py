@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.cli.export import _parse_size
 from tests.support.reshard3d import VOCAB, draw_state, make_plain
 from tests.synth import ExpertLayer, Model, Param, State, Topology, random_state, write_checkpoint
 
@@ -138,11 +137,6 @@ def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     expected = state.atoms["net.b"]["fp32"]
     assert torch.equal(load_file(tmp_path / "own" / "model.safetensors")["net.b"], expected.half().float())
     assert torch.equal(load_file(tmp_path / "master" / "model.safetensors")["net.b"], expected)
-
-
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("2GiB", 2 << 30), ("700", 700)])
-def test_sizes(text: str, size: int) -> None:
-    assert _parse_size(text) == size
 
 
 # -- experts ----------------------------------------------------------------------------------------------------------

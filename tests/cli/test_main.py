@@ -25,6 +25,8 @@ from deepspeed_ucp import attach, hook
 from deepspeed_ucp.cli import dispatch
 from deepspeed_ucp.cli.common import read_rules
 from deepspeed_ucp.cli.dispatch import main, split_launcher_arguments
+from deepspeed_ucp.cli.export import _parse_size
+from deepspeed_ucp.cli.plan import _parse_time
 from deepspeed_ucp.cli.printing import (
     emit,
     format_bytes,
@@ -509,6 +511,17 @@ def test_a_misspelt_name_gets_a_suggestion(line: list[str], message: str, capsys
     printed = capsys.readouterr().err
     assert message in printed
     assert f"usage: ds_ucp {line[0] if line[0] in ('verify', 'export') else ''}" in printed
+
+
+@pytest.mark.parametrize(
+    ("parse", "values"),
+    [
+        (_parse_size, {"5GB": 5 * 10**9, "1.5 mb": 1_500_000, "2GiB": 2 << 30, "700": 700}),
+        (_parse_time, {"8h": 28800, "30m": 1800, "1h30m": 5400, "2.5s": 2.5, "1d": 86400, "0.5h1s": 1801}),
+    ],
+)
+def test_numbers_have_units(parse: Callable[[str], float], values: dict[str, float]) -> None:
+    assert {text: parse(text) for text in values} == values
 
 
 @pytest.mark.parametrize(

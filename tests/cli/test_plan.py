@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.cli.plan import _parse_time
 from tests.support.huge import make_gpt, save_sparse, write_gpt
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
@@ -89,14 +88,3 @@ def test_the_papers_largest_checkpoint_takes_fifty_seconds(trillion: Path, plan:
     assert 1 <= found["read"] / found["state"] < 1.002  # the last stage's embedding lies in records that are needed
     assert found["seconds"]["load"] == pytest.approx(12 / 14 * 50.5, rel=0.005)
     assert sum(file.stat().st_blocks for file in trillion.rglob("*.pt")) * 512 < 200 << 20
-
-
-# -- without a checkpoint ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("8h", 28800), ("30m", 1800), ("1h30m", 5400), ("2.5s", 2.5), ("1d", 86400), ("0.5h1s", 1801)],
-)
-def test_times_have_units(text: str, seconds: float) -> None:
-    assert _parse_time(text) == seconds
