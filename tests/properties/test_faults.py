@@ -62,10 +62,11 @@ def is_unseen(source: Source, fault: Fault, site: str) -> bool:
     """Return True for a fault that the files do not show.
 
     Legacy files do not contain their name, and a rank's part of ZeRO 3 has any values. Files of other libraries do not
-    record their save; numbers in their names replace an index; a configuration is not read.
+    record their save; numbers in their names replace an index; a configuration is not read; a load of weights without
+    their optimizer warns that they are weights alone.
     """
     if isinstance(source, Foreign):
-        is_spare = site.endswith(".index.json") and fault.name == "missing"
+        is_spare = site.endswith((".index.json", "optimizer.bin")) and fault.name == "missing"
         return fault.name == "another-step" or is_spare or site == "adapter_config.json"
     return fault.name == "neighbour" and source.name == "zero3-legacy-bf16"
 
