@@ -29,7 +29,7 @@ from tests.support.reshard import (
     check_load,
     examples,
     make_targets,
-    open_for,
+    open_everywhere,
     temporary_folder,
 )
 from tests.support.reshard3d import (
@@ -53,7 +53,7 @@ PATIENT = UniversalConfig(threads=1)
 
 def convert(source: Path, targets: list[FakeTarget], config: UniversalConfig = PATIENT) -> tuple[AtomicIndex, Path]:
     """Convert a checkpoint whose parameters live ranks name, if needed; returns its index, and the output."""
-    index = run_ranks(len(targets), lambda rank, comm: open_for(source, targets[rank], comm))[0]
+    index = open_everywhere(source, targets)
     out = source.parent / "atomic"
     convert_index(index, str(source), str(out), Comm(), ConvertOptions(workers=1), rules=from_config(config.patterns))
     return index, out

@@ -20,8 +20,7 @@ from deepspeed_ucp.model import COPY, MASTER, AtomicIndex, AtomKey, Atoms
 from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader, verify_reads
 from deepspeed_ucp.tensor_parallel import ShardH, from_config
-from tests.support.ranks import run_ranks
-from tests.support.reshard import examples, open_for, temporary_folder
+from tests.support.reshard import examples, open_everywhere, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_config, make_plain, trips
 from tests.synth import Run, Topology, write_files
 from tests.synth.files import build_local_files
@@ -31,8 +30,7 @@ from tests.synth.stages import atom_key
 def open_held(held: Held, folder: Path, run: Run | None = None) -> AtomicIndex:
     """Write and open, with the names that a stage-0 source needs."""
     held.write(folder, run)
-    targets = held.make_targets()
-    return run_ranks(len(targets), lambda rank, comm: open_for(folder, targets[rank], comm))[0]
+    return open_everywhere(folder, held.make_targets())
 
 
 def flip_bit(index: AtomicIndex, name: str, state: str, offset: int | None = None) -> None:
@@ -139,8 +137,7 @@ def test_a_differing_replica_is_named(tmp_path: Path) -> None:
     locals_ = held.locals
     locals_[1].state.atoms["body.norm"]["fp32"][3] += 1
     write_files(tmp_path, build_local_files(locals_, held.topology))
-    targets = held.make_targets()
-    index = run_ranks(len(targets), lambda rank, comm: open_for(tmp_path, targets[rank], comm))[0]
+    index = open_everywhere(tmp_path, held.make_targets())
     wholes = assemble_full_tensors(index, rules_of(held))
     with (
         AtomReader(index) as reader,
@@ -154,8 +151,7 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
     locals_ = held.locals
     locals_[1].state.atoms["body.norm"]["fp32"] += 1
     write_files(tmp_path, build_local_files(locals_, held.topology))
-    targets = held.make_targets()
-    index = run_ranks(len(targets), lambda rank, comm: open_for(tmp_path, targets[rank], comm))[0]
+    index = open_everywhere(tmp_path, held.make_targets())
     patterns = dict(make_config(held.model).patterns or {})
     patterns["rules"] = [
         {"match": r".*\.norm", "pattern": "partial"} if rule["match"] == r".*\.norm" else rule
