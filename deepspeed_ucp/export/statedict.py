@@ -32,7 +32,7 @@ def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tupl
         return placeholder
 
     model = {name: stand_in(tensor, name) for name, tensor in selection.by_name.items()}
-    optimizer = {} if weights_only else _make_optimizer(selection.index, selection, stand_in)
+    optimizer = {} if weights_only else _make_optimizer(selection, stand_in)
     if optimizer and layout in ("flattened", "torchtitan"):
         optimizer = flatten_optimizer(optimizer)
     if layout == "accelerate":
@@ -42,10 +42,9 @@ def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tupl
     return {"": {**weights, name: optimizer} if optimizer else weights}, placeholders
 
 
-def _make_optimizer(
-    index: AtomicIndex, selection: Selection, stand_in: Callable[[Tensor], torch.Tensor]
-) -> dict[str, Any]:
+def _make_optimizer(selection: Selection, stand_in: Callable[[Tensor], torch.Tensor]) -> dict[str, Any]:
     """Return the optimizer's state in the canonical form of ``torch.distributed.checkpoint.state_dict``."""
+    index = selection.index
     states: dict[str, dict[str, Any]] = {}
     for key, tensor in selection.states.items():
         states.setdefault(key.name, {})[key.state] = stand_in(tensor)

@@ -155,6 +155,10 @@ def make_tensors():
 
 CASES = {
     "plain": lambda: [None, True, -1, 2**80, -(2**4000), 1.5, float("inf"), "ä\n", "", b"\x00\xff", bytearray(b"ab")],
+    "any length": lambda: [
+        *(0, 255, 256, 65535, 65536, -(2**31), 2**31, 2**63, -(2**63), 10**400, -(10**700), 0.1, -0.0),
+        *("ä\ud800\n", "x" * 300, b"\xff" * 300),
+    ],
     "containers": lambda: ((), (1,), (1, 2, 3, 4), {1: 2, "1": [], (1, 2): {}}, set(), {1, 2}, frozenset("ab"), []),
     "more containers": lambda: [
         collections.OrderedDict(a=1),

@@ -162,28 +162,11 @@ def test_values_that_cannot_be_written(write, words, tmp_path):
         write(str(tmp_path / "x.pt"))
 
 
-VALUES = [0, 255, 256, 65535, 65536, -1, -(2**31), 2**31, 2**63, -(2**63), 10**400, -(10**700), 0.1, math.inf, -0.0]
-
-
-@pytest.mark.parametrize("value", [*VALUES, "", "ä\ud800\n", "x" * 300, b"", b"\xff" * 300, (), [], {}, (1, 2, 3, 4)])
-def test_plain_values(value):
-    found = pickle.loads(write_pickle(value, 4))
-    assert found == value
-    assert type(found) is type(value)
-
-
-def test_shared_parts_and_cycles():
-    shared: list = [1, 2]
-    cycle: list = []
-    inside = (cycle, shared)
-    cycle.append(inside)
-    found = pickle.loads(write_pickle([shared, shared, inside]))
-    assert found[0] is found[1] is found[2][1]
-    assert found[2][0][0] is found[2]
+def test_deep_values_are_written_without_recursion():
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    assert len(write_pickle(deep)) > 15_000  # without recursion
+    assert len(write_pickle(deep)) > 15_000
 
 
 def test_calls_and_instances():
