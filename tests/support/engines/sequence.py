@@ -6,7 +6,6 @@ With an mpu of ALST's kind DeepSpeed computes its batch sizes with ``/``: the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import deepspeed
@@ -16,6 +15,7 @@ from packaging.version import Version
 
 from tests.releases import DEEPSPEED
 from tests.support.engines.cases import FEATURES, Case, make_engine
+from tests.support.engines.experts import ParallelState
 
 TOKENS = 8  # per sample
 WAYS = ("train", "micro", "micro-accumulation", "train-accumulation", "train-micro", "all")
@@ -97,18 +97,4 @@ def make_mpu(kind: str, sp: int) -> Any:
         parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
         parallel_state_sp.initialize_sequence_parallel(sp)
         return parallel_state_sp
-    rank, world = dist.get_rank(), dist.get_world_size()
-    lines = {
-        "model_parallel": [[each] for each in range(world)],
-        "sequence_parallel": [list(range(first, first + sp)) for first in range(0, world, sp)],
-        "data_parallel": [list(range(first, world, sp)) for first in range(sp)],
-        "sequence_data_parallel": [list(range(world))],
-    }
-    mpu = SimpleNamespace()
-    for name, groups in lines.items():
-        made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-        ranks, group = next(each for each in made if rank in each[0])
-        values = {"rank": ranks.index(rank), "world_size": len(ranks), "group": group}
-        for key, value in values.items():
-            setattr(mpu, f"get_{name}_{key}", lambda value=value: value)
-    return mpu
+    return ParallelState(sp=sp).make_mpu()
