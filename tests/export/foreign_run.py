@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import deepspeed
@@ -16,6 +15,7 @@ from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 from tests.export import fsdp_run
+from tests.support.engines.ranks import listen
 
 
 def save(folder: str, steps: int) -> None:
@@ -46,32 +46,14 @@ def make_engine(model: Any, optimizer: Any, stage: int, *, clip: float = 0.0, **
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-class Lines(logging.Handler):
-    """Collect the plugin's log messages in a block."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Lines:
-        logging.getLogger("deepspeed_ucp").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("deepspeed_ucp").removeHandler(self)
-
-
 def go_on(folder: str, stages: tuple[int, ...], **options: Any) -> list[tuple[CapturedEngine, list[str]]]:
     """Load into engines of some stages; return the state and the log of each."""
     found = []
     for stage in stages:
         engine = start(stage, **options)
-        with Lines() as heard:
+        with listen() as heard:
             engine.load_checkpoint(folder)
-        found.append((capture(engine), heard.lines))
+        found.append((capture(engine), [text for _, text in heard]))
         engine.destroy()
     return found
 
@@ -127,7 +109,7 @@ def load_adapter(base: str, folder: str, stages: tuple[int, ...]) -> list[tuple[
 
     found = []
     for stage in stages:
-        model, heard = make_peft(**LORAS["saved"]), Lines()
+        model = make_peft(**LORAS["saved"])
         trained = [param for param in model.parameters() if param.requires_grad]
         for param in model.parameters():
             param.data.zero_()
@@ -138,9 +120,10 @@ def load_adapter(base: str, folder: str, stages: tuple[int, ...]) -> list[tuple[
             "checkpoint": {"universal": True},
         }
         engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
-        with heard:
+        with listen() as heard:
             engine.load_checkpoint(base)
             engine.load_checkpoint(folder)
-        found.append(({name: each.value for name, each in capture(engine).parameters.items()}, heard.lines))
+        values = {name: each.value for name, each in capture(engine).parameters.items()}
+        found.append((values, [text for _, text in heard]))
         engine.destroy()
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import is_locked
 from deepspeed_ucp.saves.saver import list_savers
+from tests.support.engines import ranks
 from tests.support.until import wait_until
 
 
@@ -84,13 +84,9 @@ def choose_gloo(kind: str = "MULTI_CPU") -> Iterator[None]:
 @contextmanager
 def listen(warnings: list[str]) -> Iterator[None]:
     """Append the plugin's warnings to a list."""
-    logger, handler = logging.getLogger("deepspeed_ucp"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
+    with ranks.listen() as heard:
         yield
-    finally:
-        logger.removeHandler(handler)
+    warnings += [text for level, text in heard if level != "INFO"]
 
 
 def attempt(function: Callable[..., object], *args: Any, **options: Any) -> str:

@@ -18,6 +18,7 @@ from trainers_common import choose_gloo
 
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.export import foreign_run, fsdp_run
+from tests.support.engines.ranks import listen
 
 
 @contextmanager
@@ -185,10 +186,10 @@ def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[Captur
             decayed = [param for param in model.parameters() if param.dim() > 1]
             others = [param for param in model.parameters() if param.dim() < 2]
             optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=1e-2)
-            engine, heard = foreign_run.make_engine(model, optimizer, stage), foreign_run.Lines()
-            with heard:
+            engine = foreign_run.make_engine(model, optimizer, stage)
+            with listen() as heard:
                 engine.load_checkpoint(folder)
-            found.append((capture(engine), heard.lines))
+            found.append((capture(engine), [text for _, text in heard]))
             engine.destroy()
     return found
 
@@ -287,11 +288,12 @@ def attempt_all(trainer: str, folders: list[str], **options: Any) -> list[tuple[
     """Resume under DeepSpeed from each folder; returns the results or errors, and the logs."""
     found = list[tuple[Any, list[str]]]()
     for folder in folders:
-        with foreign_run.Lines() as heard:
+        with listen() as heard:
             try:
-                found.append((_RESUMES[trainer](folder, **options), heard.lines))
+                result = _RESUMES[trainer](folder, **options)
             except Exception as error:  # noqa: BLE001 - the error is what the test looks at
-                found.append((f"{type(error).__name__}: {error}", heard.lines))
+                result = f"{type(error).__name__}: {error}"
+        found.append((result, [text for _, text in heard]))
     return found
 
 
