@@ -63,7 +63,7 @@ WRITERS = Topology(1, 4, "bf16", tp=8, pp=16)
 def _trillion() -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # disks take long to remove sparse files
     with tempfile.TemporaryDirectory(prefix="trillion-", dir=memory) as folder:
-        yield write_gpt(Path(folder), make_gpt(LAYERS, HIDDEN, VOCABULARY), WRITERS, train_batch_size=1536)
+        yield write_gpt(Path(folder), make_gpt(LAYERS, HIDDEN, VOCABULARY), WRITERS)
 
 
 def test_torch_reads_sparse_files(tmp_path: Path) -> None:

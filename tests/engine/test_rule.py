@@ -316,9 +316,9 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 TORCHS = [name for name in SCHEDULES if hasattr(torch_schedules, name)]
 
 
-def run_saved(name: str, lr: float = 0.02) -> dict[str, Any]:
+def run_saved(name: str) -> dict[str, Any]:
     """Return the param group after some steps of a run."""
-    optimizer = make(ADAMW, lr=lr)
+    optimizer = make(ADAMW, lr=0.02)
     scheduler = SCHEDULES[name](optimizer)
     for _ in range(4):
         optimizer.step()

@@ -106,7 +106,7 @@ def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
     monkeypatch.setattr(transfer, "measure_available", lambda: 1 << 40 if much else 0)
 
 
-def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
+def check_untouched(target: FakeTarget) -> None:
     """Check that no buffer, state or hyper-parameter has changed."""
     for flat in target.flats:
         assert flat.data.eq(SENTINEL).all()
@@ -114,7 +114,7 @@ def check_untouched(target: FakeTarget, lr: float = 0.125) -> None:
         if not extra.is_buffer:
             assert extra.data.eq(SENTINEL).all()
     assert not target.wrapped.state
-    assert all(group["lr"] == lr for group in target.wrapped.param_groups)
+    assert all(group["lr"] == 0.125 for group in target.wrapped.param_groups)
 
 
 def change_file(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -114,11 +114,11 @@ COLUMNS = {"self_attention.query_key_value": 3, "mlp.dense_h_to_4h": 4}
 ROWS = {"self_attention.dense": 1, "mlp.dense_4h_to_h": 4}
 
 
-def make_gpt(layers: int, hidden: int, vocabulary: int, sequence: int = 2048) -> Model:
+def make_gpt(layers: int, hidden: int, vocabulary: int) -> Model:
     """Describe Megatron-DeepSpeed's GPT as a pipeline; biases and norms are in a second group."""
     held = [
         Param("tied_modules.embed.word_embeddings.weight", (vocabulary, hidden), tied=True),
-        Param("tied_modules.embed.position_embeddings.weight", (sequence, hidden)),
+        Param("tied_modules.embed.position_embeddings.weight", (2048, hidden)),
     ]
     for layer in range(1, layers + 1):
         for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -143,11 +143,11 @@ def cut_gpt(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor
     return tensor
 
 
-def write_gpt(folder: Path, model: Model, topology: Topology, *, train_batch_size: int) -> Path:
+def write_gpt(folder: Path, model: Model, topology: Topology) -> Path:
     """Write `folder/global_step1000` and `latest`, as if AdamW had trained it."""
     (hidden,) = next(param.shape for param in model.params if param.name == "1.input_layernorm.weight")
     args = {"hidden_size": hidden, "num_attention_heads": hidden // 160, "make_vocab_size_divisible_by": 128}
-    config = {**topology.ds_config(), "train_batch_size": train_batch_size, "train_micro_batch_size_per_gpu": 1}
+    config = {**topology.ds_config(), "train_batch_size": 1536, "train_micro_batch_size_per_gpu": 1}
     client = {"args": args, "checkpoint_version": 3.0, "iteration": 1000}
     run = Run(global_steps=1000, ds_config=config, client_state=client)
     with torch.device("meta"):

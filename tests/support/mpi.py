@@ -24,21 +24,21 @@ needs_mpi = pytest.mark.skipif(MPIRUN is None or find_spec("mpi4py") is None, re
 _ROOT = str(Path(__file__).parents[2])
 
 
-def run_mpi(size: int, arguments: Sequence[str], *, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run_mpi(size: int, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run ``mpirun -np SIZE python ARGUMENTS``, also as root and on fewer cores."""
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [str(MPIRUN), "--oversubscribe", "-np", str(size), sys.executable, *arguments]
     env = {**os.environ, **root, "PYTHONPATH": _ROOT}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env)
 
 
-def run_torch(size: int, arguments: Sequence[str], *, timeout: float = 240) -> list[tuple[int, str, str]]:
+def run_torch(size: int, arguments: Sequence[str]) -> list[tuple[int, str, str]]:
     """Run ``python SCRIPT ARGUMENTS`` on every rank in torchrun's environment.
 
     Returns:
         Exit code, output and errors of each rank.
     """
-    script, end, found = Path(arguments[0]), time.monotonic() + timeout, list[tuple[int, str, str]]()
+    script, end, found = Path(arguments[0]), time.monotonic() + 240, list[tuple[int, str, str]]()
     with hold_port() as port, TemporaryDirectory() as folder:
         shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.getsockname()[1]}
         logs = [(Path(folder, f"out{rank}"), Path(folder, f"err{rank}")) for rank in range(size)]

@@ -333,9 +333,9 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     return rank
 
 
-def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget], options: Options | None = None) -> list[Loaded]:
+def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget]) -> list[Loaded]:
     """Prepare the load of all ranks."""
-    return run_ranks(len(targets), lambda rank, comm: prepare_rank(index, targets[rank], comm, options))
+    return run_ranks(len(targets), lambda rank, comm: prepare_rank(index, targets[rank], comm))
 
 
 def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> list[Loaded]:

@@ -72,13 +72,13 @@ def client_state(
     return {"args": args, "checkpoint_version": version, "iteration": iteration, "tokens": tokens, **universal}
 
 
-def universal_info(args: Namespace, original_vocab_size: int, *, version: float = 0.2) -> dict[str, Any]:
+def universal_info(args: Namespace, original_vocab_size: int) -> dict[str, Any]:
     """`_universal_checkpoint_info` of the newest release.
 
     It names row-parallel and replicated parameters only if tensor_model_parallel_size is more than 1.
     """
     pipe = not args.no_pipeline_parallel
-    info = _vocabulary(args, original_vocab_size, version)
+    info = _vocabulary(args, original_vocab_size)
     info["vocabulary_parameter_patterns"] = _vocabulary_patterns(args)
     if pipe:
         info["pipeline_replicated_parameter_patterns"] = _pipeline_replicated(args)
@@ -93,14 +93,14 @@ def universal_info(args: Namespace, original_vocab_size: int, *, version: float 
 
 
 def old_universal_info(
-    args: Namespace, original_vocab_size: int, *, pipeline_replicated: bool = False, version: float = 0.2
+    args: Namespace, original_vocab_size: int, *, pipeline_replicated: bool = False
 ) -> dict[str, Any]:
     """Return the fixed lists of GPTModelPipe in 2023-10, or in 2024-01 with `pipeline_replicated`.
 
     Their second row-parallel pattern matches no parameter ("mlp.self_attention"), which was a bug of the release.
     """
     embedding = "tied_modules.embed.word_embeddings.weight"
-    info = _vocabulary(args, original_vocab_size, version)
+    info = _vocabulary(args, original_vocab_size)
     info["vocabulary_parameter_patterns"] = [embedding]
     if pipeline_replicated:
         positions = "tied_modules.embed.position_embeddings.weight"
@@ -127,9 +127,9 @@ def nested_module(module: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {"language_model": language}
 
 
-def _vocabulary(args: Namespace, original_vocab_size: int, version: float) -> dict[str, Any]:
+def _vocabulary(args: Namespace, original_vocab_size: int) -> dict[str, Any]:
     return {
-        "universal_checkpoint_version": version,
+        "universal_checkpoint_version": 0.2,
         "original_vocab_size": original_vocab_size,
         "padded_vocab_size": args.padded_vocab_size,
     }
