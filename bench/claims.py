@@ -26,7 +26,8 @@ from deepspeed_ucp.plan.match import Match, pick_instance
 from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.plan.wants import Layouts, join_states, view_shards
-from deepspeed_ucp.tensor_parallel import Run, from_config, restrict_source
+from deepspeed_ucp.tensor_parallel.layout import Run, restrict_source
+from deepspeed_ucp.tensor_parallel.rules import from_config
 
 Block = tuple[int, int]
 """A record and the number of a block in it."""

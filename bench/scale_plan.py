@@ -35,7 +35,7 @@ from deepspeed_ucp.plan import LoadPlan, address_claims
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SHARES
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.reader import send_checks
-from deepspeed_ucp.tensor_parallel import from_config
+from deepspeed_ucp.tensor_parallel.rules import from_config
 
 FOLDER = "/checkpoints/global_step1000"
 STATES = ("fp32", "exp_avg", "exp_avg_sq")

@@ -28,7 +28,7 @@ from .saves.room import foresee_saves
 from .saves.saver import save_into_memory
 from .saves.search import find_in_memory
 from .sealing import seal_last, seal_late, seal_save
-from .tensor_parallel import from_config
+from .tensor_parallel.rules import from_config
 from .uncaught import find_fault, shorten_uncaught
 from .writer import finish_save, is_decoupled, protect_writer
 

@@ -23,8 +23,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from .comm import connect
-from .engine import Place, find_place
 from .engine.coverage import find_data_sampler
+from .engine.parallel import Place, find_place
 from .engine_state import RANDOM_STATES, Carried, carry
 from .errors import CheckpointError
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from deepspeed_ucp import rng
-from deepspeed_ucp.engine import Place
 from deepspeed_ucp.engine.coverage import has_drawn
 from deepspeed_ucp.engine.finish import restore_helpers
+from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.engine_state import KEY, collect, hand_out
 from deepspeed_ucp.load.client import read_objects
 from tests.support.curriculum import SIZES, draw, make_engine, make_sampler, make_trained

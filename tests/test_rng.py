@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp import rng
-from deepspeed_ucp.engine import Place
+from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import CheckpointError
 
 Degrees = tuple[int, int, int]

@@ -22,7 +22,7 @@ from .printing import show_progress
 if TYPE_CHECKING:
     from ..comm import Comm
     from ..model import AtomicIndex
-    from ..tensor_parallel import RuleSet
+    from ..tensor_parallel.rules import RuleSet
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """The action that a command's parser is added to."""
@@ -254,7 +254,7 @@ def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
 
 def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:
     """Read the rules of ``--patterns``: a family, a file, or JSON; empty without it."""
-    from ..tensor_parallel import from_config
+    from ..tensor_parallel.rules import from_config
 
     given = options.patterns
     if given is not None and given.lstrip().startswith(("[", "{")):

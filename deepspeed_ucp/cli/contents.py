@@ -19,8 +19,10 @@ from ..io.store import list_tree
 from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count, number_layer
 from ..plan.settling import settle_index
 from ..secrets import hide_at
-from ..tensor_parallel import Pattern, RuleSet, Settled, Unique, list_families, load_family
+from ..tensor_parallel.kinds import Pattern, Unique
 from ..tensor_parallel.recorded import ORIGIN, read_pattern, record_pattern
+from ..tensor_parallel.rules import RuleSet, list_families, load_family
+from ..tensor_parallel.settle import Settled
 from ..torchsave.objects import describe
 from .printing import format_bytes, format_count, format_table, list_fields
 

@@ -147,7 +147,7 @@ def _check(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
     from ..export.tensors import ExportOptions
     from ..formats.foreign.adapter import read_config
-    from ..tensor_parallel import parse_renames
+    from ..tensor_parallel.rename import parse_renames
 
     pairs = [text.rpartition("=") for text in options.rename]
     if invalid := next(("".join(pair) for pair in pairs if not all(pair[:2])), None):

@@ -14,7 +14,7 @@ from .printing import OK, emit
 if TYPE_CHECKING:
     from ..formats.open import FolderReport
     from ..model import AtomicIndex
-    from ..tensor_parallel import RuleSet
+    from ..tensor_parallel.rules import RuleSet
     from .contents import Parameter
 
 

@@ -62,7 +62,7 @@ def _read_default(text: str | None) -> bool | dict[str, Any]:
         text: a JSON object, or the file that has one.
     """
     from ..config import merge_options
-    from ..tensor_parallel import from_config
+    from ..tensor_parallel.rules import from_config
 
     if text is None:
         return True

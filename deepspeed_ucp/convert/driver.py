@@ -39,7 +39,8 @@ from ..stream.duplicates import check_samples
 from ..stream.full_tensors import FullTensors, WorkOptions, assemble_full_tensors, stream
 from ..stream.reader import AtomReader, refuse_scattered, verify_reads
 from ..stream.report import OutputReport
-from ..tensor_parallel import RuleSet, read_pattern
+from ..tensor_parallel.recorded import read_pattern
+from ..tensor_parallel.rules import RuleSet
 from ..version import __version__
 from .identity import identify
 from .outputs import (

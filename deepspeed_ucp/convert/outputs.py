@@ -19,7 +19,7 @@ from ..io.staging import MANIFEST, OutputKind
 from ..io.store import exists, is_folder
 from ..model import AtomicIndex, AtomKey
 from ..stream.full_tensors import FullTensor, FullTensors
-from ..tensor_parallel import Partial, Replicate, Unique
+from ..tensor_parallel.kinds import Partial, Replicate, Unique
 from ..torchsave.zipframe import ZipImage, dump_value, make_image
 from .states import OPTIMIZER_STATE
 

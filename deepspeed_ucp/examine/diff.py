@@ -22,8 +22,8 @@ from ..plan.derive import recast
 from ..plan.settling import list_shapes
 from ..stream.full_tensors import WorkOptions, stream
 from ..stream.reader import AtomReader
-from ..tensor_parallel import RuleSet
 from ..tensor_parallel.facts import compile_regex
+from ..tensor_parallel.rules import RuleSet
 from .pairing import Pair, Pairs, is_weights_alone, pair_atoms
 from .values import ABSENT, ValueDifference, compare_runs, compare_values
 

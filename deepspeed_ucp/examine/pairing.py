@@ -12,8 +12,10 @@ from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, 
 from ..model.view import Shapes
 from ..plan.settling import list_shapes, order_rules
 from ..stream.full_tensors import FullTensor, assemble_full_tensor, is_remade
-from ..tensor_parallel import RuleSet, SameShards, Settled, settle
+from ..tensor_parallel.kinds import SameShards
 from ..tensor_parallel.layout import Shape
+from ..tensor_parallel.rules import RuleSet
+from ..tensor_parallel.settle import Settled, settle
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from ..plan.derive import rename_all
 from ..plan.locate import locate
 from ..plan.match import Match, pick_instance, pick_weight
 from ..plan.wants import Layouts, join_states, list_touched, list_wants
-from ..tensor_parallel import RuleSet, list_renames, rename_names
+from ..tensor_parallel.rename import rename_names
+from ..tensor_parallel.rules import RuleSet, list_renames
 from .degrees import Degrees
 
 DEEPSPEED, OURS = "DeepSpeed", "deepspeed_ucp"

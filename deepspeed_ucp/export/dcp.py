@@ -30,7 +30,7 @@ from ..model import AtomicIndex
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
 from ..stream.report import OutputReport
-from ..tensor_parallel import RuleSet
+from ..tensor_parallel.rules import RuleSet
 from .chunks import Planner, Writer, deal
 from .output import Export, stage_export
 from .statedict import LAYOUTS, Placeholders, Trees, make_trees

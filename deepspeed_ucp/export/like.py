@@ -24,9 +24,10 @@ from ..model import AtomicIndex, count
 from ..plan.derive import derive, recast
 from ..plan.match import are_same
 from ..plan.settling import list_shapes
-from ..tensor_parallel import Rename, advise_family
 from ..tensor_parallel.adapters import is_added
 from ..tensor_parallel.layout import Shape
+from ..tensor_parallel.rename import Rename
+from ..tensor_parallel.rules import advise_family
 from .output import BESIDE, TEMPLATES
 from .tensors import Selection
 

@@ -24,7 +24,7 @@ from ..plan.conversion import Batch, Output, plan_conversion
 from ..stream.full_tensors import stream
 from ..stream.reader import AtomReader
 from ..stream.report import OutputReport
-from ..tensor_parallel import RuleSet, list_renames
+from ..tensor_parallel.rules import RuleSet, list_renames
 from .like import LikeModel
 from .output import Export, stage_export
 from .tensors import ExportOptions, Tensor, select_tensors

@@ -15,9 +15,10 @@ from ..model import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.full_tensors import FullTensor, WorkOptions, assemble_full_tensors
 from ..stream.reader import refuse_scattered
-from ..tensor_parallel import Rename, RuleSet, list_renames, rename_names
 from ..tensor_parallel.adapters import is_kept_whole, list_adapted, read_live
 from ..tensor_parallel.layout import Shape
+from ..tensor_parallel.rename import Rename, rename_names
+from ..tensor_parallel.rules import RuleSet, list_renames
 
 logger = logging.getLogger("deepspeed_ucp")
 

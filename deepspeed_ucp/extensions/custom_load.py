@@ -8,7 +8,7 @@ import torch
 
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..engine import Target
+from ..engine.base import Target
 from ..errors import UnsupportedError
 from ..io.paths import count_readers
 from ..io.read import MemorySink

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine import Target
+from ..engine.base import Target
 from ..model.wrappers import MOMENTUM
 from .registry import Extension
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from ..engine import Target
-from ..engine.base import dtype_name
+from ..engine.base import Target, dtype_name
 from ..io.deletion import delete_own
 from ..io.disk import explain_full, map_new_file, sync_file
 from ..model.view import EngineBuffer

@@ -6,7 +6,8 @@ from operator import attrgetter
 
 from deepspeed.pipe import TiedLayerSpec
 
-from ..engine import Instance, Target
+from ..engine.base import Target
+from ..engine.parallel import Instance
 from ..model import strip_compiled
 from .registry import Extension
 

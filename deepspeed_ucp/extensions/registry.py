@@ -111,7 +111,7 @@ class Extension:
     name = ""
     row: SpecialCase | None = None
 
-    # -- an engine (:class:`deepspeed_ucp.engine.Target`)
+    # -- an engine (:class:`deepspeed_ucp.engine.base.Target`)
 
     def describe_engine(self, engine: Any) -> dict[str, Any]:
         """Return facts about an engine that its own files have too."""
@@ -129,7 +129,7 @@ class Extension:
         return {}
 
     def find_instances(self, target: Any) -> dict[str, Any]:
-        """Return this stage's :class:`~deepspeed_ucp.engine.Instance` of each tensor of a tied module, by name."""
+        """Return this stage's :class:`~deepspeed_ucp.engine.parallel.Instance` of each tied tensor, by name."""
         return {}
 
     def list_unknown(self, target: Any) -> Iterable[str]:

@@ -11,7 +11,9 @@ from ..model import AtomicIndex
 from ..model.view import Shapes
 from ..plan.match import Adaptation
 from ..plan.settling import list_names, list_shapes
-from ..tensor_parallel import Facts, RuleSet, find_idle, find_renamed, list_renames
+from ..tensor_parallel.facts import Facts
+from ..tensor_parallel.rename import find_idle
+from ..tensor_parallel.rules import RuleSet, find_renamed, list_renames
 from .registry import Extension
 
 logger = logging.getLogger("deepspeed_ucp")

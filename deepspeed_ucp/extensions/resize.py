@@ -29,7 +29,8 @@ from ..plan.match import Adaptation
 from ..plan.settling import list_names
 from ..stream.full_tensors import assemble_full_tensor
 from ..stream.reader import AtomReader, refuse_scattered, verify_reads
-from ..tensor_parallel import Layout, Resized
+from ..tensor_parallel.layout import Layout
+from ..tensor_parallel.resize import Resized
 from .registry import Extension
 
 logger = logging.getLogger("deepspeed_ucp")

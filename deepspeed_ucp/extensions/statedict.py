@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..engine import Target
+from ..engine.base import Target
 from ..errors import shorten
 from ..model import strip_compiled
 from ..model.view import EngineBuffer

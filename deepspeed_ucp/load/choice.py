@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 from ..comm import Comm
-from ..engine import Target, open_target
+from ..engine.base import Target
 from ..engine.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
+from ..engine.engines import open_target
 from ..engine.guard import check_states
 from ..engine.known import list_unknown
 from ..errors import CheckpointError, UnsupportedError, shorten
@@ -25,7 +26,7 @@ from ..io.paths import is_url
 from ..model import AtomicIndex, number_layer, to_integer
 from ..model.topology import find_differences, list_undescribed, number_groups
 from ..stream.reader import verify_records
-from ..tensor_parallel import find_renamed, from_config
+from ..tensor_parallel.rules import find_renamed, from_config
 from .client import check_trusted
 from .context import LoadContext
 

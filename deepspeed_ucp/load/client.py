@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ..engine import pickled_classes
+from ..engine.finish import pickled_classes
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..model import Use
 from ..torchsave.objects import STORAGE_DTYPES, Global, PickledObject, describe, walk

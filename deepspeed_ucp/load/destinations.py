@@ -25,7 +25,8 @@ from ..model import AtomicIndex, AtomKey, CopyItem
 from ..model.flat import Span, find_gaps
 from ..plan.match import Match
 from ..plan.wants import NewRows, Slot, Wants
-from ..tensor_parallel import Layout, Resized
+from ..tensor_parallel.layout import Layout
+from ..tensor_parallel.resize import Resized
 from .states import States
 
 logger = logging.getLogger("deepspeed_ucp")

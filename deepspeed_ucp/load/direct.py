@@ -24,7 +24,7 @@ import torch
 
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..engine import Target
+from ..engine.base import Target
 from ..engine.finish import (
     find_extra_states,
     pick_client_state,
@@ -42,7 +42,7 @@ from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..model import AtomicIndex, strip_compiled
 from ..stream.reader import AtomReader, verify_records
-from ..tensor_parallel import from_config
+from ..tensor_parallel.rules import from_config
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects
 from .context import LoadContext

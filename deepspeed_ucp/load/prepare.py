@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..comm import Comm
-from ..engine import Target
+from ..engine.base import Target
 from ..engine.parallel import live_attributes, live_universal_info
 from ..errors import MismatchError, Objections, pluralize, shorten
 from ..io.cast import FLOATING
@@ -22,14 +22,9 @@ from ..plan.match import Adaptation, Match, lacks_frozen, list_faults, match_gro
 from ..plan.settling import list_names, refuse_stateless, refuse_unreadable, settle_index
 from ..plan.wants import REPLICA, Wants, is_replicated, list_touched, list_wants
 from ..stream.duplicates import check_instances
-from ..tensor_parallel import (
-    RuleSet,
-    Settled,
-    find_renamed,
-    from_attributes,
-    from_config,
-    from_universal_info,
-)
+from ..tensor_parallel.metadata import from_universal_info
+from ..tensor_parallel.rules import RuleSet, find_renamed, from_attributes, from_config
+from ..tensor_parallel.settle import Settled
 from .context import LoadContext
 from .destinations import Work, bind
 from .states import OptimizerMatch, list_tensors

@@ -3,7 +3,7 @@
 The order of calls:
 
 1. :func:`.tags.find_tag` finds the tag. If there is none, :func:`.tags.report_absent` logs this, and DeepSpeed loads.
-2. :func:`.choice.choose_loader` opens the engine (:func:`~deepspeed_ucp.engine.open_target`).
+2. :func:`.choice.choose_loader` opens the engine (:func:`~deepspeed_ucp.engine.engines.open_target`).
 3. :func:`~deepspeed_ucp.formats.open.survey_checkpoint` reads the headers of all files: an index and its findings.
 4. :func:`.choice.choose_loader` compares both topologies and chooses DeepSpeed's load, which ends the resume, or
    :func:`.direct.load_direct`. In mode "atomic", :func:`convert_before_load` converts the checkpoint first.
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
-from ..engine import Target
+from ..engine.base import Target
 from ..engine.coverage import describe_own_files, list_unsaved
 from ..engine.finish import refresh_after_own_load, wait_behind_reads
 from ..engine.guard import mark, release
@@ -50,7 +50,7 @@ from ..io.threads import limit_torch
 from ..model import AtomicIndex
 from ..plan.settling import list_names
 from ..stream.report import OutputReport
-from ..tensor_parallel import RuleSet, find_renamed, from_config
+from ..tensor_parallel.rules import RuleSet, find_renamed, from_config
 from .choice import choose_loader
 from .context import LoadContext, Loaded, LoadReport
 from .direct import load_direct

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..engine import Target
-from ..engine.base import dtype_name, flatten
+from ..engine.base import Target, dtype_name, flatten
 from ..engine.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 from ..engine.references import update_in_place
 from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured

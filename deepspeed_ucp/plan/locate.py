@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from ..model import ITEMSIZE, Atom, CopyItem, Fragments, Read
-from ..tensor_parallel import Layout, Run, copy_runs, restrict_source, whole
-from ..tensor_parallel.layout import overlap
+from ..tensor_parallel.layout import Layout, Run, copy_runs, overlap, restrict_source, whole
 
 ENDLESS = 1 << 62
 """A block size that no record exceeds."""

@@ -14,8 +14,10 @@ from ..extensions.registry import find_for_names
 from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..model.flat import Shape
 from ..model.view import EngineView
-from ..tensor_parallel import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
 from ..tensor_parallel.adapters import is_added
+from ..tensor_parallel.kinds import advise_vocabulary
+from ..tensor_parallel.resize import advise_resize
+from ..tensor_parallel.rules import RuleSet, advise_family, find_resize
 
 EXTRA, MISSING, SHAPE, COUNT = "extra", "missing", "shape", "count"
 """Kinds of faults: a name that the model lacks or the checkpoint lacks, another shape, another number of parameters."""

@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
 from ..model.view import Shapes
-from ..tensor_parallel import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
-from ..tensor_parallel.metadata import INFO
+from ..tensor_parallel.metadata import INFO, from_universal_info
+from ..tensor_parallel.recorded import from_recorded
+from ..tensor_parallel.rules import RuleSet, from_arguments
+from ..tensor_parallel.settle import Settled, settle
 
 
 def settle_index(

@@ -9,8 +9,8 @@ from math import prod
 from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
 from ..model.flat import Cut, FlatBuffer, Shape, Span, find_gaps
 from ..model.view import EngineBuffer, EngineView
-from ..tensor_parallel import Layout, Resized, pad_vocabulary
-from ..tensor_parallel.layout import Intervals, Product, measure
+from ..tensor_parallel.layout import Intervals, Layout, Product, measure
+from ..tensor_parallel.resize import Resized, pad_vocabulary
 from .locate import View, Want, find_shards
 from .match import Match, pick_weight
 

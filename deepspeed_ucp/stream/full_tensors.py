@@ -15,8 +15,9 @@ from ..model import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, count
 from ..plan import View, Want
 from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from ..plan.settling import settle_index
-from ..tensor_parallel import Layout, Pattern, RuleSet, Unique
-from ..tensor_parallel.layout import Shape
+from ..tensor_parallel.kinds import Pattern, Unique
+from ..tensor_parallel.layout import Layout, Shape
+from ..tensor_parallel.rules import RuleSet
 from .reader import AtomReader
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ..comm import connect
-from ..engine import find_place
+from ..engine.parallel import find_place
 from ..errors import CheckpointError, shorten
 from ..load.client import read_objects
 from ..model import SavedJob

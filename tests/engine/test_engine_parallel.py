@@ -18,11 +18,10 @@ import torch
 from packaging.version import Version
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.engine import Instance
+from deepspeed_ucp.engine.parallel import Instance
 from deepspeed_ucp.formats import check_tag, open_checkpoint, read_latest
-from deepspeed_ucp.tensor_parallel import from_universal_info
 from deepspeed_ucp.tensor_parallel.facts import Facts
-from deepspeed_ucp.tensor_parallel.metadata import Mapped
+from deepspeed_ucp.tensor_parallel.metadata import Mapped, from_universal_info
 from deepspeed_ucp.testing.compare import compare
 from tests.releases import DEEPSPEED, find_reason
 from tests.support.covering import few, turns

@@ -11,8 +11,9 @@ import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-from deepspeed_ucp.engine import Place, find_place, live_attributes, live_universal_info, parallel
+from deepspeed_ucp.engine import parallel
 from deepspeed_ucp.engine.coverage import UnknownLayoutError
+from deepspeed_ucp.engine.parallel import Place, find_place, live_attributes, live_universal_info
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.extensions.experts import engine
 from deepspeed_ucp.extensions.pipeline import TiedStages

@@ -20,7 +20,7 @@ from deepspeed_ucp.examine.resume import DEEPSPEED, OURS, check_resume
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model import AtomicIndex, AtomKey
 from deepspeed_ucp.model.topology import Topology as Saved
-from deepspeed_ucp.tensor_parallel import from_config
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.expertmodels import expert_trips
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (

@@ -18,7 +18,8 @@ from parallel import Line
 from runs import Outcome, count_differing_bits, gather_atoms, merge_stages, plain_name
 from training import Trainer
 
-from deepspeed_ucp.tensor_parallel import from_config, rename_names
+from deepspeed_ucp.tensor_parallel.rename import rename_names
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from deepspeed_ucp.testing import WorldPool
 
 LLAMA_MOE = replace(PRESETS["tiny-moe"], layers=2, hidden=32, ffn=32, kv_heads=2, heads=4, context=16)

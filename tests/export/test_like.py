@@ -19,7 +19,7 @@ from deepspeed_ucp.export.like import find_model
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.tensor_parallel import Rename
+from deepspeed_ucp.tensor_parallel.rename import Rename
 from tests.export.test_safetensors import check_same, load_all, make_gpt2
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 from tests.test_hub import MIXTRAL, QWEN, TIED

@@ -31,7 +31,8 @@ from deepspeed_ucp.formats.foreign.weights import DTYPES
 from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.model import MASTER, Atom, AtomicIndex
 from deepspeed_ucp.stream.full_tensors import FullTensor
-from deepspeed_ucp.tensor_parallel import Rename, from_config
+from deepspeed_ucp.tensor_parallel.rename import Rename
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.stream.test_full_tensors import flip_bit, open_held, rules_of
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import Case, cases, examples, temporary_folder

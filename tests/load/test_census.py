@@ -16,7 +16,7 @@ from deepspeed_ucp.load.prepare import check_alike
 from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Fragments
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Adaptation
-from deepspeed_ucp.tensor_parallel import from_config
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.plan import planning
 from tests.support.ranks import run_ranks
 from tests.support.reshard import groups_of

@@ -20,7 +20,7 @@ from deepspeed_ucp.convert.driver import convert_index
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model import COPY, AtomicIndex
-from deepspeed_ucp.tensor_parallel import from_config
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.load.test_reshard import AWKWARD, pair_id
 from tests.support.direct import run_load
 from tests.support.ranks import World, run_ranks

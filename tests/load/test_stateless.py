@@ -20,7 +20,7 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import open_checkpoint, survey_checkpoint
 from deepspeed_ucp.model.view import EngineBuffer
-from deepspeed_ucp.tensor_parallel import from_config
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.direct import run_load
 from tests.support.reshard import FakeTarget, open_for
 from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_pipeline

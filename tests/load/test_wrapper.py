@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.engine import engines, open_target
+from deepspeed_ucp.engine import engines
+from deepspeed_ucp.engine.engines import open_target
 from deepspeed_ucp.model.wrappers import WRAPPERS, Form, Wrapper
 from tests.support.reshard import check_load
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, read_state, write_files

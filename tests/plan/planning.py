@@ -32,7 +32,7 @@ from deepspeed_ucp.plan import (
     make_plan,
 )
 from deepspeed_ucp.plan.locate import make_items
-from deepspeed_ucp.tensor_parallel import Run
+from deepspeed_ucp.tensor_parallel.layout import Run
 
 
 def make_atom(

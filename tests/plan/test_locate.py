@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from deepspeed_ucp.model import Atom, CopyItem, Fragment, Fragments
 from deepspeed_ucp.plan import View, Want, locate
 from deepspeed_ucp.plan.locate import list_runs, make_items
-from deepspeed_ucp.tensor_parallel import Layout, Replicate, Run, ShardH, ShardNC, ShardV, whole
-from deepspeed_ucp.tensor_parallel.layout import overlap
+from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardH, ShardNC, ShardV
+from deepspeed_ucp.tensor_parallel.layout import Layout, Run, overlap, whole
 from tests.plan.planning import make_atom
 from tests.support.reads import item
 from tests.support.reshard import examples

@@ -13,7 +13,7 @@ from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, Fragments, GroupInfo, ParamKey
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance, pick_weight
-from deepspeed_ucp.tensor_parallel import parse_renames, rename_names
+from deepspeed_ucp.tensor_parallel.rename import parse_renames, rename_names
 from tests.plan import planning
 
 Shapes = Mapping[str, tuple[int, ...]]

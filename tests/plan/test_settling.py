@@ -10,7 +10,8 @@ import pytest
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.model import MASTER, MODULE, Atom, AtomicIndex, Fragment, Fragments, Record
 from deepspeed_ucp.plan.settling import list_weights, settle_index
-from deepspeed_ucp.tensor_parallel import Replicate, ShardV, from_config
+from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardV
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from deepspeed_ucp.tensor_parallel.settle import EQUAL, SHAPES
 from tests.plan import planning
 

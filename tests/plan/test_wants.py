@@ -11,8 +11,8 @@ from deepspeed_ucp.plan import Want, locate
 from deepspeed_ucp.plan.locate import View
 from deepspeed_ucp.plan.match import Match
 from deepspeed_ucp.plan.wants import REPLICA, BufferSpec, Mean, Wants, list_wants
-from deepspeed_ucp.tensor_parallel import Resized
 from deepspeed_ucp.tensor_parallel.layout import Layout, stack
+from deepspeed_ucp.tensor_parallel.resize import Resized
 from tests.plan import planning
 
 

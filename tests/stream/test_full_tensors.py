@@ -19,7 +19,8 @@ from deepspeed_ucp.io.read import Checked
 from deepspeed_ucp.model import COPY, MASTER, AtomicIndex, AtomKey, Atoms
 from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader, verify_reads
-from deepspeed_ucp.tensor_parallel import ShardH, from_config
+from deepspeed_ucp.tensor_parallel.kinds import ShardH
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.reshard import examples, open_everywhere, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_config, make_plain, trips
 from tests.synth import Run, Topology, write_files

@@ -10,7 +10,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.stream.report import OutputReport
-from deepspeed_ucp.tensor_parallel import from_config
+from deepspeed_ucp.tensor_parallel.rules import from_config
 
 
 def convert_checkpoint(

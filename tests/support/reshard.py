@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine import Target
+from deepspeed_ucp.engine.base import Target
 from deepspeed_ucp.engine.parallel import Instance, Place
 from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts, share_out
 from deepspeed_ucp.extensions.registry import find_for_load
@@ -41,7 +41,7 @@ from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
 from deepspeed_ucp.plan import LoadPlan, locate
 from deepspeed_ucp.plan.rounds import SHARES
-from deepspeed_ucp.tensor_parallel import from_config
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.covering import stride
 from tests.support.ranks import run_ranks
 from tests.synth import (

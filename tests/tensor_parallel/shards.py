@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_ucp import tensor_parallel as patterns
+from deepspeed_ucp.tensor_parallel import settle as settling
 from deepspeed_ucp.tensor_parallel.layout import Layout, Product, Run, copy_runs
 
 
@@ -49,6 +49,6 @@ def reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout) -> lis
     return made
 
 
-def settle(*args: Any, **options: Any) -> patterns.Settled:
+def settle(*args: Any, **options: Any) -> settling.Settled:
     """Settle patterns; raises if a parameter is open or wrong."""
-    return patterns.settle(*args, **options).require()
+    return settling.settle(*args, **options).require()

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deepspeed_ucp.tensor_parallel import copy_runs, from_attributes, from_config, from_universal_info
+from deepspeed_ucp.tensor_parallel.layout import copy_runs
+from deepspeed_ucp.tensor_parallel.metadata import from_universal_info
+from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config
 
 from .shards import follow, settle
 

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from deepspeed_ucp import tensor_parallel as patterns
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.tensor_parallel import settle as settling
 from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import copy_runs, find_faults, whole
 from deepspeed_ucp.tensor_parallel.metadata import from_universal_info, read_map
@@ -402,7 +402,7 @@ def test_a_row_parallel_second_matrix_settles_the_first(rows, settles):
     first, second = "3.mlp.dense_h_to_4h.weight", "3.mlp.dense_4h_to_h.weight"
     shapes = {first: ((rows, 4),) * 2, second: ((4, 8),) * 2}
     info = {"parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight"]}
-    found = patterns.settle([first, second], shapes, None, [from_universal_info(info)])
+    found = settling.settle([first, second], shapes, None, [from_universal_info(info)])
     assert found.patterns[second] == ShardH()
     assert (found.patterns.get(first) == ShardV()) == settles
     assert (first in found.open) != settles

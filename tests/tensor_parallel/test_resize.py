@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import ConfigError, MismatchError
-from deepspeed_ucp.tensor_parallel import Partial, ShardNC, ShardV, advise_resize, copy_runs, from_config, whole
-from deepspeed_ucp.tensor_parallel.layout import Layout, Run
-from deepspeed_ucp.tensor_parallel.resize import Resize, Resized
+from deepspeed_ucp.tensor_parallel.kinds import Partial, ShardNC, ShardV
+from deepspeed_ucp.tensor_parallel.layout import Layout, Run, copy_runs, whole
+from deepspeed_ucp.tensor_parallel.resize import Resize, Resized, advise_resize
+from deepspeed_ucp.tensor_parallel.rules import from_config
 
 
 @pytest.mark.parametrize(

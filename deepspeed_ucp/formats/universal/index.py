@@ -30,7 +30,8 @@ from ...model import (
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC
 from ...plan.derive import can_fuse, split
-from ...tensor_parallel import Pattern, record_pattern
+from ...tensor_parallel.kinds import Pattern
+from ...tensor_parallel.recorded import record_pattern
 from ..deepspeed.files import MANIFEST, ZERO
 from ..deepspeed.headers import FileHeader
 from ..deepspeed.seal import Seal, SealedFile, read_seal

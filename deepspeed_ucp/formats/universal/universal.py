@@ -24,9 +24,9 @@ from ...model import MASTER, MODULE, AtomicIndex, AtomKey, GroupInfo, ParamKey, 
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC, STAGE, find_wrapper
 from ...plan.derive import split
-from ...tensor_parallel import from_universal_info, record_pattern
 from ...tensor_parallel.layout import Shape
-from ...tensor_parallel.metadata import INFO
+from ...tensor_parallel.metadata import INFO, from_universal_info
+from ...tensor_parallel.recorded import record_pattern
 from ...torchsave.objects import TensorRef
 from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import TorchFile, read_header

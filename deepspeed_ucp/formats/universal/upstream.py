@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import MismatchError
 from ...model import count
-from ...tensor_parallel import Pattern, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
+from ...tensor_parallel.kinds import Pattern, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
 from ...tensor_parallel.layout import Layout, Shape
 from ...tensor_parallel.metadata import Mapped, Viewed
 from ...torchsave.objects import make_instance

@@ -21,7 +21,8 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.io import objects
 from deepspeed_ucp.io.objects import ObjectStore
 from deepspeed_ucp.model import COPY, AtomicIndex, AtomKey, ParamKey
-from deepspeed_ucp.tensor_parallel import ShardH, ShardV, read_pattern
+from deepspeed_ucp.tensor_parallel.kinds import ShardH, ShardV
+from deepspeed_ucp.tensor_parallel.recorded import read_pattern
 from tests.support.memory import clear_memory, put_folder
 from tests.support.ranks import Apart, run_ranks
 from tests.support.reshard import LIVE_LR, check_content, check_reads, load, make_targets

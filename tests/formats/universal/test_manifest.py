@@ -37,7 +37,8 @@ from deepspeed_ucp.formats.universal.index import (
 from deepspeed_ucp.model import AtomicIndex, FileRef, GroupInfo, ParamKey
 from deepspeed_ucp.model.flat import join_parameters
 from deepspeed_ucp.model.topology import Topology
-from deepspeed_ucp.tensor_parallel import ShardNC, ShardV, read_pattern
+from deepspeed_ucp.tensor_parallel.kinds import ShardNC, ShardV
+from deepspeed_ucp.tensor_parallel.recorded import read_pattern
 from tests.support.conversion import convert_checkpoint
 from tests.support.reshard import examples
 from tests.synth import Model, Param, random_state, write_checkpoint

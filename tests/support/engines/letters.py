@@ -15,7 +15,7 @@ from deepspeed import pipe
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from deepspeed_ucp.engine import find_place
+from deepspeed_ucp.engine.parallel import find_place
 from tests.support.engines.kinds import allow_fp16_on_cpu
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import deepspeed
 import torch
 from packaging.version import Version
 
-from deepspeed_ucp.engine import find_place
+from deepspeed_ucp.engine.parallel import find_place
 from tests.support.engines.letters import group
 
 if TYPE_CHECKING:

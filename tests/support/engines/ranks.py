@@ -19,7 +19,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import deepspeed_ucp
-from deepspeed_ucp.engine import Instance, Place, find_place, open_target
+from deepspeed_ucp.engine.engines import open_target
+from deepspeed_ucp.engine.parallel import Instance, Place, find_place
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.io.store import list_tree
 from deepspeed_ucp.saves.publishing import WRITTEN
