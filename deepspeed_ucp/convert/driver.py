@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
 from ..formats.deepspeed.seal import OF_CONVERSIONS, Seal, SealedFile
-from ..formats.universal.index import (
-    Fingerprint,
-    Manifest,
-    dump_index,
-    find_unplain,
-    place_file,
-    read_manifest,
-)
+from ..formats.universal.index import Fingerprint, Manifest, dump_index, find_unplain, place_file, read_manifest
 from ..formats.universal.universal import find_faults
 from ..io.disk import check_space, create_file, explain_full, write_atomically
 from ..io.memory import Scratch
@@ -43,14 +36,7 @@ from ..tensor_parallel.recorded import read_pattern
 from ..tensor_parallel.rules import RuleSet
 from ..version import __version__
 from .identity import identify
-from .outputs import (
-    CONVERSION,
-    OutputFile,
-    check_paths,
-    find_formless,
-    list_files,
-    list_steps,
-)
+from .outputs import CONVERSION, OutputFile, check_paths, find_formless, list_files, list_steps
 from .states import write_states
 
 logger = logging.getLogger("deepspeed_ucp")

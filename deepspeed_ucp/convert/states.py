@@ -22,7 +22,7 @@ from ..model import AtomicIndex, GroupInfo
 from ..model.wrappers import STAGE, WRAPPERS
 from ..torchsave.objects import Global, PickledObject, make_instance, pack_scalar
 from ..torchsave.repickle import PROTOCOL
-from ..torchsave.rewrite import NOTHING, count_bytes, save_parts
+from ..torchsave.rewrite import count_bytes, save_parts
 from ..torchsave.torchfile import TorchFile, read_header
 from ..torchsave.zipframe import make_tensor
 
@@ -45,34 +45,24 @@ _KEPT_BYTES = 1 << 16  # other entries with larger tensors are partitions of one
 
 
 def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
-    """Write the files without atoms; the caller syncs them.
-
-    Raises:
-        CheckpointError: a file of the source is damaged.
-        UnsupportedError: its pickle was not written by Python 3.
-        DiskFullError: the disk is full.
-    """
-    with explain_full(folder):
-        return _write_states(index, folder)
-
-
-def _write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
+    """Write the files without atoms; the caller syncs them."""
     main = _make_empty(index.counters) if index.format else read_header(index.state_file)
     saved = _as_dict(main.tree)
-    client = _save(main, _strip_model(saved), os.path.join(folder, STATE_FILE))
-    _link(os.path.join(folder, STATE_FILE), os.path.join(folder, MODEL_STATES_ZERO3))
-    os.makedirs(os.path.join(folder, "zero"), exist_ok=True)
-    file, state = _find_optimizer(index, main)
-    common, added = _describe_optimizer(index, file, state, saved)
-    return {
-        STATE_FILE: client,
-        MODEL_STATES_ZERO3: client,
-        OPTIMIZER_STATE: _save(file, common, os.path.join(folder, OPTIMIZER_STATE), added),
-        **dict(_write_client_states(index, folder)),
-    }
+    with explain_full(folder):
+        client = _save(main, _strip_model(saved), os.path.join(folder, STATE_FILE), {})
+        _link(os.path.join(folder, STATE_FILE), os.path.join(folder, MODEL_STATES_ZERO3))
+        os.makedirs(os.path.join(folder, "zero"), exist_ok=True)
+        file, state = _find_optimizer(index, main)
+        common, added = _describe_optimizer(index, file, state, saved)
+        return {
+            STATE_FILE: client,
+            MODEL_STATES_ZERO3: client,
+            OPTIMIZER_STATE: _save(file, common, os.path.join(folder, OPTIMIZER_STATE), added),
+            **dict(_write_client_states(index, folder)),
+        }
 
 
-def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes] = NOTHING) -> SealedFile:
+def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes]) -> SealedFile:
     """Write the parts of a file that are in ``tree`` (:func:`save_parts`)."""
     size, crc = save_parts(file, tree, path, added)
     return SealedFile(size=size, crc=crc)
@@ -94,8 +84,7 @@ def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str,
             continue
         file, name = read_header(path), f"{CLIENT}/mp_rank_{rank:02d}_model_states.pt"
         os.makedirs(os.path.join(folder, CLIENT), exist_ok=True)
-        saved = _strip_model(_as_dict(file.tree))
-        yield name, _save(file, saved, os.path.join(folder, name))
+        yield name, _save(file, _strip_model(_as_dict(file.tree)), os.path.join(folder, name), {})
 
 
 def _link(path: str, name: str) -> None:

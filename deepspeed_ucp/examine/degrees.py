@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..errors import ConfigError, advise
+from ..errors import ConfigError, advise, pluralize
 from ..model.topology import Topology
 from ..model.wrappers import Wrapper, choose_wrapper, find_wrapper, list_foreseen
 
@@ -15,13 +15,7 @@ _KEYS = ("dp", "tp", "pp", "sp", "ep", "zero", "precision")
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """The topology of a planned run.
-
-    Attributes:
-        dp, tp, pp, sp, ep: degrees, as in :class:`~deepspeed_ucp.model.topology.Topology`; ``dp`` without ``sp``.
-        zero: ZeRO stage.
-        wrapper, precision: as in :class:`~deepspeed_ucp.model.topology.Topology`.
-    """
+    """The topology of a planned run, as :class:`~deepspeed_ucp.model.topology.Topology`; ``dp`` without ``sp``."""
 
     dp: int = 1
     tp: int = 1
@@ -50,8 +44,7 @@ class Degrees:
     def describe(self) -> str:
         """Describe it in one phrase: ``ZeRO-3 dp=384 bfloat16 (zero3), 384 ranks``."""
         more = "".join(f" {key}={getattr(self, key)}" for key in ("tp", "pp", "sp", "ep") if getattr(self, key) > 1)
-        ranks = f"{self.world} rank{'s' * (self.world > 1)}"
-        return f"ZeRO-{self.zero} dp={self.dp}{more} {self.precision} ({self.wrapper}), {ranks}"
+        return f"ZeRO-{self.zero} dp={self.dp}{more} {self.precision} ({self.wrapper}), {pluralize(self.world, 'rank')}"
 
     def to_topology(self, source: Topology) -> Topology:
         """Return the topology without flat buffers; other fields are copied from ``source``."""

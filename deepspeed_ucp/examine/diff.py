@@ -24,7 +24,7 @@ from ..stream.full_tensors import WorkOptions, stream
 from ..stream.reader import AtomReader
 from ..tensor_parallel.facts import compile_regex
 from ..tensor_parallel.rules import RuleSet
-from .pairing import Pair, Pairs, is_weights_alone, pair_atoms
+from .pairing import Pair, Pairs, pair_atoms
 from .values import ABSENT, ValueDifference, compare_runs, compare_values
 
 Buffer = bytes | bytearray | memoryview
@@ -126,8 +126,8 @@ class Difference:
     atoms: tuple[AtomDifference, ...]
     values: tuple[ValueDifference, ...]
     notes: tuple[str, ...]
-    unused: tuple[str, ...] = ()
-    tolerance: float = 0.0
+    unused: tuple[str, ...]
+    tolerance: float
 
     @property
     def equal(self) -> bool:
@@ -169,7 +169,6 @@ def diff_checkpoints(
     """Compare two checkpoints; collective, the same result on every rank. Each byte is read once.
 
     Args:
-        left, right: A and B.
         rules: the user's patterns and renames (from A's names to B's).
 
     Raises:
@@ -229,7 +228,7 @@ def _compare_rest(
     left: AtomicIndex, right: AtomicIndex, pairs: Pairs, options: DiffOptions
 ) -> tuple[list[ValueDifference], list[str]]:
     """Compare everything except tensors; return differences and notes."""
-    weights = is_weights_alone(left, right)
+    weights = left.is_weights_alone or right.is_weights_alone
     values = [] if options.states or weights else compare_values(left, right, pairs.names, options.wants)
     if left.format or right.format:  # foreign formats do not record the topology
         notes = [] if left.written == right.written else [f"written: {left.written} → {right.written}"]

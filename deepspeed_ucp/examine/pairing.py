@@ -91,7 +91,6 @@ def pair_atoms(
     compared with the other side's masters, and optimizer states are left out.
 
     Args:
-        left, right: A and B.
         rules: the user's.
         wanted: (name, state) → whether it is compared.
 
@@ -101,7 +100,7 @@ def pair_atoms(
     rules = [replace(rule, resizes=()) for rule in rules]  # another shape is a difference
     renamed = apply_renames(left, list_shapes(right), rules, right.aliases)
     names = {old: new for new, old in renamed.items()}
-    weights = is_weights_alone(left, right)
+    weights = left.is_weights_alone or right.is_weights_alone
     mine, theirs = _list_wanted(left, wanted, weights), _list_wanted(right, wanted, weights)
     keys = _match(mine, theirs, left, right, names, weights)
     met = {a for a, _ in keys}, {b for _, b in keys}
@@ -122,11 +121,6 @@ def pair_atoms(
         names=names,
         unused=settled.unused,
     )
-
-
-def is_weights_alone(left: AtomicIndex, right: AtomicIndex) -> bool:
-    """Return whether one of two checkpoints has only weights, so that only these are compared."""
-    return left.is_weights_alone or right.is_weights_alone
 
 
 _WEIGHTS = (MASTER, MODULE)

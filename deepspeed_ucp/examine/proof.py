@@ -50,9 +50,6 @@ def compare_proofs(
         report: what the folder is; faults in it are not repeated.
         sizes: all files with their bytes.
         listed: the directories of this rank's files.
-
-    Raises:
-        ConfigError: ``against`` is neither, or cannot be read.
     """
     proofs = [report.manifest.seal] if report.manifest else []
     if against is not None:
@@ -89,11 +86,7 @@ def _compare_atoms(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Ite
 
 
 def make_seal(manifest: Manifest) -> Seal:
-    """Return a seal for the source files of a manifest's conversion.
-
-    Raises:
-        ConfigError: a checksum is unknown.
-    """
+    """Return a seal for the source files of a manifest's conversion; ConfigError if a checksum is unknown."""
     files = manifest.fingerprint["files"]
     sealed = {f["name"]: SealedFile(size=f["size"], crc=crc) for f in files if (crc := f.get("header_crc")) is not None}
     unknown = [file["name"] for file in files if file["name"] not in sealed]

@@ -98,14 +98,6 @@ class SaveWay:
     least: float = 0.0
 
 
-def find_daly(stall: float, mtbf: float) -> float:
-    """Daly's higher-order interval (Daly 2006, equation 37): training time between two saves."""
-    if stall >= 2 * mtbf:
-        return mtbf
-    part = stall / (2 * mtbf)
-    return math.sqrt(2 * stall * mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - stall
-
-
 def judge_interval(way: SaveWay, seconds: float, mtbf: float) -> tuple[float, float]:
     """Compute the exact cost of an interval, for failures at random (Poisson).
 
@@ -128,9 +120,14 @@ def judge_interval(way: SaveWay, seconds: float, mtbf: float) -> tuple[float, fl
 def choose_interval(way: SaveWay, mtbf: float) -> float:
     """Choose the training time between two saves with the least loss that storage and neighbour can follow.
 
-    It depends on the stall alone: a save that is safe later costs the same at every interval.
+    It depends on the stall alone: a save that is safe later costs the same at every interval. It is Daly's higher-order
+    interval (Daly 2006, equation 37).
     """
-    return max(find_daly(way.stall, mtbf), way.least)
+    if way.stall >= 2 * mtbf:
+        return max(mtbf, way.least)
+    part = way.stall / (2 * mtbf)
+    interval = math.sqrt(2 * way.stall * mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - way.stall
+    return max(interval, way.least)
 
 
 def list_ways(

@@ -100,11 +100,7 @@ def join_alike(differences: Iterable[ValueDifference]) -> list[ValueDifference]:
 
 
 def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDifference], list[str]]:
-    """Compare counters, scaler, clipping, scheduler and client state; returns differences and notes.
-
-    Raises:
-        CheckpointError: a state file cannot be read.
-    """
+    """Compare counters, scaler, clipping, scheduler and client state; returns differences and notes."""
     sections: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("counter", left.counters, right.counters)]
     if _is_scaling(left.scaler) or _is_scaling(right.scaler):
         sections.append(("scaler", left.scaler, right.scaler))

@@ -110,8 +110,6 @@ def verify_checkpoint(
 
     Args:
         folder: a tag's folder, or an atomic checkpoint.
-        comm: the ranks that share the files.
-        options: threads and memory of a rank.
         headers_only: do not read the tensors.
         groups: parameter names of a stage-0 checkpoint's optimizer (see ``open_checkpoint``).
         against: path of a seal or of an atomic checkpoint's manifest: the files must be the sealed, converted or
@@ -177,11 +175,7 @@ def verify_checkpoint(
 
 
 def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
-    """List the files with state in a folder's tree, and the names of other files except seal and manifest.
-
-    Raises:
-        CheckpointError: the folder cannot be listed, or holds no file with state.
-    """
+    """List the files with state in a folder's tree, and the names of other files except seal and manifest."""
     tree = {name: entry for name, entry in scan_folder(folder, deep=True).items() if not name.startswith(UPLOAD)}
     if PUBLISHED in tree:
         return {PUBLISHED: tree[PUBLISHED]}, []  # the files are in the folder that it names
@@ -230,12 +224,7 @@ class _Result(NamedTuple):
 
 
 class _Examiner:
-    """Verifies files.
-
-    Args:
-        index: the checkpoint, if it could be opened.
-        headers_only: do not read the tensors.
-    """
+    """Verifies files; ``index`` is None if the checkpoint could not be opened."""
 
     def __init__(self, index: AtomicIndex | None, options: WorkOptions, *, headers_only: bool) -> None:
         self.index, self.options, self.headers_only = index, options, headers_only
@@ -332,12 +321,7 @@ class _Examiner:
 
 
 def _find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index: AtomicIndex | None) -> list[Finding]:
-    """Find faults of a file's bytes, with the known atoms of damaged records.
-
-    Args:
-        listed: the file's directory.
-        scan: checksums and errors of reading the records.
-    """
+    """Find faults of a file's bytes, with the known atoms of damaged records."""
     damaged = list(_compare_records(name, listed.records, scan))
     if not damaged:
         return []

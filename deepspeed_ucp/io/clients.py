@@ -72,18 +72,13 @@ _AWS_ENVIRONMENT = (
 
 
 class _ClientState:
-    """Clients and options of this process.
-
-    Attributes:
-        clients: by store and timeout.
-        options: ``storage_options``, with those of ``client_kwargs`` in them.
-        is_forked: the parent process had clients.
-    """
+    """Clients of this process by store and timeout, and ``storage_options`` with ``client_kwargs`` in them."""
 
     def __init__(self) -> None:
         self.clients: dict[tuple[str, str], Any] = {}
         self.options: dict[str, Any] = {}
-        self.lock, self.is_forked = threading.Lock(), False
+        self.lock = threading.Lock()
+        self.is_forked = False  # True if the parent process had clients
 
     def enter_child(self) -> None:
         self.is_forked = self.is_forked or bool(self.clients)

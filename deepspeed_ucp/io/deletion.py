@@ -46,9 +46,6 @@ def delete_files(
         choose: returns True for the relative path of a file to delete.
         enter: returns True for the relative path of a folder to look into.
         above: prefix of the relative paths.
-
-    Raises:
-        OSError: a file cannot be deleted, or a folder was replaced by a link meanwhile.
     """
     with os.scandir(fd) as entries:
         children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
@@ -82,9 +79,6 @@ def delete_tree(path: str, below: str | None = None) -> None:
 
     Args:
         below: a folder that contains ``path``; no link between the two is followed. Default: the parent folder.
-
-    Raises:
-        OSError: something cannot be deleted.
     """
     above, name = os.path.split(os.path.normpath(path))
     if name in ("", ".", ".."):

@@ -40,9 +40,6 @@ def check_space(folder: str, nbytes: int) -> None:
     Args:
         folder: need not exist; its present files count as written.
         nbytes: final size of all its files.
-
-    Raises:
-        DiskFullError: they do not fit; the message has both figures.
     """
     needed = nbytes - count_allocated(folder)
     present = folder
@@ -71,11 +68,9 @@ def _count_free(path: str) -> int:
 
 @contextmanager
 def explain_full(path: str) -> Iterator[None]:
-    """Context that raises "no space", "quota exceeded" and "file too large" as one error.
+    """Context that raises "no space", "quota exceeded" and "file too large" as DiskFullError.
 
-    Raises:
-        DiskFullError: there is no room.
-        OSError: another error, with ``path`` if the system names no file.
+    Any other OSError gets ``path`` if the system names no file.
     """
     try:
         yield
@@ -172,11 +167,9 @@ def write_atomically(path: str, data: bytes, *, temporary: str | None = None) ->
 
 
 def map_new_file(path: str, nbytes: int) -> memoryview:
-    """Create a file and map its ``nbytes`` > 0 zeroed bytes; the kernel writes them back when it needs memory.
+    """Create a file and map its ``nbytes`` > 0 zeroed bytes; later writes to this memory cannot fail.
 
-    Raises:
-        DiskFullError: the disk has no room for it. Later writes to the memory cannot fail.
-        OSError: another error.
+    The kernel writes the bytes back when it needs memory.
     """
     with explain_full(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -189,23 +182,23 @@ def map_new_file(path: str, nbytes: int) -> memoryview:
 
 def sync_folder(folder: str) -> None:
     """Sync the names in a folder."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        sync_file(folder)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EBADF):  # file systems without fsync of folders
             raise
-    finally:
-        os.close(fd)
 
 
 def sync_tree(folder: str) -> None:
     """Sync everything below a folder that this node wrote: one ``syncfs``, or ``fsync`` of each file."""
     with explain_full(folder):
         tree = list(os.walk(folder))
-        few = sum(len(names) for _, _, names in tree) <= _FEW
-        if few or not _sync_filesystem(folder):
-            _sync_each(tree)
+        files = [os.path.join(parent, name) for parent, _, names in tree for name in names]
+        if len(files) > _FEW and _sync_filesystem(folder):
+            return
+        with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="ucp-sync") as pool:
+            list(pool.map(sync_file, files))
+            list(pool.map(sync_folder, [parent for parent, _, _ in tree]))
 
 
 def _sync_filesystem(folder: str) -> bool:
@@ -224,13 +217,6 @@ def _sync_filesystem(folder: str) -> bool:
     if code in (errno.ENOSYS, errno.EINVAL):
         return False
     raise OSError(code, os.strerror(code), folder)
-
-
-def _sync_each(tree: list[tuple[str, list[str], list[str]]]) -> None:
-    files = [os.path.join(parent, name) for parent, _, names in tree for name in names]
-    with ThreadPoolExecutor(_SYNC_THREADS, thread_name_prefix="ucp-sync") as pool:
-        list(pool.map(sync_file, files))
-        list(pool.map(sync_folder, [parent for parent, _, _ in tree]))
 
 
 def sync_file(path: str) -> None:

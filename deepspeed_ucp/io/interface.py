@@ -122,15 +122,15 @@ def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
 
 
 class Store(ABC):
-    """Access to the files of one kind of storage."""
+    """Access to the files of one kind of storage.
+
+    Methods raise FileNotFoundError for a missing path or bucket, OSError for another one that cannot be accessed,
+    DiskFullError if there is no room to write, and UnsupportedError for a write to a read-only URL.
+    """
 
     @abstractmethod
     def list_folder(self, folder: str, /) -> dict[str, Entry]:
-        """Return the entries of a folder by name. Links are followed; a link to nothing has no bytes.
-
-        Raises:
-            OSError: it cannot be listed.
-        """
+        """Return the entries of a folder by name. Links are followed; a link to nothing has no bytes."""
 
     @abstractmethod
     def list_tree(self, folder: str, /) -> dict[str, Entry]:
@@ -144,11 +144,7 @@ class Store(ABC):
         """Return the entry of a path; None if there is none, or it is not accessible."""
 
     def find_change(self, path: str, /) -> int:
-        """Return the time of a file's last change in nanoseconds.
-
-        Raises:
-            OSError: there is no such file.
-        """
+        """Return the time of a file's last change in nanoseconds."""
         entry = self.find_entry(path)
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -170,30 +166,16 @@ class Store(ABC):
 
     @abstractmethod
     def read_small(self, path: str, /, most: int | None = None) -> bytes:
-        """Return the bytes of a small file, or the first ``most`` of them.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-            OSError: it cannot be read, or is not a regular file.
-        """
+        """Return the bytes of a small regular file, or the first ``most`` of them."""
 
     @abstractmethod
     def write_small(self, path: str, data: bytes, /) -> None:
-        """Replace a small file: after a crash there is the old one or the new one.
-
-        Raises:
-            OSError: it cannot be written.
-            DiskFullError: the disk is full.
-        """
+        """Replace a small file: after a crash there is the old one or the new one."""
 
     def exchange_small(self, path: str, data: bytes, before: bytes | None, /) -> bool:
         """Write a small file if its content is ``before`` (None: it does not exist); return True if it has ``data``.
 
         Without conditional writes, a write of another process between the comparison and this write is lost.
-
-        Raises:
-            OSError: it cannot be read or written.
-            DiskFullError: the disk is full.
         """
         try:
             now = self.read_small(path)
@@ -205,14 +187,7 @@ class Store(ABC):
 
     @abstractmethod
     def put_file(self, path: str, source: str, /) -> None:
-        """Copy a local file to a path; an interrupted copy leaves the former file there.
-
-        Raises:
-            FileNotFoundError: there is no such bucket.
-            OSError: it cannot be written.
-            DiskFullError: the disk is full.
-            UnsupportedError: the URL is read only.
-        """
+        """Copy a local file to a path; an interrupted copy leaves the former file there."""
 
     @abstractmethod
     def remove(self, path: str, /) -> None:
@@ -224,12 +199,9 @@ class Store(ABC):
 
     @abstractmethod
     def open_stored(self, path: str, /, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
-        """Open a file for reads into memory.
+        """Open a file for reads into memory; CheckpointError if that fails.
 
         Args:
             advice: access pattern, as of ``os.posix_fadvise``.
             size: bytes of the file if known; it saves a store a request.
-
-        Raises:
-            CheckpointError: it cannot be opened.
         """

@@ -1,4 +1,8 @@
-"""JSON documents of files and stores. All of them are read here, and all faults are errors that name the file."""
+"""JSON documents of files and stores. All of them are read here, and all faults are errors that name the file.
+
+A missing file is a FileNotFoundError or NotADirectoryError, an unreadable one an OutOfReachError, another fault a plain
+CheckpointError.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +28,12 @@ def read_json(path: str, *, most: int = MOST_BYTES, advice: str = _DAMAGED, stri
         most: size limit in bytes.
         advice: the remedy that errors end with.
         strict: also refuse repeated keys, NaN and infinities.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        OutOfReachError: the file cannot be read.
-        CheckpointError: the file holds no such document.
     """
     return parse_json(read_bounded(path, most, advice), path, advice=advice, strict=strict)
 
 
 def read_bounded(path: str, most: int, advice: str = _DAMAGED) -> bytes:
-    """Read a small file whole.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: the file does not exist.
-        CheckpointError: it cannot be read or exceeds ``most`` bytes.
-    """
+    """Read a small file whole; CheckpointError if it exceeds ``most`` bytes."""
     try:
         data = read_small(path, most + 1)
     except (FileNotFoundError, NotADirectoryError):
@@ -52,11 +46,7 @@ def read_bounded(path: str, most: int, advice: str = _DAMAGED) -> bytes:
 
 
 def parse_json(data: bytes, path: str, *, advice: str = _DAMAGED, strict: bool = False) -> Any:
-    """Parse a JSON object that has been read from ``path``.
-
-    Raises:
-        CheckpointError: as of :func:`read_json`.
-    """
+    """Parse a JSON object that has been read from ``path``."""
 
     def take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)

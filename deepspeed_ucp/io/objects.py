@@ -166,11 +166,7 @@ def _name(path: str) -> str:
 
 
 def _put_where(client: Any, key: str, data: bytes, mode: Any, url: str) -> bool:
-    """Write an object under a condition. A store that has no conditional writes gets a plain one.
-
-    Returns:
-        False if the condition does not hold.
-    """
+    """Write an object under a condition; return False if it does not hold. Stores without any get a plain one."""
     try:
         obstore.put(client, key, data, mode=mode)
     except (AlreadyExistsError, PreconditionError):

@@ -10,7 +10,7 @@ import resource
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol, TypeVar
@@ -24,7 +24,7 @@ from .interface import Closing, Stored
 from .memory import Scratch, ScratchPool
 from .paths import is_url
 from .store import open_stored
-from .threads import run_threads
+from .threads import map_threads
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -201,30 +201,17 @@ class RecordReader(Closing):
             self._open.popitem()[1].close()
 
     def read(self, reads: Sequence[Read], sinks: Sequence[Sink | None]) -> list[Checked]:
-        """Execute reads one after the other.
+        """Execute reads one after the other; returns checksums of the ranges read, which are 0 without ``checksum``.
 
         Args:
             sinks: by destination number; None discards the bytes after their checksum.
-
-        Returns:
-            Checksums of the ranges read; 0 without ``checksum``.
-
-        Raises:
-            CheckpointError: a file cannot be read or is shorter than its header says.
         """
         return [check for group in self.group(reads) for check in self.read_group(group, sinks)]
 
     def read_parallel(self, reads: Sequence[Read], sinks: Sequence[Sink | None], threads: int) -> list[Checked]:
-        """Execute reads by several threads as :meth:`read` does; the order of the results is arbitrary."""
-        checks: list[Checked] = []
-
-        def work(turn: Iterator[list[Read]]) -> None:
-            for group in turn:
-                checks.extend(self.read_group(group, sinks))
-
-        if reads:
-            run_threads(self.group(reads), work, threads)
-        return checks
+        """Execute reads by several threads as :meth:`read` does."""
+        parts = map_threads(lambda group: self.read_group(group, sinks), self.group(reads), threads)
+        return [check for checks in parts for check in checks]
 
     def group(self, reads: Sequence[Read]) -> list[list[Read]]:
         """Group consecutive reads of a store's file that one request serves, up to ``joined`` bytes."""

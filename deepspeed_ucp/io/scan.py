@@ -53,7 +53,7 @@ def scan_files(
     *,
     threads: int = 4,
     window: int = 64 << 20,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Scanned]:
     """Read files and compute the CRC32 of their ranges; read errors are returned, not raised.
 
@@ -73,8 +73,7 @@ def scan_files(
         for scan, low in turn:
             size = min(chunk, scan.file.size - low)
             scan.read(low, size, scratch)
-            if progress is not None:
-                progress(size)
+            progress(size)
 
     run_threads([(scan, low) for scan in scans for low in range(0, scan.file.size, chunk)], work, threads)
     return [scan.join() for scan in scans]

@@ -168,7 +168,7 @@ class Staging:
     :class:`.upload.RemoteStaging` does the same for a URL.
 
     Raises:
-        StorageError: the destination is the root, or source and destination contain each other.
+        StorageError: the destination is the root or a bucket, or source and destination contain each other.
     """
 
     is_remote = False

@@ -27,11 +27,7 @@ T = TypeVar("T")
 
 
 def open_local(path: str) -> BinaryIO:
-    """Open a local regular file for reading; links are followed.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file: a FIFO would block, a device might never end.
-    """
+    """Open a local file for reading; links are followed. Only regular ones: a FIFO would block, a device never end."""
     _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -253,11 +249,7 @@ open_stored = _by_path(Store.open_stored)
 
 
 def set_storage_options(options: Mapping[str, Any]) -> None:
-    """Set options of the stores behind all URLs for this process.
-
-    Raises:
-        ConfigError: an option is unknown.
-    """
+    """Set options of the stores behind all URLs for this process; ConfigError if one is unknown."""
     from .clients import set_options
 
     set_options(options)

@@ -21,11 +21,7 @@ _UNFINISHED = ".ucp-unfinished"
 
 
 def open_staging(destination: str, source: str, kind: OutputKind) -> Staging:
-    """Return the staging of an output, for a folder or a URL.
-
-    Raises:
-        StorageError: the destination is a root folder or a bucket, or source and destination contain each other.
-    """
+    """Return the staging of an output, for a folder or a URL."""
     return (RemoteStaging if is_url(destination) else Staging)(destination, source, kind)
 
 
@@ -50,11 +46,7 @@ class RemoteStaging(Staging):
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Context of a rank's whole work: create its temporary folder below ``TMPDIR``, and delete it.
-
-        Raises:
-            DiskFullError: raised inside; the message names ``TMPDIR`` too.
-        """
+        """Create this rank's temporary folder below ``TMPDIR``, which a DiskFullError names too, and delete it."""
         with tempfile.TemporaryDirectory(prefix=f"ucp-{self.name}-", ignore_cleanup_errors=True) as self.folder:
             try:
                 yield

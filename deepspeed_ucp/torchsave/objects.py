@@ -55,11 +55,7 @@ def is_storage(kind: str) -> bool:
 
 
 def pack_scalar(dtype: str, value: Any) -> bytes:
-    """Convert a number to the bytes of one element.
-
-    Raises:
-        CheckpointError: the dtype is unknown or cannot hold the value.
-    """
+    """Convert a number to the bytes of one element; CheckpointError if the dtype is unknown or cannot hold it."""
     try:
         if dtype not in ITEMSIZE:
             raise KeyError(dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
 from isal import isal_zlib
@@ -19,8 +18,6 @@ from .zipframe import DATA, RecordWriter, Stream
 CHUNK: Final = 4 << 20
 """Bytes of a storage in memory at a time."""
 
-NOTHING: Final[Mapping[str, bytes]] = MappingProxyType({})
-
 
 def list_storages(root: Any) -> dict[str, StorageRef]:
     """List the storages referenced by a part of a file's tree, by key, in the order of the references."""
@@ -32,7 +29,7 @@ def count_bytes(file: TorchFile, root: Any) -> int:
     return sum(file.storages[key].nbytes for key in list_storages(root) if key in file.storages)
 
 
-def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes] = NOTHING) -> tuple[int, int]:
+def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes]) -> tuple[int, int]:
     """Write a tree of a file's parts as a ``torch.save`` file, with the referenced storages; without a sync.
 
     Args:
@@ -40,10 +37,6 @@ def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes]
 
     Returns:
         Size of the new file and CRC32 of its directory.
-
-    Raises:
-        CheckpointError: a storage is missing or does not match its checksum.
-        OSError: the new file cannot be written.
     """
     storages: dict[str, bytes | Stream] = {
         key: added[key] if key in added else open_storage(file, key, ref.numel)

@@ -158,9 +158,6 @@ def make_image(tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: t
         dtype: name of the element type, a key of ``ITEMSIZE``.
         storage_numel: elements of the storage.
         shape: shape of the tensor, a view of the storage's first elements.
-
-    Raises:
-        CheckpointError: the dtype is unknown or the storage is too small.
     """
     if dtype not in ITEMSIZE or count(shape) > storage_numel:
         raise CheckpointError(
@@ -200,9 +197,6 @@ def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
     Args:
         value: a number or another plain value.
         dtype: if given, the number is saved as a 0-dim tensor of this type.
-
-    Raises:
-        CheckpointError: the dtype cannot hold the number.
     """
     writer = _MemoryWriter()
     storages = {} if dtype is None else {"0": pack_scalar(dtype, value)}
@@ -240,12 +234,7 @@ class RecordWriter:
         self.write_pieces(name, [memoryview(data).cast("B")[:nbytes]], nbytes)
 
     def write_pieces(self, name: str, pieces: Iterable[memoryview], nbytes: int) -> None:
-        """Write a record of ``nbytes`` bytes piece by piece.
-
-        Raises:
-            CheckpointError: the pieces have another total size.
-            OSError: the file cannot be written.
-        """
+        """Write a record piece by piece; CheckpointError if these have not ``nbytes`` bytes in total."""
         entry, crc = _Entry(f"{ROOT}/{name}", self._offset, nbytes), 0
         offset = start = self._put(entry.local(), self._offset)
         for view in pieces:

@@ -46,7 +46,7 @@ def test_each_side_has_further_places(left: Path, tmp_path: Path, capsys: pytest
 
 
 def write_text(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = (), **options: bool) -> str:
-    return "\n".join(command.to_text(Difference(9, 1234, 0, atoms, values, (), ()), **options))
+    return "\n".join(command.to_text(Difference(9, 1234, 0, atoms, values, (), (), 0.0), **options))
 
 
 FP32 = ("float32", "float32")

@@ -20,7 +20,6 @@ from deepspeed_ucp.examine.sizing import (
     choose_interval,
     count_state,
     estimate_run,
-    find_daly,
     judge_interval,
     list_ways,
     measure_save,
@@ -88,8 +87,10 @@ def make_way(stall: float, safe: float, restart: float, least: float = 0.0) -> S
 
 def test_the_textbook() -> None:
     young = math.sqrt(2 * 50 * 4 * HOUR)
-    assert find_daly(50, 4 * HOUR) == pytest.approx(young - 50, rel=0.02)
-    assert find_daly(2 * HOUR, HOUR) == HOUR  # a save takes longer than the time between failures
+    assert choose_interval(make_way(50, 50, 300), 4 * HOUR) == pytest.approx(young - 50, rel=0.02)
+    assert (
+        choose_interval(make_way(2 * HOUR, 2 * HOUR, 300), HOUR) == HOUR
+    )  # a save takes longer than the time between failures
     # T = M e^(R/M) (e^((t + C)/M) - 1) T_s / t (Daly 2006, the complete model)
     t, mtbf = 1000.0, 4 * HOUR
     expected = t / (mtbf * math.exp(300 / mtbf) * (math.exp(1050 / mtbf) - 1))
@@ -126,7 +127,7 @@ def test_no_interval_loses_less(way: SaveWay) -> None:
 
 
 def test_an_interval_is_not_shorter_than_the_storage_can_follow() -> None:
-    assert choose_interval(make_way(1, 601, 60, least=599), HOUR) == 599 > find_daly(1, HOUR)
+    assert choose_interval(make_way(1, 601, 60, least=599), HOUR) == 599 > choose_interval(make_way(1, 601, 60), HOUR)
 
 
 def simulate(way: SaveWay, seconds: float, mtbf: float, failures: int, seed: int) -> tuple[float, float]:

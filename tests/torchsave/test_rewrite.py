@@ -216,7 +216,7 @@ CASES = {
 def rewrite_file(folder):
     """Write new.pt from old.pt."""
     file = read_header(str(folder / "old.pt"))
-    return save_parts(file, file.tree, str(folder / "new.pt"))
+    return save_parts(file, file.tree, str(folder / "new.pt"), {})
 
 
 def rewrite(folder, value, **options):
