@@ -20,8 +20,8 @@ logger = logging.getLogger("deepspeed_ucp")
 _ENGINE = "deepspeed.runtime.engine"
 """Its import defines all wrapped classes of DeepSpeed."""
 
-_CONFIG, _PARTITIONS = "deepspeed.runtime.config", "deepspeed.runtime.zero.partition_parameters"
-_PIPELINE, _BUILDER = "deepspeed.runtime.pipe.engine", "deepspeed.ops.op_builder.builder"
+_CONFIG, _PIPELINE = "deepspeed.runtime.config", "deepspeed.runtime.pipe.engine"
+_BUILDER = "deepspeed.ops.op_builder.builder"
 
 
 class Wrapped(NamedTuple):

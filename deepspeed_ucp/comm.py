@@ -31,7 +31,8 @@ _Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 class Comm:
     """Ranks that load or convert together; the base class is for one rank.
 
-    As a context manager it ends the launch if only this rank fails, so that no other rank waits for it.
+    Methods that call a function raise the first failing rank's error as a UcpError, the same on all ranks. As a context
+    manager it ends the launch if only this rank fails, so that no other rank waits for it.
     """
 
     rank = 0
@@ -78,11 +79,7 @@ class Comm:
         return [part.view(dtype).reshape(-1, *shape) for part in np.split(received, np.cumsum(receives)[:-1])]
 
     def ask(self, questions: Sequence[tuple[int, Item]], answer: Callable[[Item], T]) -> list[T]:
-        """Send each picklable question to a rank, which answers it; returns the answers in order; collective.
-
-        Raises:
-            UcpError: the first failing rank's error, the same on all ranks.
-        """
+        """Send each picklable question to a rank, which answers it; returns the answers in order; collective."""
         asked: list[list[Item]] = [[] for _ in range(self.size)]
         for rank, question in questions:
             asked[rank].append(question)
@@ -103,22 +100,14 @@ class Comm:
         return mask
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which has no collectives, on every rank; returns this rank's result.
-
-        Raises:
-            UcpError: the first failing rank's error, the same on all ranks.
-        """
+        """Run ``work``, which has no collectives, on every rank; returns this rank's result."""
         value, error = _attempt(work)
         if self.any_of(np.array([error is not None]))[0]:  # errors are gathered only if there is one
             self._raise_first(self.gather(_describe(error)), error)
         return value  # type: ignore[return-value]
 
     def alike(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which has the same inputs and result on every rank, without a collective.
-
-        Raises:
-            UcpError: the error of ``work``, marked as shared.
-        """
+        """Run ``work``, which has the same inputs and result or error on every rank, without a collective."""
         try:
             return work()
         except UcpError as error:
@@ -129,9 +118,6 @@ class Comm:
         """Run ``work``, which has no collectives, on every rank; returns all picklable results in rank order.
 
         Results and errors are sent in one collective. With several ranks all results are copies.
-
-        Raises:
-            UcpError: the first failing rank's error, the same on all ranks.
         """
         packed, error = _attempt(lambda: self._pack(work()))
         gathered = self.gather((packed, _describe(error)))
@@ -144,19 +130,12 @@ class Comm:
         Args:
             apply: replacement for ``map`` over a rank's items.
             first: rank of the first item; the next rank gets the second.
-
-        Raises:
-            UcpError: the first failing rank's error, the same on all ranks.
         """
         parts = self.each(lambda: list(apply(work, items[(self.rank - first) % self.size :: self.size])))
         return [parts[(at + first) % self.size][at // self.size] for at in range(len(items))]
 
     def once(self, work: Callable[[], T], rank: int = 0) -> T:
-        """Run ``work`` on one rank; returns its picklable result on every rank.
-
-        Raises:
-            UcpError: that rank's error, the same on all ranks.
-        """
+        """Run ``work`` on one rank; returns its picklable result on every rank."""
         packed, error = _attempt(lambda: self._pack(work())) if self.rank == rank else (None, None)
         packed, report = self.broadcast((packed, _describe(error)), rank)
         self._raise_first([report], error, rank)
@@ -419,10 +398,7 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_
 def join_launch(environment: Mapping[str, str] = os.environ) -> Comm:
     """Join the ranks of ``mpirun``, ``srun`` or ``torchrun``; a single rank otherwise.
 
-    Use as ``with join_launch() as comm``.
-
-    Raises:
-        ConfigError: mpi4py cannot join the MPI ranks.
+    Use as ``with join_launch() as comm``. ConfigError if mpi4py cannot join the MPI ranks.
     """
     if all(name in environment for name in _TORCHRUN) and _read_size(environment, "WORLD_SIZE") > 1:
         import torch.distributed as dist

@@ -48,11 +48,7 @@ def _check_place(rank: int, world: int) -> None:
 
 
 def _read_number(state: Mapping[str, Any], name: str, least: int | None = None) -> int:
-    """Read an integer of a saved state.
-
-    Raises:
-        CheckpointError: it is missing, no integer, or below ``least``.
-    """
+    """Read an integer of a saved state; CheckpointError if it is missing, no integer, or below ``least``."""
     number = to_integer(state.get(name))
     if isinstance(number, bool) or not isinstance(number, int) or (least is not None and number < least):
         expected = "an integer" if least is None else f"an integer from {least} on"
@@ -61,11 +57,7 @@ def _read_number(state: Mapping[str, Any], name: str, least: int | None = None) 
 
 
 def _count_samples(engine: Any) -> int:
-    """Return the engine's count of samples, which sequence parallelism makes a float.
-
-    Raises:
-        ConfigError: it is a fraction.
-    """
+    """Return the engine's count of samples, which sequence parallelism makes a float; ConfigError for a fraction."""
     samples = to_integer(engine.global_samples)
     if not isinstance(samples, int):
         raise ConfigError(

@@ -106,12 +106,6 @@ def find_state(engine: Any) -> EngineState:
     return state
 
 
-def list_save_folders(engine: Any) -> list[str]:
-    """List the folders of an engine's saves on signals and of its automatic snapshots."""
-    state = find_state(engine)
-    return [saver.save_dir for saver in (state.preemption, state.snapshots) if saver is not None]
-
-
 def get_config(engine: Any) -> UniversalConfig | None:
     """Return the plugin's options for an engine; None if the plugin is off or the object is not an engine."""
     return getattr(getattr(engine, "_config", None), "ucp_config", None)
@@ -124,17 +118,8 @@ def carry(engine: Any, name: str, carried: Carried) -> Carried | None:
     return former
 
 
-def is_carried(engine: Any, name: str) -> bool:
-    """Return True if ``engine`` carries a state of this name."""
-    return name in find_state(engine).carried
-
-
 def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Add the states that the engine carries to a client state (collective).
-
-    Raises:
-        ConfigError: the client state uses the plugin's key.
-    """
+    """Add the states that the engine carries to a client state (collective)."""
     if KEY in (client_state or {}):
         raise ConfigError(f'client_state: the key "{KEY}" is reserved for the plugin. Use another name.')
     saved = {name: part.save() for name, part in find_state(engine).carried.items()}

@@ -164,14 +164,7 @@ def restore(engine: Any, saved: Mapping[str, Any]) -> list[str]:
 
 
 def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
-    """Restore some of this rank's generators from a record of :func:`make_record`.
-
-    Returns:
-        Names of the generators with a derived state.
-
-    Raises:
-        CheckpointError: a state has an unknown form.
-    """
+    """Restore some of this rank's generators from a record of :func:`make_record`; see :func:`restore`."""
     derived = []
     for name, generator in generators.items():
         try:

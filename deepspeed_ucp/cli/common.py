@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from ..errors import ConfigError, suggest
+from ..errors import CheckpointError, ConfigError, raise_first, suggest
 from .printing import show_progress
 
 if TYPE_CHECKING:
@@ -34,11 +34,9 @@ REPORT_KEYS = (
 """Keys of the JSON of `convert` and `export`."""
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of examples, and limits the width of help texts."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=find_width())
+def make_formatter(prog: str) -> argparse.HelpFormatter:
+    """Make the formatter of help texts, which keeps the lines of examples."""
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=find_width())
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,7 +82,7 @@ def add_command(commands: Commands, name: str, *, description: str, examples: st
         name,
         description=textwrap.fill(description, width),
         epilog=epilog,
-        formatter_class=HelpFormatter,
+        formatter_class=make_formatter,
         allow_abbrev=False,
     )
 
@@ -191,7 +189,6 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     Raises:
         UcpError: no rank sees a checkpoint in any place.
     """
-    from ..errors import CheckpointError
     from ..formats.latest import find_checkpoint, leads_to_folder
     from ..io.paths import normalize
 
@@ -201,14 +198,11 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
         except CheckpointError as error:
             return "", str(error)
 
-    def refuse(error: str) -> None:
-        raise CheckpointError(error)
-
     places = (path, *also)
     looks = comm.each(lambda: [look(place) for place in places])
     tags = [next((tag for tag, _ in looks if tag), "") for looks in zip(*looks, strict=True)]
     if not any(tags):
-        comm.run(lambda: refuse(looks[0][0][1]))
+        comm.run(lambda: raise_first([CheckpointError(looks[0][0][1])]))
     pairs = sorted(zip(places, tags, strict=True), key=lambda pair: not pair[1])  # places that no rank sees come last
     first, tag = pairs[0]
     if tag == "." and also:  # a copy under another name: further places name the tag

@@ -240,12 +240,9 @@ def _find_limits(
         )
         whys = {row["why"].get("match", row["name"]): row["why"] for row in unsettled}
         yield Finding("unsettled", "", text, WARNING, tuple(row["name"] for row in unsettled), tuple(whys.values()))
+    irregular = "optimizer states that are not element-wise, which other topologies cannot take"
     for kind, problem, faults in (
-        (
-            "irregular",
-            "optimizer states that are not element-wise, which other topologies cannot take",
-            index.irregular,
-        ),
+        ("irregular", irregular, index.irregular),
         ("unreadable", "bytes that cannot be cut", index.unreadable),
     ):
         for text in dict.fromkeys(faults.values()):

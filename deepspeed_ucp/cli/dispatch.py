@@ -13,7 +13,7 @@ from types import ModuleType
 
 from ..errors import UcpError
 from ..version import __version__
-from .common import HelpFormatter, Parser, read_storage_options
+from .common import Parser, make_formatter, read_storage_options
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, print_message
 
 GROUPS = {
@@ -52,7 +52,7 @@ def build_parser(names: Sequence[str] = COMMANDS) -> Parser:
     for title, group in GROUPS.items():
         lines += ["", f"{title}:", *(f"  {name:9}{text}" for name, text in group.items())]
     text = "\n".join(lines)
-    parser = Parser("ds_ucp", usage, text, _EPILOG, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser = Parser("ds_ucp", usage, text, _EPILOG, formatter_class=make_formatter, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ds_ucp {__version__}")
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="ds_ucp"

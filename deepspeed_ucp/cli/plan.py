@@ -154,11 +154,7 @@ def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
 def _add_times(
     options: argparse.Namespace, data: dict[str, Any], degrees: Degrees, states: int, weights: int
 ) -> list[str]:
-    """Add seconds at the given bandwidths to ``data``, and how often to save; returns the lines about them.
-
-    Args:
-        states, weights: bytes of a save.
-    """
+    """Add seconds at the given bandwidths to ``data``, and how often to save; returns the lines about them."""
     read, saved = data.get("read") or states, states + weights
     seconds = {
         "load": options.read_gbs and read / options.read_gbs,

@@ -54,12 +54,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_default(text: str | None) -> bool | dict[str, Any]:
-    """Read ``--config``: the options of engines whose ds_config does not set them; True without any.
+    """Read ``--config``, a JSON object or its file: options of engines whose ds_config does not set them; else True.
 
     Errors do not quote the text, which may contain secrets.
-
-    Args:
-        text: a JSON object, or the file that has one.
     """
     from ..config import merge_options
     from ..tensor_parallel.rules import from_config

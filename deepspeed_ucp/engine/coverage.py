@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
-from ..engine_state import RANDOM_STATES, is_carried
+from ..engine_state import RANDOM_STATES, find_state
 from ..errors import UnsupportedError, shorten
 from ..extensions.registry import REGISTRY, find_for_engine
 from ..model.wrappers import find_live
@@ -118,7 +118,7 @@ def list_unsaved(engine: Any) -> list[str]:
             "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales, and restores "
             "them only if this model's frozen weights equal the saved ones before the load"
         )
-    if find_data_sampler(engine) is not None and not is_carried(engine, RANDOM_STATES):
+    if find_data_sampler(engine) is not None and RANDOM_STATES not in find_state(engine).carried:
         notes.append(
             "curriculum learning: DeepSpeed saves numpy's global generator instead of its sampler's generator, which "
             "restarts from its seed; call deepspeed_ucp.rng.follow(engine) before saves and loads to restore it"

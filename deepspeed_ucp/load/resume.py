@@ -38,7 +38,7 @@ from ..engine.finish import refresh_after_own_load, wait_behind_reads
 from ..engine.guard import mark, release
 from ..engine.references import keep_references
 from ..engine.rule import watch_edits
-from ..engine_state import find_state, list_save_folders
+from ..engine_state import find_state
 from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, clear_frames, pluralize, shorten
 from ..formats import open_checkpoint, read_latest
 from ..formats.deepspeed.ownfiles import compare_own_files
@@ -93,7 +93,9 @@ def resume(
         universal = job.loads_universal
         chosen = find_tag(load_dir, tag, comm, universal=universal, fallback=config.fallback, also=config.also)
     if chosen is None:
-        report_absent(job.places, comm, require=config.require, saved_to=list_save_folders(engine))
+        state = find_state(engine)
+        saved_to = [saver.save_dir for saver in (state.preemption, state.snapshots) if saver is not None]
+        report_absent(job.places, comm, require=config.require, saved_to=saved_to)
         return deepspeed_load()
     if engine.use_node_local_storage() and not universal:  # DeepSpeed writes `latest` on the first rank's node alone
         job = replace(job, deepspeed_load=partial(deepspeed_load, tag=chosen))
