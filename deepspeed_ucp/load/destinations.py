@@ -35,19 +35,18 @@ logger = logging.getLogger("deepspeed_ucp")
 class Buffer:
     """A destination tensor, and the 1-D memory that is filled for it.
 
-    The memory is the tensor's, or separate memory that :meth:`commit` copies to the tensor. Memory is separate if the
-    tensor is not flat, or if it is part of the engine and must not change before every rank has agreed. Values that can
-    be recomputed are filled in place all the same.
+    The memory is the tensor's, or separate memory that :meth:`commit` copies to the tensor. It is separate if the
+    tensor is not flat, or after :meth:`use_separate`.
 
     Args:
         tensor: the destination, any shape and device.
         uncommitted: the tensor is not part of the engine yet, and may be filled before everything is verified.
         spans: ranges of elements [low, high) that will be filled.
         in_file: its memory is a file's.
-        copies: 1-D tensors; concatenated, the values that the tensor's may have been made from. Empty if unknown.
+        copies: the engine's 16-bit copies, 1-D and in order, which the tensor may equal; empty if there are none.
 
     Attributes:
-        uncommitted: the same for ``memory``: before the agreement only such memory is written.
+        uncommitted: the same for ``memory``: only such memory is written before all ranks have verified.
     """
 
     def __init__(
@@ -81,15 +80,15 @@ class Buffer:
         return self._bytes
 
     @property
-    def is_untouched(self) -> bool:
-        """Whether the memory is the host's and is filled for the first time."""
+    def is_new(self) -> bool:
+        """Whether the memory is new memory of the host; this allocates it if it is separate."""
         in_file = self.in_file and self.memory is self.tensor
         return self.uncommitted and not self._origin and not in_file and self.memory.device.type == "cpu"
 
-    def fill_in_place(self) -> bool:
-        """Fill the tensor's memory before everything is verified, if its values can be recomputed to the bit.
+    def allow_in_place(self) -> bool:
+        """Allow writes before all ranks have verified if the tensor's values can be recomputed; return whether.
 
-        This holds before the first step: masters are made from their copies, and states are zero.
+        This holds before the first step: masters equal their copies to the bit, and states are zero.
         """
         if self._memory is not self.tensor or not self.tensor.numel():
             return False
@@ -103,11 +102,12 @@ class Buffer:
         for values, origin in _pair(self.tensor, self._origin):
             values.copy_(origin.to(values.device))  # moved before it is converted: it has 16 bits
 
-    def stage_aside(self) -> None:
-        """Fill separate memory of the host instead of the tensor's."""
+    def use_separate(self) -> None:
+        """Use separate memory of the host, allocated at first use, instead of the tensor's."""
         self._memory, self._bytes, self.uncommitted = None, None, True
 
     def _allocate(self) -> torch.Tensor:
+        """Allocate separate memory, with the tensor's values in the elements that the load does not fill."""
         memory = allocate_tensor(self.tensor.numel(), self.tensor.dtype)
         for low, high in find_gaps(self.spans, self.tensor.numel()):
             memory[low:high].copy_(self.tensor.reshape(-1)[low:high])
@@ -126,7 +126,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def _is_made_from(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
-    """Return True if a 1-D tensor equals the concatenation of others to the bit, and shares no memory with them."""
+    """Return True if a 1-D tensor equals other tensors, cast to its dtype, to the bit, and shares no memory."""
     memory = {part.untyped_storage().data_ptr() for part in origin}
     if sum(part.numel() for part in origin) != tensor.numel() or tensor.untyped_storage().data_ptr() in memory:
         return False
@@ -172,7 +172,7 @@ class TensorSink:
         self.itemsize = buffer.tensor.element_size()
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """Return the tensor's memory from element ``position`` on, or None if bytes must be converted or moved."""
+        """Return the buffer's memory from element ``position`` on; None if bytes must be cast or copied to a device."""
         tensor = self.buffer.tensor
         if tensor.dtype != self.stored or not tensor.numel() or self.buffer.memory.device.type != "cpu":
             return None
@@ -180,7 +180,7 @@ class TensorSink:
         return self.buffer.bytes[low : low + nbytes]
 
     def store(self, item: CopyItem, data: memoryview) -> None:
-        """Copy an item's bytes to the elements from ``item.position`` on, or to its rows; converts if needed."""
+        """Copy an item's bytes to the buffer, cast if needed; with a stride to runs that many elements apart."""
         view = None if item.stride else self.view(item.position, item.nbytes)
         if view is not None:
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8))  # releases the GIL
@@ -195,7 +195,7 @@ class TensorSink:
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values; a copy to CUDA may still be in progress on return, from page-locked memory alone.
+    """Copy values; a copy from page-locked memory to CUDA may still be in progress on return.
 
     Other accelerators may treat such memory differently: there the copy is complete on return.
     """
@@ -208,12 +208,12 @@ class Work:
 
     Attributes:
         index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
-        wants: of this rank; blanks are zeroed before anything is read, means are computed at the end.
+        wants: of this rank; blanks are zeroed when the pass that fills their memory begins, means at the end.
         buffers: by the wants' buffer numbers.
         sinks: by the numbers in the wants.
         states: optimizer states to attach after verification.
         match: this rank's names.
-        touched: atoms that some rank needs, the same list on every rank.
+        touched: atoms that some rank needs, the same list on every rank once the ranks have exchanged theirs.
         replicated: those of them whose saved shards are replicas that must be equal.
         state_bytes: bytes of all touched atoms.
         averaged, resized: the wants' fields, of all ranks.
@@ -234,22 +234,22 @@ class Work:
     averages: Mapping[AtomKey, Any] = field(default_factory=dict)
 
     def pick_sinks(self, *, uncommitted: bool) -> list[TensorSink | None]:
-        """Return the sinks of a pass: the first one fills uncommitted memory, the second one the rest."""
+        """Return the sinks of pass 1, which fills uncommitted memory, or of pass 2, by number; None for the others."""
         return [sink if sink.buffer.uncommitted == uncommitted else None for sink in self.sinks]
 
     def zero_blanks(self, *, uncommitted: bool) -> None:
-        """Zero the blanks in the memory that a pass fills."""
+        """Zero the elements that no atom fills (padding, missing states) in the memory that a pass fills."""
         for number, low, high in self.wants.blanks:
             if self.buffers[number].uncommitted == uncommitted:
                 self.buffers[number].memory[low:high].zero_()
 
     def undo(self) -> None:
-        """Restore the values that were overwritten in place; a view before the buffer that it views."""
+        """Restore the memory that was filled in place, the last first: it may be made from one before it."""
         for buffer in reversed(self.buffers):
             buffer.undo()
 
     def commit(self) -> None:
-        """Compute the means, and copy all separate memory to its tensors."""
+        """Average partial replicas, fill new rows with known means, and copy separate memory to the tensors."""
         for mean in self.wants.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
@@ -263,7 +263,7 @@ class Work:
 
 
 def _cut(memory: torch.Tensor, low: int, high: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield elements [low, high) of memory in pieces, each with its first element."""
+    """Yield elements [low, high) of memory in pieces, each with the number of its first element."""
     for begin in range(low, high, _PIECE):
         yield begin, memory[begin : min(begin + _PIECE, high)]
 
@@ -280,7 +280,7 @@ def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
 def bind(
     wants: Wants, tensors: Mapping[Slot, torch.Tensor], copies: Mapping[Slot, Sequence[torch.Tensor]] | None = None
 ) -> tuple[list[Buffer], list[TensorSink]]:
-    """Return the buffers and sinks of the wants.
+    """Make a buffer for each wanted tensor, and a sink for each dtype that arrives for it.
 
     Args:
         tensors: live tensors, and new ones for states; missing ones are allocated.
@@ -300,7 +300,7 @@ _LOCKED = 32 << 20
 
 
 class Uploads:
-    """Synchronous copies to the destinations.
+    """Memory for bytes on their way to the destinations; copies from it are synchronous.
 
     Attributes:
         pool: memory for bytes that are read before they are copied.
@@ -332,8 +332,8 @@ class Uploads:
 class GpuUploads(Uploads):
     """Copies to a GPU while the next bytes are read.
 
-    Page-locked memory is reused when the copies from it are done. There is twice as much of it as there are threads: a
-    thread reads into one piece while another piece is copied.
+    Page-locked memory is reused when the copies from it are done. There are two pieces per thread: one is read into
+    while the other is copied.
 
     CUDA's current device belongs to a thread, and is number 0 in a new one: all calls name the device. A stream or an
     event of another device would not track the copies, and memory would be reused too early.
@@ -383,7 +383,7 @@ class GpuUploads(Uploads):
             return piece
 
     def _lock_pages(self, nbytes: int) -> memoryview:
-        """Allocate page-locked memory, or plain memory if the system locks none: its copies are synchronous."""
+        """Allocate page-locked memory; if that fails, plain memory, from which copies are synchronous."""
         if self._is_locked:
             try:
                 return _allocate_pinned(nbytes)
@@ -400,7 +400,7 @@ class GpuUploads(Uploads):
 
 
 def choose_uploads(sinks: Iterable[TensorSink], threads: int) -> Uploads:
-    """Choose by the destinations; memory of several GPUs is copied to synchronously, from memory that is not locked."""
+    """Return asynchronous uploads if all CUDA destinations are on one GPU, else synchronous ones."""
     devices = {memory.device for sink in sinks if (memory := sink.buffer.memory).device.type == "cuda"}
     return GpuUploads(threads, devices.pop()) if len(devices) == 1 else Uploads()
 
@@ -410,7 +410,7 @@ def _allocate_pinned(nbytes: int) -> memoryview:
 
 
 def _empty_cache() -> None:
-    """Make torch free unused page-locked memory, if its release can."""
+    """Free unused page-locked memory of torch, if its release has a function for it."""
     public = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
     empty = public or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:

@@ -193,7 +193,7 @@ def _match_extra_states(job: LoadContext, index: AtomicIndex, saved: dict[str, A
     if job.load_module_strict and set(plain) != set(live):
         raise MismatchError(
             f"The model and the checkpoint differ: extra states {sorted(plain)} saved, {sorted(live)} in the "
-            "model. load_module_strict=False passes missing and extra ones over."
+            "model. load_module_strict=False ignores missing and extra ones."
         )
     return {plain[key]: live[key] for key in live if key in plain}
 

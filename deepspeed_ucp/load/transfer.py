@@ -38,7 +38,7 @@ Sinks = Sequence[Sink | None]
 Received = tuple[Read, memoryview, int]
 """A claim, memory that begins with its bytes, and the bytes between the starts of its runs there."""
 
-SHARE = 0.75
+MEMORY_FRACTION = 0.75
 """Share of a machine's free memory that a load may use for the bytes that it reads, fresh optimizer states included."""
 
 _ATTEMPTS = 3
@@ -47,16 +47,16 @@ _PAUSE = 0.2
 
 
 class Transfer:
-    """One rank's part of a load; every step is collective, and they follow each other.
+    """One rank's part of a load. Construction, then :meth:`read`, :meth:`verify` and :meth:`fill` are collective.
 
     Args:
         config: window, threads, verification.
-        share: bytes of a round of exchange; default: by the configured window.
+        share: most bytes that a round of the exchange stages, unless it has a single block; default: by the window.
         block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
         prefer_memory: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
 
     Attributes:
-        stages: each rank's staging memory, for two rounds; None for ranks whose memory is not visible.
+        staging: each rank's staging memory, for two rounds; None for ranks whose memory is not visible.
         plan: all reads of this rank.
         passes: the plan of each pass; a second one fills what the first leaves out.
         checks: of the bytes that pass 1 has read.
@@ -78,19 +78,19 @@ class Transfer:
         self.work, self.comm, self.checksum = work, comm, config.verify == "crc"
         one_pass = choose_memory(work.buffers, window, comm, prefer_memory=prefer_memory)
         share = share or max(window // SHARES, block)
-        self.stages = share_memory(2 * share, comm.rank, comm.gather)
-        self.same_node = np.array([stage is not None for stage in self.stages], np.bool_)
+        self.staging = share_memory(2 * share, comm.rank, comm.gather)
+        self.same_node = np.array([memory is not None for memory in self.staging], np.bool_)
         self.is_one_machine = bool(self.same_node.all())  # the same on every rank
         self.plan = negotiate(work.wants, work.index, comm, share, self.same_node, block=block, min_direct=min_direct)
         self.passes = self._plan_passes(one_pass=one_pass)
         self.checks: list[Checked] = []
         self.files: dict[str, tuple[int, float]] = {}
-        comm.run(lambda: self._allocate(config.threads, window))  # an error of one rank reaches all
+        comm.run(lambda: self._configure(config.threads, window))  # an error of one rank reaches all
 
     def _plan_passes(self, *, one_pass: bool) -> list[LoadPlan]:
         """Return the plan of each pass (collective if there are two).
 
-        The first pass reads everything for its checksums, or without checksums what it fills; the second one the rest.
+        Pass 1 reads all bytes if checksums are on, else those that it stores; pass 2 reads those for live memory.
         """
         plan = self.plan
         sinks = [self.work.pick_sinks(uncommitted=uncommitted) for uncommitted in (True, False)]
@@ -102,8 +102,8 @@ class Transfer:
         now, then = ([columns[:, number] for columns in needed] for number in (0, 1))
         return [plan.filter_for_sinks(first, now, whole=self.checksum), plan.filter_for_sinks(rest, then)]
 
-    def _allocate(self, threads: int, window: int) -> None:
-        """Choose the number of threads, and allocate memory for the passes.
+    def _configure(self, threads: int, window: int) -> None:
+        """Set threads, size of joined reads and uploads; allocate separate memory; list the ranges that pass 2 rereads.
 
         Args:
             threads: as configured.
@@ -116,10 +116,10 @@ class Transfer:
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
         self.uploads = choose_uploads(self.work.sinks, self.threads)
         self.pages = LargePages()
-        for memory in (buffer.memory for buffer in self.work.buffers if buffer.is_untouched):
+        for memory in (buffer.memory for buffer in self.work.buffers if buffer.is_new):
             self.pages.add(memory.data_ptr(), memory.nbytes)
         # The page cache keeps the bytes that the second pass reads again.
-        self.again = {(read.record, read.offset) for plan in self.passes[1:] for read in plan.reads if self.checksum}
+        self.reread = {(read.record, read.offset) for plan in self.passes[1:] for read in plan.reads if self.checksum}
 
     def read(self) -> list[Checked]:
         """Pass 1: read and checksum everything, and fill memory that is not part of the engine or can be recomputed."""
@@ -147,7 +147,7 @@ class Transfer:
     def undo_on_error(self) -> Iterator[None]:
         """Context manager that restores the values overwritten in place if an exception is raised inside.
 
-        All reads up to the agreement run inside, and everything else that may fail before the engine changes.
+        :meth:`read`, :meth:`verify` and all else that may fail before the engine changes run inside.
         """
         try:
             yield
@@ -157,49 +157,49 @@ class Transfer:
             raise
 
     def fill(self) -> list[Checked]:
-        """Pass 2: fill the live buffers, from the files or from separate memory; returns the second reads."""
-        again = self._read_rest()
+        """Run pass 2 if there is one, then copy separate memory to the engine; returns the checksums of pass 2."""
+        second = self._run_second_pass()
 
         def commit() -> None:
             self.uploads.close()
             self.work.commit()
 
         self.comm.run(commit)  # an error of one rank reaches all
-        return again
+        return second
 
-    def _read_rest(self) -> list[Checked]:
-        """Pass 2, if there is one: fill the engine's memory after all ranks have agreed (collective).
+    def _run_second_pass(self) -> list[Checked]:
+        """Fill live memory from the files after all ranks have verified them (collective).
 
-        Its bytes must be the verified ones. Failed reads are retried, because network storage may fail temporarily.
+        A failed pass is repeated, because network storage may fail temporarily.
 
         Raises:
             UcpError: bytes cannot be read, or a file changed in between; the buffers are partly filled then.
         """
         for attempt in range(_ATTEMPTS - 1):
             try:
-                return self._read_again()
+                return self._try_second_pass()
             except UcpError as error:  # the same on every rank
                 logger.warning("a read into the engine's buffers failed, retrying: %s", error)
                 clear_frames(error)
                 time.sleep(attempt + _PAUSE)
-        return self._read_again()
+        return self._try_second_pass()
 
-    def _read_again(self) -> list[Checked]:
+    def _try_second_pass(self) -> list[Checked]:
+        """Run pass 2 once, and check that it has read the bytes that pass 1 verified."""
         read = [check for plan in self.passes[1:] for check in self._run_pass(plan, uncommitted=False)]
         if self.passes[1:] and self.checksum:
             self.comm.run(lambda: self._compare(read))
         return read
 
-    def _compare(self, again: Sequence[Checked]) -> None:
-        """Check that pass 2 has read the verified bytes."""
-        changed = set(again) - set(self.checks)
+    def _compare(self, second: Sequence[Checked]) -> None:
+        changed = set(second) - set(self.checks)
         if changed:
             index = self.work.index
             path = index.files[index.records[min(changed).record].file].path
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
     def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
-        """Execute a plan; bytes for the sinks of the other pass are read for their checksums."""
+        """Execute a pass's plan; bytes for the sinks of the other pass are only checksummed."""
         steps = [(number, step) for number, round_ in enumerate(plan.rounds) for step in range(round_.steps)]
         shares = self._share_out(plan.direct, len(steps) + 1)
         sinks = self.work.pick_sinks(uncommitted=uncommitted)
@@ -215,7 +215,7 @@ class Transfer:
             return rest
 
         def is_read_again(read: Read) -> bool:
-            return (read.record, read.offset) in self.again
+            return (read.record, read.offset) in self.reread
 
         self.comm.run(begin)
         options = {"checksum": self.checksum, "pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
@@ -224,12 +224,12 @@ class Transfer:
                 round_ = plan.rounds[number]
                 reads = [*(() if step else round_.reads), *shares[turn]]
                 sends, claims = round_.select_exchange(self.comm.rank, step, self.same_node)
-                work = partial(self._take_step, reader, reads, received, sinks, number, sends, claims)
+                work = partial(self._prepare_exchange, reader, reads, received, sinks, number, sends, claims)
                 more, packed, memory = self.comm.run(work)
                 checks += more
-                received = list(_list_sent(claims, self._swap(packed, sends, claims, memory)))
+                received = list(_split_received(claims, self._swap(packed, sends, claims, memory)))
                 for peer, place, claim in () if step else round_.list_local_copies(self.same_node):
-                    received.append((claim, self._find_stage(peer, number)[place:], claim.step))
+                    received.append((claim, self._find_staging(peer, number)[place:], claim.step))
             checks += self.comm.run(end)
             for path, (nbytes, seconds) in reader.spent.items():
                 before = self.files.get(path, (0, 0.0))
@@ -246,7 +246,7 @@ class Transfer:
             return [direct[len(direct) * turn // turns : len(direct) * (turn + 1) // turns] for turn in range(turns)]
         return [*([] for _ in range(turns - 1)), direct]
 
-    def _take_step(
+    def _prepare_exchange(
         self,
         reader: RecordReader,
         reads: Sequence[Read],
@@ -260,8 +260,11 @@ class Transfer:
 
         Rounds alternate between the two halves of the staging memory. Before a half is overwritten, every rank has
         confirmed that it has copied the bytes of two rounds ago.
+
+        Returns:
+            Checksums of the reads, the bytes to send, and memory for those to receive.
         """
-        stage = self._find_stage(self.comm.rank, number)
+        stage = self._find_staging(self.comm.rank, number)
         checks = self._work(reader, reads, received, sinks, MemorySink(stage))
         return checks, _pack(stage, sends), np.empty(sum(_count_bytes(claims)), np.uint8)
 
@@ -273,7 +276,7 @@ class Transfer:
         sinks: Sinks,
         stage: Sink | None = None,
     ) -> list[Checked]:
-        """Execute reads and copies in the same threads, the reads first: they mostly wait."""
+        """Execute reads and copies in one pool of threads; reads start first, because they wait for storage."""
         with_stage = [*sinks, stage]  # STAGE is the last
         checks: list[Checked] = []
 
@@ -295,7 +298,7 @@ class Transfer:
         return checks
 
     def _store(self, claim: Read, memory: memoryview, step: int, sinks: Sinks) -> None:
-        """Store the bytes of a claim, whose runs begin ``step`` bytes apart in memory."""
+        """Copy the bytes of a claim to its sinks; in ``memory`` its runs begin ``step`` bytes apart."""
         with self.uploads.pool.lend() as scratch:
             data = memory[: claim.nbytes]
             if self.uploads.is_async or not (claim.count == 1 or step == claim.run):
@@ -307,28 +310,28 @@ class Transfer:
                     sink.store(item, data[: item.nbytes])
                 data = data[item.nbytes :]
 
-    def _find_stage(self, rank: int, number: int) -> memoryview:
-        """Return the half of a rank's staging memory, on this node, that a round uses."""
-        memory = self.stages[rank] or memoryview(b"")
+    def _find_staging(self, rank: int, number: int) -> memoryview:
+        """Return the half of a rank's staging memory that a round uses, if this rank sees it."""
+        memory = self.staging[rank] or memoryview(b"")
         half = memory.nbytes // 2
         return memory[half * (number % 2) :][:half]
 
     def _swap(
         self, packed: Bytes, sends: Sequence[Sequence[Read]], claims: Sequence[Sequence[Read]], memory: Bytes
     ) -> memoryview:
-        """Send bytes, in rank order, to ranks of other nodes that claimed them; returns received bytes (collective)."""
+        """Send packed bytes to the ranks that do not see the staging memory; returns received bytes (collective)."""
         if self.is_one_machine:
             return memoryview(b"")
         return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), memory))
 
 
 def _count_bytes(reads: Sequence[Sequence[Read]]) -> list[int]:
-    """Return the bytes for each rank."""
+    """Return the number of bytes for each rank."""
     return [sum(read.nbytes for read in row) for row in reads]
 
 
-def _list_sent(claims: Sequence[Sequence[Read]], data: memoryview) -> Iterator[Received]:
-    """Yield received bytes, in the order of the claims that they answer."""
+def _split_received(claims: Sequence[Sequence[Read]], data: memoryview) -> Iterator[Received]:
+    """Split the bytes that answer this rank's claims, in their order, into those of each claim."""
     for claim in chain.from_iterable(claims):
         yield claim, data[: claim.nbytes], claim.run
         data = data[claim.nbytes :]
@@ -351,30 +354,30 @@ def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
 
 
 def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_memory: bool) -> bool:
-    """Choose the memory in which live buffers are filled, such that a failed read changes no engine (collective).
+    """Choose the memory of each live buffer, such that a failed read changes no engine (collective).
 
-    Values that can be recomputed are filled in place. The rest is filled in separate memory, if ``prefer_memory`` is
-    set and every machine has enough, and copied after every rank has agreed.
+    Values that can be recomputed are filled in place. The rest is filled in separate memory and copied at the end, if
+    ``prefer_memory`` is set and every machine has enough; otherwise pass 2 fills it.
 
     Args:
         buffers: all of this rank's.
         window: bytes of memory that reading needs in addition.
 
     Returns:
-        True, on every rank, if one pass over the files suffices. Otherwise a second pass fills the rest.
+        True, on every rank, if no rank needs pass 2.
     """
-    others = comm.run(lambda: [buffer for buffer in buffers if buffer.uncommitted or not buffer.fill_in_place()])
+    others = comm.run(lambda: [buffer for buffer in buffers if buffer.uncommitted or not buffer.allow_in_place()])
     if not comm.any_of(np.array([not all(buffer.uncommitted for buffer in others)]))[0]:
         return True
     is_enough = prefer_memory and has_memory(others, window, comm)
     for buffer in others:
         if is_enough and not buffer.uncommitted:
-            buffer.stage_aside()
+            buffer.use_separate()
     return is_enough
 
 
 def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
-    """Return True if every machine has memory to fill the live ones of these buffers separately (collective)."""
+    """Return True if each machine has room for separate live buffers, new ones, and the window (collective)."""
     in_memory = [buffer for buffer in buffers if not buffer.in_file]
     hosted = [buffer for buffer in in_memory if not buffer.uncommitted or buffer.tensor.device.type == "cpu"]
     answers = comm.gather(
@@ -385,9 +388,11 @@ def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
     for host, nbytes, available in answers:
         needed[host] += nbytes
         free[host] = min(available, free.get(host, available))
-    if any(needed[host] > SHARE * free[host] for host in needed):
+    if any(needed[host] > MEMORY_FRACTION * free[host] for host in needed):
         if comm.rank == 0:
-            logger.info("not enough memory to stage the engine's buffers: a second pass reads them")
+            logger.info(
+                "too little free memory for a second copy of the state: the files are read twice, to verify and to fill"
+            )
         return False
     return True
 
@@ -402,7 +407,7 @@ def negotiate(
     block: int = BLOCK,
     min_direct: int = MIN_DIRECT,
 ) -> LoadPlan:
-    """Exchange the wants of all ranks and plan the reads (collective).
+    """Send claims to the owners of their blocks, and plan this rank's reads from their answers (collective).
 
     Args:
         wants: of this rank.

@@ -26,7 +26,7 @@ _EXAMPLES = 3
 
 
 class Fault(NamedTuple):
-    """A difference that prevents a match, or that a lenient load ignores.
+    """A difference between model and checkpoint: refused, or ignored by a load that is not strict.
 
     Attributes:
         name: the parameter's, or the common prefix of several.
@@ -48,16 +48,16 @@ class Match:
 
     Attributes:
         params: live name → the saved parameter; if several pipeline stages hold it, the copy for this stage.
-        groups: live param group → the saved ones with its parameters: one; several if an extension cuts groups, or for
-            a group that keeps its hyper-parameters and joins several. Groups without any are left out.
+        groups: live param group → the saved groups that it continues: one, or several (split groups of experts, or
+            ``"param_groups": "live"``). Groups that continue none are left out.
         skipped: differences that a lenient load ignores.
         missing: live names that the checkpoint lacks, and whether they are trained.
         untouched: frozen parameters and buffers that the checkpoint lacks: a lenient load leaves them as they are.
         kept: tensors that keep their initial value because the source's converter dropped them.
         hyper: live param group → the hyper-parameters that it takes.
         notes: warnings about state that is restored differently.
-        resized: live names with another number of rows than saved: a vocabulary's padding, or a fault.
-        ruled: live names of another shape than saved, with a ``resize`` rule of the user.
+        resized: live name → its difference, if only the number of rows differs: patterns decide if it is padding.
+        ruled: live names of another shape than saved, for which the user has a ``resize`` rule.
         fault: an error message if the parameters cannot be matched, else empty.
     """
 
@@ -125,16 +125,16 @@ def match_parameters(
         rules: the user's, for their ``resize`` rules.
 
     Returns:
-        The match; its ``fault`` lists every parameter that is missing or extra, or has another shape although no tensor
-        is cut.
+        The match. Its ``fault`` lists other shapes (of tensors that are whole on both sides) and, if ``strict``,
+        missing and extra names.
     """
     match = Match()
-    shapes, swapped = _match_names(index, live, match, with_states=with_states, rules=rules)
+    shapes, thawed = _match_names(index, live, match, with_states=with_states, rules=rules)
     saved, extra = _note_extra(index, live, match)
-    match.notes += [_describe_swap(names, thawed) for thawed, names in swapped.items() if names]
+    match.notes += [_describe_thawed(names, is_thawed) for is_thawed, names in thawed.items() if names]
     faults = _note_shapes(match, shapes)
     if saved and not match.params:
-        match.fault = _describe_foreign(list(match.missing), extra)
+        match.fault = _describe_no_match(list(match.missing), extra)
         return match
     if not (faults or match.resized or match.skipped):
         return match
@@ -158,7 +158,7 @@ def match_parameters(
 def _match_names(
     index: AtomicIndex, live: EngineView, match: Match, *, with_states: bool, rules: Sequence[RuleSet]
 ) -> tuple[dict[str, tuple[Shape, Shape]], dict[bool, list[str]]]:
-    """Find the saved tensor for each live one.
+    """Find the saved tensor for each live one, and note it in the match.
 
     Returns:
         Live name → saved and live shape, if they differ without a rule for it. The names that are trained only here
@@ -168,7 +168,7 @@ def _match_names(
     for alias, name in live.aliases.items():
         aliases[name].append(alias)
     differing: dict[str, tuple[Shape, Shape]] = {}
-    swapped: dict[bool, list[str]] = {True: [], False: []}
+    thawed: dict[bool, list[str]] = {True: [], False: []}
     owned = [(name, shapes, True) for name, shapes in live.owned.items()]
     unowned = [(name, shapes, False) for name, shapes in (live.unowned or {}).items()]
     for name, shapes, is_trained in (*owned, *unowned):
@@ -177,24 +177,24 @@ def _match_names(
         names = [live.renamed.get(other, other) for other in (name, *aliases.get(name, ()))]
         found = _find(index, names, is_trained, with_states)
         if found is None:
-            _pass_over(index, match, names, name, shapes[0], is_trained)
+            _note_missing(index, match, names, name, shapes[0], is_trained)
             continue
         saved, state, saved_shapes = found
         if with_states and is_trained == (state == MODULE):
-            swapped[is_trained].append(name)
+            thawed[is_trained].append(name)
         match.params[name] = pick_instance(index, saved, *live.ordinals.get(name, (0, 1)))
         if len(shapes) == len(saved_shapes) == 1 and shapes != saved_shapes:
             if find_resize(rules, saved):
                 match.ruled.append(name)
             else:
                 differing[name] = saved_shapes[0], shapes[0]
-    return differing, swapped
+    return differing, thawed
 
 
-def _pass_over(
+def _note_missing(
     index: AtomicIndex, match: Match, names: Sequence[str], name: str, shape: Shape, is_trained: bool
 ) -> None:
-    """Note a tensor that the checkpoint lacks: a fault, unless the save is known to have left it out."""
+    """Note a tensor that the checkpoint lacks: as kept, as an unsaved buffer, or as a difference."""
     is_dropped = index.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
     if is_dropped and not is_trained:
         match.kept.append(name)
@@ -206,7 +206,7 @@ def _pass_over(
 
 
 def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set[str], list[str]]:
-    """Note the saved tensors that the model lacks; return the names of all saved ones, and of these."""
+    """Note the saved tensors that the model lacks; return the saved names, without equal ties, and the extra ones."""
     # Without the optimizer's files, trained parameters only have copies.
     saved = index.atoms.list_names((MASTER, COPY) if live.unowned is None else (MASTER, COPY, MODULE))
     matched = match.saved
@@ -224,17 +224,18 @@ def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set
     for name in extra:
         text = ": in the checkpoint, not in the model"
         if name in same:
-            text = f": tied to {ties[name]} in the model, and of other values in the checkpoint"
+            text = f": tied to {ties[name]} in the model, but saved with other values"
         match.skipped.append(Fault(name, text, EXTRA))
     return saved, extra
 
 
 def _note_shapes(match: Match, shapes: Mapping[str, tuple[Shape, Shape]]) -> list[Fault]:
-    """Return the faults of whole tensors of another shape; patterns decide whether another number of rows is one."""
+    """Return the faults of whole tensors of another shape; those of rows alone go to ``match.resized``."""
     faults = []
     for name, (saved, live) in shapes.items():
         fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
-        if len(saved) != len(live) or not live or saved[1:] != live[1:] or len(live) == 3:
+        is_fused_experts = len(live) == 3  # [experts, …]: no vocabulary
+        if len(saved) != len(live) or not live or saved[1:] != live[1:] or is_fused_experts:
             faults.append(fault)
         else:
             match.resized[name] = fault
@@ -242,7 +243,7 @@ def _note_shapes(match: Match, shapes: Mapping[str, tuple[Shape, Shape]]) -> lis
 
 
 def _describe_faults(match: Match, faults: Sequence[Fault], shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
-    """Describe all faults, and how to avoid those of shapes; other numbers of rows are faults then too."""
+    """Describe all faults with the remedy for shapes, including ``match.resized``, which it empties."""
     padded, listed = advise_vocabulary(match.resized), [*faults, *match.resized.values()]
     match.resized.clear()  # listed as faults: they need no pattern
     text = f"The model and the checkpoint differ: {list_faults(listed).removesuffix('.')}."
@@ -256,9 +257,7 @@ def _advise_missing(index: AtomicIndex, match: Match) -> str:
     """Suggest a remedy for names that one side lacks."""
     is_adapter = lacks_frozen(index) and match.missing and not any(match.missing.values())
     if not is_adapter or len(match.skipped) > len(match.missing):
-        return (
-            " load_module_strict=False passes missing and extra ones over: a missing one keeps the new model's value."
-        )
+        return " load_module_strict=False ignores missing and extra tensors: a missing one keeps the new model's value."
     return (
         " All missing ones are frozen here or buffers: the checkpoint was saved without them "
         "(exclude_frozen_parameters). If the model has them already, as from its pretrained weights, pass "
@@ -268,11 +267,11 @@ def _advise_missing(index: AtomicIndex, match: Match) -> str:
 
 
 def list_faults(faults: Iterable[Fault]) -> str:
-    """List some missing names, some extra ones and some other faults, with their numbers."""
+    """List faults by kind: all of up to three, else three examples and the total."""
     kinds: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
         kinds[fault.kind if fault.kind in (EXTRA, MISSING) else ""].append(fault)
-    return ", ".join(map(_list_some, kinds.values()))
+    return "; ".join(map(_list_some, kinds.values()))
 
 
 def _list_some(faults: Sequence[Fault]) -> str:
@@ -282,8 +281,8 @@ def _list_some(faults: Sequence[Fault]) -> str:
     return f"{', '.join(folded[:_EXAMPLES])}, … ({len(faults)} in all)"
 
 
-def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:
-    """Describe a checkpoint without any of the model's names, which even a lenient load refuses."""
+def _describe_no_match(missing: Sequence[str], saved: Sequence[str]) -> str:
+    """Describe a checkpoint that has none of the model's names; every load refuses it."""
     advice = (
         (any(map(is_added, saved)) and _ADAPT)
         or _advise_rename(missing, saved)
@@ -291,7 +290,7 @@ def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:
         or (' Build the saved model, or map its names with "rename" rules in "patterns".')
     )
     return (
-        f"Nothing of the model is in the checkpoint by name. Model: {shorten(missing, 3)}. "
+        f"No parameter of the model has a name that is in the checkpoint. Model: {shorten(missing, 3)}. "
         f"Checkpoint: {shorten(saved, 3)}.{advice}"
     )
 
@@ -302,35 +301,37 @@ _ADAPT = (
 )
 
 
-def _describe_swap(names: Sequence[str], thawed: bool) -> str:
-    """Describe parameters that were thawed, or frozen, between the runs."""
+def _describe_thawed(names: Sequence[str], thawed: bool) -> str:
+    """Describe parameters that only this run trains (``thawed``), or only the saved one."""
     listed, one = shorten(names, 3), len(names) == 1
     is_, was, rest = ("is", "was", "its weight is restored, its") if one else ("are", "were", "weights are restored,")
     if thawed:
-        return f"{listed} {is_} trained here and {was} not in the saved run: {rest} states start from zero"
-    return f"{listed} {was} trained in the saved run and {is_} not here: {rest} states are left out"
+        return f"{listed} {is_} trained here and {was} not trained in the saved run: {rest} states start from zero"
+    return f"{listed} {was} trained in the saved run and {is_} not trained here: {rest} states are left out"
 
 
 def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
-    """Suggest the rename rule that would match the missing names; empty if none is found."""
+    """Suggest a rename rule for a common prefix, else a similar name for the first missing one; else empty."""
     for name in missing[:1]:
         old = next((old for old in extra if name.endswith(f".{old}") or old.endswith(f".{name}")), "")
         cut, put = old[: max(len(old) - len(name), 0)], name[: max(len(name) - len(old), 0)]
         if old and all(put + other.removeprefix(cut) in missing for other in extra):
             rule = {"from": rf"{re.escape(cut)}(?P<rest>.*)", "to": f"{put}{{rest}}"}
-            return f' They have the same names but for "{cut or put}": "patterns": {{"rename": [{json.dumps(rule)}]}}.'
+            return f' Only a prefix differs, "{cut or put}": "patterns": {{"rename": [{json.dumps(rule)}]}}.'
         near = suggest(name, extra)
-        return f" {name}: {near} Rename rules bring other names together (docs/patterns.md)." if near else ""
+        return f" {name}: {near} A rename rule maps names (docs/patterns.md)." if near else ""
     return ""
 
 
 def lacks_frozen(index: AtomicIndex) -> bool:
-    """Return True if a checkpoint holds no frozen parameters at all, as saves of adapters."""
+    """Return True if a checkpoint has no tensors outside the optimizer except buffers, as saves of adapters."""
     return not any(key.state == MODULE and key.name not in index.buffers for key in index.atoms)
 
 
 def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> ParamKey:
-    """Pick the saved copy for a live stage: its counterpart; the first stage takes the first, later ones the last.
+    """Pick the saved instance for a live stage: the last stage takes the last one, others that of their number.
+
+    The first stage always takes the first; if there are fewer instances, further stages take the last.
 
     Args:
         name: of the parameter in the checkpoint.
@@ -355,9 +356,9 @@ def _find(
 
 
 def pick_weight(index: AtomicIndex, param: ParamKey, wants_master: bool, with_states: bool) -> Atom | None:
-    """Return the atom with a parameter's weight: the master if optimizer states are loaded, else the module's.
+    """Return the atom with a parameter's weight: the master if optimizer states are loaded, else the model's copy.
 
-    DeepSpeed's load of the weights alone takes the module's as well: they may have been edited before the save. A
+    DeepSpeed's load of the weights alone takes the model's as well: they may have been edited before the save. A
     trained parameter may start from a frozen one's weight and the other way round.
     """
     for state in _order_states(wants_master, with_states):
@@ -375,12 +376,12 @@ def _order_states(wants_master: bool, with_states: bool) -> tuple[str, ...]:
 def match_groups(
     index: AtomicIndex, members: Mapping[int, tuple[str, ...]], match: Match, *, keep_live: bool = False
 ) -> None:
-    """Find the saved group with the parameters of each of this rank's param groups; fills ``groups`` and ``hyper``.
+    """Set ``match.groups`` and ``match.hyper``: the saved group that each of this rank's param groups continues.
 
     Parameters that were frozen in the saved run have no group there.
 
     Args:
-        keep_live: the live groups keep their hyper-parameters, for any grouping of the saved run.
+        keep_live: live groups keep their hyper-parameters, however the saved run grouped its parameters.
 
     Raises:
         MismatchError: the groups are cut differently; both are listed.
@@ -408,9 +409,9 @@ def match_groups(
             raise MismatchError(
                 f"The optimizer's param groups differ from the checkpoint's. Checkpoint: {_list_groups(named)}. This "
                 f"run: {_list_groups(members.values())}. "
-                'Make the groups of the saved run (hyper-parameters may differ), or set "checkpoint": {"universal": '
-                '{"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, or load with '
-                "load_optimizer_states=False."
+                "Build the optimizer with the saved run's param groups (hyper-parameters may differ), or set "
+                '"checkpoint": {"universal": {"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, '
+                "or load with load_optimizer_states=False."
             )
         match.groups[number] = tuple(sorted(sources))
         match.hyper[number] = index.groups[min(sources)].hyper
@@ -426,8 +427,8 @@ def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
     steps = [hyper["step"] for hyper in saved if "step" in hyper]
     if any(step != steps[0] for step in steps):
         raise MismatchError(
-            f"A param group of this run joins saved ones that were stepped {shorten(map(str, steps))} times: one "
-            "step count cannot continue from them. Use the param groups of the saved run, or load with "
+            f"A param group of this run joins saved ones with different step counts ({shorten(map(str, steps))}), "
+            "and can only continue from one. Use the param groups of the saved run, or load with "
             "load_optimizer_states=False."
         )
     return {"step": steps[0]} if steps else {}
@@ -438,13 +439,13 @@ def _list_groups(groups: Iterable[Sequence[str]]) -> str:
 
 
 Sums = list[tuple[int, ...]]
-"""Blocks of an atom: shard, first element, elements, byte of the record, and the record's CRC32."""
+"""Fragments of an atom: shard, first element, elements, byte of the record, and the record's CRC32."""
 
 
 def are_same(index: AtomicIndex, one: Atom | None, other: Atom | None) -> bool | None:
-    """Return True if two atoms have the same elements; None if that is unknown.
+    """Compare the elements of two atoms by their CRC32s; None if that is not possible.
 
-    Only blocks that are cut alike, each in records without other bytes, have comparable checksums.
+    It is possible if both are cut into the same fragments, in records without other bytes.
     """
     if one is None or other is None or one.dtype != other.dtype:
         return None
@@ -457,7 +458,7 @@ def are_same(index: AtomicIndex, one: Atom | None, other: Atom | None) -> bool |
 
 
 def _list_sums(index: AtomicIndex, atom: Atom) -> Sums | None:
-    """Return the blocks of an atom, or None if a record has no checksum or holds other bytes too."""
+    """Return the fragments of an atom; None if a record of theirs has no CRC32 or holds other bytes too."""
     records, sums = index.records, Sums()
     covered = Counter[int]()
     for number, shard in enumerate(atom.shards):

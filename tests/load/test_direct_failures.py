@@ -294,8 +294,8 @@ def test_a_failed_read_releases_its_memory_before_the_next_attempt(monkeypatch: 
             assert failing.held == 0
             return [] if next(attempts) % 3 == 2 else failing.fail(CheckpointError("cannot be read."))
 
-        one = SimpleNamespace(_read_again=read)
-        assert Transfer._read_rest(one) == []  # type: ignore[arg-type]
+        one = SimpleNamespace(_try_second_pass=read)
+        assert Transfer._run_second_pass(one) == []  # type: ignore[arg-type]
         assert not list(attempts)
 
 

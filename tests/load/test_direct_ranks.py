@@ -87,7 +87,7 @@ def first_of(owner: Any, *_: object) -> torch.Tensor:
 
 
 OWNER = {
-    "looks at its buffers": (Buffer, "fill_in_place", lambda buffer: buffer.tensor),
+    "looks at its buffers": (Buffer, "allow_in_place", lambda buffer: buffer.tensor),
     "looks for its state file": (direct, "_find_own_file", lambda _index, target: first_of(target)),
     "prepares its reads": (transfer, "choose_uploads", lambda sinks, _threads: sinks[0].buffer.tensor),
     "reads": (Transfer, "_work", lambda one, *_: one.work.sinks[0].buffer.tensor),
@@ -157,7 +157,7 @@ def test_memory_that_is_filled_for_the_first_time_gets_large_pages(
     monkeypatch.setattr(transfer.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
     path, _, rank = start(tmp_path)
     live, apart, states = (Buffer(torch.ones(6), uncommitted=each) for each in (False, False, True))
-    apart.stage_aside()
+    apart.use_separate()
     Transfer(Work(open_for(path, rank), buffers=[live, apart, states]), Comm(), UniversalConfig())
     assert asked == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
 

@@ -73,7 +73,7 @@ def test_bytes_for_many_replicas_are_sent_in_parts(
     In a step two ranks' parts may be sent together, each at most as large as the share.
     """
     sizes: list[int] = []
-    pack, scatter = transfer._pack, transfer._list_sent
+    pack, scatter = transfer._pack, transfer._split_received
 
     def note_sent(*args: Any) -> Any:
         data = pack(*args)
@@ -85,7 +85,7 @@ def test_bytes_for_many_replicas_are_sent_in_parts(
         return scatter(claims, data)
 
     monkeypatch.setattr(transfer, "_pack", note_sent)
-    monkeypatch.setattr(transfer, "_list_sent", note_received)
+    monkeypatch.setattr(transfer, "_split_received", note_received)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
     _, ranks = check_load(path, MODEL, Topology(0, size), state, window=4 * share)

@@ -91,7 +91,7 @@ def test_elements_outside_the_spans_keep_their_values() -> None:
     for tensor in (whole.t(), whole.view(-1)):
         before = tensor.clone()
         buffer = Buffer(tensor, uncommitted=False, spans=[(4, 5), (0, 2)])
-        buffer.stage_aside()
+        buffer.use_separate()
         buffer.memory[0:2] = torch.tensor([7.0, 8.0])
         buffer.memory[4] = 9.0
         assert buffer.uncommitted and tensor.equal(before)
@@ -103,7 +103,7 @@ def test_masters_equal_to_their_copies_are_filled_in_place() -> None:
     copies = [torch.tensor([1.5, -0.0, float("nan")]).bfloat16(), torch.tensor([2.0]).bfloat16()]
     made = torch.cat(copies).float()
     buffer = Buffer(made.clone(), uncommitted=False, copies=copies)
-    assert buffer.fill_in_place() and buffer.uncommitted and buffer.memory is buffer.tensor
+    assert buffer.allow_in_place() and buffer.uncommitted and buffer.memory is buffer.tensor
     buffer.memory.fill_(7.0)
     buffer.undo()
     assert raw(buffer.tensor) == raw(made)
@@ -111,7 +111,7 @@ def test_masters_equal_to_their_copies_are_filled_in_place() -> None:
 
 def test_states_that_are_zero_are_filled_in_place() -> None:
     zero, negative = (Buffer(torch.tensor([0.0, value]), uncommitted=False) for value in (0.0, -0.0))
-    assert zero.fill_in_place() and not negative.fill_in_place()
+    assert zero.allow_in_place() and not negative.allow_in_place()
     zero.memory.fill_(7.0)
     zero.undo()
     assert raw(zero.tensor) == raw(torch.zeros(2))
@@ -132,13 +132,13 @@ def test_masters_that_differ_from_their_copies_are_not_filled_in_place(
     values: list[float], copies: list[list[float]]
 ) -> None:
     made_from = [torch.tensor(copy).bfloat16() for copy in copies]
-    assert not Buffer(torch.tensor(values), uncommitted=False, copies=made_from).fill_in_place()
+    assert not Buffer(torch.tensor(values), uncommitted=False, copies=made_from).allow_in_place()
 
 
 def test_a_tensor_that_shares_memory_with_its_copy_is_not_filled_in_place() -> None:
     """ZeRO 3 has no separate masters if both would have one dtype."""
     tensor = torch.tensor([1.5, 2.0])
-    assert not Buffer(tensor, uncommitted=False, copies=[tensor.view(-1)]).fill_in_place()
+    assert not Buffer(tensor, uncommitted=False, copies=[tensor.view(-1)]).allow_in_place()
 
 
 def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
@@ -196,10 +196,10 @@ def test_free_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pyt
 
 def test_untouched_memory() -> None:
     """States of a fresh engine and separate memory; not a file's, and not memory that is filled in place."""
-    assert Buffer(torch.zeros(6), uncommitted=True).is_untouched
+    assert Buffer(torch.zeros(6), uncommitted=True).is_new
     live, file = Buffer(torch.zeros(6), uncommitted=False), Buffer(torch.zeros(6), uncommitted=True, in_file=True)
-    assert not live.is_untouched and not file.is_untouched
-    assert live.fill_in_place() and not live.is_untouched
+    assert not live.is_new and not file.is_new
+    assert live.allow_in_place() and not live.is_new
     for each in (Buffer(torch.ones(6), uncommitted=False), Buffer(torch.ones(6), uncommitted=False, in_file=True)):
-        each.stage_aside()
-        assert each.is_untouched and each.memory is not each.tensor
+        each.use_separate()
+        assert each.is_new and each.memory is not each.tensor

@@ -150,7 +150,7 @@ def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) 
     assert flat.data[21:26].equal(state.atoms["b"]["fp32"].reshape(-1))
     assert not target.wrapped.state[flat.tensor]["exp_avg"][21:].any()
     assert [note.split(":")[0] for note in rank.work.match.notes] == [
-        "b is trained here and was not in the saved run",
+        "b is trained here and was not trained in the saved run",
         "b",
     ]
 
