@@ -410,8 +410,8 @@ def match_groups(
                 f"The optimizer's param groups differ from the checkpoint's. Checkpoint: {_list_groups(named)}. This "
                 f"run: {_list_groups(members.values())}. "
                 "Build the optimizer with the saved run's param groups (hyper-parameters may differ), or set "
-                '"checkpoint": {"universal": {"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, '
-                "or load with load_optimizer_states=False."
+                '"checkpoint": {"universal": {"param_groups": "live"}} to keep the groups of this run with their '
+                "hyper-parameters, or load with load_optimizer_states=False."
             )
         match.groups[number] = tuple(sorted(sources))
         match.hyper[number] = index.groups[min(sources)].hyper
