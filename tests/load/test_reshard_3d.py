@@ -352,14 +352,21 @@ def test_states_without_names_come_into_layers_that_do_not_follow_each_other(pre
 
 
 @pytest.mark.parametrize(
-    ("model", "steps", "is_ambiguous"), [(BLOCKS, 3, False), (BLOCKS, 4, True), (UNLIKE, 4, False)]
+    ("model", "batch", "is_ambiguous"),
+    [
+        (BLOCKS, {"gradient_accumulation_steps": 3}, False),
+        (BLOCKS, {"gradient_accumulation_steps": 4}, True),
+        (BLOCKS, {"train_batch_size": 12}, False),
+        (BLOCKS, {"train_batch_size": 16}, True),
+        (UNLIKE, {"gradient_accumulation_steps": 4}, False),
+    ],
 )
 def test_ambiguous_layers_without_names_are_reported(
-    model: Model, steps: int, is_ambiguous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Model, batch: dict[str, int], is_ambiguous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sizes may not distinguish DualPipeV's layers from consecutive ones; DualPipeV takes 2 × 2 micro batches."""
     source = draw_state(model, Topology(0, 1, pp=2))
-    config = source.topology.ds_config() | {"gradient_accumulation_steps": steps}
+    config = source.topology.ds_config() | batch
     folder, one, two = source.write(tmp_path, Run(ds_config=config)), Comm(), Comm()
     targets = [expect(source, Topology(1, 1)).make_targets()[0] for _ in range(2)]
     targets[1].engine.module.phase_bounds = []

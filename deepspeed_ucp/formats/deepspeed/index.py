@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import UnsupportedError, fold_names, shorten
 from ...model import (
+    BATCH_SIZES,
     COPY,
     MASTER,
     MODULE,
@@ -116,6 +117,7 @@ def make_index(
     save = builder.save
     model = save.model(0)
     client = tuple(builder.record(save.main, record) for record in model.others)
+    batch = {key: count for key, count in model.batch.items() if key != BATCH_SIZES[1]}  # a property of the topology
     index = AtomicIndex(
         files=tuple(builder.files),
         records=builder.records,
@@ -124,7 +126,7 @@ def make_index(
         state_file=save.path(save.main),
         repeated={key: tuple(parts) for key, parts in builder.repeated.items()},
         access=save.where.find_access([*builder.file_ids]),
-        counters={**model.counters, **model.batch},
+        counters={**model.counters, **batch},
         scalars=builder.scalars,
         groups=groups,
         scaler=optim.scaler if optim else {},

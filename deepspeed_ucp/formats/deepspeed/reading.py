@@ -427,8 +427,8 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
 
 
 def _read_batch(config: Any) -> dict[str, int]:
-    """Read samples and micro batches per step from a ds_config, which may be a path or leave them to DeepSpeed."""
-    keys = (*BATCH_SIZES[::2], ASKED, *BEGUN)
+    """Return the positive counts of a ds_config, which may be a path: batch sizes and the plugin's own keys."""
+    keys = (*BATCH_SIZES, ASKED, *BEGUN)
     sizes = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
     return {key: value for key, value in sizes.items() if type(value) is int and is_short(value) and value > 0}
 
