@@ -17,11 +17,12 @@ from functools import partial
 from typing import Any
 
 from ..errors import CheckpointError, StorageError, TagTakenError
-from ..formats.deepspeed.files import OFFLOADED, PUBLISHED, SEAL, holds_run, is_state_file, resolve_published
+from ..formats.deepspeed.files import OFFLOADED, PUBLISHED, SEAL, ZERO, holds_run, is_state_file, resolve_published
 from ..io.deletion import delete_empty_folder, delete_files, delete_tree, open_below
 from ..io.disk import sync_folder
 from ..io.jsonfile import parse_json, read_json
 from ..io.paths import UPLOAD, is_url, load_libc
+from ..io.staging import MANIFEST
 from ..io.store import (
     exchange_small,
     exists,
@@ -55,6 +56,9 @@ _OLD, _GONE = "-old", "-gone"
 
 _ABANDONED = 86400.0
 """Another job's temporary folder is abandoned if its last change is this many seconds older than the published tag."""
+
+_OTHER_FORMS = (PUBLISHED, MANIFEST, ZERO)
+"""Names for which a load reads other files than the state files next to them."""
 
 _TAKEN = "taken"
 """Key in the record of a save whose tag another job has published; the value is the message."""
@@ -194,10 +198,11 @@ def name_node_file(save: Snapshot, node: int) -> str:
 
 
 def _move_others_and_delete(old: str, final: str) -> None:
-    """Move files that no save has written from ``old`` to ``final``, then delete ``old``."""
+    """Move files with names that no checkpoint uses from ``old`` to ``final``, then delete ``old``."""
     if os.path.isdir(old) and not os.path.islink(old):
         for name in os.listdir(old):
-            if not is_saved(name) and not os.path.lexists(os.path.join(final, name)):
+            is_stale = is_saved(name) or name in _OTHER_FORMS or name.startswith(UPLOAD)
+            if not is_stale and not os.path.lexists(os.path.join(final, name)):
                 os.rename(os.path.join(old, name), os.path.join(final, name))
     with suppress(OSError):
         delete_tree(old)

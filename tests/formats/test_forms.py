@@ -19,6 +19,7 @@ from deepspeed_ucp.examine.tags import look_at_tag
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.formats import check_tag, find_tags, open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import resolve_published
+from deepspeed_ucp.formats.deepspeed.seal import remove_seal
 from deepspeed_ucp.formats.latest import find_age, find_checkpoint, holds_foreign, is_sealed
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.paths import join_path
@@ -146,6 +147,7 @@ def test_a_published_tag_is_found_and_read(tag: Path, tmp_path: Path) -> None:
 def test_files_of_an_earlier_save_in_the_tag_do_not_count(tag: Path, tmp_path: Path) -> None:
     for path in (tag / INSIDE).iterdir():
         (tag / path.name).write_bytes(b"of another save")
+        os.utime(tag / path.name, (1, 1))
     assert (
         open_checkpoint(str(tag), Comm()) and verify_checkpoint(str(tag)).whole and is_sealed([str(tmp_path)], tag.name)
     )
@@ -157,6 +159,17 @@ def test_an_unpublished_folder_is_not_read(tag: Path, tmp_path: Path) -> None:
     assert find_tags(str(tmp_path)) == [] and not is_sealed([str(tmp_path)], tag.name)
     with pytest.raises(CheckpointError, match="no model states"):
         open_checkpoint(str(tag), Comm())
+
+
+def test_a_save_into_a_local_copy_of_it(tag: Path) -> None:
+    """DeepSpeed has saved into the tag itself: the older files below it are not loaded in place of these."""
+    write_source(tag.parent / "later", 5)
+    for path in (tag.parent / "later").rglob("*.pt"):
+        path.rename(tag / path.name)
+    with pytest.raises(CheckpointError, match=r"files of two saves.*remove ucp_published\.json"):
+        open_checkpoint(str(tag), Comm())
+    remove_seal(str(tag))  # a save with the plugin does
+    assert {os.path.dirname(file.path) for file in open_checkpoint(str(tag), Comm()).files} == {str(tag)}
 
 
 @pytest.mark.parametrize("name", ["..", ".ucp-save-a/../..", "/etc", "other", "", 3, None, ".ucp-save-/x"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
+from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_folder, list_tree, read_small, write_small
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import Job, is_locked
+from tests.convert.conversions import write_source
 from tests.saves.saving import CONFIG, TAG, Run, call_before, is_whole, make_save
 from tests.stores.server import BUCKET, Server
 from tests.support.covering import params
@@ -70,6 +74,21 @@ def test_files_of_others_in_a_tag_stay(run: Run) -> None:
     run.write_save(tag="next", keep=1)
     assert {name: read_small(f"{tag}/{name}") for name in list_tree(tag)} == kept
     assert not [name for name in run.list_names() if name.startswith(".")]
+
+
+def test_a_local_copy_of_a_stores_tag_is_replaced(tmp_path: Path) -> None:
+    """And files that decide which checkpoint a folder holds do not come into the new tag; a user's file does."""
+    run = Run(tmp_path)
+    tag = Path(run.place, TAG)
+    tag.mkdir(parents=True)
+    write_source(tmp_path / "old", 9).rename(tag / f"{UPLOAD}job-1")
+    (tag / PUBLISHED).write_text(json.dumps({"folder": f"{UPLOAD}job-1"}))
+    for name in (f"{UPLOAD}other/file", "zero/weight/fp32.pt", "ucp_manifest.json", "notes.txt"):
+        (tag / name).parent.mkdir(parents=True, exist_ok=True)
+        (tag / name).write_text("old")
+    made = run.write_save()
+    assert {*os.listdir(tag)} == {*os.listdir(f"{made.folder}/{TAG}"), SEAL, "notes.txt"}
+    assert resolve_published(str(tag)) == str(tag) and run.is_whole()
 
 
 def test_a_place_keeps_the_number_of_saves_that_was_asked_for(run: Run) -> None:

@@ -121,10 +121,23 @@ def scan_if_there(folder: str) -> dict[str, Entry]:
 def list_published(
     folder: str, list_place: Callable[[str], Mapping[str, Entry]] = scan_if_there
 ) -> tuple[str, Mapping[str, Entry]]:
-    """Return the folder with a tag's files and its entries, by default empty if the tag does not exist."""
+    """Return the folder with a tag's files and its entries, by default empty if the tag does not exist.
+
+    Raises:
+        CheckpointError: as :func:`resolve_published`; or a later save, by DeepSpeed, is in the tag's folder.
+    """
     entries = list_place(folder)
     published = resolve_published(folder, entries)
-    return published, entries if published == folder else list_place(published)
+    if published == folder:
+        return folder, entries
+    named = entries[PUBLISHED].changed
+    if later := sorted(name for name, entry in entries.items() if is_state_file(name) and entry.changed > named):
+        raise CheckpointError(
+            f"holds files of two saves: {shorten(later)} were written after {PUBLISHED}, which names the files in "
+            f"{os.path.basename(published)}. To load the later ones, remove {PUBLISHED}; else remove them.",
+            path=folder,
+        )
+    return published, list_place(published)
 
 
 def _list_swaps(folder: str) -> dict[str, Entry]:

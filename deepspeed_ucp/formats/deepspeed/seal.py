@@ -15,7 +15,7 @@ from ...io.jsonfile import parse_json, read_bounded
 from ...io.paths import join_path
 from ...io.store import remove, write_small
 from ..findings import Finding
-from .files import MANIFEST, SEAL
+from .files import MANIFEST, PUBLISHED, SEAL
 from .headers import FileHeader
 
 OF_SAVES: Final = 1
@@ -116,8 +116,9 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
 
 
 def remove_seal(folder: str) -> None:
-    """Remove the seal of an earlier save, if any."""
+    """Remove an earlier save's seal and the file that names its folder, if any: the new files are in the tag itself."""
     remove(os.path.join(folder, SEAL))
+    remove(os.path.join(folder, PUBLISHED))
 
 
 def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:
