@@ -22,10 +22,11 @@ from ..formats.deepspeed.reading import read_file
 from ..formats.deepspeed.seal import read_seal
 from ..formats.latest import LATEST, find_age, read_tag
 from ..formats.open import seal_folder
+from ..io.paths import Entry
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
 from .memory import Snapshot, list_later
-from .publishing import begin_writing, make_tag, name_node_file, remove_tag
+from .publishing import begin_writing, make_tag, name_node_file, remove_tag, remove_tree
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -166,11 +167,14 @@ def find_mark(place: str, tag: str) -> str:
 
     A save without the plugin leaves the seal as it is. Empty if there is no seal that can be read.
     """
-    try:
-        folder, entries = list_published(os.path.join(place, tag))
-        digest = read_seal(os.path.join(folder, SEAL)).digest
-    except (OSError, UcpError):
-        return ""
+    with suppress(OSError, UcpError):
+        return _make_mark(*list_published(os.path.join(place, tag)))
+    return ""
+
+
+def _make_mark(folder: str, entries: Mapping[str, Entry]) -> str:
+    """Return the mark of a sealed folder with these files."""
+    digest = read_seal(os.path.join(folder, SEAL)).digest
     files = [(name, str(entry)) for name, entry in sorted(entries.items()) if is_state_file(name)]
     return hashlib.sha256(json.dumps([digest, files]).encode()).hexdigest()
 
@@ -223,27 +227,43 @@ def end_save(save: Snapshot, place: str) -> None:
         remove(f"{tag.published}/{name_node_file(save, node)}")
 
 
-def prune_place(place: str, keep: int | None, marks: Mapping[str, str]) -> dict[str, str]:
+def prune_place(
+    place: str, keep: int | None, marks: Mapping[str, str], record: Callable[[dict[str, str]], None]
+) -> None:
     """Delete the oldest tags that this job has written to a place until ``keep`` are left.
+
+    The tag in ``latest`` is kept. If a removal fails or is interrupted, the next call completes it.
 
     Args:
         keep: number of tags to keep; None keeps all.
-        marks: marks by tag, in the order of writing. A tag that has another mark now is another job's and stays.
-
-    Returns:
-        The marks of the remaining tags, which include the tag in ``latest`` and the last sealed one.
+        marks: marks by tag, in the order of writing. A tag that has another mark now is another job's and stays. Before
+            a removal the time of the tag's last change and its folder of files are appended to its mark.
+        record: stores the marks, before a tag is removed and at the end.
     """
     if keep is None:
-        return dict(marks)
-    try:
+        return
+    left, named = dict(marks), ""
+    with suppress(OSError, StorageError):
         named = read_tag(os.path.join(place, LATEST))
-    except (OSError, StorageError):
-        named = ""
-    spare = [tag for tag in list(marks)[:-keep] if tag != named]
-    for tag in spare:
-        if find_mark(place, tag) == marks[tag]:
-            try:
+    for tag in [tag for tag in list(marks)[:-keep] if tag != named]:
+        mark, *begun = marks[tag].split(" ", 2)
+        path = os.path.join(place, tag)
+        try:
+            folder, entries = list_published(path)
+            now = _make_mark(folder, entries) if SEAL in entries else ""
+            changed = max((entry.changed for name, entry in entries.items() if is_state_file(name)), default=0.0)
+            if mark and now == mark:
+                left[tag] = f"{mark} {changed} {os.path.relpath(folder, path)}"
+                record(left)
                 remove_tag(place, tag)
-            except OSError as error:
-                logger.warning("%s/%s: cannot be removed: %s", place, tag, error)
-    return {tag: mark for tag, mark in marks.items() if tag not in spare}
+            elif not now and begun and changed <= float(begun[0]):
+                if begun[1] != ".":
+                    remove_tree(path, begun[1])
+                remove_tag(place, tag)
+        except FileNotFoundError:
+            pass
+        except (OSError, UcpError) as error:
+            logger.warning("%s: cannot be removed now: %s", path, error)
+            continue
+        del left[tag]
+    record(left)

@@ -219,10 +219,14 @@ class PlaceWriter(threading.Thread):
         try:
             named = replace(save, latest=save.latest and not self._is_overtaken(save))
             mark = write_save(named, self.folder, self.writer.wait)
+            if save.node == 0:  # the save is complete when the first node has sealed it
+                self._add_written(save.tag, mark)
             with self.writer.lock:
                 save.note("done", {self.folder: mark})
-            if save.node == 0:  # the save is complete when the first node has sealed it
-                self._note_written(save, mark)
+            if save.node == 0:
+                with suppress(OSError):  # the save is complete: such files go with later saves, or with the tag
+                    end_save(save, self.folder)
+                prune_place(self.folder, save.destinations[self.folder], self._written, self._record_written)
         except Exception as error:  # noqa: BLE001 - other saves may still be written there
             fault = find_fault(save, error)
             why = str(fault or error) or repr(error)
@@ -244,14 +248,11 @@ class PlaceWriter(threading.Thread):
             later = [other for other in self.job.list_saves() if other.latest and other.number > save.number]
             return any(other.read("done").get(self.folder) for other in later)
 
-    def _note_written(self, save: Snapshot, mark: str) -> None:
-        with suppress(OSError):  # the save is complete: such files go with later saves, or with the tag
-            end_save(save, self.folder)
+    def _add_written(self, tag: str, mark: str) -> None:
         if not self._written:
             self._written = self.job.read("written").get(self.folder, {})
-        self._written.pop(save.tag, None)
-        self._record_written({**self._written, save.tag: mark})
-        self._record_written(prune_place(self.folder, save.destinations[self.folder], self._written))
+        self._written.pop(tag, None)
+        self._record_written({**self._written, tag: mark})
 
     def _record_written(self, marks: dict[str, str]) -> None:
         self._written = marks

@@ -60,12 +60,34 @@ def write_to_folder(folder: Path, _: ExitStack) -> Case:
     return overwrite(Run(folder))
 
 
-def write_to_store(folder: Path, stack: ExitStack) -> Case:
+def use_fake_store(folder: Path, stack: ExitStack) -> FakeStore:
     fake = FakeStore(folder / "store")
     os.makedirs(fake.root)
     stack.enter_context(use_store(fake))
     stack.enter_context(replace_steps({"map_threads": lambda work, items, _: [work(each) for each in items]}))
+    return fake
+
+
+def write_to_store(folder: Path, stack: ExitStack) -> Case:
+    fake = use_fake_store(folder, stack)
     return replace(overwrite(Run(folder, PLACE)), calls=[(fake, "stop")], step=stride(5), reset=fake.load)
+
+
+def prune(run: Run) -> Case:
+    """Remove an older tag."""
+
+    def check_ended() -> None:
+        run.write_save(tag="c", keep=1)
+        assert run.list_names() == {"c", "latest", "zero_to_fp32.py"} and run.is_whole("c")
+
+    run.write_save(tag="a", keep=1)
+    run.save(tag="b", keep=1)
+    return Case(run.write, lambda: None, check_ended, step=stride(3))
+
+
+def prune_store(folder: Path, stack: ExitStack) -> Case:
+    fake = use_fake_store(folder, stack)
+    return replace(prune(Run(folder, PLACE)), calls=[(fake, "stop")], reset=fake.load)
 
 
 def write_part(folder: Path, killed: int) -> Case:
@@ -109,6 +131,8 @@ def copy_to_node(folder: Path, stack: ExitStack) -> Case:
 CASES: dict[str, Callable[[Path, ExitStack], Case]] = {
     "folder": write_to_folder,
     "store": write_to_store,
+    "prune folder": lambda folder, _: prune(Run(folder)),
+    "prune store": prune_store,
     "first node": lambda folder, _: write_part(folder, 0),
     "second node": lambda folder, _: write_part(folder, 1),
     "copy": copy_to_node,

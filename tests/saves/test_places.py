@@ -7,12 +7,14 @@ import os
 import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
 from deepspeed_ucp.io.paths import UPLOAD
-from deepspeed_ucp.io.store import list_folder, list_tree, read_small, write_small
+from deepspeed_ucp.io.store import list_folder, list_tree, read_small, remove, write_small
+from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import Job, is_locked
 from tests.convert.conversions import write_source
@@ -106,6 +108,24 @@ def test_a_tag_that_another_job_has_saved_again_is_not_removed(run: Run, other: 
     theirs = other.write_save(tag="a")
     run.write_save(tag="b", keep=1)
     assert other.holds(theirs)
+
+
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_a_removal_that_failed_is_completed(is_saved_again: bool, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless the tag has been saved again meanwhile, without a seal."""
+    run.write_save(tag="a", keep=1)
+
+    def remove_seal(place: str, tag: str) -> None:
+        remove(f"{resolve_published(f'{place}/{tag}')}/{SEAL}")
+        raise OSError("busy")
+
+    with mock.patch.object(places, "remove_tag", remove_seal):
+        run.write_save(tag="b", keep=1)
+    assert "a: cannot be removed now: busy" in caplog.text and "a" in run.list_names()
+    if is_saved_again:
+        write_small(f"{resolve_published(f'{run.place}/a')}/mp_rank_00_model_states.pt", b"theirs")
+    run.write_save(tag="c", keep=1)
+    assert ("a" in run.list_names()) == is_saved_again and "b" not in run.list_names()
 
 
 @pytest.mark.parametrize(("step", "named"), [(1, "theirs"), (9, TAG)])
