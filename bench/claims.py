@@ -17,8 +17,10 @@ import numpy as np
 from jobs import Job
 
 from deepspeed_ucp.extensions.rename import apply_renames
-from deepspeed_ucp.model import MASTER, AtomicIndex, Read
 from deepspeed_ucp.model.flat import FlatBuffer
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import Read
+from deepspeed_ucp.model.storage import MASTER
 from deepspeed_ucp.plan import Blocks, Want, list_claims
 from deepspeed_ucp.plan.derive import rename_all
 from deepspeed_ucp.plan.locate import list_runs

@@ -27,7 +27,7 @@ from synthetic import (
 
 from deepspeed_ucp.engine.parallel import Instance, Place
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader
-from deepspeed_ucp.model import count
+from deepspeed_ucp.model.storage import count
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "megatron_gpt"))
 from config import Degrees, GPTConfig

@@ -22,7 +22,7 @@ from synthetic import (
 from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts, share_out
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader
-from deepspeed_ucp.model import count
+from deepspeed_ucp.model.storage import count
 
 MAX_GROUP = 178_956_971
 """Maximal number of elements of a rank's param group of experts (`moe/utils.py`, `max_group_size`)."""

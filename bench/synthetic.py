@@ -14,8 +14,8 @@ from deepspeed_ucp.engine.base import Target
 from deepspeed_ucp.engine.parallel import Instance, Place, Share
 from deepspeed_ucp.extensions.registry import Extension
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates
-from deepspeed_ucp.model import count
 from deepspeed_ucp.model.flat import FlatBuffer, join_parameters, join_reserved
+from deepspeed_ucp.model.storage import count
 from deepspeed_ucp.torchsave.records import FileRecord
 
 Shape = tuple[int, ...]

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from .engine_state import Carried, carry
 from .errors import CheckpointError, ConfigError, MismatchError
-from .model import to_integer
+from .model.index import to_integer
 
 logger = logging.getLogger("deepspeed_ucp")
 

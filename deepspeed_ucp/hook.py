@@ -22,7 +22,7 @@ from .engine_state import collect, find_state, get_config, hand_out
 from .errors import CheckpointError, UcpError, clear_frames, describe_changes, pluralize
 from .io.store import set_storage_options
 from .load.resume import load_switched_off, resume
-from .model import to_integer
+from .model.index import to_integer
 from .preemption import save_if_signaled
 from .saves.room import foresee_saves
 from .saves.saver import save_into_memory

@@ -37,7 +37,8 @@ from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.extensions.huggingface import Reading, describe_config, find_tied, read_config, read_into
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load.tags import report_absent
-from deepspeed_ucp.model import AtomicIndex, strip_compiled
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import strip_compiled
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.export.test_safetensors import check_same

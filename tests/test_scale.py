@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_ucp.model import count
+from deepspeed_ucp.model.storage import count
 
 
 @pytest.fixture

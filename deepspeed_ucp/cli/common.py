@@ -21,7 +21,7 @@ from .printing import show_progress
 
 if TYPE_CHECKING:
     from ..comm import Comm
-    from ..model import AtomicIndex
+    from ..model.index import AtomicIndex
     from ..tensor_parallel.rules import RuleSet
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

@@ -16,7 +16,8 @@ from ..formats.deepspeed.save import DEEPSPEEDS
 from ..formats.findings import NOTE, WARNING, Finding
 from ..formats.open import FolderReport
 from ..io.store import list_tree
-from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count, number_layer
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, Atom, ParamKey, count, number_layer
 from ..plan.settling import settle_index
 from ..secrets import hide_at
 from ..tensor_parallel.kinds import Pattern, Unique

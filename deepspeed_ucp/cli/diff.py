@@ -23,7 +23,7 @@ from .printing import FAULT, OK, emit, format_count, format_table, list_fields
 if TYPE_CHECKING:
     from ..examine.diff import AtomDifference, Difference
     from ..examine.values import ValueDifference
-    from ..model import AtomicIndex
+    from ..model.index import AtomicIndex
 
 ROWS = 20
 """Lines of the table without ``--all``."""

@@ -24,7 +24,7 @@ from .printing import OK, emit, format_bytes, format_count, format_duration, lis
 
 if TYPE_CHECKING:
     from ..comm import Comm
-    from ..model import AtomicIndex
+    from ..model.index import AtomicIndex
     from ..stream.report import OutputReport
 
 DTYPES = {

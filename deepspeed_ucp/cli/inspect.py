@@ -13,7 +13,7 @@ from .printing import OK, emit
 
 if TYPE_CHECKING:
     from ..formats.open import FolderReport
-    from ..model import AtomicIndex
+    from ..model.index import AtomicIndex
     from ..tensor_parallel.rules import RuleSet
     from .contents import Parameter
 

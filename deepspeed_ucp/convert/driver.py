@@ -24,7 +24,7 @@ from ..io.memory import Scratch
 from ..io.read import Checked, combine_crc32, crc32
 from ..io.staging import MANIFEST, Staging
 from ..io.upload import open_staging
-from ..model import AtomicIndex
+from ..model.index import AtomicIndex
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.derive import fuse
 from ..plan.settling import describe_irregular, refuse_stateless, refuse_unreadable

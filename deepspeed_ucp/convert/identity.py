@@ -8,7 +8,8 @@ import os
 
 from ..formats.universal.index import Fingerprint, SourceFile, keep_plain
 from ..io.store import find_change
-from ..model import AtomicIndex, Record
+from ..model.index import AtomicIndex
+from ..model.records import Record
 
 
 def identify(index: AtomicIndex) -> tuple[Fingerprint, str]:

@@ -17,7 +17,8 @@ from ..formats.universal.upstream import upstream_keys
 from ..io.disk import open_to_write, write_at, write_parts
 from ..io.staging import MANIFEST, OutputKind
 from ..io.store import exists, is_folder
-from ..model import AtomicIndex, AtomKey
+from ..model.index import AtomicIndex
+from ..model.storage import AtomKey
 from ..stream.full_tensors import FullTensor, FullTensors
 from ..tensor_parallel.kinds import Partial, Replicate, Unique
 from ..torchsave.zipframe import ZipImage, dump_value, make_image

@@ -18,7 +18,7 @@ from ..formats.deepspeed.reading import EXTRA_STATE
 from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import STATE_FILE, is_plain
 from ..io.disk import explain_full
-from ..model import AtomicIndex, GroupInfo
+from ..model.index import AtomicIndex, GroupInfo
 from ..model.wrappers import STAGE, WRAPPERS
 from ..torchsave.objects import Global, PickledObject, make_instance, pack_scalar
 from ..torchsave.repickle import PROTOCOL

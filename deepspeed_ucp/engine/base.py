@@ -19,8 +19,9 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ..engine_state import find_state
 from ..errors import UnsupportedError
 from ..extensions.registry import Extension, find_for_engine
-from ..model import AtomicIndex, ParamKey, count, strip_compiled
 from ..model.flat import FlatBuffer, join_parameters, join_reserved
+from ..model.index import AtomicIndex
+from ..model.storage import ParamKey, count, strip_compiled
 from ..model.topology import Topology, drop_labels
 from ..model.view import EngineBuffer
 from ..model.wrappers import Wrapper, find_wrapper

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
 from ..comm import Comm
-from ..model import strip_compiled
+from ..model.storage import strip_compiled
 from .base import Target
 from .coverage import find_data_sampler
 from .optimizer import restore_hyper

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..model import MODULE, AtomicIndex, AtomKey
+from ..model.index import AtomicIndex
+from ..model.storage import MODULE, AtomKey
 from .base import Target
 from .coverage import has_drawn
 

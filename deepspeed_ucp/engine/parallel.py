@@ -18,8 +18,8 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_world_size,
 )
 
-from ..model import strip_compiled
 from ..model.flat import Shape
+from ..model.storage import strip_compiled
 from ..tensor_parallel.metadata import INFO
 from .coverage import UnknownLayoutError
 

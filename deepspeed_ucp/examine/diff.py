@@ -15,7 +15,8 @@ from ..comm import Comm
 from ..io.cast import find_dtype
 from ..io.memory import Scratch
 from ..io.read import Checked
-from ..model import Atom, AtomicIndex, ParamKey
+from ..model.index import AtomicIndex
+from ..model.storage import Atom, ParamKey
 from ..model.topology import find_differences
 from ..plan.conversion import Batch, Output, Range, cut_batches
 from ..plan.derive import recast

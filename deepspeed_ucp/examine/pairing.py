@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..extensions.rename import apply_renames
-from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamKey, count
 from ..model.view import Shapes
 from ..plan.settling import list_shapes, order_rules
 from ..stream.full_tensors import FullTensor, assemble_full_tensor, is_remade

@@ -11,8 +11,9 @@ from ..config import choose_batch
 from ..errors import MismatchError, Objections
 from ..extensions.registry import find_for_names
 from ..formats.deepspeed.ownfiles import read_saved_config
-from ..model import MASTER, MODULE, AtomicIndex, AtomKey, to_integer
 from ..model.flat import join_parameters
+from ..model.index import AtomicIndex, to_integer
+from ..model.storage import MASTER, MODULE, AtomKey
 from ..model.topology import find_differences
 from ..model.view import EngineBuffer, EngineView, Shapes
 from ..plan import settling

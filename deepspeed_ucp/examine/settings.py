@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..io.interface import explain_failure
 from ..io.store import read_small
-from ..model import AtomicIndex
+from ..model.index import AtomicIndex
 from .values import ABSENT, ValueDifference, describe_value, is_same, join_alike
 
 AUTO = "auto"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..model import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE
 from .degrees import Degrees
 
 OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "momentum": 1, "adagrad": 1, "sgd": 0}

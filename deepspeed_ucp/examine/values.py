@@ -14,7 +14,8 @@ from itertools import islice
 from typing import Any
 
 from ..io.store import read_bytes
-from ..model import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, AtomicIndex, ParamKey
+from ..model.index import ASKED, BATCH_SIZES, BEGUN, AtomicIndex
+from ..model.storage import ITEMSIZE, ParamKey
 from ..secrets import hide_at
 from ..torchsave.objects import PickledObject, TensorRef, describe, to_number
 from ..torchsave.torchfile import TorchFile, read_header

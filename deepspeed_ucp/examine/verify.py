@@ -31,7 +31,7 @@ from ..formats.open import FolderReport, survey_files
 from ..formats.places import FileTable, find_files
 from ..io.paths import UPLOAD, Entry
 from ..io.scan import ScanFile, Scanned, scan_files
-from ..model import AtomicIndex
+from ..model.index import AtomicIndex
 from ..stream.duplicates import check_samples
 from ..stream.full_tensors import WorkOptions
 from ..torchsave.records import FileRecord, FileRecords

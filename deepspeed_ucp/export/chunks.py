@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from ..errors import CheckpointError
 from ..io.memory import Scratch
 from ..io.read import Checked
-from ..model import ITEMSIZE, AtomicIndex, count
+from ..model.index import AtomicIndex
+from ..model.storage import ITEMSIZE, count
 from ..plan.conversion import deal_runs
 from ..stream.reader import AtomReader
 from ..tensor_parallel.layout import Shape

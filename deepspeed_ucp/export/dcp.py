@@ -26,7 +26,7 @@ from ..io.paths import find_tag_folder, join_path, normalize
 from ..io.read import Checked
 from ..io.store import read_small
 from ..io.threads import run_threads
-from ..model import AtomicIndex
+from ..model.index import AtomicIndex
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
 from ..stream.report import OutputReport

@@ -20,7 +20,8 @@ from ..formats.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_form
 from ..hub import find_cached
 from ..io.disk import create_file, explain_full
 from ..io.jsonfile import read_json
-from ..model import AtomicIndex, count
+from ..model.index import AtomicIndex
+from ..model.storage import count
 from ..plan.derive import derive, recast
 from ..plan.match import are_same
 from ..plan.settling import list_shapes

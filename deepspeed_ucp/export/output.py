@@ -17,7 +17,8 @@ from ..io.read import Checked
 from ..io.staging import OutputKind, Staging
 from ..io.store import is_folder, list_folder, list_tree
 from ..io.upload import open_staging
-from ..model import MASTER, AtomicIndex
+from ..model.index import AtomicIndex
+from ..model.storage import MASTER
 from ..stream.duplicates import check_samples, find_diverged
 from ..stream.reader import verify_reads
 from ..stream.report import OutputReport

@@ -19,7 +19,8 @@ from ..formats.foreign.weights import DTYPES
 from ..io.disk import create_file, explain_full, open_to_write, write_at
 from ..io.memory import Scratch
 from ..io.read import Checked
-from ..model import ITEMSIZE, AtomicIndex
+from ..model.index import AtomicIndex
+from ..model.storage import ITEMSIZE
 from ..plan.conversion import Batch, Output, plan_conversion
 from ..stream.full_tensors import stream
 from ..stream.reader import AtomReader

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
-from ..model import AtomicIndex, ParamKey
+from ..model.index import AtomicIndex
+from ..model.storage import ParamKey
 from .tensors import Selection, Tensor
 
 LAYOUTS = ("torch", "flattened", "torchtitan", "accelerate")

@@ -11,7 +11,8 @@ from typing import Any
 from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorten
 from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
-from ..model import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, AtomKey, count
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.full_tensors import FullTensor, WorkOptions, assemble_full_tensors
 from ..stream.reader import refuse_scattered

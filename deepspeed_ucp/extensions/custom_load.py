@@ -12,7 +12,8 @@ from ..engine.base import Target
 from ..errors import UnsupportedError
 from ..io.paths import count_readers
 from ..io.read import MemorySink
-from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, MASTER, MODULE, Atom
 from ..plan import Want, list_reads
 from ..plan.rounds import BLOCK
 from ..stream.reader import AtomReader, refuse_scattered, verify_reads

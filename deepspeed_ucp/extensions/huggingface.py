@@ -18,8 +18,9 @@ from math import gcd
 from typing import Any
 
 from ..errors import MismatchError, UnsupportedError, shorten
-from ..model import MASTER, AtomicIndex, count, strip_compiled
 from ..model.flat import Shape
+from ..model.index import AtomicIndex
+from ..model.storage import MASTER, count, strip_compiled
 from ..plan.derive import DerivedParam, Slice, derive
 from ..plan.match import Adaptation
 from ..plan.settling import list_shapes

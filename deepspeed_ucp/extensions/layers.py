@@ -11,7 +11,7 @@ from ..formats.deepspeed.files import NO_AXIS
 from ..formats.deepspeed.headers import FileHeader, Piece
 from ..formats.deepspeed.module import drop_ties
 from ..formats.deepspeed.save import Save, find_degrees
-from ..model import COPY, MODULE, TIED, are_alike, number_layer
+from ..model.storage import COPY, MODULE, TIED, are_alike, number_layer
 from .registry import SaveExtension
 
 TiedModule = tuple[str, int]

@@ -8,7 +8,7 @@ from deepspeed.pipe import TiedLayerSpec
 
 from ..engine.base import Target
 from ..engine.parallel import Instance
-from ..model import strip_compiled
+from ..model.storage import strip_compiled
 from .registry import Extension
 
 

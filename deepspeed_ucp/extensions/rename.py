@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..errors import MismatchError, shorten
-from ..model import AtomicIndex
+from ..model.index import AtomicIndex
 from ..model.view import Shapes
 from ..plan.match import Adaptation
 from ..plan.settling import list_names, list_shapes

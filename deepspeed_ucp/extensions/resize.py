@@ -24,7 +24,8 @@ from ..io.cast import find_dtype
 from ..io.memory import Scratch
 from ..io.paths import count_readers
 from ..io.read import Checked
-from ..model import COPY, MASTER, MODULE, AtomicIndex, AtomKey
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, MASTER, MODULE, AtomKey
 from ..plan.match import Adaptation
 from ..plan.settling import list_names
 from ..stream.full_tensors import assemble_full_tensor

@@ -10,7 +10,7 @@ import torch
 
 from ..engine.base import Target
 from ..errors import shorten
-from ..model import strip_compiled
+from ..model.storage import strip_compiled
 from ..model.view import EngineBuffer
 from .registry import Extension
 

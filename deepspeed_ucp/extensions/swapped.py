@@ -19,8 +19,8 @@ from ..formats.deepspeed.files import OFFLOADED, SwapName
 from ..formats.deepspeed.headers import FileHeader, OptimHeader, Piece
 from ..formats.deepspeed.save import Save, describe_offload
 from ..formats.findings import COPY, WARNING, Finding, from_error
-from ..model import ITEMSIZE, MASTER, strip_compiled
 from ..model.flat import reserve
+from ..model.storage import ITEMSIZE, MASTER, strip_compiled
 from ..model.wrappers import MOMENTUM, Form
 from ..torchsave.records import FileRecord
 from .registry import SaveExtension

@@ -14,7 +14,7 @@ from ..extensions.registry import SaveExtension
 from ..io.paths import find_tag_folder, normalize
 from ..io.read import sum_range
 from ..io.store import open_stored
-from ..model import AtomicIndex, SavedJob
+from ..model.index import AtomicIndex, SavedJob
 from .deepspeed.files import find_foreign, holds_atoms, holds_optimizer
 from .deepspeed.gather import ReadResults, find_other_step, gather_save, identify_save, keep_new
 from .deepspeed.headers import FileHeader

@@ -24,8 +24,8 @@ from ..errors import CheckpointError, UcpError, join_numbers, raise_first, short
 from ..io.paths import Entry, choose_map, is_url, join_path, measure_distance
 from ..io.read import Failover, sum_range
 from ..io.store import note_listed, open_stored
-from ..model import FileRef
 from ..model.access import READ_ALL, PartialAccess, ReadAccess
+from ..model.records import FileRef
 from ..torchsave.records import sum_directory
 from .deepspeed.files import SEAL, list_entries, list_published, read_model_rank, read_optim_ranks, read_swap_name
 

@@ -19,7 +19,7 @@ import numpy as np
 from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
-from ..model import CopyItem, FileRef, Read, Record
+from ..model.records import CopyItem, FileRef, Read, Record
 from .interface import Closing, Stored
 from .memory import Scratch, ScratchPool
 from .paths import is_url

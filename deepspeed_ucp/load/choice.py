@@ -23,7 +23,8 @@ from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals
 from ..formats.open import survey_checkpoint
 from ..io.memory import identify_host
 from ..io.paths import is_url
-from ..model import AtomicIndex, number_layer, to_integer
+from ..model.index import AtomicIndex, to_integer
+from ..model.storage import number_layer
 from ..model.topology import find_differences, list_undescribed, number_groups
 from ..stream.reader import verify_records
 from ..tensor_parallel.rules import find_renamed, from_config

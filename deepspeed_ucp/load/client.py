@@ -32,7 +32,7 @@ from torch._weights_only_unpickler import _get_allowed_globals
 
 from ..engine.finish import pickled_classes
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
-from ..model import Use
+from ..model.index import Use
 from ..torchsave.objects import STORAGE_DTYPES, Global, PickledObject, describe, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle
 from ..torchsave.rewrite import open_storage

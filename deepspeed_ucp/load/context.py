@@ -11,7 +11,7 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..extensions.registry import Extension
 from ..io.read import Checked
-from ..model import SavedJob
+from ..model.index import SavedJob
 from ..stream.report import Report
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -21,8 +21,10 @@ import torch
 
 from ..io.cast import average
 from ..io.memory import Mark, ScratchPool, allocate, allocate_large
-from ..model import AtomicIndex, AtomKey, CopyItem
 from ..model.flat import Span, find_gaps
+from ..model.index import AtomicIndex
+from ..model.records import CopyItem
+from ..model.storage import AtomKey
 from ..plan.match import Match
 from ..plan.wants import NewRows, Slot, Wants
 from ..tensor_parallel.layout import Layout

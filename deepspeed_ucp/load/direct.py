@@ -40,7 +40,8 @@ from ..extensions.registry import find_for_load, name_active
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..io.memory import pause_collection
 from ..io.paths import is_url
-from ..model import AtomicIndex, strip_compiled
+from ..model.index import AtomicIndex
+from ..model.storage import strip_compiled
 from ..stream.reader import AtomReader, verify_records
 from ..tensor_parallel.rules import from_config
 from ..torchsave.torchfile import read_header

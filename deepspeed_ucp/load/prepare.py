@@ -15,8 +15,9 @@ from ..engine.base import Target
 from ..engine.parallel import live_attributes, live_universal_info
 from ..errors import MismatchError, Objections, pluralize, shorten
 from ..io.cast import FLOATING
-from ..model import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..model.flat import Shape
+from ..model.index import AtomicIndex
+from ..model.storage import ITEMSIZE, MASTER, MODULE, AtomKey
 from ..model.view import EngineBuffer, EngineView, Shapes
 from ..plan.match import Adaptation, Match, lacks_frozen, list_faults, match_groups, match_parameters
 from ..plan.settling import list_names, refuse_stateless, refuse_unreadable, settle_index

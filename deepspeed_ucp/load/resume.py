@@ -47,7 +47,7 @@ from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import set_storage_options
 from ..io.threads import limit_torch
-from ..model import AtomicIndex
+from ..model.index import AtomicIndex
 from ..plan.settling import list_names
 from ..stream.report import OutputReport
 from ..tensor_parallel.rules import RuleSet, find_renamed, from_config

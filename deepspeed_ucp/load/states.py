@@ -15,7 +15,8 @@ from ..engine.references import update_in_place
 from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
 from ..errors import MismatchError, shorten
 from ..formats.deepspeed.headers import Unread
-from ..model import COPY, MASTER, MODULE, AtomicIndex, ParamKey
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, MASTER, MODULE, ParamKey
 from ..model.topology import drop_labels
 from ..model.view import EngineBuffer
 from ..model.wrappers import USE_MUON

@@ -21,7 +21,8 @@ from ..io.memory import LargePages, Scratch, identify_host, measure_available, s
 from ..io.paths import count_readers
 from ..io.read import JOINED, Checked, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
-from ..model import AtomicIndex, Read
+from ..model.index import AtomicIndex
+from ..model.records import Read
 from ..plan import Blocks, LoadPlan, address_claims, list_claims, make_owner_plan, make_plan
 from ..plan.rounds import BLOCK, MIN_DIRECT, SHARES, Answers, SameNode, Table
 from ..plan.wants import Wants

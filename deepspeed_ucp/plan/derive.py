@@ -14,19 +14,9 @@ from math import prod
 
 from ..errors import MismatchError, shorten
 from ..extensions.registry import find_for_names
-from ..model import (
-    ITEMSIZE,
-    Atom,
-    AtomicIndex,
-    AtomKey,
-    Atoms,
-    Fragment,
-    Fragments,
-    GroupInfo,
-    ParamKey,
-    ParamStorage,
-)
 from ..model.flat import Shape
+from ..model.index import AtomicIndex, GroupInfo
+from ..model.storage import ITEMSIZE, Atom, AtomKey, Atoms, Fragment, Fragments, ParamKey, ParamStorage
 from ..model.view import EngineView, Shapes
 from .match import Adaptation
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
-from ..model import ITEMSIZE, Atom, CopyItem, Fragments, Read
+from ..model.records import CopyItem, Read
+from ..model.storage import ITEMSIZE, Atom, Fragments
 from ..tensor_parallel.layout import Layout, Run, copy_runs, overlap, restrict_source, whole
 
 ENDLESS = 1 << 62

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from ..errors import MismatchError, fold_names, shorten, suggest
 from ..extensions.registry import find_for_names
-from ..model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..model.flat import Shape
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, Atom, ParamKey
 from ..model.view import EngineView
 from ..tensor_parallel.adapters import is_added
 from ..tensor_parallel.kinds import advise_vocabulary

@@ -26,12 +26,12 @@ from operator import attrgetter, itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from ..model import STAGE, CopyItem, Read, Record, Records
 from ..model.access import READ_ALL, ReadAccess
 from ..model.flat import Span, find_gaps
+from ..model.records import STAGE, CopyItem, Read, Record, Records
 
 Table = npt.NDArray[np.int64]
-"""Claims on the wire: rows (record, offset, run, step, count), the first columns of :class:`~..model.Read`."""
+"""Claims on the wire: rows (record, offset, run, step, count), the first columns of :class:`~..model.records.Read`."""
 
 COLUMNS = 5
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
-from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, MASTER, MODULE, Atom, are_alike
 from ..model.view import Shapes
 from ..tensor_parallel.metadata import INFO, from_universal_info
 from ..tensor_parallel.recorded import from_recorded

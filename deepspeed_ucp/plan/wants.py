@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ..model import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
 from ..model.flat import Cut, FlatBuffer, Shape, Span, find_gaps
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamKey
 from ..model.view import EngineBuffer, EngineView
 from ..tensor_parallel.layout import Intervals, Layout, Product, measure
 from ..tensor_parallel.resize import Resized, pad_vocabulary

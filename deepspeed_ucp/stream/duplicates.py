@@ -19,22 +19,10 @@ from ..errors import CheckpointError, MismatchError, UcpError, raise_first, shor
 from ..io.cast import cast
 from ..io.paths import choose_map
 from ..io.read import MemorySink
-from ..model import (
-    COPY,
-    ITEMSIZE,
-    MASTER,
-    MODULE,
-    Atom,
-    AtomicIndex,
-    AtomKey,
-    CopyItem,
-    Fragment,
-    Fragments,
-    ParamKey,
-    Read,
-    Storage,
-)
 from ..model.flat import Span
+from ..model.index import AtomicIndex
+from ..model.records import CopyItem, Read
+from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomKey, Fragment, Fragments, ParamKey, Storage
 from ..plan import Want, list_reads
 from .reader import AtomReader
 
@@ -59,7 +47,7 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     At some elements of each shard ``cast(master)`` is compared with the copy in the model states. Training keeps them
     equal, so a differing shard was not saved together with the model states. ZeRO 3 saves no copies.
 
-    Repeated fragments (:class:`~deepspeed_ucp.model.AtomicIndex`) are compared completely.
+    Repeated fragments (:class:`~deepspeed_ucp.model.index.AtomicIndex`) are compared completely.
 
     Raises:
         CheckpointError: a shard is of another run or step.

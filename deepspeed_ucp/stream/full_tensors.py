@@ -11,7 +11,8 @@ from ..io.memory import Scratch
 from ..io.paths import count_readers
 from ..io.read import Checked
 from ..io.threads import run_threads
-from ..model import COPY, ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, count
+from ..model.index import AtomicIndex
+from ..model.storage import COPY, ITEMSIZE, MASTER, Atom, AtomKey, count
 from ..plan import View, Want
 from ..plan.conversion import ALIGNMENT, RANGE, Batch
 from ..plan.settling import settle_index

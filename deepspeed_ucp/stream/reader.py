@@ -17,8 +17,10 @@ from ..io.cast import average
 from ..io.interface import Stored
 from ..io.memory import Scratch
 from ..io.read import Checked, MemorySink, RecordReader, merge_checks
-from ..model import MASTER, AtomicIndex, FileRef, Read
 from ..model.flat import find_gaps
+from ..model.index import AtomicIndex
+from ..model.records import FileRef, Read
+from ..model.storage import MASTER
 from ..plan import Want, list_reads
 from ..plan.rounds import BLOCK
 from ..torchsave.records import sum_directory

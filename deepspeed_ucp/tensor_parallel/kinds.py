@@ -16,7 +16,7 @@ from itertools import accumulate, product
 from typing import ClassVar
 
 from ..errors import MismatchError
-from ..model import count
+from ..model.storage import count
 from .layout import Intervals, Layout, Shape, stack, whole
 
 TABLE = re.compile(r"embed|vocab|wte|lm_head|output_layer|final_linear|embd", re.IGNORECASE)

@@ -16,7 +16,7 @@ from itertools import combinations, pairwise, product
 from math import prod
 
 from ..errors import MismatchError
-from ..model import count
+from ..model.storage import count
 
 Shape = tuple[int, ...]
 Intervals = tuple[tuple[int, int], ...]

@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import MismatchError
-from ..model import count
 from ..model.flat import find_gaps
+from ..model.storage import count
 from .kinds import Partial, Pattern, Replicate, ShardH, ShardNC, ShardV
 from .layout import Layout, Product, Shape, find_faults, make_strides, measure, whole
 from .rules import Matcher, Rule, RuleSet, Spec

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from deepspeed_ucp.model import strip_compiled
+from deepspeed_ucp.model.storage import strip_compiled
 from deepspeed_ucp.model.wrappers import WRAPPERS, Form
 
 Tensor = torch.Tensor

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..io.cast import find_dtype
-from ..model import ITEMSIZE, count
+from ..model.storage import ITEMSIZE, count
 
 STORAGE_DTYPES: Final = {
     "DoubleStorage": "float64",

@@ -19,7 +19,8 @@ from isal import isal_zlib
 
 from ..errors import CheckpointError, UnsupportedError
 from ..io.interface import ReadStream
-from ..model import ITEMSIZE, Use
+from ..model.index import Use
+from ..model.storage import ITEMSIZE
 from .objects import RESTORE, STORAGE_DTYPES, Global, TensorRef, describe, list_parts
 from .records import LEGACY, FilePart, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import Pickled, read_pickle

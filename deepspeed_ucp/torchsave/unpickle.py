@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from ..errors import CheckpointError, UnsupportedError
 from ..io.memory import pause_collection
-from ..model import Use
+from ..model.index import Use
 from .objects import (
     RESTORE,
     STORAGE_DTYPES,

@@ -18,7 +18,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from ..model import ITEMSIZE, count
+from ..model.storage import ITEMSIZE, count
 from .objects import STORAGES, Global, PickledObject, StorageRef, call, pack_scalar
 from .repickle import write_pickle
 

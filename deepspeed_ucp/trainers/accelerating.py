@@ -22,7 +22,7 @@ from ..errors import CheckpointError, ConfigError, pluralize
 from ..formats.latest import check_tag, holds_foreign
 from ..formats.open import look_at_job
 from ..load.client import read_objects
-from ..model import ASKED, BATCH_SIZES, SavedJob, to_integer
+from ..model.index import ASKED, BATCH_SIZES, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
 from ..saves.saver import finish_saves
 from .batches import (

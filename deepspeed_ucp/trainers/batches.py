@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..errors import CheckpointError, MismatchError, UnsupportedError, pluralize
-from ..model import SavedJob, to_integer
+from ..model.index import SavedJob, to_integer
 
 logger = logging.getLogger("deepspeed_ucp")
 

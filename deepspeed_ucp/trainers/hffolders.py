@@ -23,7 +23,7 @@ from ..io.jsonfile import read_json
 from ..io.store import exists
 from ..load.client import read_objects
 from ..load.tags import find_folders, find_tag, suggest_fallback
-from ..model import SavedJob
+from ..model.index import SavedJob
 from .batches import complete_job
 from .randomness import States, read_states
 

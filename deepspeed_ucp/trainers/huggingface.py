@@ -27,7 +27,7 @@ from ..engine_state import get_config
 from ..errors import CheckpointError, MismatchError, UnsupportedError, describe_changes, pluralize
 from ..formats.foreign.names import TRAINER_STATE
 from ..hook import read_options, show_decisions
-from ..model import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
+from ..model.index import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saver import finish_saves
 from ..uncaught import shorten_uncaught

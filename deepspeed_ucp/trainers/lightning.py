@@ -21,7 +21,7 @@ from ..formats.foreign.names import META
 from ..formats.latest import find_checkpoint, holds_foreign
 from ..formats.open import look_at_job
 from ..load.client import read_objects
-from ..model import SavedJob, to_integer
+from ..model.index import SavedJob, to_integer
 from ..saves.keeping import begin_save, finish_folders, finish_here, remove_when_safe
 from ..saves.saver import finish_saves
 from .batches import BatchSizes, refuse_loader_position, refuse_weights, warn_unfinished, warn_unknown_batch

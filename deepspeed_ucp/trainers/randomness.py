@@ -16,7 +16,7 @@ from ..comm import connect
 from ..engine.parallel import find_place
 from ..errors import CheckpointError, shorten
 from ..load.client import read_objects
-from ..model import SavedJob
+from ..model.index import SavedJob
 from ..rng import (
     State,
     digest,

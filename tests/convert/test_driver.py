@@ -20,7 +20,8 @@ from deepspeed_ucp.convert.driver import Written, join_ranges
 from deepspeed_ucp.convert.outputs import check_paths, list_steps
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.model import MASTER, AtomicIndex, ParamKey
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import MASTER, ParamKey
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader

@@ -14,7 +14,7 @@ from deepspeed_ucp.engine import engines
 from deepspeed_ucp.engine.base import dtype_name, flatten
 from deepspeed_ucp.engine.engines import OffloadOnlyTarget, Zero12Target
 from deepspeed_ucp.extensions.nvme import Nvme
-from deepspeed_ucp.model import strip_compiled
+from deepspeed_ucp.model.storage import strip_compiled
 from tests.support.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
 

@@ -21,7 +21,7 @@ from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, 
 from deepspeed_ucp.examine.values import ABSENT
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.stream.test_full_tensors import open_held, rules_of

@@ -18,7 +18,8 @@ from deepspeed_ucp.errors import ConfigError, UcpError
 from deepspeed_ucp.examine.degrees import Degrees, parse_degrees
 from deepspeed_ucp.examine.resume import DEEPSPEED, OURS, check_resume
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.model import AtomicIndex, AtomKey
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import AtomKey
 from deepspeed_ucp.model.topology import Topology as Saved
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.expertmodels import expert_trips

@@ -30,7 +30,7 @@ from deepspeed_ucp.export.statedict import LAYOUTS
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER
-from deepspeed_ucp.model import MASTER, AtomKey
+from deepspeed_ucp.model.storage import MASTER, AtomKey
 from tests.export import fsdp_run
 from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, open_model
 from tests.stream.test_full_tensors import open_held, rules_of

@@ -29,7 +29,8 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.foreign.weights import DTYPES
 from deepspeed_ucp.io.cast import FLOATING, cast
-from deepspeed_ucp.model import MASTER, Atom, AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import MASTER, Atom
 from deepspeed_ucp.stream.full_tensors import FullTensor
 from deepspeed_ucp.tensor_parallel.rename import Rename
 from deepspeed_ucp.tensor_parallel.rules import from_config

@@ -11,7 +11,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
 from tests.synth import Model, Run, Topology, build_files, random_state, write_files
 
 Files = dict[str, dict[str, Any]]

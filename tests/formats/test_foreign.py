@@ -28,7 +28,8 @@ from deepspeed_ucp.formats.foreign import contents
 from deepspeed_ucp.formats.foreign.contents import Contents, StoredTensor, TensorBlock, make_index
 from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io.paths import Entry
-from deepspeed_ucp.model import MASTER, MODULE, Atom, AtomicIndex, AtomKey
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import MASTER, MODULE, Atom, AtomKey
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.torchsave.records import FileRecord

@@ -12,7 +12,8 @@ from hypothesis import given
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.model import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomKey, ParamKey
 from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, State, Topology, partition_layout, random_state, read_state, write_checkpoint
 

@@ -17,7 +17,8 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats.deepspeed.hints import join_hints
 from deepspeed_ucp.formats.deepspeed.module import match_names
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.model import COPY, AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import COPY
 from deepspeed_ucp.tensor_parallel.metadata import INFO
 from tests.formats.saves import make_files, open_files
 from tests.formats.test_index import read_all

@@ -10,7 +10,8 @@ import torch
 
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.model import COPY, MASTER, MODULE, AtomicIndex, AtomKey, ParamKey
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, AtomKey, ParamKey
 from tests.formats.saves import make_files, open_files
 from tests.formats.test_index import read_atom
 from tests.support.reshard import LIVE_LR, check_content

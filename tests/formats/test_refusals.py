@@ -19,7 +19,8 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed import gather as gathering
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.reading import read_file
-from deepspeed_ucp.model import MASTER, AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import MASTER
 from deepspeed_ucp.stream.duplicates import check_samples
 from tests.formats.saves import STATES, Change, Files, assign, edit, find_states, make_files, open_files, shard
 from tests.formats.test_parallel import PIPE, PLAIN, WORD

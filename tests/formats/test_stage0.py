@@ -15,7 +15,7 @@ from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.extensions.experts.names import is_expert, name_form
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import ModuleOrder, Naming, number_names
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.topology import find_differences
 from tests.support.reshard import FakeTarget, check_content, load, make_targets, open_for
 from tests.support.reshard3d import draw_state, make_pipeline

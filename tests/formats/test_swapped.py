@@ -18,7 +18,7 @@ from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
 from tests.convert.conversions import read_bytes
 from tests.formats.test_index import check_index
 from tests.support.conversion import convert_checkpoint

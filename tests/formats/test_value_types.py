@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.formats.open import look_at_job
-from deepspeed_ucp.model import AtomicIndex, SavedJob
+from deepspeed_ucp.model.index import AtomicIndex, SavedJob
 from tests.formats.saves import Files, make_files, open_files
 from tests.synth import Model, Param, Topology
 

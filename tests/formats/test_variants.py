@@ -17,7 +17,8 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.deepspeed.save import describe_offload
 from deepspeed_ucp.formats.open import survey_checkpoint
-from deepspeed_ucp.model import MODULE, AtomicIndex, AtomKey
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import MODULE, AtomKey
 from tests.formats.saves import STATES, assign, edit, find_states, make_files, open_files
 from tests.synth import Model, Param, Topology, write_files
 

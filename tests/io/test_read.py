@@ -21,7 +21,7 @@ from deepspeed_ucp.io import direct, memory, store
 from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, merge_checks, sum_range
 from deepspeed_ucp.io.store import StoredFile
-from deepspeed_ucp.model import CopyItem, FileRef, Read, Record
+from deepspeed_ucp.model.records import CopyItem, FileRef, Read, Record
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.support.descriptors import list_open
 from tests.support.reads import item, read_of

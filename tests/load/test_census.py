@@ -13,7 +13,8 @@ from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.extensions.rename import Renames, apply_renames
 from deepspeed_ucp.extensions.resize import ResizedRows
 from deepspeed_ucp.load.prepare import check_alike
-from deepspeed_ucp.model import MASTER, Atom, AtomicIndex, Fragments
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import MASTER, Atom, Fragments
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Adaptation
 from deepspeed_ucp.tensor_parallel.rules import from_config

@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.formats.deepspeed.reading import list_globals, read_stage
 from deepspeed_ucp.load.client import check_trusted, read_objects
-from deepspeed_ucp.model import Use
+from deepspeed_ucp.model.index import Use
 from deepspeed_ucp.torchsave.torchfile import read_header
 from tests.support.pythons import OLD_MEMBERS
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files

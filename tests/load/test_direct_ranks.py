@@ -20,7 +20,7 @@ from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, transfer
 from deepspeed_ucp.load.destinations import Buffer, Work
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.plan.rounds import BLOCK
 from tests.load.test_reshard import AWKWARD, KINDS, flip
 from tests.support.covering import cover, params

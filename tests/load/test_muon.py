@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.load.states import OptimizerMatch
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.model.wrappers import MOMENTUM
 from deepspeed_ucp.plan.match import Match

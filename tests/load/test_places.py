@@ -28,7 +28,8 @@ from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.model import AtomicIndex, FileRef, Record
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import FileRef, Record
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan import LoadPlan
 from deepspeed_ucp.stream.reader import AtomReader, check_copy

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.model import ITEMSIZE, AtomicIndex, CopyItem
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import CopyItem
+from deepspeed_ucp.model.storage import ITEMSIZE
 from deepspeed_ucp.plan import locate
 from tests.load.test_reshard import AWKWARD, KINDS, pair_id
 from tests.load.test_reshard_3d import PIPELINE, PIPELINES, PLAIN, PLAINS

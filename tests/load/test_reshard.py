@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
 from tests.support.covering import all_turns, params
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (

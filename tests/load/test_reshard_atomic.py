@@ -19,7 +19,8 @@ from deepspeed_ucp.convert import ConvertOptions
 from deepspeed_ucp.convert.driver import convert_index
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.model import COPY, AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import COPY
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.load.test_reshard import AWKWARD, pair_id
 from tests.support.direct import run_load

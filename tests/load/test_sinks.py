@@ -11,7 +11,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.destinations import Buffer, TensorSink, Work
-from deepspeed_ucp.model import CopyItem
+from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.plan.wants import Mean, Wants
 from tests.plan.planning import make_index
 from tests.support.ranks import run_ranks

@@ -18,7 +18,7 @@ from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, DiskFullError
 from deepspeed_ucp.extensions.nvme import Nvme
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.model import AtomKey
+from deepspeed_ucp.model.storage import AtomKey
 from deepspeed_ucp.model.view import EngineBuffer
 from tests.load.test_reshard import flip
 from tests.support.direct import FakeEngine, run_load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.model import ITEMSIZE, Atom, Fragment, Fragments, check_coverage, count
+from deepspeed_ucp.model.storage import ITEMSIZE, Atom, Fragment, Fragments, check_coverage, count
 
 
 def make_shard(

@@ -8,18 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_ucp.model import (
-    MASTER,
-    STAGE,
-    Atom,
-    AtomicIndex,
-    CopyItem,
-    Fragment,
-    Fragments,
-    Read,
-    Record,
-)
 from deepspeed_ucp.model.access import READ_ALL, ReadAccess
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import STAGE, CopyItem, Read, Record
+from deepspeed_ucp.model.storage import MASTER, Atom, Fragment, Fragments
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.plan import (
     Blocks,

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model import CopyItem, Read, Record
+from deepspeed_ucp.model.records import CopyItem, Read, Record
 from deepspeed_ucp.plan import Blocks, Want, address_claims, join_items, list_claims, list_reads
 from deepspeed_ucp.plan.locate import MAX_ITEMS
 from tests.plan.planning import make_atom

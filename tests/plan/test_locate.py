@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model import Atom, CopyItem, Fragment, Fragments
+from deepspeed_ucp.model.records import CopyItem
+from deepspeed_ucp.model.storage import Atom, Fragment, Fragments
 from deepspeed_ucp.plan import View, Want, locate
 from deepspeed_ucp.plan.locate import list_runs, make_items
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardH, ShardNC, ShardV

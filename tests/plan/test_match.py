@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Atoms, Fragments, GroupInfo, ParamKey
+from deepspeed_ucp.model.index import AtomicIndex, GroupInfo
+from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atom, Atoms, Fragments, ParamKey
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance, pick_weight
 from deepspeed_ucp.tensor_parallel.rename import parse_renames, rename_names

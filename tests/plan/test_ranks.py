@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model import STAGE, Atom, CopyItem, Read, Record
+from deepspeed_ucp.model.records import STAGE, CopyItem, Read, Record
+from deepspeed_ucp.model.storage import Atom
 from deepspeed_ucp.plan import Want
 from deepspeed_ucp.tensor_parallel.layout import Run
 from tests.plan.planning import ITEM, Piece, Planned, carry_out, divide, make_atom, plan_pieces, plan_wants

@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.model import (
-    MASTER,
-    Atom,
-    AtomicIndex,
-    Atoms,
-    Fragment,
-    Fragments,
-    GroupInfo,
-    ParamKey,
-    Record,
-)
+from deepspeed_ucp.model.index import AtomicIndex, GroupInfo
+from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.storage import MASTER, Atom, Atoms, Fragment, Fragments, ParamKey
 from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse, split
 from tests.plan import planning
 

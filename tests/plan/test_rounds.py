@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from deepspeed_ucp.model import STAGE, Read, Record
+from deepspeed_ucp.model.records import STAGE, Read, Record
 from deepspeed_ucp.plan import Blocks, LoadPlan, make_owner_plan
 from deepspeed_ucp.plan.rounds import SELF_READ, Answers
 

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from deepspeed_ucp.model import Atom, Fragment, Fragments, Record, count
 from deepspeed_ucp.model.flat import Cut, join_parameters, join_reserved
+from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.storage import Atom, Fragment, Fragments, count
 from deepspeed_ucp.plan import View, Want
 from deepspeed_ucp.tensor_parallel.kinds import Pattern, Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import Layout

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
-from deepspeed_ucp.model import MASTER, MODULE, Atom, AtomicIndex, Fragment, Fragments, Record
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.storage import MASTER, MODULE, Atom, Fragment, Fragments
 from deepspeed_ucp.plan.settling import list_weights, settle_index
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardV
 from deepspeed_ucp.tensor_parallel.rules import from_config

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model import Record
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
+from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.plan import Blocks
 from deepspeed_ucp.tensor_parallel.layout import Run
 from tests.plan.planning import Piece, plan_pieces

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.model import MODULE, Atom, Fragment, Fragments, Record
+from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.storage import MODULE, Atom, Fragment, Fragments
 from deepspeed_ucp.plan.match import are_same
 from tests.plan import planning
 from tests.plan.test_match import match

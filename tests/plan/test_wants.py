@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ucp.model import COPY, MASTER, MODULE, Atom, AtomicIndex, Fragment, Fragments, ParamKey, Record
 from deepspeed_ucp.model.flat import join_parameters
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import Record
+from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atom, Fragment, Fragments, ParamKey
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
 from deepspeed_ucp.plan import Want, locate
 from deepspeed_ucp.plan.locate import View

@@ -16,7 +16,7 @@ from deepspeed_ucp.io import objects, paths, store
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
-from deepspeed_ucp.model import FileRef, Record
+from deepspeed_ucp.model.records import FileRef, Record
 from tests.stores.server import BUCKET, serve_bucket
 from tests.support.memory import clear_memory, read_tree
 from tests.support.reads import item, read_of

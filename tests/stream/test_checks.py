@@ -16,7 +16,8 @@ from isal import isal_zlib
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.read import Checked
-from deepspeed_ucp.model import AtomicIndex, FileRef, Record
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import FileRef, Record
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.stream.reader import verify_reads, verify_records
 from tests.support.ranks import World, run_ranks

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.io.read import Checked
-from deepspeed_ucp.model import COPY, MASTER, AtomicIndex, AtomKey, Atoms
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import COPY, MASTER, AtomKey, Atoms
 from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader, verify_reads
 from deepspeed_ucp.tensor_parallel.kinds import ShardH

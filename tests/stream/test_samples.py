@@ -10,7 +10,8 @@ import pytest
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.model import MASTER, AtomicIndex, Atoms
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import MASTER, Atoms
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.duplicates import Pair
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint

@@ -15,7 +15,8 @@ from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Work
 from deepspeed_ucp.load.direct import load_direct
-from deepspeed_ucp.model import AtomicIndex, AtomKey
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import AtomKey
 from tests.load.test_reshard import flip
 from tests.plan import planning
 from tests.support.reshard import SENTINEL, FakeTarget, Loaded, check_content

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed_ucp.model import CopyItem, Read
+from deepspeed_ucp.model.records import CopyItem, Read
 
 
 def item(record: int, offset: int, nbytes: int, destination: int, position: int) -> CopyItem:

@@ -35,8 +35,9 @@ from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.prepare import prepare
 from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.model import AtomicIndex, CopyItem, Read
 from deepspeed_ucp.model.flat import FlatBuffer, join_reserved
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import CopyItem, Read
 from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
 from deepspeed_ucp.plan import LoadPlan, locate

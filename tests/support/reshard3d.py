@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine.parallel import Instance, Place
 from deepspeed_ucp.extensions.experts.names import is_expert
-from deepspeed_ucp.model import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (
     FakeTarget,

@@ -12,7 +12,7 @@ import torch
 from isal import isal_zlib
 
 from deepspeed_ucp.errors import CheckpointError, UcpError
-from deepspeed_ucp.model import ITEMSIZE
+from deepspeed_ucp.model.storage import ITEMSIZE
 from deepspeed_ucp.torchsave.objects import Global, call, make_instance
 from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import read_header

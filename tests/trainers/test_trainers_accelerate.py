@@ -18,7 +18,7 @@ from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weigh
 from trainers_hf import Net, Samples
 
 from deepspeed_ucp.errors import StorageError
-from deepspeed_ucp.model import SavedJob
+from deepspeed_ucp.model.index import SavedJob
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers import accelerating
 from tests.support.covering import all_turns, params

@@ -23,7 +23,7 @@ from trainers_hf import Trained
 from deepspeed_ucp import CheckpointError, MismatchError, beacon
 from deepspeed_ucp.beacon import Listener
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.model import SavedJob
+from deepspeed_ucp.model.index import SavedJob
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers import hffolders, huggingface
 from deepspeed_ucp.trainers.batches import BatchSizes

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_ucp import CheckpointError
-from deepspeed_ucp.model import SavedJob
+from deepspeed_ucp.model.index import SavedJob
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers import accelerating, huggingface
 from deepspeed_ucp.trainers.randomness import restore_ranks

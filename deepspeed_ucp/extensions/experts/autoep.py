@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ...formats.deepspeed.headers import Piece
-from ...model import strip_compiled
+from ...model.storage import strip_compiled
 from ...plan.derive import MOST_FUSED
 
 Placement = tuple[tuple[int, ...], ...]

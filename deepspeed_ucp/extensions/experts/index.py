@@ -10,8 +10,8 @@ from typing import Any
 
 from ...errors import MismatchError, UnsupportedError, fold_names
 from ...formats.universal.upstream import CAT_DIM
-from ...model import AtomicIndex, GroupInfo
 from ...model.flat import Shape
+from ...model.index import AtomicIndex, GroupInfo
 from ...model.view import Shapes
 from ...plan.derive import DerivedParam, Slice, can_fuse, derive
 from ...plan.match import COUNT, Adaptation, Fault

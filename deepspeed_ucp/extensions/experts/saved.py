@@ -18,8 +18,9 @@ from ...formats.deepspeed.reading import as_list
 from ...formats.deepspeed.save import Save, find_degrees
 from ...formats.deepspeed.zero import GroupShare
 from ...formats.findings import Finding
-from ...model import COPY, MASTER, MODULE, AtomicIndex, AtomKey, PartitionedState, are_alike, strip_compiled
 from ...model.flat import Cut, Shape, join_parameters
+from ...model.index import AtomicIndex
+from ...model.storage import COPY, MASTER, MODULE, AtomKey, PartitionedState, are_alike, strip_compiled
 from ...model.topology import enabled
 from ...model.wrappers import Form
 from ..registry import SaveExtension

@@ -14,8 +14,9 @@ from ...formats.deepspeed.module import read_module
 from ...formats.deepspeed.naming import GroupNames, ModuleOrder, NamedOptimizer, Naming, compare_modules, fit_groups
 from ...formats.deepspeed.save import Save
 from ...formats.deepspeed.stage0 import add_optimizer
-from ...model import GroupInfo, strip_compiled
 from ...model.flat import Shape
+from ...model.index import GroupInfo
+from ...model.storage import strip_compiled
 from ...model.topology import drop_labels, find_label
 from .autoep import Placement
 from .files import ExpertFiles, list_holders

@@ -10,7 +10,10 @@ from operator import attrgetter
 from typing import Any
 
 from ...errors import CheckpointError
-from ...model import (
+from ...model.flat import Cut, FlatBuffer, Shape
+from ...model.index import GroupInfo
+from ...model.records import FileRef, Record, Records
+from ...model.storage import (
     COPY,
     ITEMSIZE,
     MODULE,
@@ -18,21 +21,16 @@ from ...model import (
     Atom,
     AtomKey,
     Atoms,
-    FileRef,
     Fragment,
     Fragments,
-    GroupInfo,
     ParamKey,
     ParamStorage,
     PartitionedState,
-    Record,
-    Records,
     check_coverage,
     count,
     number_layer,
     strip_compiled,
 )
-from ...model.flat import Cut, FlatBuffer, Shape
 from ...model.topology import number_groups
 from ...torchsave.records import FileRecord
 from .headers import Batches, FileBatch, FileHeader, Piece, TensorStates

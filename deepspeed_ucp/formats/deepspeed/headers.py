@@ -15,8 +15,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...model import ITEMSIZE, Use, count, strip_compiled
 from ...model.flat import Shape
+from ...model.index import Use
+from ...model.storage import ITEMSIZE, count, strip_compiled
 from ...model.wrappers import Wrapper, find_wrapper
 from ...torchsave.records import FileRecord
 
@@ -158,7 +159,7 @@ class ModelHeader:
         counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, if recorded.
         optim: the optimizer of stage 0; None if it has separate files, or is not saved.
         degrees: (pipeline, tensor) parallel degrees; None in older releases.
-        hints: as in :class:`~deepspeed_ucp.model.AtomicIndex`.
+        hints: as in :class:`~deepspeed_ucp.model.index.AtomicIndex`.
         others: storages of the client's tensors.
         facts: facts for extensions.
         batch: batch sizes in its ds_config, by DeepSpeed's names.

@@ -1,4 +1,4 @@
-"""Builds the :class:`~deepspeed_ucp.model.AtomicIndex` from the headers of all files of a save, without file access."""
+"""Builds the :class:`~deepspeed_ucp.model.index.AtomicIndex` of a save from the headers of its files; opens no file."""
 
 from __future__ import annotations
 
@@ -7,19 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import UnsupportedError, fold_names, shorten
-from ...model import (
-    BATCH_SIZES,
-    COPY,
-    MASTER,
-    MODULE,
-    Atom,
-    AtomicIndex,
-    AtomKey,
-    Atoms,
-    GroupInfo,
-    strip_compiled,
-)
 from ...model.flat import FlatBuffer, count_degree
+from ...model.index import BATCH_SIZES, AtomicIndex, GroupInfo
+from ...model.storage import COPY, MASTER, MODULE, Atom, AtomKey, Atoms, strip_compiled
 from ...model.topology import Topology, find_precision
 from ...model.wrappers import BARE, STATELESS, Form, find_wrapper
 from ...torchsave.objects import is_short

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ...errors import UnsupportedError, shorten
-from ...model import COPY, MODULE, count
+from ...model.storage import COPY, MODULE, count
 from .builder import Builder, list_ranks
 from .headers import FileHeader, Piece
 from .save import Save

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import ConfigError, MismatchError, shorten
-from ...model import count, find_owner, strip_compiled
 from ...model.flat import Shape
+from ...model.storage import count, find_owner, strip_compiled
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece
 from .module import find_all_ties, match_names, read_module
 from .save import Save

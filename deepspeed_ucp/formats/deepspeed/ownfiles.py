@@ -13,7 +13,7 @@ from typing import Any
 
 from ...extensions.registry import REGISTRY, find_for_tree
 from ...io.store import is_file
-from ...model import AtomicIndex, Use
+from ...model.index import AtomicIndex, Use
 from ...model.topology import find_precision
 from ...torchsave.objects import to_member
 from ...torchsave.torchfile import read_header

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, combinations
 
 from ...errors import MismatchError, shorten
-from ...model import TIED, count, find_owner, number_layer, strip_compiled
 from ...model.flat import Shape
+from ...model.storage import TIED, count, find_owner, number_layer, strip_compiled
 from .builder import LayerNames
 from .headers import FileHeader, OptimHeader, Piece
 from .naming import GroupNames, NamedOptimizer, Naming, compare_layers, describe_misfit, fits, group_sizes, pick_names

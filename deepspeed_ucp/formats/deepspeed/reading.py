@@ -15,7 +15,8 @@ from ...extensions.registry import REGISTRY, find_for_tree
 from ...io.interface import explain_failure
 from ...io.memory import pause_collection
 from ...io.paths import join_path
-from ...model import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled, to_integer
+from ...model.index import ASKED, BATCH_SIZES, BEGUN, Use, to_integer
+from ...model.storage import ITEMSIZE, strip_compiled
 from ...model.wrappers import STAGE, Form, Wrapper, find_saved
 from ...torchsave.objects import (
     PickledObject,

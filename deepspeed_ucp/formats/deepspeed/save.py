@@ -12,7 +12,7 @@ from typing import Any
 from ...engine_state import KEY
 from ...errors import CheckpointError
 from ...extensions.registry import REGISTRY, SaveExtension, find_for_save
-from ...model import Use
+from ...model.index import Use
 from ...model.topology import find_label
 from ...torchsave.objects import PickledObject, has_more_parts
 from ..findings import FAULT, WARNING, Finding

@@ -12,8 +12,9 @@ from dataclasses import replace
 from itertools import chain, repeat
 
 from ...errors import MismatchError, shorten
-from ...model import MASTER, TIED, GroupInfo, count, strip_compiled
 from ...model.flat import FlatBuffer, Shape
+from ...model.index import GroupInfo
+from ...model.storage import MASTER, TIED, count, strip_compiled
 from .builder import Builder, SavedRank, list_ranks
 from .headers import OptimHeader, Piece, TensorStates
 from .module import add_tensors, read_module

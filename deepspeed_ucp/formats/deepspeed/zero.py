@@ -10,8 +10,9 @@ from functools import cached_property
 from itertools import chain, zip_longest
 
 from ...errors import CheckpointError, shorten
-from ...model import MASTER, MODULE, GroupInfo, ParamKey, PartitionedState, count, strip_compiled
 from ...model.flat import Cut, FlatBuffer, Shape, cut_parameter, find_gaps
+from ...model.index import GroupInfo
+from ...model.storage import MASTER, MODULE, ParamKey, PartitionedState, count, strip_compiled
 from ...model.topology import drop_labels
 from ...model.wrappers import MOMENTUM
 from .builder import Builder, SavedRank, fill_param_shapes, list_ranks

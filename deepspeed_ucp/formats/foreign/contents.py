@@ -11,25 +11,23 @@ from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.memory import pause_collection
 from ...io.paths import join_path
-from ...model import (
+from ...model.flat import Shape
+from ...model.index import AtomicIndex, GroupInfo
+from ...model.records import FileRef, Record
+from ...model.storage import (
     COPY,
     ITEMSIZE,
     MASTER,
     MODULE,
     Atom,
-    AtomicIndex,
     AtomKey,
-    FileRef,
     Fragment,
     Fragments,
-    GroupInfo,
     ParamKey,
-    Record,
     check_coverage,
     count,
     strip_compiled,
 )
-from ...model.flat import Shape
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC
 from ...torchsave.objects import describe

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import read_bounded
-from ...model import ITEMSIZE
 from ...model.flat import Shape
+from ...model.storage import ITEMSIZE
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
 from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import Header, read_parts

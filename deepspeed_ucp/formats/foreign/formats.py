@@ -14,7 +14,7 @@ from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import read_json
 from ...io.paths import join_path
-from ...model import AtomicIndex
+from ...model.index import AtomicIndex
 from ..deepspeed.files import scan_if_there
 from ..deepspeed.gather import find_late_files, find_other_step
 from ..deepspeed.reading import explain_form

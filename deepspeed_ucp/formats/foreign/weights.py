@@ -11,7 +11,7 @@ from typing import Any
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import parse_json, read_json
-from ...model import ITEMSIZE, count
+from ...model.storage import ITEMSIZE, count
 from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe, is_short, to_number
 from ...torchsave.records import FileRecord, open_file

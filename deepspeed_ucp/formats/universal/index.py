@@ -14,19 +14,9 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Type
 from typing_extensions import TypedDict
 
 from ...errors import CheckpointError, UnsupportedError, shorten
-from ...model import (
-    ITEMSIZE,
-    Atom,
-    AtomicIndex,
-    AtomKey,
-    FileRef,
-    Fragment,
-    Fragments,
-    GroupInfo,
-    ParamKey,
-    Record,
-    count,
-)
+from ...model.index import AtomicIndex, GroupInfo
+from ...model.records import FileRef, Record
+from ...model.storage import ITEMSIZE, Atom, AtomKey, Fragment, Fragments, ParamKey, count
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC
 from ...plan.derive import can_fuse, split

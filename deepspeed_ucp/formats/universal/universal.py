@@ -20,7 +20,8 @@ from ...errors import CheckpointError, MismatchError, UcpError, shorten
 from ...extensions.registry import find_for_fused
 from ...io.paths import Entry, choose_map, is_url
 from ...io.store import find_entry, list_tree, note_listed
-from ...model import MASTER, MODULE, AtomicIndex, AtomKey, GroupInfo, ParamKey, are_alike, count, strip_compiled
+from ...model.index import AtomicIndex, GroupInfo
+from ...model.storage import MASTER, MODULE, AtomKey, ParamKey, are_alike, count, strip_compiled
 from ...model.topology import Topology
 from ...model.wrappers import ATOMIC, STAGE, find_wrapper
 from ...plan.derive import split

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import MismatchError
-from ...model import count
+from ...model.storage import count
 from ...tensor_parallel.kinds import Pattern, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
 from ...tensor_parallel.layout import Layout, Shape
 from ...tensor_parallel.metadata import Mapped, Viewed

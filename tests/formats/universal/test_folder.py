@@ -20,7 +20,8 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.io import objects
 from deepspeed_ucp.io.objects import ObjectStore
-from deepspeed_ucp.model import COPY, AtomicIndex, AtomKey, ParamKey
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import COPY, AtomKey, ParamKey
 from deepspeed_ucp.tensor_parallel.kinds import ShardH, ShardV
 from deepspeed_ucp.tensor_parallel.recorded import read_pattern
 from tests.support.memory import clear_memory, put_folder

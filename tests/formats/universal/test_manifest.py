@@ -34,8 +34,10 @@ from deepspeed_ucp.formats.universal.index import (
     parse_index,
     place_file,
 )
-from deepspeed_ucp.model import AtomicIndex, FileRef, GroupInfo, ParamKey
 from deepspeed_ucp.model.flat import join_parameters
+from deepspeed_ucp.model.index import AtomicIndex, GroupInfo
+from deepspeed_ucp.model.records import FileRef
+from deepspeed_ucp.model.storage import ParamKey
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.tensor_parallel.kinds import ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.recorded import read_pattern

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed_ucp.model import strip_compiled
+from deepspeed_ucp.model.storage import strip_compiled
 from tests.support.engines import experts as engine_experts
 from tests.support.engines import reading
 from tests.support.engines.experts import ADAM

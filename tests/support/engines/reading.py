@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ucp.model import strip_compiled
+from deepspeed_ucp.model.storage import strip_compiled
 from deepspeed_ucp.testing.capture import _list_partitioned, capture
 
 States = dict[tuple[str, str], Tensor]
