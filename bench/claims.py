@@ -21,11 +21,10 @@ from deepspeed_ucp.model.flat import FlatBuffer
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import Read
 from deepspeed_ucp.model.storage import MASTER
-from deepspeed_ucp.plan import Blocks, Want, list_claims
 from deepspeed_ucp.plan.derive import rename_all
-from deepspeed_ucp.plan.locate import list_runs
+from deepspeed_ucp.plan.locate import Want, list_claims, list_runs
 from deepspeed_ucp.plan.match import Match, pick_instance
-from deepspeed_ucp.plan.rounds import BLOCK
+from deepspeed_ucp.plan.rounds import BLOCK, Blocks
 from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.plan.wants import Layouts, join_states, view_shards
 from deepspeed_ucp.tensor_parallel.layout import Run, restrict_source

@@ -31,8 +31,7 @@ from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Buffer, Work
 from deepspeed_ucp.load.prepare import prepare, view_engine
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
-from deepspeed_ucp.plan import LoadPlan, address_claims
-from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SHARES
+from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SHARES, LoadPlan, address_claims
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.reader import send_checks
 from deepspeed_ucp.tensor_parallel.rules import from_config

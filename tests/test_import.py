@@ -28,7 +28,7 @@ def run(code: str) -> str:
     ("modules", "absent"),
     [
         (
-            ["", ".cli.dispatch", ".formats", ".io.staging", ".plan", ".convert", ".comm", ".config", ".load"],
+            ["", ".cli.dispatch", ".formats", ".io.staging", ".plan.rounds", ".convert", ".comm", ".config", ".load"],
             ["torch", "deepspeed", "mpi4py", "transformers"],
         ),
         (

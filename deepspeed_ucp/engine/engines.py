@@ -95,9 +95,7 @@ class Zero12Target(Target):
 class Zero3Target(Target):
     """DeepSpeedZeroOptimizer_Stage3: a flat buffer per sub-group with ``ceil(numel / dp)`` elements per parameter."""
 
-    @property
-    def dp(self) -> int:
-        return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
+    dp = Zero12Target.dp
 
     def collect(self) -> None:
         opt = self.wrapped
@@ -179,7 +177,7 @@ class WeightsTarget(Target):
 class OffloadOnlyTarget(WeightsTarget):
     """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
 
-    dp = Zero3Target.dp
+    dp = Zero12Target.dp
 
     def prepare(self) -> None:
         # Gathered parameters would hide the filled partitions; the wrapper has no `checkpoint_event_prologue`.

@@ -14,7 +14,7 @@ from ..io.paths import count_readers
 from ..io.read import MemorySink
 from ..model.index import AtomicIndex
 from ..model.storage import COPY, MASTER, MODULE, Atom
-from ..plan import Want, list_reads
+from ..plan.locate import Want, list_reads
 from ..plan.rounds import BLOCK
 from ..stream.reader import AtomReader, refuse_scattered, verify_reads
 from .registry import Extension

@@ -23,8 +23,20 @@ from ..io.read import JOINED, Checked, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
 from ..model.index import AtomicIndex
 from ..model.records import Read
-from ..plan import Blocks, LoadPlan, address_claims, list_claims, make_owner_plan, make_plan
-from ..plan.rounds import BLOCK, MIN_DIRECT, SHARES, Answers, SameNode, Table
+from ..plan.locate import list_claims
+from ..plan.rounds import (
+    BLOCK,
+    MIN_DIRECT,
+    SHARES,
+    Answers,
+    Blocks,
+    LoadPlan,
+    SameNode,
+    Table,
+    address_claims,
+    make_owner_plan,
+    make_plan,
+)
 from ..plan.wants import Wants
 from ..stream.duplicates import check_replicas, check_samples
 from ..stream.reader import AtomReader, verify_reads

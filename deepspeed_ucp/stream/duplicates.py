@@ -23,7 +23,7 @@ from ..model.flat import Span
 from ..model.index import AtomicIndex
 from ..model.records import CopyItem, Read
 from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomKey, Fragment, Fragments, ParamKey, Storage
-from ..plan import Want, list_reads
+from ..plan.locate import Want, list_reads
 from .reader import AtomReader
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -13,8 +13,8 @@ from ..io.read import Checked
 from ..io.threads import run_threads
 from ..model.index import AtomicIndex
 from ..model.storage import COPY, ITEMSIZE, MASTER, Atom, AtomKey, count
-from ..plan import View, Want
 from ..plan.conversion import ALIGNMENT, RANGE, Batch
+from ..plan.locate import View, Want
 from ..plan.settling import settle_index
 from ..tensor_parallel.kinds import Pattern, Unique
 from ..tensor_parallel.layout import Layout, Shape
@@ -143,9 +143,6 @@ def is_remade(key: AtomKey, index: AtomicIndex) -> bool:
     return key.state == COPY and index.find(key.name, MASTER, key.instance) is not None
 
 
-_ALIGNED = direct.ALIGNMENT
-"""Alignment of ranges in memory in bytes, as direct I/O requires."""
-
 MakeBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Factory of a progress bar for a number of bytes; its context manager yields a thread-safe callback for bytes done."""
 
@@ -234,9 +231,9 @@ def stream(
 
 
 def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
-    """Return the offset of each range of a batch in memory, and the end of the last one."""
+    """Return the offset of each range of a batch in memory, aligned for direct I/O, and the end of the last one."""
     places = [0]
     for span in batch.ranges:
         nbytes = span.numel * atoms[span.output].itemsize
-        places.append(places[-1] + -(-nbytes // _ALIGNED) * _ALIGNED)
+        places.append(places[-1] + -(-nbytes // direct.ALIGNMENT) * direct.ALIGNMENT)
     return places

@@ -21,7 +21,7 @@ from ..model.flat import find_gaps
 from ..model.index import AtomicIndex
 from ..model.records import FileRef, Read
 from ..model.storage import MASTER
-from ..plan import Want, list_reads
+from ..plan.locate import Want, list_reads
 from ..plan.rounds import BLOCK
 from ..torchsave.records import sum_directory
 

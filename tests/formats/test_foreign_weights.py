@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.model.storage import MODULE
-from deepspeed_ucp.plan import Want
+from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.export.test_safetensors import check_same
 from tests.formats.test_foreign import open_it, read_whole

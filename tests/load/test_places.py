@@ -31,7 +31,7 @@ from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import FileRef, Record
 from deepspeed_ucp.model.topology import Topology as SavedTopology
-from deepspeed_ucp.plan import LoadPlan
+from deepspeed_ucp.plan.rounds import LoadPlan
 from deepspeed_ucp.stream.reader import AtomReader, check_copy
 from tests.convert.conversions import read_bytes
 from tests.support.conversion import convert_checkpoint

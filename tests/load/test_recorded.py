@@ -23,7 +23,7 @@ import torch
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.model.storage import ITEMSIZE
-from deepspeed_ucp.plan import locate
+from deepspeed_ucp.plan.locate import locate
 from tests.load.test_reshard import AWKWARD, KINDS, pair_id
 from tests.load.test_reshard_3d import PIPELINE, PIPELINES, PLAIN, PLAINS
 from tests.load.test_reshard_atomic import PIPELINE as CONVERTED_PIPELINE

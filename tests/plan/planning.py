@@ -13,17 +13,8 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import STAGE, CopyItem, Read, Record
 from deepspeed_ucp.model.storage import MASTER, Atom, Fragment, Fragments
 from deepspeed_ucp.model.topology import Topology
-from deepspeed_ucp.plan import (
-    Blocks,
-    LoadPlan,
-    Want,
-    address_claims,
-    join_items,
-    list_claims,
-    make_owner_plan,
-    make_plan,
-)
-from deepspeed_ucp.plan.locate import make_items
+from deepspeed_ucp.plan.locate import Want, join_items, list_claims, make_items
+from deepspeed_ucp.plan.rounds import Blocks, LoadPlan, address_claims, make_owner_plan, make_plan
 from deepspeed_ucp.tensor_parallel.layout import Run
 
 

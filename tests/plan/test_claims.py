@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.model.records import CopyItem, Read, Record
-from deepspeed_ucp.plan import Blocks, Want, address_claims, join_items, list_claims, list_reads
-from deepspeed_ucp.plan.locate import MAX_ITEMS
+from deepspeed_ucp.plan.locate import MAX_ITEMS, Want, join_items, list_claims, list_reads
+from deepspeed_ucp.plan.rounds import Blocks, address_claims
 from tests.plan.planning import make_atom
 from tests.support.reads import item
 from tests.support.reshard import examples

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.model.storage import Atom, Fragment, Fragments
-from deepspeed_ucp.plan import View, Want, locate
-from deepspeed_ucp.plan.locate import list_runs, make_items
+from deepspeed_ucp.plan.locate import View, Want, list_runs, locate, make_items
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import Layout, Run, overlap, whole
 from tests.plan.planning import make_atom

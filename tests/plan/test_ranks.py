@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.model.records import STAGE, CopyItem, Read, Record
 from deepspeed_ucp.model.storage import Atom
-from deepspeed_ucp.plan import Want
+from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.tensor_parallel.layout import Run
 from tests.plan.planning import ITEM, Piece, Planned, carry_out, divide, make_atom, plan_pieces, plan_wants
 from tests.support.reads import item, read_of

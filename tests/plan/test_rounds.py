@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.model.records import STAGE, Read, Record
-from deepspeed_ucp.plan import Blocks, LoadPlan, make_owner_plan
-from deepspeed_ucp.plan.rounds import SELF_READ, Answers
+from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, make_owner_plan
 
 Row = tuple[int, int, int, int, int]
 """(record, offset, run, step, count)."""

@@ -11,7 +11,7 @@ import pytest
 from deepspeed_ucp.model.flat import Cut, join_parameters, join_reserved
 from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import Atom, Fragment, Fragments, count
-from deepspeed_ucp.plan import View, Want
+from deepspeed_ucp.plan.locate import View, Want
 from deepspeed_ucp.tensor_parallel.kinds import Pattern, Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import Layout
 from tests.plan.planning import Planned, plan_wants

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
 from deepspeed_ucp.model.records import Record
-from deepspeed_ucp.plan import Blocks
+from deepspeed_ucp.plan.rounds import Blocks
 from deepspeed_ucp.tensor_parallel.layout import Run
 from tests.plan.planning import Piece, plan_pieces
 from tests.plan.test_ranks import BLOCK, Demand, check_plan, demands

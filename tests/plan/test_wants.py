@@ -9,8 +9,7 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atom, Fragment, Fragments, ParamKey
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
-from deepspeed_ucp.plan import Want, locate
-from deepspeed_ucp.plan.locate import View
+from deepspeed_ucp.plan.locate import View, Want, locate
 from deepspeed_ucp.plan.match import Match
 from deepspeed_ucp.plan.wants import REPLICA, BufferSpec, Mean, Wants, list_wants
 from deepspeed_ucp.tensor_parallel.layout import Layout, stack

@@ -40,8 +40,8 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import CopyItem, Read
 from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
-from deepspeed_ucp.plan import LoadPlan, locate
-from deepspeed_ucp.plan.rounds import SHARES
+from deepspeed_ucp.plan.locate import locate
+from deepspeed_ucp.plan.rounds import SHARES, LoadPlan
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.covering import stride
 from tests.support.ranks import run_ranks
