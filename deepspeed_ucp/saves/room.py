@@ -1,7 +1,7 @@
 """Estimates the memory that saves take, decides which saves are not needed any more, and makes room for the next one.
 
-:func:`is_spare` is the only rule; it is applied to older saves of a running job, and to all saves of dead jobs. A
-running job's save replaces saves of dead jobs for the same folder, except pending ones that can still be written.
+:func:`is_unneeded` is applied to saves of a running job and of dead jobs. In addition, a running job's save replaces
+dead jobs' saves for the same folder (:meth:`Room.drop_dead`). The writer frees a whole job after its normal end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..comm import connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
-from ..errors import ConfigError
+from ..errors import ConfigError, shorten
 from ..io.disk import count_allocated
 from ..io.memory import identify_host, measure_available
 from ..io.paths import MEMORY, find_kind
@@ -28,7 +28,7 @@ logger = logging.getLogger("deepspeed_ucp")
 ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
 
 SPARE = 1.05
-"""Factor from the bytes of a save's tensors to the bytes of its files."""
+"""Factor from the bytes of a save's tensors or of the last save's files to the bytes reserved for the next save."""
 
 
 def count_free(root: str) -> int:
@@ -42,10 +42,8 @@ def is_safe(save: Snapshot) -> bool:
     return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.destinations))
 
 
-def is_spare(save: Snapshot, saves: Iterable[Snapshot], *, is_dead: bool) -> bool:
-    """Return True if memory does not need a save or a copy.
-
-    It is not needed if its destinations have it. If none lacks it, a later save of its job is enough.
+def is_unneeded(save: Snapshot, saves: Iterable[Snapshot], *, is_dead: bool) -> bool:
+    """Return True if a save or a copy may be deleted: all destinations have it, or a later save replaces it.
 
     Args:
         saves: all saves of its job.
@@ -63,31 +61,31 @@ def is_spare(save: Snapshot, saves: Iterable[Snapshot], *, is_dead: bool) -> boo
 
 
 def free_unwanted(job: Job) -> None:
-    """Free the older saves of a running job that are neither needed nor being copied."""
+    """Free unneeded older saves of a running job, except the one being copied and the last fully copied one."""
     copying, saves = job.read("copying").values(), job.list_saves()
     for save in saves[:-1]:
-        if save.number not in copying and is_spare(save, saves, is_dead=False):
+        if save.number not in copying and is_unneeded(save, saves, is_dead=False):
             save.spare()
 
 
-def _list_spare(job: Job, is_replaced: Callable[[Snapshot], bool] = lambda _: False) -> list[Snapshot]:
-    """Return the saves and copies of a dead job that are not needed.
+def _list_unneeded(job: Job, is_replaced: Callable[[Snapshot], bool] = lambda _: False) -> list[Snapshot]:
+    """Return a dead job's unneeded saves, and copies that are unneeded or belong to one of these saves.
 
     Args:
-        is_replaced: returns True if a running job has a save instead.
+        is_replaced: returns True if a save of a running job replaces a save or a copy.
     """
     saves = job.list_saves()
-    spare = [save for save in saves if is_replaced(save) or is_spare(save, saves, is_dead=True)]
+    spare = [save for save in saves if is_replaced(save) or is_unneeded(save, saves, is_dead=True)]
     keys = {save.key for save in spare}
     return spare + [
         copy
         for copy in job.list_copies()
-        if copy.key in keys or is_replaced(copy) or is_spare(copy, saves, is_dead=True)
+        if copy.key in keys or is_replaced(copy) or is_unneeded(copy, saves, is_dead=True)
     ]
 
 
 class Room:
-    """The memory of a running job's node.
+    """Frees memory on this node for the running job's next save.
 
     Attributes:
         root: folder of all jobs.
@@ -98,38 +96,41 @@ class Room:
         self.root, self.job, self.needed = os.path.dirname(job.folder), job, needed
 
     def make(self) -> str:
-        """Free memory for the next save.
-
-        Keeps pending saves, and saves in memory alone that no later save supersedes.
+        """Delete unneeded saves, dead jobs' first, until the next one fits.
 
         Returns:
-            An error message if it still does not fit, else an empty string.
+            The reason why it still does not fit, or an empty string.
         """
         for job in list_dead(self.root) if not self._is_enough() else ():
-            self._remove(_list_spare(job))
+            self._remove(_list_unneeded(job))
         if self.free_older():
             return ""
-        needed, free = self._count_needed(), count_free(self.root)
-        why = f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
-        needed_saves = [save for job in list_dead(self.root) for save in [*job.list_saves(), *job.list_copies()]]
-        for save in needed_saves[-1:]:
-            why += (
-                f". It also holds perhaps the only copy of a run's newest save: {save.tag} (step {save.step}) of "
-                f"{save.save_dir}. If that is not needed: rm -r {os.path.dirname(save.folder)}"
-            )
+        needed, free = self.needed >> 20, count_free(self.root) >> 20
+        why = f"a save takes {needed:,} MiB of {self.root}, where {free:,} MiB are free"
+        if self._count_needed() > self.needed:
+            why += "; twice as much must be free while several saves are pending"
+        kept = [save for job in list_dead(self.root) for save in [*job.list_saves(), *job.list_copies()]]
+        if kept:
+            named = [f"{save.tag} (step {save.step}) of {save.save_dir}: rm -r {save.folder}" for save in kept]
+            why += f". Dead jobs' saves there may be the only copies; delete unneeded ones: {shorten(named)}"
         return f"{why}. {ADVICE}"
 
     def free_older(self) -> bool:
-        """Remove older saves of this job that are not needed until the next one fits; return True if it does."""
+        """Delete unneeded saves of this job until the next one fits; return True if it does.
+
+        The last fully copied one goes after other older ones. The newest one goes last, if all destinations have it.
+        """
         safe, saves = self.job.read("copying").get("safe"), self.job.list_saves()
-        older = [save for save in saves[:-1] if is_spare(save, saves, is_dead=False)]
-        self._remove(sorted(older, key=lambda save: save.number == safe))
+        unneeded = [save for save in saves if is_unneeded(save, saves, is_dead=False)]
+        self._remove(sorted((save for save in unneeded if save is not saves[-1]), key=lambda save: save.number == safe))
         if not self._is_enough():
             self.job.drop_spare()
+        if not self._is_enough():
+            self._remove(save for save in unneeded if save is saves[-1] and is_safe(save))
         return self._is_enough()
 
     def _count_needed(self) -> int:
-        """Return the bytes that must be free for the next save: if several are pending, some more for training."""
+        """Return the bytes that must be free: the next save's size, or twice that if several saves are pending."""
         pending = [save for save in self.job.list_saves() if save.list_pending()]
         return self.needed * (2 if len(pending) > 1 else 1)
 
@@ -137,7 +138,7 @@ class Room:
         return count_free(self.root) >= self._count_needed()
 
     def _remove(self, saves: Iterable[Snapshot]) -> None:
-        """Remove saves, with a log line for each, until the next one fits."""
+        """Delete saves, with a log line for each, until the next one fits."""
         for save in saves:
             if self._is_enough():
                 return
@@ -146,10 +147,7 @@ class Room:
             logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
 
     def drop_dead(self, save_dir: str, tag: str, *, by_itself: bool) -> None:
-        """Remove dead jobs' saves that nobody needs, as this job has a complete save for a folder.
-
-        Pending saves stay, except those with the same tag, and those of several nodes: without the part of
-        a node that is lost they can never be written.
+        """Delete dead jobs' saves that this job's save for the same folder replaces, and all unneeded ones.
 
         Args:
             tag: tag of this job's save.
@@ -158,27 +156,32 @@ class Room:
         folder = locate(save_dir)
 
         def is_replaced(save: Snapshot) -> bool:
+            """Return True if this job's save makes a dead job's save for the same folder obsolete.
+
+            Pending saves stay, except those with the same tag, and those of several nodes: without the part of a lost
+            node they can never be written.
+            """
             is_removable = not by_itself and (save.tag == tag or save.nodes > 1)
             return save.save_dir == folder and (is_removable or not save.list_lacking())
 
         for job in list_dead(self.root):
             if is_locked(job):
                 continue
-            spare = _list_spare(job, is_replaced)
+            spare = _list_unneeded(job, is_replaced)
             given_up = describe_late(save for save in spare if save.tag != tag)
             for save in spare:
                 save.remove()
             if given_up:
-                logger.warning("%s: given up, it could not be written: %s", job.folder, given_up)
+                logger.warning("%s: deleted saves of a dead job that were not written: %s", job.folder, given_up)
             if spare:
                 names = ", ".join(dict.fromkeys(save.tag for save in spare))
-                logger.info("%s: removed %s of a dead job, as %s has %s now", job.folder, names, save_dir, tag)
+                logger.info("%s: deleted %s of a dead job, unneeded after %s of %s", job.folder, names, tag, save_dir)
                 if job.holds_none():
                     job.remove()
 
 
 def foresee_saves(engine: Any, config: UniversalConfig) -> None:
-    """Estimate the bytes of a new engine's save on this node, and log the memory that is free (collective).
+    """Estimate each node's save, keep this node's estimate, and log the memory that is free (collective).
 
     Raises:
         ConfigError: a node has no room for a save; the same on all ranks.
@@ -202,12 +205,12 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
         raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')
     if comm.rank == 0:
         wanted = 2 * needed * (1 + min(options.copies, len(nodes) - 1))
-        few = "" if free >= wanted else "; older ones go before the next one is made"
+        few = "" if free >= wanted else "; it does not hold two, so the last one is deleted before the next is written"
         logger.info("%s%s", text, few)
 
 
 def _count_saved(engine: Any) -> int:
-    """Estimate the bytes of the tensors that a rank saves, with states that the first step creates."""
+    """Estimate the bytes that this rank saves, with optimizer states that only the first step creates."""
     inner, masters, states = _list_states(engine)
     has_weights = engine.save_non_zero_checkpoint and not engine.zero_optimization_partition_weights()
     model = list(engine.module.parameters()) if has_weights else []  # ZeRO 3 saves masters only
@@ -220,7 +223,7 @@ def _count_saved(engine: Any) -> int:
 
 
 def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Return torch's optimizer, also from within a wrapper, the masters and the states; empty for unknown kinds."""
+    """Return the unwrapped torch optimizer, its masters and its states; both lists are empty if it is unknown."""
     from torch import is_tensor
     from torch.optim import Optimizer
 

@@ -308,6 +308,6 @@ def test_what_saves_take_is_told_when_an_engine_is_made(case: Case, tmp_path: Pa
     for _, before, after in answers:
         assert before <= after < before + 100
     needed = int(1.05 * sum(before for _, before, _ in answers))
-    assert "older ones go before the next one is made" in world.run(forecast, config, needed)[0][0]
+    assert "it does not hold two, so the last one is deleted" in world.run(forecast, config, needed)[0][0]
     with pytest.raises(ConfigError, match=r"where 0 MiB are free\. Give the container more memory"):
         world.run(forecast, config, needed - 1)

@@ -24,6 +24,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
+from deepspeed_ucp.io.disk import count_allocated
 from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.saves import launch, room
 from deepspeed_ucp.saves import saver as savers
@@ -135,6 +136,23 @@ def test_a_save_waits_for_the_memory_of_pending_ones(training: Training, monkeyp
     finish_saves(training.engine, required=True)
     assert all(is_whole(str(training.place / tag)) for tag in tags)
     assert (training.place / "latest").read_text() == "last"
+
+
+def test_memory_with_room_for_one_save(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last save is freed for the next one when its destination has it, but never one that is in memory alone."""
+    assert training.save("first") and training.saver.finish()
+    size = training.saver.room.needed
+
+    def count(_: str) -> int:
+        return size - sum(count_allocated(save.folder) for save in training.job.list_saves())
+
+    monkeypatch.setattr(room, "count_free", count)
+    assert training.save("second") and training.saver.finish()
+    assert training.save("third", by_itself=True)
+    with pytest.raises(StorageError, match="MiB are free"):
+        training.save("fourth", by_itself=True)
+    assert [save.tag for save in training.job.list_saves()] == ["third"]
+    assert all(is_whole(str(training.place / tag)) for tag in ("first", "second"))
 
 
 @contextmanager
