@@ -16,7 +16,7 @@ from ..io.read import sum_range
 from ..io.store import open_stored
 from ..model.index import AtomicIndex, SavedJob
 from .deepspeed.files import find_foreign, holds_atoms, holds_optimizer
-from .deepspeed.gather import ReadResults, find_other_step, gather_save, identify_save, keep_new
+from .deepspeed.gather import ReadResults, find_other_step, gather_save, identify_save, skip_faulty
 from .deepspeed.headers import FileHeader
 from .deepspeed.index import build_index
 from .deepspeed.module import rename_keys
@@ -234,7 +234,7 @@ def _survey_normal(
         save, findings = _read_weights(where, comm) or (save, findings)
     extensions = save.extensions if save else []
     for extension in extensions:
-        findings += keep_new(extension.verify_save(save, comm), findings)
+        findings += skip_faulty(extension.verify_save(save, comm), findings)
     if save is None or make_error(findings) is not None:
         return None, findings, extensions
     rename_keys(save, naming.keys)

@@ -23,7 +23,8 @@ LONGEST_PATH = 4096
 """Limit of the bytes of a path (``PATH_MAX``)."""
 
 UPLOAD = ".ucp-save-"
-"""Prefix of a folder below a tag that holds the files of one save in a store."""
+"""In a store: prefix of a folder below a tag with the files of one save. In a folder of tags: part of the name of the
+hidden folder that a save is written to before it is renamed to its tag."""
 
 FOLDER = -1
 """Size of a folder among a folder's entries."""

@@ -67,7 +67,7 @@ def write_save(save: Snapshot, place: str, wait: float) -> str:
     def explain() -> str:
         return f"{len(missing)} of {save.nodes} nodes have not written their files"
 
-    if not tag.is_published(before):
+    if not tag.check_published(before):
         parts = _put_part(save, tag.temporary)
         if save.node:
             return _DONE

@@ -38,7 +38,7 @@ from ..io.threads import map_threads
 from .memory import Snapshot
 
 WRITTEN = ".ucp-written-"
-"""Prefix of the marker files of nodes that have written their part of a save."""
+"""Prefix of the files that mark a node's part of a save as written, and of the record that its writing has begun."""
 
 _REMOVERS = 4
 """Number of threads that delete objects of a store."""
@@ -95,14 +95,14 @@ class Tag:
         """Return a text that differs between two saves published under this tag; empty if none is published."""
         return _identify(self.final)
 
-    def is_published(self, before: str) -> bool:
-        """Return True if this save is already published, for example by a writer that was killed afterwards.
+    def check_published(self, before: str) -> bool:
+        """Return True if this save is already published; raise if another job has published the tag meanwhile.
 
         Args:
             before: result of :meth:`identify` when the writing began.
 
         Raises:
-            TagTakenError: in a store, another job has published the tag since then; the temporary folder is deleted.
+            TagTakenError: in a store, by the first node; the temporary folder is deleted.
         """
         return os.path.exists(os.path.join(self.final, name_node_file(self.save, self.save.node)))
 
@@ -117,7 +117,7 @@ class Tag:
             raise self.give_up("another job")
 
     def delete_replaced(self, before: str) -> None:
-        """Move files that no save has written to the new folder, then delete the replaced folder."""
+        """Move the user's files from the replaced folder to the published one, then delete the replaced folder."""
         sync_folder(os.path.dirname(self.final))
         for old in (self.temporary, f"{self.temporary}{_OLD}"):
             _move_others_and_delete(old, self.final)
@@ -135,26 +135,26 @@ class Tag:
         return TagTakenError(text)
 
     def delete_abandoned(self) -> None:
-        """Delete temporary folders and records of this job's earlier saves, and abandoned ones of other jobs."""
-        above, last = os.path.dirname(self.record), find_change(os.path.join(self.final, self.marker)) / 1e9
+        """Delete folders and records left by this job's earlier saves, or a day older than this tag by other jobs."""
+        above, published = os.path.dirname(self.record), find_change(os.path.join(self.final, self.marker)) / 1e9
         for name in list_folder(above):
             path = os.path.join(above, name)
             tag, mark, owner = name.rpartition(UPLOAD if UPLOAD in name else WRITTEN)
             with suppress(OSError):
-                if mark and name.startswith(".") and self._is_abandoned(path, tag[1:], owner, last - _ABANDONED):
+                if mark and name.startswith(".") and self._is_abandoned(path, tag[1:], owner, published - _ABANDONED):
                     if not is_url(path):
                         os.rename(path, f"{path}{_GONE}")  # a writer that is still running fails then
                         name = f"{name}{_GONE}"
                     remove_tree(above, name)
 
-    def _is_abandoned(self, path: str, tag: str, owner: str, last: float) -> bool:
-        """Return True if a file or folder is of an earlier save of this job, or abandoned by another job.
+    def _is_abandoned(self, path: str, tag: str, owner: str, before: float) -> bool:
+        """Return True if a leftover is of an earlier save of this job, or of another job and old enough.
 
         Args:
             tag: its tag; empty in a store.
             owner: its job and the number of its save (``job-number-…``).
-            last: another job's file or folder is abandoned if it was last changed before this time. A folder that is
-                the only complete save is kept.
+            before: another job's leftover is abandoned if it was last changed before this time. A folder that is the
+                only complete save is kept.
         """
         job, number = f"{self.save.job}-", owner.removeprefix(f"{self.save.job}-").partition("-")[0]
         if owner.startswith(job):
@@ -163,7 +163,7 @@ class Tag:
         tree = list_tree(path) if entry is not None and entry.is_folder else {}
         changed = max((seen.changed for seen in (entry, *tree.values()) if seen is not None), default=0.0)
         is_only = SEAL in tree and bool(tag) and not exists(os.path.join(os.path.dirname(path), tag))
-        return 0 < changed < last and not is_only
+        return 0 < changed < before and not is_only
 
 
 def make_tag(save: Snapshot, place: str) -> Tag:
@@ -172,7 +172,7 @@ def make_tag(save: Snapshot, place: str) -> Tag:
 
 
 def begin_writing(tag: Tag) -> str:
-    """Record the tag's identity on the first node, unless an earlier attempt has, and return the recorded identity.
+    """Record what the tag holds before this save is written (first node, once), and return that record.
 
     Raises:
         StorageError: the first node has not recorded it yet.
@@ -221,9 +221,9 @@ def _identify(folder: str) -> str:
 
 
 def _publish_folder(new: str, final: str, before: str) -> bool:
-    """Rename a folder to a tag's path; return False if another job has published the tag since ``before``.
+    """Rename ``new`` to ``final``, or exchange them if a tag is there; return False if another job was faster.
 
-    The replaced folder is then at the path ``new``, or at ``new`` with the suffix ``_OLD``.
+    Afterwards the replaced folder is at the path ``new``, or at ``new`` with the suffix ``_OLD``.
 
     Args:
         before: result of :func:`_identify` when the writing began.
@@ -295,8 +295,7 @@ class _StoreTag(Tag):
             return read_small(f"{self.final}/{PUBLISHED}").decode(errors="replace")
         return ""
 
-    def is_published(self, before: str) -> bool:
-        """Return True if ``ucp_published.json`` names this save's folder; give up if it names another job's new one."""
+    def check_published(self, before: str) -> bool:
         pointer = self.identify()
         published = _parse(pointer, self.final)
         if published.get("folder") == os.path.basename(self.temporary):
@@ -306,19 +305,20 @@ class _StoreTag(Tag):
         return False
 
     def publish(self, before: str) -> None:
+        """Let ``ucp_published.json`` name this save's folder, unless it has changed since ``before``."""
         published = {"folder": os.path.basename(self.temporary), "job": self.save.job}
         expected = (before, "") if before else ("",)  # the tag may have been removed since
         is_written = any(
             exchange_small(f"{self.final}/{PUBLISHED}", json.dumps(published).encode(), content.encode() or None)
             for content in expected
         )
-        if not (is_written or self.is_published(before)):
+        if not (is_written or self.check_published(before)):
             raise StorageError(
                 "the store refused a conditional write although no other job has published the tag.", path=self.final
             )
 
     def delete_replaced(self, before: str) -> None:
-        """Delete the folder that was published before, and files of a save directly in the tag.
+        """Delete the folder published before, and files that another save wrote directly into the tag.
 
         This is safe while the former writer still runs: its conditional write expects an older pointer and fails.
         """
@@ -336,7 +336,7 @@ def _parse(pointer: str, path: str) -> dict[str, Any]:
 
 
 def is_saved(name: str) -> bool:
-    """Return True if a path in a tag can be a save's file. Other files, and other tags, may be there too."""
+    """Return True if a path below a tag has a name that saves use. Other files, and other tags, may be there too."""
     return (
         name.startswith((f"{OFFLOADED}/", WRITTEN))
         or name in (SEAL, OFFLOADED)
@@ -350,8 +350,7 @@ def remove_tag(place: str, tag: str) -> None:
     If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file.
 
     A link in the place of a save's file is deleted, its target stays. The order: the seal, then files with the step,
-    which every load needs, state files last. So an interrupted removal leaves a tag that is recognized, and removed
-    later.
+    which every load needs, state files last. So no load takes the rest of a tag for complete after an interruption.
 
     Args:
         place: the folder or URL that holds the tag.
@@ -377,12 +376,12 @@ def remove_tag(place: str, tag: str) -> None:
             _sync(fd)
             remove_tree(place, f"{tag}/{published}")
         for is_turn in _TURNS:
-            delete_files(fd, partial(_is_wanted, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
+            delete_files(fd, partial(_is_deleted_in, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
             _sync(fd)
     delete_empty_folder(place, tag)
 
 
-def _is_wanted(is_turn: Callable[[str], bool], name: str) -> bool:
+def _is_deleted_in(is_turn: Callable[[str], bool], name: str) -> bool:
     return is_turn(name) and is_saved(name)
 
 

@@ -82,7 +82,7 @@ def write_over(folder: Path, model: Model, writer: str) -> Path:
 @pytest.mark.parametrize(
     ("rows", "writer", "words"),
     [
-        (3, "0.2", r"does not truncate files .* Save into a new tag, or remove the tag's folder"),
+        (3, "0.2", r"does not truncate files .* Next time save into a new tag, or delete the old one first"),
         (300, "0.4", r"two saves .* Remove the older save's files; DeepSpeed's fast writer leaves them"),
     ],
     ids=["shorter", "other writers"],

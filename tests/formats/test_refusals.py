@@ -125,7 +125,7 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
     ("frozen", MODEL, ZERO3, edit(zero3_states(2), lambda c: c["frozen_param_fragments"].pop("frozen")),
      r"frozen \(module, shape \(3,\)\): the shape has 3 elements, the fragments hold 2"),
     ("mp-ranks", MODEL, Topology(1, 2), assign(STATES, mp_world_size=2),
-     f"{SECOND} is missing; .*by 2 data-parallel ranks of 2 model-parallel ones"),
+     f"{SECOND} is missing; .*by 2 model-parallel x 2 data-parallel ranks"),
     ("no-layers", MODEL, Topology(1, 2), assign(STATES, module=None),
      "a pipeline's model states without any layer_"),
     ("layer", PIPE, PIPED, drop("layer_02"), "layer_02-model_00-model_states.pt missing; .*have parameters"),

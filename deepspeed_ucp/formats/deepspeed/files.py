@@ -130,13 +130,11 @@ def list_published(
     published = resolve_published(folder, entries)
     if published == folder:
         return folder, entries
-    named = entries[PUBLISHED].changed
-    if later := sorted(name for name, entry in entries.items() if is_state_file(name) and entry.changed > named):
-        raise CheckpointError(
-            f"holds files of two saves: {shorten(later)} were written after {PUBLISHED}, which names the files in "
-            f"{os.path.basename(published)}. To load the later ones, remove {PUBLISHED}; else remove them.",
-            path=folder,
-        )
+    later = [name for name in filter(is_state_file, entries) if entries[name].changed > entries[PUBLISHED].changed]
+    if later:
+        text = f"files of two saves: {shorten(sorted(later))} were written after {PUBLISHED}, which names other files"
+        advice = f"To load the later ones, remove {PUBLISHED}; else remove them."
+        raise CheckpointError(f"holds {text}. {advice}", path=folder)
     return published, list_place(published)
 
 

@@ -37,7 +37,7 @@ from .save import Save, arrange_headers, count_ranks, find_foreign_files, name_e
 
 _OVERWRITTEN = (
     " DeepSpeed's fast writer does not truncate files that it overwrites: a save into an existing tag may keep the end "
-    "of a longer file. Save into a new tag, or remove the tag's folder before; take another tag now."
+    "of a longer file. Next time save into a new tag, or delete the old one first."
 )
 
 _SLACK = 120.0
@@ -54,29 +54,29 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
     """Read the headers of a save's files, each on one rank that sees the file, and compare them; collective.
 
     Returns:
-        The save, or None if it cannot be read at all; and all faults and warnings.
+        The save, or None if it cannot be read at all; and all faults and warnings (those about times on rank 0 only).
     """
     try:
         save = Save.of(where)
     except (CheckpointError, UnsupportedError) as error:
         return None, _explain_none(where.folder, error)
     results = ReadResults(where, comm)
-    findings = _identify(results, save, comm)
+    findings = _identify_together(results, save, comm)
     if not save.first:
         return None, findings
     headers, unreadable = _read_rest(results, save, comm)
     missing = _find_missing(save, _describe_holders(save, comm))
     arranged = arrange_headers(save, headers)
     for more in (unreadable, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
-        findings += keep_new(more, findings)
+        findings += skip_faulty(more, findings)
     if make_error(findings) is None:
         findings += arranged
     findings += _find_leftovers(save, {SEAL, *save.expected, *(header.name for header in save.headers)})
     return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
 
 
-def keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings about files without known fault."""
+def skip_faulty(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of ``more`` about files for which ``findings`` has no fault yet."""
     faulty = {finding.file for finding in findings if not finding.warning}
     return [finding for finding in more if finding.file not in faulty]
 
@@ -125,7 +125,7 @@ class ReadResults(dict[str, ReadResult]):
 # -- the first files ---------------------------------------------------------------------------------------------------
 
 
-def _identify(results: ReadResults, save: Save, comm: Comm) -> list[Finding]:
+def _identify_together(results: ReadResults, save: Save, comm: Comm) -> list[Finding]:
     """Set the first headers and the expected names of a save on all ranks, and return the faults; collective.
 
     Rank 0 identifies the save if it sees all files; else each file is read by a rank that sees it.
@@ -136,7 +136,7 @@ def _identify(results: ReadResults, save: Save, comm: Comm) -> list[Finding]:
         roles = (save.names["model"] or save.names["model_zero3"], save.names["optim"])
         further = [name for files in roles for _, name in sorted(files.items())[1:]]
         with suppress(Exception):  # a real fault is raised again when the rank is assigned the file
-            results[further[comm.rank - 1]]
+            results[further[comm.rank - 1]]  # fills the cache
 
     def identify() -> tuple[list[FileHeader], dict[str, str], list[Finding]]:
         faults = identify_save(save, results)
@@ -152,7 +152,7 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
     """Set the first headers and the expected names of a save, from as few files as possible.
 
     Returns:
-        The faults of the files that were read; without a save, the reason.
+        The faults of the files that were read; if ``save.first`` stays empty, the reason.
     """
     try:
         save.first = _choose_first(save, results)
@@ -167,7 +167,7 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
 
 
 def _explain_none(folder: str, error: UcpError) -> list[Finding]:
-    """Return the findings for a folder that holds no save."""
+    """Convert the error of an identification to findings of kind ``missing`` (or ``unsupported``)."""
     return [
         finding if finding.kind == "unsupported" else replace(finding, kind="missing")
         for finding in from_error(folder, error)
@@ -182,16 +182,16 @@ def _find_first(save: Save, results: ReadResults, role: str, keys: Iterable[Key]
 
 
 def _choose_first(save: Save, results: ReadResults) -> list[FileHeader]:
-    """Return the lowest rank's model header and, if any, the matching optimizer header."""
+    """Return the first readable model header and its optimizer header, if any; refuse files of two saves."""
     plain, sharded = (_find_first(save, results, role) for role in ("model", "model_zero3"))
     candidates = []
-    mate = _find_mate(save, results, plain, Form.PARTITIONS)
+    mate = _find_optim(save, results, plain, Form.PARTITIONS)
     optim = plain.require_model().optim if plain else None
     if plain and optim and not optim.traits.is_cut:
         candidates.append([plain])  # it has overwritten the model file of any ZeRO 1/2 shards: these are leftovers
     elif plain and mate:
         candidates.append([plain, mate])
-    mate = _find_mate(save, results, sharded, Form.RESERVED)
+    mate = _find_optim(save, results, sharded, Form.RESERVED)
     if sharded and mate:
         candidates.append([sharded, mate])
     if len(candidates) > 1:
@@ -206,14 +206,15 @@ def _choose_first(save: Save, results: ReadResults) -> list[FileHeader]:
         return [plain]  # weights only: enough for load_optimizer_states=False
     known = next((header.name for header in (plain, sharded) if header), "the model states")
     raise CheckpointError(
-        f"the optimizer states that go with {known} are missing ({shorten(sorted(save.where.entries))}). Copy the "
-        "whole folder, or load with load_optimizer_states=False where the model states hold the weights (ZeRO 0-2).",
+        f"the optimizer states that go with {known} are missing; the folder has only "
+        f"{shorten(sorted(save.where.entries))}. Copy the whole folder, or load with load_optimizer_states=False if "
+        "the model states hold the weights (ZeRO 0-2).",
         path=save.folder,
     )
 
 
-def _find_mate(save: Save, results: ReadResults, model: FileHeader | None, form: Form) -> FileHeader | None:
-    """Return the lowest rank's optimizer header that matches a model header.
+def _find_optim(save: Save, results: ReadResults, model: FileHeader | None, form: Form) -> FileHeader | None:
+    """Return the first readable optimizer header whose layout is ``form``, or None.
 
     Files with the prefix of the saved precision (engine.py ``_get_zero_ckpt_prefix``) come first.
     """
@@ -232,7 +233,7 @@ def _find_mate(save: Save, results: ReadResults, model: FileHeader | None, form:
 
 
 def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
-    """Read the headers of a save's files, each on one rank; returns those read, the first ones in front, and faults."""
+    """Read all other headers, each on one rank; return them after ``save.first``, and the faults."""
     first, entries = save.first, save.where.entries
     known = {header.name for header in first}
     names = [name for name in save.expected if name in entries and name not in known]
@@ -252,7 +253,7 @@ def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileH
 
 
 def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
-    """Remove from a header what all ranks know from the first header, before it is sent to all ranks.
+    """Return a header without parts that are read only from the first file; add missing degrees.
 
     ``repeats``: the file repeats the model of its model-parallel rank's first file.
     """
@@ -262,7 +263,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
     hints = {} if repeats or model.hints == known.hints else model.hints
     model = replace(model, degrees=model.degrees or known.degrees)
     if repeats:
-        model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, facts={}, order=())
+        model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, facts={})
     return replace(header, model=replace(model, hints=hints, others=()))
 
 
@@ -272,7 +273,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
 def _find_missing(save: Save, holders: str) -> list[Finding]:
     """Return the faults of missing files; ``holders`` describes which machine has which files, if they differ."""
     mp, dp = count_ranks(save.first[0].require_model())
-    ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
+    ranks = (f"{mp} model-parallel x " if mp > 1 else "") + f"{dp} data-parallel ranks"
     text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"
     text += f" The machines see different files of it: {holders}." if holders else ""
     return [
@@ -294,7 +295,7 @@ def _describe_holders(save: Save, comm: Comm) -> str:
 
 
 def _read_hosts(path: str) -> dict[str, list[str]]:
-    """Return the files of each machine by a seal; empty if it cannot be read."""
+    """Return machine → its files as recorded in a seal; empty if the seal cannot be read."""
     from .seal import read_seal
 
     try:
@@ -304,7 +305,7 @@ def _read_hosts(path: str) -> dict[str, list[str]]:
 
 
 def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:
-    """Return the faults of node-local files with a name of this save; collective."""
+    """Return faults of nodes' own model states that differ from those in use and are of another save; collective."""
     if not where.access.is_partial:
         return []
     read = comm.each(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
@@ -321,7 +322,7 @@ def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
 
 
 def _read_variant(folder: str, name: str) -> FileHeader:
-    """Return the header of a node-local file; empty if it cannot be read."""
+    """Return the header of a node's own file, with the host in its name; without content if it cannot be read."""
     label = f"{name} of {socket.gethostname()}"
     try:
         return replace(read_file(folder, name), name=label)
@@ -340,7 +341,7 @@ def _find_leftovers(save: Save, expected: Iterable[str]) -> Iterator[Finding]:
 
 
 def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]:
-    """Return warnings of files that were written at another time; each place with copies of the save is separate."""
+    """Warn of files written at another time; if places hold copies of one save, judge each place alone."""
     names = [header.name for header in headers]
     late = find_late_files(where.folder, where.entries, names)
     if not late or not hold_copies(where, {header.name: header.crc for header in headers}):
@@ -370,7 +371,7 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
 
 
 def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
-    """Find one gap that is longer than all other time together: two saves, or a file that was added later."""
+    """Find one gap above ``slack`` and twice all other time: two saves, or a file that was added later."""
     gap, at = max((after[0] - before[0], at) for at, (before, after) in enumerate(pairwise(times), 1))
     rest = times[-1][0] - times[0][0] - gap
     if gap <= max(slack, 2 * rest):
@@ -385,7 +386,7 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
 
 
 def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
-    """Find files on both sides of ``latest``, which is written after all files of a save."""
+    """Compare with ``latest``, written after all files of a save: find files on both sides of it, or later weights."""
     parent, tag = os.path.split(normalize(find_tag_folder(folder)))
     path = os.path.join(parent, LATEST)
     try:
@@ -406,7 +407,7 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
 
 
 def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
-    """Find weights that a trainer saved into the parent folder after the tag, at time ``written``."""
+    """Find weights that a trainer saved into the parent folder after the time ``written`` of the tag."""
     entries = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
     late = sorted(name for name, entry in entries.items() if entry.changed > written + slack)
     weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
@@ -415,13 +416,13 @@ def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
     text = (
         f"{folder}: {shorten(weights)} and {TRAINER_STATE} beside it were written "
         f"{_name_span(entries[weights[0]].changed - written)} later. If they are of a save of weights alone "
-        f"(save_only_model), this tag is older; to begin with them, move the tag and `{LATEST}` away."
+        f"(save_only_model), this tag is older; to start from these weights, move the tag and `{LATEST}` away."
     )
     return [Finding("times", weights[0], text, WARNING)]
 
 
 def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]:
-    """Warn if a file counts other steps than the optimizer.
+    """Warn if a file's step count differs from the optimizer's by more than skipped steps explain.
 
     The optimizer may have taken fewer steps: a trainer also counts steps that fp16 has skipped and, with DeepSpeed and
     older versions of Accelerate, the incomplete last step of each epoch.

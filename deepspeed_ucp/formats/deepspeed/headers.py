@@ -164,7 +164,6 @@ class ModelHeader:
         facts: facts for extensions.
         batch: batch sizes in its ds_config, by DeepSpeed's names.
         shard_size: ranks over which MiCS partitions, of which only the first group saves; 0 without MiCS.
-        order: in a base: names of all entries of the module's state dict, in its order.
     """
 
     module: dict[str, Piece] | None
@@ -182,7 +181,6 @@ class ModelHeader:
     hints: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
     shard_size: int = 0
-    order: tuple[str, ...] = ()
 
     @property
     def owned(self) -> dict[str, Shape]:

@@ -50,9 +50,6 @@ _COMMON_GLOBALS = frozenset(
 )
 """Globals of nearly every state file, all harmless (``load.client``)."""
 
-ORDER = "ucp_order"
-"""Key of a base's model states: names of all entries of the module's state dict, in its order."""
-
 T = TypeVar("T")
 
 _COUNTED = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
@@ -70,14 +67,14 @@ _REPORT = "Update deepspeed_ucp, or report this message with the version of the 
 
 @contextmanager
 def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None]:
-    """Report a value of an unexpected type or form in a file that was parsed.
+    """Convert errors of the block to an error that names file, field and value.
 
     Args:
         field: key of the value in the file.
         value: for the message.
 
     Raises:
-        UnsupportedError: names the file, the field and the value. Errors of this package pass unchanged.
+        UnsupportedError: a value has an unexpected type or form. Errors of this package pass unchanged.
         CheckpointError: the file does not exist or cannot be read.
     """
     try:
@@ -154,7 +151,7 @@ def _pick_config(config: Any) -> dict[str, Any]:
 
 
 def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the section with integers where DeepSpeed accepts other types: ``"3"``, ``3.0``, ``ZeroStageEnum``.
+    """Return a ``zero_optimization`` section with integers for ``stage`` and ``mics_shard_size``, also from ``"3"``.
 
     Raises:
         TypeError, ValueError: a value that DeepSpeed does not accept.
@@ -170,7 +167,7 @@ def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _read_shard_size(config: dict[str, Any], counters: dict[str, Any]) -> int:
-    """Return the group size of MiCS (up to DeepSpeed 0.18): each group holds all partitions, the first one saves."""
+    """Return the ranks of a MiCS group (DeepSpeed up to 0.18), of which the first saves; 0 without MiCS."""
     zero = config.get("zero_optimization") or {}
     size: int = zero.get("mics_shard_size", -1)
     ranks = counters.get("dp_world_size") or 1
@@ -196,7 +193,8 @@ class HeaderReader:
         self.file = file
 
     def read(self, name: str) -> FileHeader:
-        tree, role = self.file.tree, name
+        """Return the header of a file of layers, model states or optimizer states; its name tells which."""
+        tree = self.file.tree
         facts, writer = dict[str, Any](), dict[str, Any]()
         for extension in find_for_tree(tree):
             for known, more in zip(
@@ -206,14 +204,14 @@ class HeaderReader:
         checked = not self.file.unchecked
         named = list_globals(self.file)
         header = FileHeader(name, self.file.size, self.file.header_crc, named, writer=writer, checked=checked)
-        if "model_states" in role and not holds_run(os.path.basename(role)):
+        if "model_states" in name and not holds_run(os.path.basename(name)):
             return replace(header, layer=self.read_tensors(tree))
         header = replace(
             header,
             config=self.read_field(tree, "ds_config", _pick_config),
             marks=read_marks(tree, self.file.writer),
         )
-        if "model_states" in role:
+        if "model_states" in name:
             model = replace(self.read_model(tree), facts=facts)
             with explain_form(self.file.path, "ds_config", tree.get("ds_config")):
                 size = _read_shard_size(header.config, model.counters)
@@ -224,7 +222,7 @@ class HeaderReader:
         return replace(header, optim=self.read_optim(state))
 
     def read_field(self, tree: Mapping[Any, Any], key: str, read: Callable[[Any], T]) -> T:
-        """Read one entry of a dict; None if it is missing.
+        """Return ``read`` of one entry of a dict; ``read`` gets None if the entry is missing.
 
         Raises:
             UnsupportedError: ``read`` does not know the form of the value.
@@ -233,7 +231,8 @@ class HeaderReader:
         with explain_form(self.file.path, key, value):
             return read(value)
 
-    def piece(self, value: Any, label: str) -> Piece:
+    def make_piece(self, value: Any, label: str) -> Piece:
+        """Return a tensor's place in the file; refuse another value, or missing bytes."""
         if not isinstance(value, TensorRef):
             raise CheckpointError(f"{label} is no tensor but {describe(value)}.", path=self.file.path)
         record = self.file.storages.get(value.storage.key, _EMPTY)
@@ -262,7 +261,7 @@ class HeaderReader:
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
         fragments = tree.get("frozen_param_fragments") or {}
-        frozen = _strip({name: self.piece(value, name) for name, value in fragments.items()})
+        frozen = _strip({name: self.make_piece(value, name) for name, value in fragments.items()})
         frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {})))
         if lacking := frozen.keys() - frozen_shapes.keys():
             raise ValueError(f"no shape for {shorten(sorted(lacking))}")
@@ -282,7 +281,6 @@ class HeaderReader:
             others=tuple(record for record in self.file.storages.values() if record not in known and record.nbytes),
             degrees=field("checkpoint_parallel_dimensions", _read_degrees),
             hints=read_hints(tree),
-            order=field(ORDER, _as_names),
         )
 
     def _read_counters(self, tree: dict[Any, Any]) -> dict[str, Any]:
@@ -300,7 +298,7 @@ class HeaderReader:
         """
         if not isinstance(module, dict):
             raise TypeError("a module's state_dict is expected")
-        return _strip({name: self.piece(value, name) for name, value in _walk_tensors(module)})
+        return _strip({name: self.make_piece(value, name) for name, value in _walk_tensors(module)})
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:
         """Read an optimizer's state dict according to the wrapper that saved it.
@@ -312,7 +310,7 @@ class HeaderReader:
         wrapper = find_saved(state)
         if wrapper is None:
             raise UnsupportedError(
-                f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered.",
+                f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered. {_REPORT}",
                 path=self.file.path,
             )
         masters: list[Any] = state[wrapper.keys[0]] if wrapper.has_copies else []
@@ -322,16 +320,18 @@ class HeaderReader:
         elastic = wrapper.form is Form.PARTITIONS and isinstance(inner, list)
         if elastic:
             inner = _unite_elastic(inner, state.get("base_optimizer_state_step"))
-        header = replace(self.read_flat(state, inner or {}, wrapper, masters), elastic=elastic)
+        header = replace(self.read_inner(state, inner or {}, wrapper, masters), elastic=elastic)
         if wrapper.form is Form.PARTITIONS:
-            return self._add_partitions(header, state)
+            return self._add_slices(header, state)
         return self._add_holders(header, state) if wrapper.form is Form.RESERVED else header
 
-    def _add_partitions(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
+    def _add_slices(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
+        """Add the stage, slices and paddings that ZeRO 1 and 2 and the BF16 wrapper save."""
         field = partial(self.read_field, state)
         if state.get("param_slice_mappings") is None:
             raise UnsupportedError(
-                "no param_slice_mappings; saved by a DeepSpeed release too old.", path=self.file.path
+                "no param_slice_mappings; saved by a DeepSpeed release too old. Load and save it with a newer one.",
+                path=self.file.path,
             )
         stage = field(STAGE, as_stage)
         return replace(
@@ -352,10 +352,10 @@ class HeaderReader:
         counts = tuple(map(len, ranks)) if ranks else header.partition_count
         return replace(header, partition_count=counts, partition_ranks=ranks)
 
-    def read_flat(
+    def read_inner(
         self, state: dict[str, Any], inner: dict[str, Any], wrapper: Wrapper, masters: list[Any]
     ) -> OptimHeader:
-        """Read masters, and states and param groups of the torch optimizer's state dict ``inner``."""
+        """Read a wrapper's masters, and states and param groups of the torch optimizer's state dict ``inner``."""
         groups = [dict(group) for group in inner.get("param_groups", [])]
         params = [tuple(group.pop("params", ())) for group in groups]
         named = [group.pop("param_names", None) for group in groups]
@@ -366,7 +366,7 @@ class HeaderReader:
         return OptimHeader(
             kind=wrapper.name,
             stage=wrapper.stages[-1],
-            masters=tuple(self.piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
+            masters=tuple(self.make_piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
             tensors=tuple(states.get(position, TensorStates()) for members in params for position in members),
             owners=tuple(group for group, members in enumerate(params) for _ in members),
             groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
@@ -377,6 +377,7 @@ class HeaderReader:
         )
 
     def _read_states(self, entries: dict[str, Any]) -> TensorStates:
+        """Sort one parameter's states into tensors, scalars, 0-dim tensors, other values, and one-element tensors."""
         states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
         for name, value in entries.items():
             if value is None or _is_offload_buffer(name, entries):
@@ -385,9 +386,9 @@ class HeaderReader:
             if isinstance(number, (float, complex)) or is_short(number):
                 scalars[str(name)] = number
                 if isinstance(value, TensorRef):
-                    zero_dim[str(name)] = self.piece(value, str(name))
+                    zero_dim[str(name)] = self.make_piece(value, str(name))
             elif isinstance(value, TensorRef):
-                states[str(name)] = self.piece(value, str(name))
+                states[str(name)] = self.make_piece(value, str(name))
                 if value.data is not None:
                     single[str(name)] = value.item()
             else:
@@ -412,7 +413,7 @@ def _is_nested(module: dict[Any, Any]) -> bool:
 
 
 def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
-    """Yield the tensors of nested dicts in order; a shared dict is repeated, up to a limit of entries."""
+    """Yield the tensors of nested dicts in order, those of shared dicts at each use; refuse too many entries."""
     todo: list[tuple[str, Any]] = [("", module)]
     listed = 0
     while todo:
@@ -500,10 +501,10 @@ def _simplify(value: Any) -> Any:
 
 
 def _strip(named: dict[str, T]) -> dict[str, T]:
-    """Rename entries to atom names."""
+    """Rename entries to atom names, which have no torch.compile prefix; refuse two entries of one name."""
     stripped = {strip_compiled(name): value for name, value in named.items()}
     if len(stripped) < len(named):
-        raise ValueError("two tensors of one name, but for the prefix of torch.compile")
+        raise ValueError("two tensors have one name without torch.compile's prefix")
     return stripped
 
 
@@ -515,11 +516,13 @@ def as_list(value: Any) -> list[Any]:
 
 
 def _as_pairs(shared: Any) -> list[tuple[str, str]]:
+    """Return pairs of atom names from a dict or pairs."""
     pairs = shared.items() if isinstance(shared, dict) else shared or ()
     return [(one, other) for one, other in map(_as_names, pairs)]
 
 
 def _as_names(values: Any) -> tuple[str, ...]:
+    """Return atom names: names without torch.compile's prefix; refuse other types."""
     names = tuple(values or ())
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{describe(next(name for name in names if not isinstance(name, str)))} for a name")
@@ -527,7 +530,8 @@ def _as_names(values: Any) -> tuple[str, ...]:
 
 
 def _as_shapes(group: Any) -> dict[str, tuple[int, ...]]:
-    _as_names(group)
+    """Return shapes by name as saved, with torch.compile's prefix; refuse other types."""
+    _as_names(group)  # only the check
     for name, shape in group.items():
         if not isinstance(shape, tuple) or not all(is_short(size) and size >= 0 for size in shape):
             raise TypeError(f"{describe(shape)} for the shape of {describe(name)}")
@@ -552,7 +556,7 @@ def as_stage(value: Any) -> int | None:
 
 
 def read_stage(value: Any) -> Any:
-    """Return a ZeRO stage, which Python 3.11.0 to 3.11.3 writes as ``getattr(ZeroStageEnum, "weights")``."""
+    """Return a ``ZeroStageEnum`` member's value, which Python 3.11.0 to 3.11.3 pickles as ``getattr``; or ``value``."""
     if isinstance(value, PickledObject) and value.kind == "builtins.getattr" and len(value.args) == 2:
         return _STAGES.get(value.args[1], value)
     return to_member(value)

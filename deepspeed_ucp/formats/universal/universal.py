@@ -269,11 +269,11 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
                 f"has no {_PARAM!r} but {sorted(map(str, tree))}; another kind of file.", path=file.path
             )
         keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
-        piece = HeaderReader(file).piece(tree[_PARAM], name)
+        piece = HeaderReader(file).make_piece(tree[_PARAM], name)
         counts = (extension.count_fused(tree, piece.shape, file.path) for extension in find_for_fused(tree))
         return ParamHeader(header, piece, keys=keys, count=max(counts, default=0))
     if isinstance(tree, TensorRef):  # a step, or a flat tensor of stage 3 without tensor parallelism
-        piece = HeaderReader(file).piece(tree, name)
+        piece = HeaderReader(file).make_piece(tree, name)
         value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
         return ParamHeader(header, piece, value, dtype)
     if isinstance(tree, (int, float)):
@@ -296,7 +296,7 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
         if find_wrapper("zero3").saved(tree):
             return reader.read_optim(tree), 3
         wrapper = find_wrapper("zero12" if STAGE in tree else "bf16")
-        header = reader.read_flat(tree, {"param_groups": tree["param_groups"]}, wrapper, [])
+        header = reader.read_inner(tree, {"param_groups": tree["param_groups"]}, wrapper, [])
         return header, reader.read_field(tree, STAGE, as_stage) or 0
 
 
