@@ -69,15 +69,16 @@ def replace_folder(entries: Mapping[str, int], read: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (places, "list_entries", lambda folder: listing),
+            (places.find_files, "__defaults__", (lambda folder: listing,)),
             (gathering, "read_file", lambda folder, name: read(name)),
             (preparing, "check_instances", lambda *_: None),  # reads elements
-            (Buffer, "fill_in_place", _fill_in_place),  # reads the memory of a live engine
+            (Buffer, "allow_in_place", _allow_in_place),  # reads the memory of a live engine
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
 
 
-def _fill_in_place(buffer: Buffer) -> bool:
+def _allow_in_place(buffer: Buffer) -> bool:
     """Behave as before the first step, when masters equal their copies."""
     buffer.uncommitted = True
     return True
