@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,11 @@ from meters import peak_resident_bytes, release_free_memory, reset_peak, residen
 
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.extensions.registry import find_for_load
-from deepspeed_ucp.formats import places
+from deepspeed_ucp.formats import open as opening
 from deepspeed_ucp.formats.deepspeed import gather as gathering
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import open_checkpoint
+from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import Checked, merge_checks
@@ -68,8 +70,7 @@ def replace_folder(entries: Mapping[str, int], read: Any) -> Iterator[None]:
     listing = {name: Entry(size, 0.0) for name, size in entries.items()}
     with ExitStack() as stack:
         for module, name, value in (
-            (places, "list_entries", lambda folder: listing),
-            (places.find_files, "__defaults__", (lambda folder: listing,)),
+            (opening, "find_files", partial(find_files, list_place=lambda folder: listing)),
             (gathering, "read_file", lambda folder, name: read(name)),
             (preparing, "check_instances", lambda *_: None),  # reads elements
             (Buffer, "allow_in_place", _allow_in_place),  # reads the memory of a live engine
