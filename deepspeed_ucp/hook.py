@@ -24,9 +24,9 @@ from .io.store import set_storage_options
 from .load.resume import load_switched_off, resume
 from .model.index import to_integer
 from .preemption import save_if_signaled
-from .saves.room import foresee_saves
 from .saves.saver import save_into_memory
 from .saves.search import find_in_memory
+from .saves.sizes import foresee_saves
 from .sealing import seal_last, seal_late, seal_save
 from .tensor_parallel.rules import from_config
 from .uncaught import find_fault, shorten_uncaught

@@ -1,6 +1,6 @@
 """Non-blocking saves: DeepSpeed writes its files into memory, and a writer process copies them to their destinations.
 
-* On the ranks: :mod:`.saver` with :mod:`.files` and :mod:`.neighbours`; :mod:`.launch`
+* On the ranks: :mod:`.saver` with :mod:`.files`, :mod:`.sizes` and :mod:`.neighbours`; :mod:`.launch`
   starts the writer process. :mod:`.search` finds saves for loads, :mod:`.keeping` postpones trainers' removals.
 * In the writer process, which imports neither torch nor deepspeed: :mod:`.writer`, which copies to destinations
   (:mod:`.places`, :mod:`.publishing`) and to another node's memory (:mod:`.copies`).

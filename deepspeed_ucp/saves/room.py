@@ -1,4 +1,4 @@
-"""Estimates the memory that saves take, decides which saves are not needed any more, and makes room for the next one.
+"""Decides which saves in a node's memory are not needed any more, and makes room for the next one.
 
 :func:`is_unneeded` is applied to saves of a running job and of dead jobs. In addition, a running job's save replaces
 dead jobs' saves for the same folder (:meth:`Room.drop_dead`). The writer frees a whole job after its normal end.
@@ -10,25 +10,16 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from ..comm import connect
-from ..config import SaveOptions, UniversalConfig
-from ..engine_state import find_state
-from ..errors import ConfigError, shorten
-from ..io.disk import count_allocated
-from ..io.memory import identify_host, measure_available
+from ..errors import shorten
+from ..io.memory import measure_available
 from ..io.paths import MEMORY, find_kind
-from ..model.wrappers import find_live
-from .memory import Job, Snapshot, describe_late, find_root, is_locked, list_dead, locate
+from .memory import Job, Snapshot, describe_late, is_locked, list_dead, locate
 from .places import is_sealed
 
 logger = logging.getLogger("deepspeed_ucp")
 
 ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
-
-SPARE = 1.05
-"""Factor from the bytes of a save's tensors or of the last save's files to the bytes reserved for the next save."""
 
 
 def count_free(root: str) -> int:
@@ -178,63 +169,3 @@ class Room:
                 logger.info("%s: deleted %s of a dead job, unneeded after %s of %s", job.folder, names, tag, save_dir)
                 if job.holds_none():
                     job.remove()
-
-
-def foresee_saves(engine: Any, config: UniversalConfig) -> None:
-    """Estimate each node's save, keep this node's estimate, and log the memory that is free (collective).
-
-    Raises:
-        ConfigError: a node has no room for a save; the same on all ranks.
-    """
-    options, comm = config.save or SaveOptions(), connect()
-
-    def look() -> tuple[str, int, int]:
-        root = find_root(options.memory)
-        removable = sum(count_allocated(job.folder) for job in list_dead(root))
-        return identify_host(), _count_saved(engine), count_free(root) + removable
-
-    nodes = dict[str, tuple[int, int]]()
-    for host, needed, free in comm.each(look):
-        known = nodes.get(host, (0, free))
-        nodes[host] = known[0] + needed, min(known[1], free)
-    find_state(engine).save_size = int(SPARE * nodes[identify_host()][0])
-    needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
-    needed = int(SPARE * needed)
-    text = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
-    if needed > free:
-        raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')
-    if comm.rank == 0:
-        wanted = 2 * needed * (1 + min(options.copies, len(nodes) - 1))
-        few = "" if free >= wanted else "; it does not hold two, so the last one is deleted before the next is written"
-        logger.info("%s%s", text, few)
-
-
-def _count_saved(engine: Any) -> int:
-    """Estimate the bytes that this rank saves, with optimizer states that only the first step creates."""
-    inner, masters, states = _list_states(engine)
-    has_weights = engine.save_non_zero_checkpoint and not engine.zero_optimization_partition_weights()
-    model = list(engine.module.parameters()) if has_weights else []  # ZeRO 3 saves masters only
-    kept = [param for param in engine.module.parameters() if not param.requires_grad]
-    model += [param.ds_tensor for param in kept if hasattr(param, "ds_tensor")]  # of ZeRO 3, by each rank
-    groups = getattr(inner, "param_groups", ())
-    later = max((len(group.get("betas", ())) or bool(group.get("momentum")) for group in groups), default=0)
-    unmade = [master for master in masters if not inner.state.get(master)] * later
-    return sum(int(tensor.numel() * tensor.element_size()) for tensor in [*masters, *states, *unmade, *model])
-
-
-def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Return the unwrapped torch optimizer, its masters and its states; both lists are empty if it is unknown."""
-    from torch import is_tensor
-    from torch.optim import Optimizer
-
-    optimizer, row = engine.optimizer, find_live(engine.optimizer)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if row is not None and row.masters:
-        groups = [group if isinstance(group, list) else [group] for group in getattr(optimizer, row.masters)]
-        masters = [master for group in groups for master in group]
-    elif isinstance(optimizer, Optimizer):
-        masters = [master for group in optimizer.param_groups for master in group["params"]]
-    else:
-        return inner, [], []
-    states = [tensor for state in inner.state.values() for tensor in dict(state).values()]
-    return inner, [*filter(is_tensor, masters)], [*filter(is_tensor, states)]

@@ -42,7 +42,8 @@ from .memory import (
     name_job,
 )
 from .neighbours import find_neighbours
-from .room import ADVICE, SPARE, Room, free_unwanted
+from .room import ADVICE, Room, free_unwanted
+from .sizes import SPARE
 
 logger = logging.getLogger("deepspeed_ucp")
 

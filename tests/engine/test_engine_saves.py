@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import ConfigError
-from deepspeed_ucp.saves.room import _count_saved
+from deepspeed_ucp.saves.sizes import _count_saved
 from deepspeed_ucp.testing import World, WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
@@ -119,7 +119,7 @@ def forecast(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
     a step.
     """
     with (
-        mock.patch("deepspeed_ucp.saves.room.count_free", return_value=free),
+        mock.patch("deepspeed_ucp.saves.sizes.count_free", return_value=free),
         mock.patch("deepspeed_ucp.saves.saver.logger.info") as log,
     ):
         engine = make_engine(ds_config)
