@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 STAGE = -1
 """Number of the staging buffer of a rank that reads bytes for others, both as a destination and as a record.
@@ -81,7 +81,13 @@ class Records(Sequence[Record]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, at: int) -> Record:  # type: ignore[override]  # nothing takes slices
+    @overload
+    def __getitem__(self, at: int) -> Record: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Record]: ...
+    def __getitem__(self, at: int | slice) -> Record | list[Record]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(len(self))[at]]
         crc = self.crcs[at]
         return Record(self.files[at], self.offsets[at], self.nbytes[at], None if crc < 0 else crc)
 
