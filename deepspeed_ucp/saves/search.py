@@ -57,7 +57,7 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         return None
     memory, also, is_empty = config.save.memory, config.with_tiers().also, False
     root, is_owner = comm.run(lambda: find_root(memory)), owns_memory(memory, comm)
-    if comm.rank == 0:  # before a writer writes pending saves there
+    if comm.rank == 0 and list_jobs(root):  # before a writer writes pending saves there
         with suppress(UcpError, OSError):
             is_empty = all(read_latest(place) is None for place in (load_dir, *also))
     comm.run(lambda: finish_dead(root, config) if is_owner else None)
