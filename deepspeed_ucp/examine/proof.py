@@ -71,7 +71,7 @@ def compare_proofs(
 
 
 def _compare_atoms(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:
-    """Yield a fault for each intact file whose tensor is not where the manifest says."""
+    """Yield a fault for each intact file whose tensor has another place than the manifest records."""
     for atom in manifest.atoms:
         name = place_file(atom.key)
         file, sealed = listed.get(name), manifest.seal.files[name]

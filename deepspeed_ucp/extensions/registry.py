@@ -17,8 +17,8 @@ from typing import Any
 class SaveExtension:
     """A special case of a save (:class:`deepspeed_ucp.formats.deepspeed.save.Save`).
 
-    The hooks are in the order of their calls: first those of a state file (:func:`find_for_tree`), then those of a save
-    and of its index (:func:`find_for_save`). A save has its own instances, which may keep state between the hooks.
+    The hooks are listed in the order of their calls: for a state file (:func:`find_for_tree`), then for a save and its
+    index (:func:`find_for_save`). A save has its own instances, which may keep state between the hooks.
 
     Attributes:
         name: of the row in the registry.
@@ -101,7 +101,7 @@ class SaveExtension:
 class Extension:
     """A special case of an engine or a load.
 
-    The hooks are in the order of their calls: those of an engine (:func:`find_for_engine`), then those of a load
+    The hooks are listed in the order of their calls: for an engine (:func:`find_for_engine`), then for a load
     (:func:`find_for_load`), which has the engine's instances too. Instances may keep state between the hooks.
 
     Attributes:

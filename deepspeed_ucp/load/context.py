@@ -57,7 +57,7 @@ class LoadReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """Constants of one ``load_checkpoint``, and those of its arguments that change what is loaded.
+    """Constants of one ``load_checkpoint``, and the arguments that select the restored state.
 
     Attributes:
         load_dir: the caller's folder or URL.

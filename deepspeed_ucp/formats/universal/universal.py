@@ -1,4 +1,4 @@
-"""Read universal folders: those of our conversions, with a manifest, and those of DeepSpeed's converter.
+"""Reads universal folders, which this package (with a manifest) or DeepSpeed's converter has written.
 
 ``deepspeed/checkpoint/ds_to_universal.py`` writes a folder per parameter (joined over tensor-parallel ranks and
 partitions) and the optimizer's param groups of rank 0, and copies the model states. It omits a pipeline's layer files,
