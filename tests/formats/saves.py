@@ -12,12 +12,41 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
-from tests.synth import Model, Run, Topology, build_files, random_state, write_files
+from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_files
 
 Files = dict[str, dict[str, Any]]
 Change = Callable[[Files], Files]
 
 STATES = "mp_rank_00_model_states.pt"
+
+PLAIN = Model(
+    (
+        Param("a.col", (7, 5)),
+        Param("a.row", (3, 6)),
+        Param("a.norm", (5,), group=1),
+        Param("frozen.col", (6, 2), frozen=True),
+        Param("few.col", (2, 3), group=1),
+        Param("b.mix", (8, 3)),
+        Param("head", (7, 5), alias_of="a.col"),
+    ),
+    {"count": torch.arange(3), "scale": torch.tensor(2.5)},
+)
+WORD, POSITION = "tied_modules.embed.col", "tied_modules.embed.position"
+PIPE = Model(
+    (
+        Param(WORD, (9, 3), tied=True),
+        Param(POSITION, (4, 3), group=1),
+        Param("tied_modules.embed.fixed", (2,), frozen=True),
+        Param("1.col", (7, 3)),
+        Param("1.bias", (7,), group=1, frozen=True),
+        Param("2.row", (3, 6)),
+        Param("2.norm", (3,), group=1),
+        Param("4.mix", (8, 5)),
+        Param("5.norm", (5,), group=1),
+    ),
+    {"1.count": torch.arange(3), "tied_modules.embed.scale": torch.ones(1)},
+    (Layer("embed"), Layer(), Layer(), Layer(file=False), Layer(), Layer(), Layer("embed", file=False)),
+)
 
 
 def shard(rank: int) -> str:

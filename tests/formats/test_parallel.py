@@ -12,40 +12,12 @@ from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, AtomKey, ParamKey
-from tests.formats.saves import make_files, open_files
-from tests.formats.test_index import read_atom
+from tests.formats.atoms import read_atom
+from tests.formats.saves import PIPE, PLAIN, POSITION, WORD, make_files, open_files
 from tests.support.reshard import LIVE_LR, check_content
 from tests.support.reshard3d import draw_state, expect, load_all, make_config, make_pipeline, make_plain
 from tests.synth import Layer, Model, Param, Run, Topology, bidirectional, interleaved, partition_layout
 
-PLAIN = Model(
-    (
-        Param("a.col", (7, 5)),
-        Param("a.row", (3, 6)),
-        Param("a.norm", (5,), group=1),
-        Param("frozen.col", (6, 2), frozen=True),
-        Param("few.col", (2, 3), group=1),
-        Param("b.mix", (8, 3)),
-        Param("head", (7, 5), alias_of="a.col"),
-    ),
-    {"count": torch.arange(3), "scale": torch.tensor(2.5)},
-)
-WORD, POSITION = "tied_modules.embed.col", "tied_modules.embed.position"
-PIPE = Model(
-    (
-        Param(WORD, (9, 3), tied=True),
-        Param(POSITION, (4, 3), group=1),
-        Param("tied_modules.embed.fixed", (2,), frozen=True),
-        Param("1.col", (7, 3)),
-        Param("1.bias", (7,), group=1, frozen=True),
-        Param("2.row", (3, 6)),
-        Param("2.norm", (3,), group=1),
-        Param("4.mix", (8, 5)),
-        Param("5.norm", (5,), group=1),
-    ),
-    {"1.count": torch.arange(3), "tied_modules.embed.scale": torch.ones(1)},
-    (Layer("embed"), Layer(), Layer(), Layer(file=False), Layer(), Layer(), Layer("embed", file=False)),
-)
 TWICE = Model(PIPE.params, PIPE.buffers, (*PIPE.layers[:-1], Layer("embed")))
 
 

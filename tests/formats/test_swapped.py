@@ -20,7 +20,7 @@ from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
 from tests.convert.conversions import read_bytes
-from tests.formats.test_index import check_index
+from tests.formats.atoms import check_index
 from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.reshard import Case
