@@ -190,6 +190,7 @@ class TensorRef:
         shape, stride: per dimension; strides in elements.
         dtype: name of the element type, such as ``float32``.
         made: the call by which the pickle makes the tensor.
+        lazy: the bytes must still be negated or conjugated (torch's neg and conj bits).
         data: little-endian bytes of the only element if the tensor has one and the file was read, else None.
     """
 
@@ -199,6 +200,7 @@ class TensorRef:
     stride: tuple[int, ...]
     dtype: str
     made: PickledObject
+    lazy: bool = False
     data: bytes | None = None
 
     @property
@@ -212,14 +214,17 @@ class TensorRef:
             raise TypeError("the elements of this tensor were not read")
         return np.frombuffer(self.data, find_dtype(self.dtype))[0].item()
 
-    def is_contiguous(self) -> bool:
-        """Return True if the elements are in row-major order without gaps."""
+    @property
+    def fault(self) -> str:
+        """Why the bytes are not the elements in row-major order without gaps; empty if they are."""
+        if self.lazy:
+            return "torch's neg or conj bit changes the meaning of its bytes"
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return self.numel == 0
+            if size != 1 and stride != expected and self.numel:
+                return f"its memory is not contiguous (shape {self.shape}, strides {self.stride})"
             expected *= size
-        return True
+        return ""
 
 
 def call(module: str, name: str, *args: Any) -> PickledObject:

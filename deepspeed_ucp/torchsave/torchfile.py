@@ -193,7 +193,7 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
 def _read_open(path: str, stream: ReadStream) -> TorchFile:
     read = _read_zip if starts_zip(stream) else _read_legacy
     pickled, records = read(path, stream)
-    single = [ref for ref in pickled.tensors if ref.numel == 1 and ref.dtype in ITEMSIZE]
+    single = [ref for ref in pickled.tensors if ref.numel == 1 and ref.dtype in ITEMSIZE and not ref.lazy]
     places = {ref: _find_element(ref, records) for ref in single}
     stream.read_ahead([(offset, ITEMSIZE[ref.dtype]) for ref, (_, offset) in places.items()])
     for ref, (record, offset) in places.items():

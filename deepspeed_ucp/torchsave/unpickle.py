@@ -11,7 +11,7 @@ import pickle
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -477,28 +477,32 @@ def _check_amount(parts: list[Any]) -> None:
 
 def _view_tensor(parts: list[Any]) -> TensorRef | None:
     """Read ``_rebuild_tensor`` and ``_v2``: the storage class determines the element type."""
-    storage, offset, shape, stride, *_ = parts[1]
+    storage, *view = parts[1]
     if not isinstance(storage, StorageRef):
         return None
-    return _make_tensor(parts, storage, STORAGE_DTYPES.get(storage.kind.name, "uint8"), offset, shape, stride)
+    return _make_tensor(parts, storage, STORAGE_DTYPES.get(storage.kind.name, "uint8"), view[:3], view[5:])
 
 
 def _view_typed_tensor(parts: list[Any]) -> TensorRef | None:
     """Read ``_rebuild_tensor_v3``: a dtype without a storage class, over untyped bytes."""
-    storage, offset, shape, stride, _grad, _hooks, dtype, *_ = parts[1]
+    storage, offset, shape, stride, _grad, _hooks, dtype, *metadata = parts[1]
     if not isinstance(storage, StorageRef) or not isinstance(dtype, Global) or not is_dtype(dtype.kind):
         return None
-    return _make_tensor(parts, storage, dtype.name, offset, shape, stride)
+    return _make_tensor(parts, storage, dtype.name, (offset, shape, stride), metadata)
 
 
-def _make_tensor(parts: list[Any], storage: StorageRef, dtype: str, offset: Any, shape: Any, stride: Any) -> TensorRef:
+def _make_tensor(
+    parts: list[Any], storage: StorageRef, dtype: str, view: Sequence[Any], metadata: Sequence[Any]
+) -> TensorRef:
+    offset, shape, stride = view
     fits = isinstance(offset, int) and isinstance(shape, tuple) and isinstance(stride, tuple)
     if not fits or len(shape) != len(stride) or len(shape) > MOST_DIMENSIONS or offset < 0:
         raise ValueError(f"a tensor at {describe(offset)} of shape {describe(shape)} and strides {describe(stride)}")
     for size in (*shape, *stride):
         if not isinstance(size, int) or size < 0:
             raise ValueError(f"a tensor of shape {describe(shape)} and strides {describe(stride)}")
-    return TensorRef(storage, offset, tuple(shape), stride, dtype, PickledObject(pickle.REDUCE, parts))
+    lazy = any(isinstance(bits, dict) and (bits.get("neg") or bits.get("conj")) for bits in metadata[:1])
+    return TensorRef(storage, offset, tuple(shape), stride, dtype, PickledObject(pickle.REDUCE, parts), lazy)
 
 
 def _view_parameter(parts: list[Any]) -> TensorRef | None:

@@ -177,6 +177,17 @@ def test_contradictory_files_are_refused(
         open_it(tmp_path)
 
 
+def test_contents_next_to_a_state_dict_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As scripts save them."""
+    tree = {"model": {**ONE, "b": object}, "optimizer_state_dict": {"state": {}}, "module": OTHER, "epoch": 3}
+    torch.save(tree, tmp_path / "model.pt")
+    assert [key.name for key in open_it(tmp_path).atoms] == ["a"]
+    text = "not in the model's state dict: 'b', 'optimizer_state_dict', 'module', 'epoch'."
+    assert [text in line for line in caplog.messages] == [True]
+
+
 def test_ties_of_a_state_dict(tmp_path: Path) -> None:
     """A tensor may have an empty name."""
     weight = torch.randn(3, 2)

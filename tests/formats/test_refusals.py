@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import threading
@@ -22,8 +23,20 @@ from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER
 from deepspeed_ucp.stream.duplicates import check_samples
-from tests.formats.saves import STATES, Change, Files, assign, edit, find_states, make_files, open_files, shard
-from tests.formats.test_parallel import PIPE, PLAIN, WORD
+from tests.formats.saves import (
+    PIPE,
+    PLAIN,
+    STATES,
+    WORD,
+    Change,
+    Files,
+    assign,
+    edit,
+    find_states,
+    make_files,
+    open_files,
+    shard,
+)
 from tests.support.ranks import World
 from tests.synth import Layer, Model, Param, Run, Topology, random_state, write_checkpoint, write_files
 
@@ -84,6 +97,11 @@ def narrow(content: Any) -> None:
     states["exp_avg"] = states["exp_avg"].bfloat16()
 
 
+def add_buffer(content: Any) -> None:
+    state = content["optimizer_state_dict"]
+    next(value for key, value in state.items() if "fp32" in key).append(torch.zeros(0))
+
+
 def chain(*changes: Change) -> Change:
     def change(files: Files) -> Files:
         for each in changes:
@@ -137,6 +155,8 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
     ("step-zero3", MODEL, ZERO3, mix(shard(2), MODEL, ZERO3, 1, step=4), OTHER_STEP),
     *((f"step-mp{mp}", PIPE, PIPED, mix(f"mp_rank_0{mp}_optim_states.pt", PIPE, PIPED, 1, step=4), OTHER_STEP)
       for mp in (1, 2, 3)),
+    ("step-nan", MODEL, ZERO1, edit(shard(2), lambda c: find_states(c)["state"][0].update(step=math.nan)),
+     r"has step nan, other files of this checkpoint have 3\.0"),
     ("step-stage", PIPE, PIPED, chain(*(mix(f"rank_0{mp}_optim_states.pt", PIPE, PIPED, 1, step=4) for mp in (2, 3))),
      r"mp_rank_02_optim_states.pt: has step 4\.0, other stages of this checkpoint have 3\.0"),
     *((f"{counter}-zero3", MODEL, ZERO3, mix(zero3_states(2), MODEL, ZERO3, run=Run(**{counter: 7})),
@@ -166,6 +186,8 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
      r"exp_avg\) is bfloat16 of shape .*; other files hold it as float32"),
     ("model-tp", PLAIN, FLAT, lambda files: {**files, **drop("rank_00")(make_files(LESSER, FLAT))},
      r"holds a.row \(fp32\), the files of tensor-parallel rank 1 do not"),
+    *((f"buffers-{topology.label}", MODEL, topology, edit(shard(1), add_buffer),
+       f"{shard(1)}: has 3 flat buffers, the model states list 2") for topology in (ZERO1, BF16, ZERO3)),
     ("world", MODEL, ZERO1, mix(STATES, MODEL, Topology(1, 2)), r"was saved by \(3, 3\) ranks, the model states say 2"),
     ("world-stage", PIPE, Topology(1, 2, pp=2), mix("mp_rank_01_optim_states.pt", PIPE, Topology(1, 3, pp=2)),
      r"was saved by \(3, 3\) ranks, the model states say 2"),
@@ -185,6 +207,8 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
 ]  # fmt: skip
 
 UNSUPPORTED: list[tuple[str, Model, Topology, Change, str]] = [
+    ("one-name", MODEL, Topology(1, 2), assign(STATES, module={"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}),
+     r"two tensors have the name 'a\.b'"),
     ("nested", MODEL, Topology(1, 2), assign(STATES, module={"language_model": {x: torch.ones(1) for x in "wxyz"}}),
      NESTED),
     ("no-shapes", MODEL, ZERO3, assign("model", frozen_param_shapes={}),
@@ -340,9 +364,11 @@ def test_stage0_with_other_groups_is_refused(tmp_path: Path, topology: Topology,
         open_files(tmp_path, make_files(MODEL, topology), Naming(live))
 
 
+@pytest.mark.parametrize("without", ["", "a"])
 @pytest.mark.parametrize("topology", [Topology(0), Topology(0, 1, "bf16")], ids=lambda t: t.label)
-def test_stage0_in_another_order_is_refused_by_shapes(tmp_path: Path, topology: Topology) -> None:
-    files = make_files(Model((Param("a", (3, 4)), Param("b", (4, 3)))), topology)
+def test_stage0_in_another_order_is_refused_by_shapes(tmp_path: Path, topology: Topology, without: str) -> None:
+    """Also if one of two parameters has no states."""
+    files = make_files(Model((Param("a", (3, 4)), Param("b", (4, 3)))), topology, without=without)
     with pytest.raises(MismatchError, match="order|groups must be made as in the saved run"):
         open_files(tmp_path, files, Naming([[("b", True), ("a", True)]]))
 
@@ -359,11 +385,18 @@ def test_stage0_in_another_order_is_recognised_by_values(tmp_path: Path) -> None
 
 
 def test_stage0_groups_that_carry_names_need_no_engine(tmp_path: Path) -> None:
+    """Names of a wrapping module are not those of the model states: then an engine is needed."""
     files = make_files(MODEL, Topology(0))
     groups = files[STATES]["optimizer"]["param_groups"]
     groups[0]["param_names"], groups[1]["param_names"] = ["a", "frozen"], ["b"]
     index = open_files(tmp_path, files, Naming(None))
     assert [set(group.names) for group in index.groups][1] == {"b"}
+    groups[0]["param_names"] = ["module.a", "module.frozen"]
+    with pytest.raises(MismatchError, match=r"name other parameters than the model states: module\.a, module\.frozen"):
+        open_files(tmp_path, files, Naming(None))
+    assert [group.names for group in open_live(tmp_path, files).groups] == [("a",), ("b",)]
+    with pytest.raises(MismatchError, match="groups must be made as in the saved run"):
+        open_files(tmp_path, files, Naming([[("a", True)], [("b", True)], [FROZEN]]))
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ UNKNOWN: list[tuple[Field, Topology, Any]] = [
     (model("mp_world_size"), STAGE_3, 0),
     (config("zero_optimization", "stage"), STAGE_1, 1.5),
     (config("zero_optimization", "stage"), STAGE_1, "weights"),
+    (config("zero_optimization"), STAGE_1, {"stage": 1, "list": [0] * 100_000}),
     (model("checkpoint_parallel_dimensions", "tp_degree"), STAGE_1, 1.5),
     (model("buffer_names"), STAGE_1, [7]),
     (model("module"), STAGE_1, [7]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,11 +76,12 @@ def test_base_weights_of_lora_must_be_whole(stage: int, shape: tuple[int, ...], 
         open_files(tmp_path, files)
 
 
+@pytest.mark.parametrize("path", ["/nvme", Path("/nvme")], ids=["text", "path"])
 @pytest.mark.parametrize("numel", [7, 2])
-def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -> None:
-    """With 2 elements each rank has one, and only the ds_config shows the placeholder."""
+def test_placeholders_of_frozen_parameters_on_nvme(numel: int, path: object, tmp_path: Path) -> None:
+    """With 2 elements each rank has one, and only the ds_config shows the placeholder, whatever else is in it."""
     model = Model((Param("a", (9, 5)), Param("frozen", (numel,), frozen=True)))
-    files = make_files(model, Topology(3, 2), zero={"offload_param": {"device": "nvme"}})
+    files = make_files(model, Topology(3, 2), zero={"offload_param": {"device": "nvme", "nvme_path": path}})
     for tree in files.values():
         for name in tree.get("frozen_param_fragments", {}):
             tree["frozen_param_fragments"][name] = torch.ones(1, dtype=torch.float16)
@@ -93,6 +95,7 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -
     [
         ({"enabled": True, "dtype": "torch.float16"}, 1),
         ({"enabled": True, "dtype": "half"}, 1),
+        ({"enabled": True, "dtype": torch.float16}, 1),
         ({"enabled": False, "dtype": "fp16"}, 0),
         ({"enabled": True, "dtype": "bfloat16"}, 0),
         ({"enabled": True}, 0),
@@ -143,11 +146,28 @@ def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int
     for tree in (tree for name, tree in files.items() if "optim_states" in name):
         for state in find_states(tree)["state"].values():
             state |= {"worker_error": torch.zeros(len(state["exp_avg"]) + padding), "row": torch.zeros(3)}
+        find_states(tree)["state"] |= {"common": {"rho": 1.0}, "empty": {}}
     index = open_files(tmp_path, files)
     told = "a compression error of rank 0; those of other ranks are not saved"
     assert index.irregular[AtomKey("a", "worker_error")] == told
     assert "shape (3,) where the parameter's part has" in index.irregular[AtomKey("a", "row")]
     assert not {"worker_error", "row"} & {key.state for key in index.atoms}
+    assert index.irregular[AtomKey("a", "common")] == "a dict of 2 parts"  # of the whole optimizer
+    assert AtomKey("a", "empty") not in index.irregular
+
+
+@pytest.mark.parametrize("convert", [float, np.float64, torch.tensor])
+@pytest.mark.parametrize("topology", [Topology(2, 1, "fp16"), Topology(0, 1, "fp16", "fused")], ids=lambda t: t.label)
+def test_a_loss_scale_of_any_type_is_read(topology: Topology, convert: Any, tmp_path: Path) -> None:
+    files = make_files(MODEL, topology)
+    for tree in files.values():
+        state = tree.get("optimizer_state_dict") or tree["optimizer"] or {}
+        if "loss_scaler" in state:
+            state["loss_scaler"].cur_scale = convert(2.0**20)
+        elif "cur_scale" in state:
+            state["cur_scale"] = convert(2.0**20)
+    index = open_files(tmp_path, files, Naming(MODEL.live_groups))
+    assert index.scaler["cur_scale"] == 2.0**20
 
 
 # -- MiCS: each group of ranks holds all partitions, and the first group saves ----------------------------------------

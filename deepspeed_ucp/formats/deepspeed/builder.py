@@ -418,7 +418,7 @@ class Builder:
         if known is scalars:
             return
         for key, value in scalars.items():
-            if key not in known or known[key] == value or value != value:
+            if key not in known or known[key] == value or (known[key] != known[key] and value != value):
                 continue
             if key != "step":
                 difference = f"a number that differs between ranks, {known[key]} on one and {value} on another"

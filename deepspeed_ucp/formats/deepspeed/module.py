@@ -155,7 +155,8 @@ def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable
     for name, piece in tensors.items():
         if name in aliases:
             continue
-        first = seen.setdefault((piece.record, piece.offset, piece.shape), name) if piece.numel else name
+        view = (piece.record, piece.offset, piece.shape, piece.fault)  # other strides are another view
+        first = seen.setdefault(view, name) if piece.numel else name
         if first != name:
             aliases[name] = first
         else:

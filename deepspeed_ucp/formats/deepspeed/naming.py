@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from ...errors import ConfigError, MismatchError, shorten
@@ -158,7 +159,12 @@ def fit_groups(
 ) -> list[tuple[str, ...]]:
     """Return the names of the parameters of each saved group, in saved order."""
     if optim.names is not None:
-        return list(optim.names)
+        if fits(optim.names, optim, shapes):
+            return list(optim.names)
+        if live is None:
+            odd = [name for name in chain.from_iterable(optim.names) if name not in shapes]
+            text = f"its param groups name other parameters than the model states: {shorten(odd) or 'other numbers'}."
+            raise MismatchError(f"{text} Describe the groups with --groups.", path=path)
     for only_owned in (False, True):
         named = pick_names(live or (), only_owned)
         # Wrappers omit parameters without elements on this tensor-parallel rank (fewer rows than ranks).
@@ -212,12 +218,15 @@ def check_state_shapes(part: NamedOptimizer, path: str) -> None:
     optim, names = part.optim, part.names
     if optim.traits.is_flat or len(names) != len(optim.tensors):
         return
+    known = {part.shapes[name] for name in names}
     for state in sorted({state for tensor in optim.tensors for state in tensor.states}):
         pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.tensors, strict=True) if state in h.states]
         expected = [part.shapes[name] for name, _ in pairs]
         actual = [shape for _, shape in pairs]
-        if actual != expected and sorted(actual) == sorted(expected):
-            name, shape = next(pair for pair in pairs if pair[1] != part.shapes[pair[0]])
+        odd = [(name, shape) for name, shape in pairs if shape != part.shapes[name]]
+        alike = [pair for pair in odd if count(pair[1]) == count(part.shapes[pair[0]]) > 1 and pair[1] in known]
+        if odd and (alike or sorted(actual) == sorted(expected)):
+            name, shape = (alike or odd)[0]
             raise MismatchError(
                 f"{name} has shape {part.shapes[name]}, the {state} saved at its place has {shape}. Stage 0 "
                 "saves no parameter names: this run gives its parameters to the optimizer in another order than the "

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
@@ -19,6 +20,7 @@ from ...model.index import ASKED, BATCH_SIZES, BEGUN, Use, to_integer
 from ...model.storage import ITEMSIZE, strip_compiled
 from ...model.wrappers import STAGE, Form, Wrapper, find_saved
 from ...torchsave.objects import (
+    Global,
     PickledObject,
     TensorRef,
     describe,
@@ -136,18 +138,30 @@ _SECTIONS = (
 
 def _pick_config(config: Any) -> dict[str, Any]:
     """Return the parts of a saved ds_config that the index uses."""
-    if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
+    if not isinstance(config, dict):  # a path
         return {}
     sections = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict)}
+    if has_more_parts(sections, _MOST_PARTS):
+        raise ValueError(f"sections of more than {_MOST_PARTS} parts")
     if "zero_optimization" in sections:
         sections["zero_optimization"] = normalize_zero(sections["zero_optimization"])
-    picked = {key: section for key, section in sections.items() if _is_plain(section)}
+    picked: dict[str, Any] = {key: _keep_plain(section) for key, section in sections.items()}
     picked |= {key: True for row in REGISTRY for key in row.flags if config.get(key) is True}
     picked[WRITERS] = [key for key in ("nebula", "datastates_ckpt") if config.get(key)]
     section = config.get("checkpoint")
     if isinstance(section, dict) and section.get("writer"):
         picked[WRITERS].append("checkpoint.writer")
     return picked
+
+
+def _keep_plain(section: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a section of a ds_config without other values than plain ones, dtypes (by name) and enum members."""
+    kept: dict[Any, Any] = {}
+    for key, value in section.items():
+        is_name = isinstance(value, Global) and is_dtype(value.kind)
+        plain = value.name if is_name else _keep_plain(value) if isinstance(value, dict) else to_member(value)
+        kept |= {key: plain} if _is_plain(plain) else {}
+    return kept
 
 
 def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
@@ -241,10 +255,7 @@ class HeaderReader:
             return Piece(record, 0, value.shape, value.dtype, f"dtype {value.dtype} is not covered")
         if (value.offset + value.numel) * itemsize > record.nbytes:
             raise CheckpointError(f"the bytes of {label} are not all there; the file is damaged.", path=self.file.path)
-        fault = ""
-        if not value.is_contiguous():
-            fault = f"its memory is not contiguous (shape {value.shape}, strides {value.stride})"
-        return Piece(record, value.offset * itemsize, value.shape, value.dtype, fault)
+        return Piece(record, value.offset * itemsize, value.shape, value.dtype, value.fault)
 
     def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
         """Read a file of model states; the caller applies :func:`explain_form`.
@@ -261,8 +272,8 @@ class HeaderReader:
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
         fragments = tree.get("frozen_param_fragments") or {}
-        frozen = _strip({name: self.make_piece(value, name) for name, value in fragments.items()})
-        frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {})))
+        frozen = _strip((name, self.make_piece(value, name)) for name, value in fragments.items())
+        frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {}).items()))
         if lacking := frozen.keys() - frozen_shapes.keys():
             raise ValueError(f"no shape for {shorten(sorted(lacking))}")
         pieces = (*(module or {}).values(), *frozen.values(), *(optim.list_pieces() if optim else ()))
@@ -298,7 +309,7 @@ class HeaderReader:
         """
         if not isinstance(module, dict):
             raise TypeError("a module's state_dict is expected")
-        return _strip({name: self.make_piece(value, name) for name, value in _walk_tensors(module)})
+        return _strip((name, self.make_piece(value, name)) for name, value in _walk_tensors(module))
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:
         """Read an optimizer's state dict according to the wrapper that saved it.
@@ -359,16 +370,21 @@ class HeaderReader:
         groups = [dict(group) for group in inner.get("param_groups", [])]
         params = [tuple(group.pop("params", ())) for group in groups]
         named = [group.pop("param_names", None) for group in groups]
-        states = {key: self._read_states(value) for key, value in inner.get("state", {}).items()}
-        kept = len(groups) if wrapper.is_flat else sum(map(len, params))
+        saved, members = inner.get("state", {}), list(map(_as_int, chain.from_iterable(params)))
+        known = {*members}
+        common = {str(key): describe(value) for key, value in saved.items() if value and key not in known}
+        states = {key: self._read_states(saved.get(key, {})) for key in members}
+        for key in members[:1]:  # states of the whole optimizer are recorded with its first parameter
+            states[key] = replace(states[key], other=states[key].other | common)
+        kept = len(groups) if wrapper.is_flat else len(members)
         if wrapper.has_copies and not wrapper.is_cut and len(masters) != kept:
             raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {kept}")
         return OptimHeader(
             kind=wrapper.name,
             stage=wrapper.stages[-1],
             masters=tuple(self.make_piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
-            tensors=tuple(states.get(position, TensorStates()) for members in params for position in members),
-            owners=tuple(group for group, members in enumerate(params) for _ in members),
+            tensors=tuple(states[key] for key in members),
+            owners=tuple(group for group, keys in enumerate(params) for _ in keys),
             groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
             partition_count=self.read_field(state, "partition_count", _as_ints),
             scaler=_read_scaler(state),
@@ -463,16 +479,20 @@ def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
     scaler = state.get("loss_scaler")
     kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
     if isinstance(scaler, PickledObject) and isinstance(scaler.state, dict):
-        fields = _pick_plain(scaler.state, kept)
+        fields = _pick_numbers(scaler.state, kept)
         return {**fields, "dynamic": bool(scaler.state.get("dynamic", False))}
     if "cur_scale" in state:
-        fields = _pick_plain(state, kept)
+        fields = _pick_numbers(state, kept)
         return {**fields, "dynamic": bool(state.get("dynamic_loss_scale", False))}
     return {}
 
 
-def _pick_plain(fields: Mapping[str, Any], kept: Iterable[str]) -> dict[str, Any]:
-    return {key: fields[key] for key in kept if key in fields and _is_plain(fields[key])}
+def _pick_numbers(fields: Mapping[str, Any], kept: Iterable[str]) -> dict[str, Any]:
+    numbers = {key: to_number(fields[key]) for key in kept if key in fields}
+    for key, number in numbers.items():
+        if not _is_plain(number):
+            raise TypeError(f"the loss scaler's {key} is {describe(number)}")
+    return numbers
 
 
 def read_hyper(value: Any, path: str) -> Any:
@@ -500,11 +520,13 @@ def _simplify(value: Any) -> Any:
     return to_number(value)
 
 
-def _strip(named: dict[str, T]) -> dict[str, T]:
-    """Rename entries to atom names, which have no torch.compile prefix; refuse two entries of one name."""
-    stripped = {strip_compiled(name): value for name, value in named.items()}
-    if len(stripped) < len(named):
-        raise ValueError("two tensors have one name without torch.compile's prefix")
+def _strip(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return entries by atom name, which has no torch.compile prefix; refuse two entries of one name."""
+    stripped: dict[str, T] = {}
+    for name, value in named:
+        if strip_compiled(name) in stripped:
+            raise ValueError(f"two tensors have the name {describe(name)}, without torch.compile's prefix")
+        stripped[strip_compiled(name)] = value
     return stripped
 
 

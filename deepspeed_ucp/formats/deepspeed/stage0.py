@@ -66,7 +66,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
     save = builder.save
     parts = _name_parts(save, live, naming)
     for part in parts:
-        if part.optim.names is None:
+        if part.optim.names is None or part.groups != [*part.optim.names]:
             check_group_order(part.optim.groups, naming.hyper, save.path(part.header))
             check_state_shapes(part, save.path(part.header))
     trained = [_find_trained(part, live) for part in parts]

@@ -47,6 +47,7 @@ def build_zero(builder: Builder) -> None:
     builder.batches = batch_files(chain(*save.shards))
     optimized = set(chain(*names))
     for mp, rank in enumerate(builder.ranks):
+        _check_buffers(save, mp, len(dealt[mp]))
         _add_rank(builder, rank, dealt[mp], save.shards[mp][0].require_optim())
         if save.is_sharded:
             add_frozen_zero3(builder, rank, save.models[mp], optimized)
@@ -131,7 +132,7 @@ def _lay_out(
     ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
     """
     optim, sharded = shards[0].require_optim(), builder.save.is_sharded
-    partition = None if sharded else _count_elements(builder, shards[0], index)
+    partition = None if sharded else _count_elements(shards[0].require_optim(), index)
     if known and (sharded or (known[0].partition, known[0].parts) == (partition, len(shards))):
         return known
     gaps = optim.alignment[index] if optim.alignment else ()
@@ -139,6 +140,17 @@ def _lay_out(
     (buffer,) = optim.traits.lay_out(owner if sharded else index, names, shapes, len(shards), partition, gaps)
     cuts = () if sharded else map(buffer.cuts, range(buffer.parts))
     return buffer, tuple(tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts)
+
+
+def _check_buffers(save: Save, mp: int, groups: int) -> None:
+    """Verify that each file of a model-parallel rank has a flat buffer for each group of the model states."""
+    for shard in save.shards[mp]:
+        if (buffers := len(shard.require_optim().masters)) != groups:
+            raise CheckpointError(
+                f"has {buffers} flat buffers, the model states list {groups}. The file belongs to another run; put "
+                "the right one back.",
+                path=save.path(shard),
+            )
 
 
 def _check_partition(save: Save, stage: int, group: int, share: GroupShare) -> None:
@@ -224,11 +236,8 @@ class _BufferAdder:
     def _check_masters(self, batch: FileBatch) -> None:
         """Verify the sizes and the parameters of the files' partitions."""
         partition = self.buffer.partition
-        if self.index < len(batch.template.optim.masters):
-            sizes = zip(batch.pick(self.index, "numel"), batch.pick_padding(self.index), strict=True)
-            totals = [size + padding for size, padding in sizes]
-        else:
-            totals = [_count_elements(self.builder, batch.headers[0], self.index)]
+        sizes = zip(batch.pick(self.index, "numel"), batch.pick_padding(self.index), strict=True)
+        totals = [size + padding for size, padding in sizes]
         for header, size in zip(batch.headers, totals, strict=True) if totals.count(partition) < len(totals) else ():
             if size != partition:
                 kind = "sub-group" if self.buffer.by_parameter else "partition"
@@ -349,15 +358,8 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
     return MOMENTUM in optim.traits.list_whole(optim.groups[optim.owners[index]], offloaded=offloaded)
 
 
-def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
+def _count_elements(optim: OptimHeader, index: int) -> int:
     """Return the elements of a rank's partition with padding, which ZeRO 1/2 strip from the masters."""
-    optim = shard.require_optim()
-    if index >= len(optim.masters):
-        raise CheckpointError(
-            f"has {len(optim.masters)} flat buffers, but the model states list more. The file belongs to another run; "
-            "put the right one back.",
-            path=builder.save.path(shard),
-        )
     padding = optim.paddings[index] if optim.traits.strips_padding and index < len(optim.paddings) else 0
     return optim.masters[index].numel + padding
 

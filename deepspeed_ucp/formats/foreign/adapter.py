@@ -27,7 +27,8 @@ _DROPPED = "a PEFT adapter holds no weights of its base"
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
     """Read the header of the file and rename its tensors as in a live model; collective."""
     file = next(name for name in where.entries if holds(ADAPTER, name, heads=True))
-    tensors, _ = split_ties(where.once(file, lambda: read_tensors(where, file), comm))
+    read, _ = where.once(file, lambda: read_tensors(where, file), comm)
+    tensors, _ = split_ties(read)
 
     def rename() -> Contents:
         weights = {name_live(name, tensors): tensor for name, tensor in tensors.items()}

@@ -463,8 +463,8 @@ def _read_entry(file: str, part: Header) -> BlockEntry:
         return BlockEntry(file, value=tree) if _is_plain(tree) else BlockEntry(file, fault=f"holds {describe(tree)}")
     if tree.dtype not in ITEMSIZE:
         return BlockEntry(file, fault=f"element type {tree.dtype}")
-    if not tree.is_contiguous():
-        return BlockEntry(file, fault=f"is not contiguous (strides {tree.stride})", dtype=tree.dtype, shape=tree.shape)
+    if tree.fault:
+        return BlockEntry(file, fault=f"cannot be cut: {tree.fault}", dtype=tree.dtype, shape=tree.shape)
     record = part.storages.get(tree.storage.key, FileRecord("", 0, 0, None))
     value = tree.item() if tree.data is not None else None
     return BlockEntry(file, record, tree.offset * ITEMSIZE[tree.dtype], tree.dtype, tree.shape, value)

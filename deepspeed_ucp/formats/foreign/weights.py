@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ...comm import Comm
@@ -24,6 +25,7 @@ from .contents import (
     TensorBlock,
     count_steps,
     is_number,
+    list_ignored,
     read_name,
     read_once,
     read_shape,
@@ -65,6 +67,8 @@ _UNNAMED = (
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which scripts store a state dict."""
 
+_BESIDE = "not in the model's state dict"
+
 NamedTensors = dict[str, tuple[StoredTensor, str | None]]
 """Name → tensor, and an earlier name of the same bytes, if any."""
 
@@ -85,11 +89,13 @@ def read_contents(kind: str, where: FileTable, comm: Comm) -> tuple[Contents, li
         files = sorted(set(weight_map.values()))
     comm.alike(lambda: _check(where, files, indexes))
     head = next(iter([*indexes, *files]))
-    headers = where.share(files, lambda name: read_tensors(where, name), comm)
-    weights, ties = split_ties(
-        comm.alike(lambda: _unite(where, head, dict(zip(files, headers, strict=True)), weight_map))
+    read = where.share(files, lambda name: read_tensors(where, name), comm)
+    headers = {file: tensors for file, (tensors, _) in zip(files, read, strict=True)}
+    weights, ties = split_ties(comm.alike(lambda: _unite(where, head, headers, weight_map)))
+    ignored = (
+        list_ignored(others, _BESIDE, where.path(file), file) for file, (_, others) in zip(files, read, strict=True)
     )
-    return Contents(kind, head, weights, aliases=ties), []
+    return Contents(kind, head, weights, aliases=ties), [*chain.from_iterable(ignored)]
 
 
 def _read_index(path: str, ending: str) -> dict[str, str]:
@@ -150,13 +156,13 @@ def split_ties(tensors: NamedTensors) -> tuple[dict[str, StoredTensor], dict[str
     return {name: tensor for name, (tensor, _) in tensors.items() if name not in ties}, ties
 
 
-def read_tensors(where: FileTable, name: str) -> NamedTensors:
-    """Read the tensors of a file."""
+def read_tensors(where: FileTable, name: str) -> tuple[NamedTensors, list[str]]:
+    """Read the tensors of a file, and the keys of other contents."""
     is_dict = not name.endswith(".safetensors")
     return read_with(lambda path: (_read_state_dict if is_dict else _read_safetensors)(path, name), where, name)
 
 
-def _read_safetensors(path: str, name: str) -> NamedTensors:
+def _read_safetensors(path: str, name: str) -> tuple[NamedTensors, list[str]]:
     with open_file(path) as stream:
         size = stream.size
         length = int.from_bytes(stream.read_at(8, 0), "little")
@@ -166,7 +172,7 @@ def _read_safetensors(path: str, name: str) -> NamedTensors:
                 path=path,
             )
         header = parse_json(stream.read_at(length, 8), path, strict=True)
-        return _parse_header(header, name, path, 8 + length, size)
+        return _parse_header(header, name, path, 8 + length, size), []
 
 
 def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size: int) -> NamedTensors:
@@ -208,22 +214,23 @@ def _check_cover(spans: list[tuple[int, int, str]], size: int, path: str) -> Non
         position, before = high, name
 
 
-def _read_state_dict(path: str, name: str) -> NamedTensors:
+def _read_state_dict(path: str, name: str) -> tuple[NamedTensors, list[str]]:
     file = torchfile.read_header(path)
     tensors, seen = NamedTensors(), dict[tuple[Any, ...], str]()
-    for key, ref in _list_tensors(file.tree, path):
+    listed, others = _list_tensors(file.tree, path)
+    for key, ref in listed:
         if key in tensors:
             raise CheckpointError(f"holds two tensors under {key}; it is damaged.", path=path)
         first = seen.setdefault((ref.storage.key, ref.offset, ref.shape, ref.dtype), key)
         tensor = _store_tensor(key, ref, file.storages, name, path)
         tensors[key] = tensor, first if ref.numel and first != key else None
-    return tensors
+    return tensors, others
 
 
 def _store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], name: str, path: str) -> StoredTensor:
     """Return a tensor of a ``torch.save`` file as one block."""
-    if ref.dtype not in ITEMSIZE or not ref.is_contiguous():
-        raise UnsupportedError(f"{key} ({describe(ref)}) is not contiguous, or of another type.", path=path)
+    if fault := ref.fault or "its dtype is not covered" * (ref.dtype not in ITEMSIZE):
+        raise UnsupportedError(f"{key} ({describe(ref)}): {fault}.", path=path)
     record = storages.get(ref.storage.key)
     if record is None and ref.numel:
         raise CheckpointError(f"has no bytes of {key} ({describe(ref)}); it is damaged.", path=path)
@@ -232,16 +239,20 @@ def _store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], 
     return StoredTensor(ref.dtype, ref.shape, chunks)
 
 
-def _list_tensors(tree: Any, path: str) -> Iterator[tuple[str, TensorRef]]:
+def _list_tensors(tree: Any, path: str) -> tuple[list[tuple[str, TensorRef]], list[str]]:
+    """List the tensors of a state dict, which may be an entry of ``tree``, and the keys of other contents."""
     if not isinstance(tree, dict):
         raise UnsupportedError(f"holds {describe(tree)}, not a state dict.", path=path)
-    inside = [key for key in _INSIDE if isinstance(tree.get(key), dict)]
-    content = tree[inside[0]] if inside else tree
-    for key, value in content.items():
-        if isinstance(value, TensorRef):
-            yield str(key), value
-        elif not inside and not str(key).endswith("_extra_state"):
-            raise UnsupportedError(f"holds {describe(value)} under {describe(key)}: it is no state dict.", path=path)
+    inside = next((key for key in _INSIDE if isinstance(tree.get(key), dict)), None)
+    content = tree if inside is None else tree[inside]
+    tensors = [(str(key), value) for key, value in content.items() if isinstance(value, TensorRef)]
+    others = [key for key, value in content.items() if not isinstance(value, TensorRef)]
+    others = [key for key in others if not str(key).endswith("_extra_state")]
+    if inside is None and others:
+        value, key = describe(tree[others[0]]), describe(others[0])
+        raise UnsupportedError(f"holds {value} under {key}: it is no state dict.", path=path)
+    others += [] if inside is None else [key for key in tree if key != inside]
+    return tensors, list(map(describe, others))
 
 
 def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:

@@ -391,9 +391,9 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
     for state, header in states.items():
         if state == _STEP:
             continue
-        if header.piece is None or header.piece.numel != count(shape):
+        if header.piece is None or header.piece.shape != master.piece.shape:
             shape_there = header.piece.shape if header.piece else "a number"
-            text = f"holds {shape_there}, {name} has shape {shape}. The file is of another run."
+            text = f"holds {shape_there}, {MASTER}.pt {master.piece.shape}. The file is of another run."
             raise CheckpointError(text, path=f"{part.save.folder}/{header.file.name}")
         builder.add(SavedRank(), name, state, header.file, replace(header.piece, shape=shape))
 

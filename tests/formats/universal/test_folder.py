@@ -210,8 +210,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text": (write_file("one/fp32.pt", "x"), "zero/one/fp32.pt: holds a str"),
     "other shape": (write_file("b.weight/fp32.pt", OTHER_SHAPE),
                     r"zero/b.weight/fp32.pt: has shape \(6, 7\), .* says \(5, 7\)"),
-    "other state": (write_file("b.weight/exp_avg.pt", OTHER_SHAPE),
-                    r"zero/b.weight/exp_avg.pt: holds \(6, 7\), b.weight has shape \(5, 7\)"),
+    **{f"{kind} state": (write_file("b.weight/exp_avg.pt", {"param": torch.zeros(*shape)}),
+                         rf"zero/b.weight/exp_avg.pt: holds \({shape[0]}, {shape[1]}\), fp32.pt \(5, 7\)")
+       for kind, shape in (("other", (6, 7)), ("turned", (7, 5)))},
     "module.pt": (
         lambda folder: shutil.copy(folder / "zero/one/fp32.pt", folder / "zero/one/module.pt"),
         "ucp_manifest.json is missing: zero/one/module.pt was written by `ds_ucp convert`",
