@@ -26,7 +26,7 @@ from .model.index import to_integer
 from .preemption import save_if_signaled
 from .saves.saver import save_into_memory
 from .saves.search import find_in_memory
-from .saves.sizes import foresee_saves
+from .saves.sizes import estimate_saves
 from .sealing import seal_last, seal_late, seal_save
 from .tensor_parallel.rules import from_config
 from .uncaught import find_fault, shorten_uncaught
@@ -113,7 +113,7 @@ def _configure_checkpointing(original: Callable[..., Any], engine: Any, *args: A
     original(engine, *args)
     config = get_config(engine)
     if config is not None and config.save is not None:
-        foresee_saves(engine, config)
+        estimate_saves(engine, config)
 
 
 def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
@@ -152,7 +152,7 @@ def _save_checkpoint(
     else:
         latest = bool(more.get("save_latest", True))
         saved, in_memory = save_into_memory(
-            engine, config, str(save_dir), str(tag), write, latest=latest, by_itself=is_snapshot
+            engine, config, str(save_dir), str(tag), write, latest=latest, is_snapshot=is_snapshot
         )
         if not is_snapshot:
             snapshots.note_save(engine, str(save_dir), latest=latest)

@@ -4,5 +4,5 @@
   starts the writer process. :mod:`.search` finds saves for loads, :mod:`.keeping` postpones trainers' removals.
 * In the writer process, which imports neither torch nor deepspeed: :mod:`.writer`, which copies to destinations
   (:mod:`.places`, :mod:`.publishing`) and to another node's memory (:mod:`.copies`).
-* In both: the folders in memory (:mod:`.memory`), and which saves are kept there (:mod:`.room`).
+* In both: the folders in memory (:mod:`.memory`), and which saves are kept there (:mod:`.budget`).
 """

@@ -28,8 +28,8 @@ from ..io.deletion import delete_own
 from ..io.disk import count_allocated, write_at
 from ..io.paths import LONGEST_PATH, is_below
 from ..io.read import crc32
+from .budget import count_free
 from .memory import Job, Snapshot
-from .room import count_free
 
 logger = logging.getLogger("deepspeed_ucp")
 

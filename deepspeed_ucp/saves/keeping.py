@@ -116,7 +116,7 @@ atexit.register(remove_postponed)  # before savers are: it runs when they have f
 
 
 def _is_needed(folder: str, marker: str, *, coming: bool = False) -> bool:
-    written = {place for saver in list_savers() for place in saver.list_written()}
+    written = {place for saver in list_savers() for place in saver.list_pending()}
     beside = os.path.dirname(folder)
     if folder in written:
         return True
@@ -152,7 +152,7 @@ def finish_here() -> None:
 
 def _finish_savers() -> None:
     for saver in list_savers():
-        if saver.list_written():  # only on a node's first rank
+        if saver.list_pending():  # only on a node's first rank
             saver.finish()
 
 

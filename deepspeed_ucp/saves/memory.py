@@ -171,7 +171,7 @@ class Snapshot:
         self._forget()
         delete_own(self.folder)
 
-    def spare(self) -> None:
+    def recycle(self) -> None:
         """Delete it, but keep its files for the next save to overwrite, unless there are such files already.
 
         Overwriting is faster than allocating new pages.

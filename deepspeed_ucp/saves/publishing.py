@@ -201,7 +201,7 @@ def _move_others_and_delete(old: str, final: str) -> None:
     """Move files with names that no checkpoint uses from ``old`` to ``final``, then delete ``old``."""
     if os.path.isdir(old) and not os.path.islink(old):
         for name in os.listdir(old):
-            is_stale = is_saved(name) or name in _OTHER_FORMS or name.startswith(UPLOAD)
+            is_stale = is_save_file(name) or name in _OTHER_FORMS or name.startswith(UPLOAD)
             if not is_stale and not os.path.lexists(os.path.join(final, name)):
                 os.rename(os.path.join(old, name), os.path.join(final, name))
     with suppress(OSError):
@@ -324,7 +324,7 @@ class _StoreTag(Tag):
         """
         former, current = _parse(before, self.final).get("folder"), os.path.basename(self.temporary)
         for name in list_folder(self.final):
-            if name != current and (name == former or (is_saved(name) and not name.startswith(WRITTEN))):
+            if name != current and (name == former or (is_save_file(name) and not name.startswith(WRITTEN))):
                 remove_tree(self.final, name)
 
 
@@ -335,7 +335,7 @@ def _parse(pointer: str, path: str) -> dict[str, Any]:
     return {}
 
 
-def is_saved(name: str) -> bool:
+def is_save_file(name: str) -> bool:
     """Return True if a path below a tag has a name that saves use. Other files, and other tags, may be there too."""
     return (
         name.startswith((f"{OFFLOADED}/", WRITTEN))
@@ -366,7 +366,7 @@ def remove_tag(place: str, tag: str) -> None:
             remove(f"{folder}/{PUBLISHED}")
             remove_tree(folder, published)
         remove(f"{folder}/{SEAL}")
-        names = [name for name in list_tree(folder) if is_saved(name)]
+        names = [name for name in list_tree(folder) if is_save_file(name)]
         for is_turn in _TURNS:
             map_threads(lambda name: remove(f"{folder}/{name}"), [*filter(is_turn, names)], _REMOVERS)
         return
@@ -382,7 +382,7 @@ def remove_tag(place: str, tag: str) -> None:
 
 
 def _is_deleted_in(is_turn: Callable[[str], bool], name: str) -> bool:
-    return is_turn(name) and is_saved(name)
+    return is_turn(name) and is_save_file(name)
 
 
 def _sync(fd: int) -> None:

@@ -27,6 +27,7 @@ from ..io.deletion import delete_own
 from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
 from ..writer import is_decoupled
+from .budget import ADVICE, MemoryBudget, free_unwanted
 from .files import MappedFiles, save_over
 from .launch import POLLED, WriterPipe, finish_dead, wait_until_written
 from .memory import (
@@ -42,8 +43,7 @@ from .memory import (
     name_job,
 )
 from .neighbours import find_neighbours
-from .room import ADVICE, Room, free_unwanted
-from .sizes import SPARE
+from .sizes import MARGIN
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -80,7 +80,7 @@ class Saver:
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
         self.number, self.failed = 0, ""
-        self.room, self.writer = Room(self.job, needed), WriterPipe(self.job, config)
+        self.budget, self.writer = MemoryBudget(self.job, needed), WriterPipe(self.job, config)
         self.made = 0  # number of saves of the script
         self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._requested, self.lost = dict[int, str](), dict[str, str]()
@@ -175,9 +175,9 @@ class Saver:
         for number in self.job.list_numbers():  # left by saves that failed
             if self.job.is_unfinished(number):
                 delete_own(self.job.find_folder(number))
-        if (why := self.room.make()) and waits:
-            self.finish(self.room.free_older)
-            if why := self.room.make():
+        if (why := self.budget.make_room()) and waits:
+            self.finish(self.budget.free_older)
+            if why := self.budget.make_room():
                 self.check_pending(why)
         if why:
             return why
@@ -194,28 +194,28 @@ class Saver:
             if self.is_owner:
                 free_unwanted(self.job)
 
-    def list_written(self) -> set[str]:
+    def list_pending(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""
         return set(list_late(self.job.list_saves())) if self.is_owner else set()
 
-    def end(self, save_dir: str, tag: str, step: int, *, latest: bool, by_itself: bool) -> None:
+    def end(self, save_dir: str, tag: str, step: int, *, latest: bool, is_snapshot: bool) -> None:
         """Record that all of the node's files of the save are in memory, and notify the writer."""
-        self.made += not by_itself
-        places: dict[str, int | None] = {} if by_itself or self.options.to else {locate(save_dir): None}
+        self.made += not is_snapshot
+        places: dict[str, int | None] = {} if is_snapshot or self.options.to else {locate(save_dir): None}
         for tier in self.options.to:
-            if not by_itself and self.made % tier.every == 0:
+            if not is_snapshot and self.made % tier.every == 0:
                 places[locate(tier.place)] = tier.keep
         Snapshot(
             job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
             node=self.node, nodes=self.nodes, destinations=places, folder=self.folder,
         ).write_record()  # fmt: skip
-        self.room.needed = int(SPARE * count_allocated(self.folder))
+        self.budget.needed = int(MARGIN * count_allocated(self.folder))
         if places:
             self._requested[self.number] = tag
         self.writer.notify()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
         if latest and (self.writer.neighbours is None or self.writer.neighbours.safe):
-            self.room.drop_dead(save_dir, tag, by_itself=by_itself)
+            self.budget.drop_dead(save_dir, tag, is_snapshot=is_snapshot)
 
     def check_pending(self, why: str) -> None:
         """Refuse a save outside of memory while saves are pending, which would later replace it in ``latest``.
@@ -325,7 +325,7 @@ def save_into_memory(
     write: Callable[..., Any],
     *,
     latest: bool,
-    by_itself: bool = False,
+    is_snapshot: bool = False,
 ) -> tuple[Any, bool]:
     """Save into memory; the writer process writes to the destinations (collective).
 
@@ -334,7 +334,7 @@ def save_into_memory(
 
     Args:
         write: DeepSpeed's save; takes the folder of tags.
-        by_itself: it is a snapshot: it stays in memory, and waits for no pending save.
+        is_snapshot: it is a snapshot: it stays in memory, and waits for no pending save.
 
     Returns:
         The result of ``write``, and True if the save is in memory.
@@ -356,13 +356,15 @@ def save_into_memory(
 
     if why := next(filter(None, comm.each(begin)), ""):
         saver.mapped.tidy(everything=True)  # mapped memory is not free
-        why = next(filter(None, connect().each(partial(begin, waits=not by_itself))), "")
+        why = next(filter(None, connect().each(partial(begin, waits=not is_snapshot))), "")
     if not why:
         saved, why = _write_quickly(engine, saver, write, comm)
     if why:
         saver.number -= 1
-        saved = _write_slowly(saver, save_dir, tag, why, write, comm, by_itself=by_itself)
-        comm.run(lambda: saver.room.drop_dead(save_dir, tag, by_itself=False) if saver.is_owner and latest else None)
+        saved = _write_slowly(saver, save_dir, tag, why, write, comm, is_snapshot=is_snapshot)
+        comm.run(
+            lambda: saver.budget.drop_dead(save_dir, tag, is_snapshot=False) if saver.is_owner and latest else None
+        )
         return saved, False
     step = engine.global_steps
 
@@ -370,7 +372,7 @@ def save_into_memory(
         if saver.is_owner:
             saver.job.drop_spare()
             saver.warn_late()
-            saver.end(save_dir, tag, step, latest=latest, by_itself=by_itself)
+            saver.end(save_dir, tag, step, latest=latest, is_snapshot=is_snapshot)
 
     comm.run(end)
     saver.mapped.settle()
@@ -394,7 +396,7 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
 
 
 def _write_slowly(
-    saver: Saver, save_dir: str, tag: str, why: str, write: Callable[[str], Any], comm: Comm, *, by_itself: bool
+    saver: Saver, save_dir: str, tag: str, why: str, write: Callable[[str], Any], comm: Comm, *, is_snapshot: bool
 ) -> Any:
     """Save without memory, while training waits (collective).
 
@@ -403,7 +405,7 @@ def _write_slowly(
     """
 
     def check() -> None:
-        if by_itself or is_url(save_dir):
+        if is_snapshot or is_url(save_dir):
             raise StorageError(f"{tag} cannot be saved through memory: {why}", path=save_dir)
         if saver.is_owner:
             saver.finish(lambda: False)

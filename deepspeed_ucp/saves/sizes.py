@@ -15,16 +15,16 @@ from ..errors import ConfigError
 from ..io.disk import count_allocated
 from ..io.memory import identify_host
 from ..model.wrappers import find_live
+from .budget import ADVICE, count_free
 from .memory import find_root, list_dead
-from .room import ADVICE, count_free
 
 logger = logging.getLogger("deepspeed_ucp")
 
-SPARE = 1.05
+MARGIN = 1.05
 """Factor from the bytes of a save's tensors or of the last save's files to the bytes reserved for the next save."""
 
 
-def foresee_saves(engine: Any, config: UniversalConfig) -> None:
+def estimate_saves(engine: Any, config: UniversalConfig) -> None:
     """Estimate each node's save, keep this node's estimate, and log the memory that is free (collective).
 
     Raises:
@@ -41,9 +41,9 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
     for host, needed, free in comm.each(look):
         known = nodes.get(host, (0, free))
         nodes[host] = known[0] + needed, min(known[1], free)
-    find_state(engine).save_size = int(SPARE * nodes[identify_host()][0])
+    find_state(engine).save_size = int(MARGIN * nodes[identify_host()][0])
     needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
-    needed = int(SPARE * needed)
+    needed = int(MARGIN * needed)
     text = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
     if needed > free:
         raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')

@@ -24,10 +24,10 @@ from dataclasses import replace
 from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
+from .budget import free_unwanted, is_safe
 from .copies import Replicator
 from .memory import FINISHED, Job, Snapshot, list_late
 from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
-from .room import free_unwanted, is_safe
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -38,7 +38,7 @@ from tests.support.engines.ranks import (
 )
 
 CASES = [Case(1, 2, "bf16"), Case(3, 3), Case(0, 2), Case(2, 1, "fp16")]
-MIB_FREE = "deepspeed_ucp.saves.room.count_free"
+MIB_FREE = "deepspeed_ucp.saves.budget.count_free"
 
 
 def saving(case: Case, memory: Path, **options: Any) -> Case:

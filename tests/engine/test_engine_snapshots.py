@@ -167,7 +167,7 @@ def train_without_room(ds_config: dict[str, Any], folder: str) -> tuple[list[int
     trained = train_engine(engine)
     warn = mock.patch.object(snapshots.logger, "warning", lambda text, *args: warnings.append(text % args))
     with warn, follow(engine, folder, every=2) as taken:
-        with mock.patch("deepspeed_ucp.saves.room.count_free", return_value=1000):
+        with mock.patch("deepspeed_ucp.saves.budget.count_free", return_value=1000):
             train_steps(trained, 5)
         train_steps(trained, 2)
         if dist.get_rank():

@@ -25,7 +25,7 @@ CONFIG = UniversalConfig(save=SaveOptions())
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Folders that lack saves."""
     folders = set[str]()
-    saver = SimpleNamespace(list_written=lambda: folders)
+    saver = SimpleNamespace(list_pending=lambda: folders)
     monkeypatch.setattr(keeping, "list_savers", lambda: [saver])
     yield folders
     folders.clear()

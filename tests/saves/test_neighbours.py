@@ -22,7 +22,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import DiskFullError, StorageError
 from deepspeed_ucp.io.read import crc32
-from deepspeed_ucp.saves import copies, neighbours, room
+from deepspeed_ucp.saves import budget, copies, neighbours
 from deepspeed_ucp.saves.copies import Peer
 from deepspeed_ucp.saves.launch import start_writer
 from deepspeed_ucp.saves.memory import Snapshot, find_root, is_locked, name_job
@@ -238,7 +238,7 @@ def test_a_save_that_is_overwritten_while_it_is_sent_is_no_copy(nodes: Nodes) ->
     def send(*args: Any) -> None:
         original(*args)
         if save.is_recorded():
-            save.spare()
+            save.recycle()
 
     with mock.patch.object(Peer, "send_file", send):
         nodes.start(0)
@@ -294,12 +294,12 @@ def test_copies_of_a_dead_job_are_removed_for_a_save_once_their_destination_has_
     nodes.jobs[1].disown()
     config = UniversalConfig(save=SaveOptions(memory=nodes.memories[1]))
     saver = Saver(config, name_job(), 0, [0])
-    with mock.patch.object(room, "count_free", side_effect=lambda _: 0 if nodes.list_copies(1) else 100):
-        saver.room.needed = 10
-        assert f"{save.tag} (step {save.step}) of {save.save_dir}" in saver.room.make() and nodes.list_copies(1)
+    with mock.patch.object(budget, "count_free", side_effect=lambda _: 0 if nodes.list_copies(1) else 100):
+        saver.budget.needed = 10
+        assert f"{save.tag} (step {save.step}) of {save.save_dir}" in saver.budget.make_room() and nodes.list_copies(1)
         for copy in nodes.jobs[1].list_copies():
             copy.note("done", dict.fromkeys(copy.destinations, "mark"))
-        assert saver.room.make() == ""
+        assert saver.budget.make_room() == ""
 
 
 def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: Nodes) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.io import deletion
 from deepspeed_ucp.io.deletion import delete_tree
-from deepspeed_ucp.saves.publishing import is_saved, remove_tag, remove_tree
+from deepspeed_ucp.saves.publishing import is_save_file, remove_tag, remove_tree
 from tests.saves.saving import Run
 from tests.support.reshard import examples
 
@@ -178,10 +178,10 @@ def test_random_trees_with_links(tree: dict[str, Any]) -> None:
         gone = {path.removeprefix("place/tag").lstrip("/") for path in before.keys() - after.keys()}
         assert {path: before[path] for path in after} == after
         files = {path for path in gone if before[f"place/tag/{path}".rstrip("/")] is not None}
-        assert all(map(is_saved, files))
+        assert all(map(is_save_file, files))
         assert all(path == "" or path.split("/")[0] == SWAPS for path in gone - files)
         kept = {path.removeprefix("place/tag/") for path in after if path.startswith("place/tag/")}
-        assert not [path for path in kept if is_saved(path) and after[f"place/tag/{path}"] is not None]
+        assert not [path for path in kept if is_save_file(path) and after[f"place/tag/{path}"] is not None]
 
 
 @pytest.mark.parametrize("path", [".", "..", "../..", "/"])

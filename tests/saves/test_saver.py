@@ -26,7 +26,7 @@ from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io.disk import count_allocated
 from deepspeed_ucp.io.memory import identify_host
-from deepspeed_ucp.saves import launch, room
+from deepspeed_ucp.saves import budget, launch
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import (
     Job,
@@ -93,7 +93,7 @@ def test_a_save_without_room_follows_the_pending_saves(training: Training, monke
         assert (training.place / "latest").read_text() == "first" and is_whole(str(training.place / "first"))
 
     assert training.save("first")
-    monkeypatch.setattr(room, "count_free", lambda _: -1)
+    monkeypatch.setattr(budget, "count_free", lambda _: -1)
     assert not training.save("second", write=check) and training.given[-1] == str(training.place)
 
 
@@ -130,7 +130,7 @@ def test_a_save_waits_for_the_memory_of_pending_ones(training: Training, monkeyp
         saver = find_state(training.engine).saver
         return -1 if saver is not None and list_late(saver.job.list_saves()) else 1 << 40
 
-    monkeypatch.setattr(room, "count_free", count)
+    monkeypatch.setattr(budget, "count_free", count)
     tags = ["best", "a", "b", "last"]
     assert all(training.save(tag) for tag in tags)
     finish_saves(training.engine, required=True)
@@ -141,16 +141,16 @@ def test_a_save_waits_for_the_memory_of_pending_ones(training: Training, monkeyp
 def test_memory_with_room_for_one_save(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last save is freed for the next one when its destination has it, but never one that is in memory alone."""
     assert training.save("first") and training.saver.finish()
-    size = training.saver.room.needed
+    size = training.saver.budget.needed
 
     def count(_: str) -> int:
         return size - sum(count_allocated(save.folder) for save in training.job.list_saves())
 
-    monkeypatch.setattr(room, "count_free", count)
+    monkeypatch.setattr(budget, "count_free", count)
     assert training.save("second") and training.saver.finish()
-    assert training.save("third", by_itself=True)
+    assert training.save("third", is_snapshot=True)
     with pytest.raises(StorageError, match="MiB are free"):
-        training.save("fourth", by_itself=True)
+        training.save("fourth", is_snapshot=True)
     assert [save.tag for save in training.job.list_saves()] == ["third"]
     assert all(is_whole(str(training.place / tag)) for tag in ("first", "second"))
 
@@ -180,7 +180,7 @@ def test_a_save_that_pending_ones_leave_no_room_for_is_an_error(
     training.place.write_text("no folder")
     assert training.save("first") and training.save("again")
     wait_until(lambda: "not written" in training.log)
-    monkeypatch.setattr(room, "count_free", lambda _: -1)
+    monkeypatch.setattr(budget, "count_free", lambda _: -1)
     with mock.patch.object(launch.WriterPipe, "notify"), mock_clock(PATIENCE / 4) as clock:
         with pytest.raises(StorageError, match="still to be written: first, again to"):
             training.save("last")
@@ -204,9 +204,9 @@ def test_memory_that_is_removed_stops_no_training(training: Training, caplog: py
 def test_snapshots_stay_in_memory_and_are_not_counted(has_tiers: bool, tmp_path: Path) -> None:
     tiers = [SaveTier(place=str(tmp_path / "fast")), SaveTier(place=str(tmp_path / "slow"), every=2, keep=3)]
     training, found = Training(tmp_path, to=tiers if has_tiers else []), list[list[tuple[str, int | None]]]()
-    for by_itself in (True, False, True, False):
+    for is_snapshot in (True, False, True, False):
         with mock.patch.object(launch.WriterPipe, "notify"):
-            training.save(by_itself=by_itself)
+            training.save(is_snapshot=is_snapshot)
         places = training.job.list_saves()[-1].destinations
         found.append([(os.path.basename(place), keep) for place, keep in places.items()])
     first, second = ([("fast", None)], [("fast", None), ("slow", 3)]) if has_tiers else ([("place", None)],) * 2
@@ -395,10 +395,10 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     for number, name in enumerate(("place", "older", "other")):
         place = str(folder / name.replace("older", "other"))
         make_save(dead, place, tag=name, step=number, destinations={})
-    monkeypatch.setattr(room, "count_free", lambda _: -1)
+    monkeypatch.setattr(budget, "count_free", lambda _: -1)
     caplog.set_level(logging.INFO)
     with pytest.raises(StorageError, match="MiB are free") as raised:
-        training.save(by_itself=True)
+        training.save(is_snapshot=True)
     assert [save.tag for save in dead.list_saves()] == ["place", "other"]
     assert f"removed to make room, older of {folder / 'other'}" in caplog.text
     assert f"other (step 2) of {folder / 'other'}" in str(raised.value)
@@ -409,7 +409,7 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     training.save(place="third", write=write_nothing)
     assert third.list_saves() == []  # DeepSpeed has saved
     monkeypatch.undo()
-    training.save(by_itself=True)
+    training.save(is_snapshot=True)
     assert [save.tag for save in dead.list_saves()] == ["other"]
 
 

@@ -27,7 +27,7 @@ from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves.memory import Job, Snapshot
-from deepspeed_ucp.saves.publishing import WRITTEN, is_saved
+from deepspeed_ucp.saves.publishing import WRITTEN, is_save_file
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
 from tests.support.covering import stride
@@ -284,7 +284,7 @@ def test_orders_with_two_interruptions(bench: Bench) -> None:
 
             outcomes.add(tuple(bench.run(order).ended.items()))
     assert len(outcomes) >= 2
-    left = [name for name in list_tree(f"{bench.place}/{TAG}") if "/" not in name and is_saved(name)]
+    left = [name for name in list_tree(f"{bench.place}/{TAG}") if "/" not in name and is_save_file(name)]
     assert "://" not in bench.place or not [name for name in left if WRITTEN not in name]
 
 

@@ -22,7 +22,7 @@ import pytest
 
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, UnsupportedError
 from deepspeed_ucp.io import disk
-from deepspeed_ucp.saves import memory, places, publishing, room
+from deepspeed_ucp.saves import budget, memory, places, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.launch import WriterPipe, finish_dead, start_writer
 from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, name_job
@@ -231,7 +231,7 @@ def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, m
     assert files < set(events[:-1]) and f"sync_folder {TAG}" in events and events[-1] == "write_at"
     events.clear()
     Path(made.folder, "save-0.json").touch()
-    made.spare()
+    made.recycle()
     assert events == [f"sync_folder {os.path.basename(made.folder)}"] and os.path.exists(run.job.spare)
 
 
@@ -241,7 +241,7 @@ def test_a_save_that_is_freed_while_its_folder_is_looked_at_is_no_error(run: Run
 
     def list_and_free(folder: Path, pattern: str) -> list[Path]:
         found = list(glob(folder, pattern))
-        made.spare()
+        made.recycle()
         return found
 
     with mock.patch.object(Path, "glob", list_and_free):
@@ -589,8 +589,8 @@ def test_a_running_job_frees_memory_without_a_look_at_the_place(nodes: list[Run]
     (made,) = nodes[1].job.list_saves()
     copy_save(nodes[1], 2)
     made.note("done", {nodes[1].place: "on the first node"})
-    with mock.patch.object(room, "is_sealed", side_effect=AssertionError):
-        room.free_unwanted(nodes[1].job)
+    with mock.patch.object(budget, "is_sealed", side_effect=AssertionError):
+        budget.free_unwanted(nodes[1].job)
     assert [save.number for save in nodes[1].job.list_saves()] == [2]
 
 

@@ -50,7 +50,7 @@ class Training:
         place: str = "place",
         write: Callable[[str, str], object] = write_tag,
         *,
-        by_itself: bool = False,
+        is_snapshot: bool = False,
     ) -> bool:
         """Save; return True if the save is in memory."""
 
@@ -59,7 +59,7 @@ class Training:
             write(folder, tag)
 
         to = place if "://" in place else str(self.folder / place)
-        return save_into_memory(self.engine, self.config, to, tag, note, latest=True, by_itself=by_itself)[1]
+        return save_into_memory(self.engine, self.config, to, tag, note, latest=True, is_snapshot=is_snapshot)[1]
 
     @property
     def saver(self) -> Saver:

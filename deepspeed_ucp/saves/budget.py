@@ -1,7 +1,7 @@
 """Decides which saves in a node's memory are not needed any more, and makes room for the next one.
 
 :func:`is_unneeded` is applied to saves of a running job and of dead jobs. In addition, a running job's save replaces
-dead jobs' saves for the same folder (:meth:`Room.drop_dead`). The writer frees a whole job after its normal end.
+dead jobs' saves for the same folder (:meth:`MemoryBudget.drop_dead`). After a job's normal end the writer frees it all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def free_unwanted(job: Job) -> None:
     copying, saves = job.read("copying").values(), job.list_saves()
     for save in saves[:-1]:
         if save.number not in copying and is_unneeded(save, saves, is_dead=False):
-            save.spare()
+            save.recycle()
 
 
 def _list_unneeded(job: Job, is_replaced: Callable[[Snapshot], bool] = lambda _: False) -> list[Snapshot]:
@@ -75,7 +75,7 @@ def _list_unneeded(job: Job, is_replaced: Callable[[Snapshot], bool] = lambda _:
     ]
 
 
-class Room:
+class MemoryBudget:
     """Frees memory on this node for the running job's next save.
 
     Attributes:
@@ -86,7 +86,7 @@ class Room:
     def __init__(self, job: Job, needed: int) -> None:
         self.root, self.job, self.needed = os.path.dirname(job.folder), job, needed
 
-    def make(self) -> str:
+    def make_room(self) -> str:
         """Delete unneeded saves, dead jobs' first, until the next one fits.
 
         Returns:
@@ -137,12 +137,12 @@ class Room:
             part = "another node's part of " if save.is_copy() else ""
             logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
 
-    def drop_dead(self, save_dir: str, tag: str, *, by_itself: bool) -> None:
+    def drop_dead(self, save_dir: str, tag: str, *, is_snapshot: bool) -> None:
         """Delete dead jobs' saves that this job's save for the same folder replaces, and all unneeded ones.
 
         Args:
             tag: tag of this job's save.
-            by_itself: it is a snapshot, in memory alone.
+            is_snapshot: this job's save is a snapshot, in memory alone.
         """
         folder = locate(save_dir)
 
@@ -152,7 +152,7 @@ class Room:
             Pending saves stay, except those with the same tag, and those of several nodes: without the part of a lost
             node they can never be written.
             """
-            is_removable = not by_itself and (save.tag == tag or save.nodes > 1)
+            is_removable = not is_snapshot and (save.tag == tag or save.nodes > 1)
             return save.save_dir == folder and (is_removable or not save.list_lacking())
 
         for job in list_dead(self.root):
