@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ssl
 import time
 import urllib.error
@@ -37,10 +38,13 @@ class _Links(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         for target in [value for name, value in attrs if tag == "a" and name == "href" and value]:
-            there, here = urlsplit(urljoin(self._page, target)), urlsplit(self._page)
+            try:
+                there, here = urlsplit(urljoin(self._page, target)), urlsplit(self._page)
+            except ValueError:  # it is no URL
+                continue
             name = unquote(there.path.removeprefix(here.path))
             is_below = there.netloc == here.netloc and there.path.startswith(here.path)
-            if is_below and name.strip("/") and "/" not in name.rstrip("/") and not there.query:
+            if is_below and name.strip("/") not in ("", ".", "..") and "/" not in name.rstrip("/") and not there.query:
                 self.names.add(name)
 
 
@@ -100,6 +104,14 @@ def _is_page(headers: Mapping[str, str] | Message) -> bool:
     return (headers["Content-Type"] or "").startswith("text/html")
 
 
+def _read_page(answer: http.client.HTTPResponse) -> bytes:
+    """Return the body of an answer; OSError if it is cut or too large: files that it does not list would be missed."""
+    body = answer.read(_LARGEST_PAGE)
+    if answer.length or answer.read(1):
+        raise OSError(f"the index page ends after {len(body)} bytes, or has more than {_LARGEST_PAGE}")
+    return body
+
+
 def _request(method: str, url: str) -> tuple[Message, bytes]:
     """Return the headers and, of a page, the body of an answer; obstore needs a length, which many pages lack."""
     connect(url)  # checks the options
@@ -109,15 +121,15 @@ def _request(method: str, url: str) -> tuple[Message, bytes]:
             time.sleep(objects.PAUSE * 2 ** (attempt - 1))
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
-                return answer.headers, answer.read(_LARGEST_PAGE) if _is_page(answer.headers) else b""
+                return answer.headers, _read_page(answer) if _is_page(answer.headers) else b""
         except urllib.error.HTTPError as error:
             if error.code < 500 and error.code not in (408, 429):
                 kind = _STATUS.get(error.code, OSError)
                 raise kind(f"status {error.code} {error.reason}; {_HINTS.get(error.code, 'check the URL')}") from error
             failure: Exception = error
-        except OSError as error:
-            if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
-                raise OSError(f"{error.reason}; SSL_CERT_FILE names further authorities") from error  # type: ignore[attr-defined]
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(reason := getattr(error, "reason", None), ssl.SSLCertVerificationError):
+                raise OSError(f"{reason}; SSL_CERT_FILE names further authorities") from error
             failure = error
     advice = "check the URL and the network, and try again when the server answers"
     raise OSError(f"failed {objects.ATTEMPTS} times, at last with {failure}; {advice}") from failure

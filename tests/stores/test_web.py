@@ -106,6 +106,31 @@ class Moved(Ranged):
         return self.end_headers()
 
 
+class Odd(Ranged):
+    """Lists links that lead to no file of the folder."""
+
+    def list_directory(self, path: Any) -> Any:
+        links = b"".join(b'<a href="%s">odd</a>' % link for link in (b"http://[", b"%2e%2e/", b"./", b"//else/run/x"))
+        page = super().list_directory(path)
+        return page and io.BytesIO(page.read().replace(b"<ul>", links))
+
+    def send_header(self, name: str, value: str) -> None:
+        if name != "Content-Length" or not Path(self.translate_path(self.path)).is_dir():
+            super().send_header(name, value)
+
+
+class Cut(Ranged):
+    """Sends the first half of an index page."""
+
+    def list_directory(self, path: Any) -> Any:
+        page = super().list_directory(path)
+        return page and io.BytesIO(page.getvalue()[: len(page.getvalue()) // 2])
+
+
+class ChunkedCut(Cut, Chunked):
+    """Sends the first half of an index page, in chunks and without their end."""
+
+
 class Partly(Ranged):
     """Cannot list one folder."""
 
@@ -207,6 +232,18 @@ def test_a_tree_has_all_of_its_folders_or_fails(folder: Path) -> None:
         assert store.list_tree(f"{url}/empty") == {}
         with pytest.raises(OSError, match=f"failed {objects.ATTEMPTS} times.*503"):
             store.list_tree(url)
+
+
+@pytest.mark.parametrize("handler", [Cut, ChunkedCut])
+def test_a_page_that_is_cut_is_an_error(handler: type[Plain], folder: Path) -> None:
+    """Files that it does not list would count as missing."""
+    with serve(folder, handler) as url, pytest.raises(OSError, match=f"failed {objects.ATTEMPTS} times"):
+        store.list_folder(url)
+
+
+def test_links_that_lead_elsewhere_are_ignored(folder: Path) -> None:
+    with serve(folder, Odd) as url:
+        assert store.list_folder(url).keys() == {"a file#1"}
 
 
 def test_a_failure_does_not_mean_absence(folder: Path) -> None:
