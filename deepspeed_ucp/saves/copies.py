@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import AuthenticationError
@@ -63,11 +63,16 @@ class _SentFile(_Message):
     changed: int = Field(ge=0, lt=1 << 62)
 
 
+def _look_at(folder: str, path: str) -> _SentFile:
+    status = os.stat(os.path.join(folder, path))
+    return _SentFile(path=path, size=status.st_size, changed=status.st_mtime_ns)
+
+
 class _Parcel(_Message):
-    """A save, its files (empty if the receiver has them), and its marks by destination."""
+    """A save, its files (None if the receiver has them), and its marks by destination."""
 
     save: Snapshot
-    files: list[_SentFile]
+    files: list[_SentFile] | None
     done: dict[str, str]
 
 
@@ -266,15 +271,14 @@ class Replicator:
         """
         state = save.read_state()
         done, has_it = state["done"], state["copied"].get(str(self.target))
-        looks = {} if has_it else {path: os.stat(os.path.join(save.folder, path)) for path in save.list_files()}
-        files = [_SentFile(path=path, size=look.st_size, changed=look.st_mtime_ns) for path, look in looks.items()]
+        files = None if has_it else [_look_at(save.folder, path) for path in save.list_files()]
         parcel = _Parcel(save=replace(save, folder=""), files=files, done=done)
         peer = Peer(socket.create_connection(self.address, timeout=_REACHED), self.secret, accepted=False)
         try:
             peer.send(parcel.model_dump_json().encode())
             reply = peer.receive_reply()
             if reply.wanted:
-                for file in files:
+                for file in files or ():
                     peer.send_file(os.path.join(save.folder, file.path), file.size)
                 if not save.is_recorded():  # a newer one may be written over it
                     raise StorageError(f"{save.tag} is no longer in memory")
@@ -339,7 +343,7 @@ class Replicator:
             raise StorageError(f"refused: {why}") from None
         self._current = peer
         save = replace(parcel.save, folder=self.job.find_copy(parcel.save.node, parcel.save.number))
-        if save.is_recorded() or not parcel.files:
+        if save.is_recorded() or parcel.files is None:
             if save.is_recorded():
                 save.note("done", parcel.done)
             peer.reply()
@@ -348,7 +352,7 @@ class Replicator:
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
         delete_own(aside)
         try:
-            if why := self._find_obstacle(parcel):
+            if why := self._find_obstacle(parcel.files):
                 peer.reply(why=why)
                 raise StorageError(why)
             peer.reply(wanted=True)
@@ -359,6 +363,7 @@ class Replicator:
                 os.utime(path, ns=(file.changed, file.changed))
             if peer.receive(len(_UNCHANGED)) != _UNCHANGED:
                 raise StorageError("the save changed while it was sent")
+            os.makedirs(aside, exist_ok=True)
             made = replace(save, folder=aside)
             made.write_record()
             made.note("done", parcel.done)
@@ -379,7 +384,7 @@ class Replicator:
             raise StorageError("it is not from the node of this job that sends here")
         if not 0 < save.number < 10**8 or not is_below(save.tag):
             raise StorageError("its number or its tag leads elsewhere")
-        for file in parcel.files:
+        for file in parcel.files or ():
             if not (is_below(file.path) and save.owns(file.path)):
                 raise StorageError(f"{file.path!r} is no file of {save.tag!r}")
 
@@ -391,11 +396,11 @@ class Replicator:
             if copy.number not in kept:
                 copy.remove()
 
-    def _find_obstacle(self, parcel: _Parcel) -> str:
+    def _find_obstacle(self, files: Sequence[_SentFile]) -> str:
         """Return why memory has no room for a copy, or an empty string: the next save of this node has priority."""
         allocated = [count_allocated(save.folder) for save in self.job.list_saves()]
         next_one = allocated[-1] if len(allocated) == 1 and not os.path.isdir(self.job.spare) else 0
-        needed, free = sum(file.size for file in parcel.files) + next_one, count_free(self.job.folder)
+        needed, free = sum(file.size for file in files) + next_one, count_free(self.job.folder)
         if needed <= free:
             return ""
         return f"a copy takes {needed >> 20:,} MiB of {self.job.folder}, where {free >> 20:,} MiB are free"

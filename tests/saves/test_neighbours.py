@@ -77,6 +77,16 @@ def test_each_node_has_the_others_part(nodes: Nodes) -> None:
     assert not nodes.jobs[1].holds_none()
 
 
+def test_a_part_without_files_is_copied(nodes: Nodes) -> None:
+    """Without it the save would not be complete when its node is lost."""
+    save = nodes.save(0)
+    for path in save.list_files():
+        Path(save.folder, path).unlink()
+    nodes.copy(save)
+    (copy,) = nodes.jobs[1].list_copies()
+    assert replace(copy, folder="") == replace(save, folder="") and save.read("copied") == {"1": "yes"}
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_load_finds_the_save_whose_parts_are_all_there(lost: int, nodes: Nodes) -> None:
     nodes.start(0, 1)
