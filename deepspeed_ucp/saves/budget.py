@@ -29,15 +29,20 @@ def count_free(root: str) -> int:
 
 
 def is_safe(save: Snapshot) -> bool:
-    """Return True if all destinations have all nodes' files of a save, so that no memory is needed for it."""
-    return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.destinations))
+    """Return True if all destinations have all nodes' files of a save, so that no memory is needed for it.
+
+    The part of a node without files needs no memory in any case.
+    """
+    if save.node == 0 or not save.list_files():
+        return save.is_written()
+    return save.is_written() and all(is_sealed(save, place) for place in save.destinations)
 
 
 def is_unneeded(save: Snapshot, saves: Iterable[Snapshot], *, is_dead: bool) -> bool:
     """Return True if a save or a copy may be deleted: all destinations have it, or a later save replaces it.
 
     Args:
-        saves: all saves of its job.
+        saves: saves of its job that may replace it.
         is_dead: the job has ended. The first node may not have published the save, and the later save may lack the part
             of another node. For a running job no destination is read: training must not wait for a slow one.
     """
@@ -51,11 +56,16 @@ def is_unneeded(save: Snapshot, saves: Iterable[Snapshot], *, is_dead: bool) -> 
     return any(not is_dead or other.nodes == 1 or other.is_written() for other in later)
 
 
-def free_unwanted(job: Job) -> None:
-    """Free unneeded older saves of a running job, except the one being copied and the last fully copied one."""
+def free_unwanted(job: Job, *, is_agreed: bool) -> None:
+    """Free unneeded older saves of a running job, except the one being copied and the last fully copied one.
+
+    Args:
+        is_agreed: all nodes have recorded the newest save. Else it replaces none, unless there is only one node.
+    """
     copying, saves = job.read("copying").values(), job.list_saves()
+    complete = [save for save in saves if is_agreed or save.nodes == 1 or save is not saves[-1]]
     for save in saves[:-1]:
-        if save.number not in copying and is_unneeded(save, saves, is_dead=False):
+        if save.number not in copying and is_unneeded(save, complete, is_dead=False):
             save.recycle()
 
 

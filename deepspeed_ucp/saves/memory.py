@@ -241,9 +241,9 @@ class Job:
     def read(self, name: str) -> dict[str, Any]:
         """Return a record of the job, or an empty one.
 
-        ``written``: the tags and marks of this job by destination, in the order of writing. ``copying``: the numbers of
-        the last save whose copies are complete (``safe``) and of the save that is copied now (``current``). If a node
-        is lost before its part of that is copied, the first of the two can still be loaded.
+        ``written``: by destination this job's tags in the order of writing (:class:`~.places.WrittenTag`).
+        ``copying``: the numbers of the last save whose copies are complete (``safe``) and of the save that is copied
+        now (``current``). If a node is lost before its part of that is copied, ``safe`` can still be loaded.
         """
         with suppress(FileNotFoundError):
             return dict(read_json(os.path.join(self.folder, name)))

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..comm import Comm
 from ..errors import CheckpointError, OutOfReachError, StorageError, TagTakenError, UcpError, UnsupportedError
@@ -155,7 +155,9 @@ def _name_latest(save: Snapshot, place: str, named: bytes | None) -> None:
     if not save.latest or list_later(save):
         return
     while not exchange_small(os.path.join(place, LATEST), save.tag.encode(), named):
-        named = _read_latest(place)
+        before, named = named, _read_latest(place)
+        if named == before:
+            raise StorageError("the store refused a conditional write of `latest`, which has not changed.", path=place)
         tag = (named or b"").decode(errors="replace").strip()
         if tag and find_age([os.path.join(place, tag)]).step > save.step:
             logger.warning("%s: another job has let `latest` name %s, which stays", place, tag)
@@ -185,14 +187,14 @@ def has_begun(save: Snapshot, place: str) -> bool:
 
 
 def is_sealed(save: Snapshot, place: str) -> bool:
-    """Return True if the seal of a save's tag names this node's files as they are in memory."""
+    """Return True if the seal of a save's tag names this node's files as they are in memory; False without files."""
     memory = os.path.join(save.folder, save.tag)
     try:
         sealed = read_seal(os.path.join(resolve_published(os.path.join(place, save.tag)), SEAL)).files
         headers = {name: read_file(memory, name) for name in os.listdir(memory) if is_state_file(name)}
     except (OSError, UcpError):
         return False
-    return all(
+    return bool(headers) and all(
         name in sealed and (sealed[name].size, sealed[name].crc) == (header.size, header.crc)
         for name, header in headers.items()
     )
@@ -227,43 +229,60 @@ def end_save(save: Snapshot, place: str) -> None:
         remove(f"{tag.published}/{name_node_file(save, node)}")
 
 
+class WrittenTag(NamedTuple):
+    """A tag that a job has written to a place.
+
+    Attributes:
+        mark: its mark after it was written (:func:`find_mark`).
+        changed: time of the last change of its state files before its removal began; None if it has not begun.
+        folder: folder of these files, relative to the tag.
+    """
+
+    mark: str
+    changed: float | None = None
+    folder: str = "."
+
+
 def prune_place(
-    place: str, keep: int | None, marks: Mapping[str, str], record: Callable[[dict[str, str]], None]
+    place: str, keep: int | None, written: Mapping[str, WrittenTag], record: Callable[[dict[str, WrittenTag]], None]
 ) -> None:
-    """Delete the oldest tags that this job has written to a place until ``keep`` are left.
+    """Delete the oldest tags that this job has written to a place until ``keep`` remain.
 
     The tag in ``latest`` is kept. If a removal fails or is interrupted, the next call completes it.
 
     Args:
         keep: number of tags to keep; None keeps all.
-        marks: marks by tag, in the order of writing. A tag that has another mark now is another job's and stays. Before
-            a removal the time of the tag's last change and its folder of files are appended to its mark.
-        record: stores the marks, before a tag is removed and at the end.
+        written: by tag, in the order of writing. A tag that has another mark now is another job's and stays.
+        record: stores the remaining tags, before a tag is removed and at the end.
     """
     if keep is None:
         return
-    left, named = dict(marks), ""
-    with suppress(OSError, StorageError):
+    remaining, named = dict(written), ""
+    try:
         named = read_tag(os.path.join(place, LATEST))
-    for tag in [tag for tag in list(marks)[:-keep] if tag != named]:
-        mark, *begun = marks[tag].split(" ", 2)
-        path = os.path.join(place, tag)
+    except FileNotFoundError:
+        pass
+    except CheckpointError as error:
+        logger.warning("%s: no older save is removed, as `latest` may name it: %s", place, error)
+        return
+    for tag in [tag for tag in list(written)[:-keep] if tag != named]:
+        known, path = written[tag], os.path.join(place, tag)
         try:
             folder, entries = list_published(path)
             now = _make_mark(folder, entries) if SEAL in entries else ""
             changed = max((entry.changed for name, entry in entries.items() if is_state_file(name)), default=0.0)
-            if mark and now == mark:
-                left[tag] = f"{mark} {changed} {os.path.relpath(folder, path)}"
-                record(left)
+            if now and now == known.mark:
+                remaining[tag] = WrittenTag(now, changed, os.path.relpath(folder, path))
+                record(remaining)
                 remove_tag(place, tag)
-            elif not now and begun and changed <= float(begun[0]):
-                if begun[1] != ".":
-                    remove_tree(path, begun[1])
+            elif not now and known.changed is not None and changed <= known.changed:
+                if known.folder != ".":
+                    remove_tree(path, known.folder)
                 remove_tag(place, tag)
         except FileNotFoundError:
             pass
         except (OSError, UcpError) as error:
             logger.warning("%s: cannot be removed now: %s", path, error)
             continue
-        del left[tag]
-    record(left)
+        del remaining[tag]
+    record(remaining)

@@ -35,7 +35,7 @@ from ..io.store import (
     write_small,
 )
 from ..io.threads import map_threads
-from .memory import Snapshot
+from .memory import Job, Snapshot
 
 WRITTEN = ".ucp-written-"
 """Prefix of the files that mark a node's part of a save as written, and of the record that its writing has begun."""
@@ -81,7 +81,7 @@ class Tag:
     marker = SEAL
 
     def __init__(self, save: Snapshot, place: str) -> None:
-        self.save, self.final = save, os.path.join(place, save.tag)
+        self.save, self.place, self.final = save, place, os.path.join(place, save.tag)
         above, name = os.path.split(self.final)
         self._set_paths(os.path.join(above, f".{name}"))
         self.published = self.final
@@ -148,7 +148,7 @@ class Tag:
                     remove_tree(above, name)
 
     def _is_abandoned(self, path: str, tag: str, owner: str, before: float) -> bool:
-        """Return True if a leftover is of an earlier save of this job, or of another job and old enough.
+        """Return True if a leftover is of a written earlier save of this job, or of another job and old enough.
 
         Args:
             tag: its tag; empty in a store.
@@ -158,12 +158,17 @@ class Tag:
         """
         job, number = f"{self.save.job}-", owner.removeprefix(f"{self.save.job}-").partition("-")[0]
         if owner.startswith(job):
-            return number.isdecimal() and int(number) < self.save.number
+            return number.isdecimal() and int(number) < self.save.number and int(number) not in self._find_pending()
         entry = find_entry(path)
         tree = list_tree(path) if entry is not None and entry.is_folder else {}
         changed = max((seen.changed for seen in (entry, *tree.values()) if seen is not None), default=0.0)
         is_only = SEAL in tree and bool(tag) and not exists(os.path.join(os.path.dirname(path), tag))
         return 0 < changed < before and not is_only
+
+    def _find_pending(self) -> set[int]:
+        """Return the numbers of the job's pending saves. Other nodes may have written their parts, and do so once."""
+        saves = Job(os.path.dirname(self.save.folder)).list_saves()
+        return {save.number for save in saves if self.place in save.list_pending()}
 
 
 def make_tag(save: Snapshot, place: str) -> Tag:

@@ -18,15 +18,15 @@ from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
-from ..comm import Comm, connect
+from ..comm import Comm, connect, is_shared
 from ..config import SaveOptions, UniversalConfig
 from ..engine.references import replace_method
 from ..engine_state import find_state
-from ..errors import StorageError
+from ..errors import StorageError, UcpError
 from ..io.deletion import delete_own
 from ..io.disk import count_allocated
 from ..io.paths import MEMORY, find_kind, is_below, is_url
-from ..writer import is_decoupled
+from ..writer import find_other_writer, is_decoupled
 from .budget import ADVICE, MemoryBudget, free_unwanted
 from .files import MappedFiles, save_over
 from .launch import POLLED, WriterPipe, finish_dead, wait_until_written
@@ -187,19 +187,19 @@ class Saver:
             return f"{self.folder} cannot be made ({error}). {ADVICE}"
         return ""
 
-    def choose_copied(self, comm: Comm) -> None:
-        """Agree on the save that is copied to other nodes, and free older ones (collective, before the next save)."""
+    def free_replaced(self, comm: Comm) -> None:
+        """Agree on the save to copy to other nodes, and free replaced saves (collective, before the next save)."""
         if self.writer.neighbours is not None:
             self.writer.neighbours.agree(self.number + 1, comm)
-            if self.is_owner:
-                free_unwanted(self.job)
+        if self.is_owner:
+            free_unwanted(self.job, is_agreed=True)
 
     def list_pending(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""
         return set(list_late(self.job.list_saves())) if self.is_owner else set()
 
-    def end(self, save_dir: str, tag: str, step: int, *, latest: bool, is_snapshot: bool) -> None:
-        """Record that all of the node's files of the save are in memory, and notify the writer."""
+    def record(self, save_dir: str, tag: str, step: int, *, latest: bool, is_snapshot: bool) -> None:
+        """Record that all of the node's files of the save are in memory."""
         self.made += not is_snapshot
         places: dict[str, int | None] = {} if is_snapshot or self.options.to else {locate(save_dir): None}
         for tier in self.options.to:
@@ -212,6 +212,15 @@ class Saver:
         self.budget.needed = int(MARGIN * count_allocated(self.folder))
         if places:
             self._requested[self.number] = tag
+
+    def forget(self) -> None:
+        """Delete the save that another node could not record."""
+        for save in self.job.list_saves():
+            if save.number == self.number:
+                save.remove()
+
+    def end(self, save_dir: str, tag: str, *, latest: bool, is_snapshot: bool) -> None:
+        """Notify the writer of the save, which all nodes have recorded, and delete saves that it replaces."""
         self.writer.notify()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
         if latest and (self.writer.neighbours is None or self.writer.neighbours.safe):
@@ -334,7 +343,7 @@ def save_into_memory(
 
     Args:
         write: DeepSpeed's save; takes the folder of tags.
-        is_snapshot: it is a snapshot: it stays in memory, and waits for no pending save.
+        is_snapshot: the save stays in memory alone, and waits for no pending save.
 
     Returns:
         The result of ``write``, and True if the save is in memory.
@@ -346,7 +355,7 @@ def save_into_memory(
     saver = _open_saver(engine, config)
     comm = connect(waits=False)  # all ranks get here together, as to DeepSpeed's barriers
     saver.mapped.tidy()
-    saver.choose_copied(comm)
+    saver.free_replaced(comm)
     saver.number, saver.failed = saver.number + 1, ""
     saver.lost.pop(tag, None)  # it is saved again
 
@@ -368,13 +377,20 @@ def save_into_memory(
         return saved, False
     step = engine.global_steps
 
-    def end() -> None:
+    def record() -> None:
         if saver.is_owner:
             saver.job.drop_spare()
             saver.warn_late()
-            saver.end(save_dir, tag, step, latest=latest, is_snapshot=is_snapshot)
+            saver.record(save_dir, tag, step, latest=latest, is_snapshot=is_snapshot)
 
-    comm.run(end)
+    try:
+        comm.run(record)
+    except UcpError as error:
+        if is_shared(error) and saver.is_owner:
+            saver.forget()
+        raise
+    # Until all nodes have recorded this save, a dead job's may be the only complete one.
+    comm.run(lambda: saver.end(save_dir, tag, latest=latest, is_snapshot=is_snapshot) if saver.is_owner else None)
     saver.mapped.settle()
     return saved, True
 
@@ -449,6 +465,8 @@ def _find_obstacle(engine: Any, saver: Saver, tag: str) -> str:
     """Return why a save cannot go through memory for a reason other than room, or an empty string."""
     if is_decoupled(engine):
         return 'another process writes its files later ("checkpoint": {"writer": {"decoupled": …}})'
+    if writer := find_other_writer(engine):
+        return f"{writer} may still write its files when it has returned"
     if not is_below(tag):
         return f"its tag {tag!r} is not a path below the folder"
     if saver.nodes > 1 and engine.use_node_local_storage():

@@ -121,7 +121,7 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
         nodes[entry[0].key].add(entry[0].node)
         marked[entry[0].key] = entry
     complete = [save for save, _ in marked.values() if len(nodes[save.key]) == save.nodes]
-    complete.sort(key=lambda save: (save.step, save.number), reverse=True)
+    complete.sort(key=lambda save: (save.step, *save.key), reverse=True)  # names of jobs begin with their time
 
     def select() -> Snapshot | None:
         try:

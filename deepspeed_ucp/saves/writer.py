@@ -27,7 +27,17 @@ from ..io.store import set_storage_options
 from .budget import free_unwanted, is_safe
 from .copies import Replicator
 from .memory import FINISHED, Job, Snapshot, list_late
-from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
+from .places import (
+    WrittenTag,
+    end_save,
+    find_fault,
+    has_begun,
+    is_replaced,
+    is_sealed,
+    prune_place,
+    wait_until,
+    write_save,
+)
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -116,7 +126,7 @@ class SaveWriter:
     def free(self) -> None:
         """Free the memory of saves that are not needed any more."""
         with self.lock:
-            free_unwanted(self.job)
+            free_unwanted(self.job, is_agreed=False)
 
     def free_finished(self) -> None:
         """Free the memory of a job that ended normally, if every destination has its saves.
@@ -141,7 +151,7 @@ class PlaceWriter(threading.Thread):
     def __init__(self, writer: SaveWriter, folder: str) -> None:
         super().__init__(name=f"ucp-{folder}")
         self.writer, self.job, self.folder, self.news = writer, writer.job, folder, threading.Event()
-        self._written = dict[str, str]()  # marks by tag, in order
+        self._written = dict[str, WrittenTag]()  # in the order of writing
         self._logged = dict[str, str]()  # faults by tag
         self._refused = set[int]()  # numbers of those that are given up, also if memory was full for the record
 
@@ -250,14 +260,15 @@ class PlaceWriter(threading.Thread):
 
     def _add_written(self, tag: str, mark: str) -> None:
         if not self._written:
-            self._written = self.job.read("written").get(self.folder, {})
+            recorded = self.job.read("written").get(self.folder, {})
+            self._written = {known: WrittenTag(*entry) for known, entry in recorded.items()}
         self._written.pop(tag, None)
-        self._record_written({**self._written, tag: mark})
+        self._record_written({**self._written, tag: WrittenTag(mark)})
 
-    def _record_written(self, marks: dict[str, str]) -> None:
-        self._written = marks
+    def _record_written(self, written: dict[str, WrittenTag]) -> None:
+        self._written = written
         with self.writer.lock, suppress(DiskFullError):  # it is recorded with the next save
-            self.job.note("written", {**self.job.read("written"), self.folder: marks})
+            self.job.note("written", {**self.job.read("written"), self.folder: written})
 
     def _warn(self, why: str, tag: str = "a save") -> None:
         """Log each fault once."""

@@ -24,12 +24,16 @@ from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import places, publishing
+from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import LOG, Job, Snapshot
 from deepspeed_ucp.saves.writer import PlaceWriter, SaveWriter
 from tests.convert.conversions import write_source
 from tests.support.memory import read_tree
 
 TAG = "global_step3"
+
+SCRIPT = "zero_to_fp32.py"
+"""File that a save puts next to its tag."""
 
 PATIENCE = 120.0
 """Seconds to wait for other processes and threads: longer than a busy machine takes."""
@@ -49,7 +53,7 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
     if tag != TAG:
         (folder / tag).parent.mkdir(exist_ok=True)
         made.rename(folder / tag)
-    (folder / "zero_to_fp32.py").write_text("# a script")
+    (folder / SCRIPT).write_text("# a script")
     places = dict.fromkeys(folders, keep)
     save = Snapshot(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
     save = replace(save, **changes)
@@ -154,6 +158,17 @@ def call_before(name: str, act: Callable[[], object]) -> Iterator[None]:
 
     with replace_steps({name: call}):
         yield
+
+
+def fail_save(tag: str, error: Exception) -> mock._patch[Any]:
+    """Let writers of this process fail to write saves under a tag."""
+
+    def write_or_fail(save: Snapshot, *args: Any) -> str:
+        if save.tag == tag:
+            raise error
+        return places.write_save(save, *args)
+
+    return mock.patch.object(writing, "write_save", write_or_fail)
 
 
 def set_counter(folder: Path, key: str, value: object) -> None:

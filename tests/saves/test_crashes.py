@@ -14,7 +14,7 @@ import pytest
 
 from tests.convert.conversions import read_bytes
 from tests.saves.nodes import Nodes
-from tests.saves.saving import TAG, Run, begin, make_parts, replace_steps
+from tests.saves.saving import SCRIPT, TAG, Run, begin, make_parts, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, use_store
 from tests.support.covering import stride
 from tests.support.crash import CALLS, Calls, list_calls, run_dying
@@ -49,7 +49,7 @@ def overwrite(run: Run) -> Case:
 
     def check_ended() -> None:
         assert run.is_whole() and run.latest == TAG
-        assert run.list_names() == {TAG, "latest", "zero_to_fp32.py"}
+        assert run.list_names() == {TAG, "latest", SCRIPT}
 
     run.write_save()
     run.save()
@@ -78,7 +78,7 @@ def prune(run: Run) -> Case:
 
     def check_ended() -> None:
         run.write_save(tag="c", keep=1)
-        assert run.list_names() == {"c", "latest", "zero_to_fp32.py"} and run.is_whole("c")
+        assert run.list_names() == {"c", "latest", SCRIPT} and run.is_whole("c")
 
     run.write_save(tag="a", keep=1)
     run.save(tag="b", keep=1)

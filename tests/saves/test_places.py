@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from deepspeed_ucp.errors import OutOfReachError
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
 from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_folder, list_tree, read_small, remove, write_small
@@ -18,7 +19,7 @@ from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import Job, is_locked
 from tests.convert.conversions import write_source
-from tests.saves.saving import CONFIG, TAG, Run, call_before, is_whole, make_save
+from tests.saves.saving import CONFIG, SCRIPT, TAG, Run, call_before, is_whole, make_save
 from tests.stores.server import BUCKET, Server
 from tests.support.covering import params
 from tests.support.until import wait_until
@@ -36,9 +37,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 def other(run: Run, tmp_path: Path) -> Run:
     """A job on another machine, for the same place."""
     return Run(tmp_path, run.place, memory="other", name="other")
-
-
-SCRIPT = "zero_to_fp32.py"
 
 
 def list_basenames(folder: str) -> set[str]:
@@ -100,6 +98,32 @@ def test_a_place_keeps_the_number_of_saves_that_was_asked_for(run: Run) -> None:
     for tag in "abcd":
         run.write_save(tag=tag, keep=2, latest=tag == "a")
     assert run.list_names() == {"a", "c", "d", "latest", "theirs", SCRIPT}
+
+
+def test_no_save_is_removed_while_latest_cannot_be_read(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """It may name any of them."""
+    for tag in "ab":
+        run.write_save(tag=tag, keep=1, latest=tag == "a")
+    with mock.patch.object(places, "read_tag", side_effect=OutOfReachError("busy", path="latest")):
+        run.write_save(tag="c", keep=1, latest=False)
+    assert run.list_names() == {*"abc", "latest", SCRIPT} and "latest: busy" in caplog.text
+    run.write_save(tag="d", keep=1, latest=False)
+    assert run.list_names() == {*"ad", "latest", SCRIPT}
+
+
+def test_a_store_that_refuses_to_change_latest_is_an_error(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """A writer that tried again at once would do so without end."""
+    exchange = places.exchange_small
+
+    def refuse(path: str, data: bytes, before: bytes | None) -> bool:
+        return before is None and exchange(path, data, before)
+
+    run.write_save(tag="a")
+    run.save(tag="b")
+    with mock.patch.object(places, "exchange_small", refuse):
+        assert not run.write()
+    assert "refused a conditional write" in caplog.text and run.latest == "a"
+    assert run.write() and run.latest == "b"
 
 
 def test_a_tag_that_another_job_has_saved_again_is_not_removed(run: Run, other: Run) -> None:

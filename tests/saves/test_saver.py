@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,31 +17,21 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp import hook
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
+from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.io.disk import count_allocated
-from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.saves import budget, launch
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import (
     Job,
-    find_root,
     is_locked,
-    list_jobs,
     list_late,
-    list_owners,
-    name_job,
 )
 from deepspeed_ucp.saves.saver import finish_saves
-from deepspeed_ucp.saves.search import Found, find_in_memory
-from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, set_counter, write
 from tests.saves.training import Engine, Training, write_tag
-from tests.support.covering import params
-from tests.support.held import without_collector
 from tests.support.until import wait_until
 
 
@@ -66,11 +54,18 @@ def without_writer() -> Iterator[None]:
 # -- the way of a save -------------------------------------------------------------------------------------------------
 
 
+def replace_writer(engine: Engine, **attributes: Any) -> None:
+    engine.checkpoint_engine = SimpleNamespace(**attributes)
+
+
 OBSTACLES: dict[str, tuple[str, Callable[[Engine], object]]] = {
     tag: ("is not a path below the folder", lambda _: None)
     for tag in ("/elsewhere/tag", "../tag", "./tag", "tag/", "a//b", "", ".", "..")
 }
-OBSTACLES[TAG] = "decoupled", lambda engine: setattr(engine.checkpoint_engine, "is_decoupled", lambda: True)
+OBSTACLES |= {
+    "decoupled": ("decoupled", lambda engine: replace_writer(engine, is_decoupled=lambda: True)),
+    "of another library": ("types.SimpleNamespace may still write its files", replace_writer),
+}
 
 
 @pytest.mark.parametrize("tag", OBSTACLES)
@@ -90,7 +85,7 @@ def test_a_save_without_room_follows_the_pending_saves(training: Training, monke
     """Otherwise ``latest`` would go back to them."""
 
     def check(*_: str) -> None:
-        assert (training.place / "latest").read_text() == "first" and is_whole(str(training.place / "first"))
+        assert training.latest == "first" and training.is_whole("first")
 
     assert training.save("first")
     monkeypatch.setattr(budget, "count_free", lambda _: -1)
@@ -134,8 +129,8 @@ def test_a_save_waits_for_the_memory_of_pending_ones(training: Training, monkeyp
     tags = ["best", "a", "b", "last"]
     assert all(training.save(tag) for tag in tags)
     finish_saves(training.engine, required=True)
-    assert all(is_whole(str(training.place / tag)) for tag in tags)
-    assert (training.place / "latest").read_text() == "last"
+    assert training.is_whole(*tags)
+    assert training.latest == "last"
 
 
 def test_memory_with_room_for_one_save(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +147,7 @@ def test_memory_with_room_for_one_save(training: Training, monkeypatch: pytest.M
     with pytest.raises(StorageError, match="MiB are free"):
         training.save("fourth", is_snapshot=True)
     assert [save.tag for save in training.job.list_saves()] == ["third"]
-    assert all(is_whole(str(training.place / tag)) for tag in ("first", "second"))
+    assert training.is_whole("first", "second")
 
 
 @contextmanager
@@ -188,7 +183,7 @@ def test_a_save_that_pending_ones_leave_no_room_for_is_an_error(
     training.place.unlink()
     monkeypatch.undo()
     assert training.save("last") and training.saver.finish()
-    assert (training.place / "latest").read_text() == "last" and is_whole(str(training.place / "first"))
+    assert training.latest == "last" and training.is_whole("first")
 
 
 def test_memory_that_is_removed_stops_no_training(training: Training, caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +250,7 @@ def test_a_writer_that_cannot_be_started_stops_no_training(
     with without_writer():
         assert training.save()
     assert "no process" in caplog.text
-    assert training.saver.finish() and is_whole(str(training.place / TAG))
+    assert training.saver.finish() and training.is_whole(TAG)
 
 
 def test_a_place_that_is_late_is_reported_once(training: Training, caplog: pytest.LogCaptureFixture) -> None:
@@ -269,11 +264,16 @@ def test_a_place_that_is_late_is_reported_once(training: Training, caplog: pytes
 def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
     """Also while it starts: a second writer would wait for the first one's lock, and the first for announcements."""
     with mock.patch.object(launch, "start_writer", side_effect=launch.start_writer) as start:
-        assert training.save("a") and training.save("b") and training.saver.finish()
+        assert training.save("a") and is_locked(training.job)
+        assert training.save("b") and training.saver.finish()
         assert training.save("c") and training.saver.wait()
-        assert start.call_count == 1 and is_whole(str(training.place / "c"))
+        assert start.call_count == 1 and training.is_whole("c")
         os.kill(find_writer(training.job), signal.SIGKILL)
-        assert training.save("d") and training.saver.finish() and is_whole(str(training.place / "d"))
+        assert training.save("d") and training.saver.finish() and training.is_whole("d")
+    wait_until(lambda: os.path.exists(training.job.spare))
+    training.saver.writer.close()
+    wait_until(lambda: not is_locked(training.job))
+    assert not os.path.exists(training.job.spare)
 
 
 def test_a_writer_that_ends_at_once_is_not_waited_for(
@@ -283,7 +283,7 @@ def test_a_writer_that_ends_at_once_is_not_waited_for(
         patch.setattr(sys, "executable", "/bin/false")
         assert training.save()
         assert not training.saver.finish() and f"still to be written: {TAG}" in caplog.text
-    assert training.saver.finish() and is_whole(str(training.place / TAG))
+    assert training.saver.finish() and training.is_whole(TAG)
 
 
 def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
@@ -305,12 +305,12 @@ def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
             assert training.save("b") and training.save("c")
             training.saver.close()
         assert sum(slept) < 1.0 and f"still to be written: b, c to {training.place}" in caplog.text
-        assert (training.place / "latest").read_text() == "a"
+        assert training.latest == "a"
     finally:
         os.kill(stopped, signal.SIGCONT)
     wait_until(lambda: not is_locked(training.job))
-    assert (training.place / "latest").read_text() == "c"
-    assert all(is_whole(str(training.place / tag)) for tag in "bc")
+    assert training.latest == "c"
+    assert training.is_whole(*"bc")
 
 
 def test_a_save_that_no_retry_can_mend_ends_the_wait(training: Training, caplog: pytest.LogCaptureFixture) -> None:
@@ -345,35 +345,18 @@ def test_missing_saves_are_named_with_the_reason(training: Training) -> None:
         finish_saves(training.engine, required=True)
 
 
-@pytest.mark.parametrize("end", params(["preempted"], ["normal"]))
+@pytest.mark.parametrize("end", ["preempted", "normal"])
 def test_memory_is_freed_by_a_job_that_ends_normally(
     end: str, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert training.save()
+    """Although it has a snapshot, which a later save replaces."""
+    assert training.save("snapshot", is_snapshot=True) and training.save()
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     if end == "preempted":
         savers.keep_memory()
     training.saver.close()
-    assert is_whole(str(training.place / TAG)) and bool(training.job.list_saves()) is (end != "normal")
+    assert training.is_whole(TAG) and bool(training.job.list_saves()) is (end != "normal")
     wait_until(lambda: not is_locked(training.job) and os.path.exists(training.job.folder) is (end != "normal"))
-
-
-def test_the_first_rank_that_shares_a_memory_owns_it(tmp_path: Path) -> None:
-    """Launchers may give each rank the local rank 0, and nodes may be containers of one machine."""
-
-    class TwoRanks(Comm):
-        size, others = 2, tmp_path / "memory"
-
-        def gather(self, value: Any) -> list[Any]:
-            if self.others == tmp_path / "memory":
-                return [value, value]
-            found = os.stat(find_root(str(self.others)))
-            return [value, (self._pack((identify_host(), found.st_dev, found.st_ino)), None)]
-
-    config, comm = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"))), TwoRanks()
-    assert list_owners(config.save.memory, comm) == [0, 0]
-    comm.others = tmp_path / "container"
-    assert list_owners(config.save.memory, comm) == [0, 1]
 
 
 def test_only_the_rank_that_owns_the_memory_starts_a_writer(job: Job, tmp_path: Path) -> None:
@@ -433,224 +416,32 @@ def test_a_dead_jobs_pending_save_stays_until_its_tag_is_saved_again(training: T
             assert [each.tag for each in dead.list_saves()] == tags
 
 
+def test_a_save_that_another_node_cannot_record_replaces_nothing(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dead job's snapshot may be the only complete save."""
+    dead = training.make_job()
+    make_save(dead, str(training.place), destinations={})
+
+    class TwoNodes(Comm):
+        def run(self, work: Callable[[], Any]) -> Any:
+            done, saver = super().run(work), find_state(training.engine).saver
+            if saver is not None and saver.job.list_saves():
+                error = StorageError("no room on the other node")
+                error.shared = True
+                raise error
+            return done
+
+    with monkeypatch.context() as patch:
+        patch.setattr(savers, "connect", lambda **_: TwoNodes())
+        with pytest.raises(StorageError, match="other node"):
+            training.save()
+    assert training.job.list_saves() == [] and dead.list_saves()
+    assert training.save() and not dead.list_saves()
+
+
 def test_saves_of_another_release_stay(training: Training) -> None:
     """They may be pending."""
     record = Path(make_save(training.make_job(), str(training.place)).folder) / "save-0.json"
     record.write_text(record.read_text().replace('"step"', '"later_name"'))
     assert training.save() and record.exists()
-
-
-# -- loads from memory -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    """A job of this process, so that no writer writes its pending saves."""
-    made = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
-    made.own()
-    return made
-
-
-Find = Callable[..., str | None]
-
-
-@pytest.fixture
-def find(tmp_path: Path) -> Find:
-    """Return the tag that a load of a folder takes from memory."""
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory")))
-
-    def find(tag: Any = None, below: str = "") -> str | None:
-        found = find_in_memory(config, str(tmp_path / "place" / below), tag, Comm())
-        return found and found.tag
-
-    return find
-
-
-def test_a_load_without_a_tag_takes_the_save_that_is_for_latest(job: Job, find: Find, tmp_path: Path) -> None:
-    """A tag may be a number."""
-    make_save(job, str(tmp_path / "place"), tag="a", step=3)
-    make_save(job, str(tmp_path / "place"), tag="7", step=4, latest=False)
-    assert [find(), find("7"), find(7), find(below="7"), find(below="elsewhere")] == ["a", "7", "7", "7", None]
-
-
-def test_a_later_save_that_was_rolled_back_hides_no_other(job: Job, find: Find, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    make_save(job, str(place), tag="abandoned", step=9)
-    assert write(job) and find() == "abandoned"
-    write_source(place, 7).rename(place / "earlier")
-    (place / "latest").write_text("earlier")
-    assert find() is None
-    make_save(job, str(place), tag="next", step=5)
-    assert find() == "next"
-
-
-@pytest.mark.parametrize("is_tag_given", [False, True])
-@pytest.mark.parametrize(("stored", "expected"), [(9, None), (3, "a"), (2, "a")])
-def test_a_later_save_at_a_destination_precedes_an_older_one_in_memory(
-    stored: int, expected: str | None, is_tag_given: bool, job: Job, tmp_path: Path
-) -> None:
-    """With ``to`` the folder that the script names stays empty."""
-    place, tier = tmp_path / "place", tmp_path / "tier"
-    options = SaveOptions(memory=str(tmp_path / "memory"), to=[{"place": str(tier)}])
-    made = make_save(job, str(place), tag="a", step=3, destinations={str(tier): None})
-    set_counter(write_source(tier).rename(tier / made.tag), "global_steps", stored)
-    (tier / "latest").write_text(made.tag)
-    tag = made.tag if is_tag_given else None
-    found = find_in_memory(UniversalConfig(save=options), str(place), tag, Comm())
-    assert (found and found.tag) == expected
-
-
-@pytest.mark.parametrize("step", [9, 4])
-def test_a_save_that_was_dropped_is_loaded_only_if_no_later_one_was_written(
-    step: int, job: Job, find: Find, tmp_path: Path
-) -> None:
-    """The node with the other part of the later one may be lost. A run that was rolled back has later steps."""
-    place = tmp_path / "place"
-    made = make_save(job, str(place), tag="dropped", step=step)
-    write_source(place, 7)
-    (place / "latest").write_text(TAG)
-    later = make_save(job, str(place), tag="next", step=5, nodes=2) if step == 4 else None
-    made.note("done", {str(place): ""})
-    if later is None:
-        assert find() is None and find("dropped") == "dropped"
-        return
-    assert find() == "dropped"
-    later.note("done", {str(place): "mark"})
-    assert find() is None
-    later.remove()
-    later = replace(later, node=1)
-    Path(later.folder).mkdir()
-    later.write_record()
-    later.note("done", {str(place): "on the first node"})  # which has not published it
-    assert find() == "dropped"
-
-
-@pytest.mark.parametrize("removed", ["all", "content", "nothing"])
-@pytest.mark.parametrize("has_tiers", [False, True])
-def test_a_load_from_memory_warns_if_all_places_were_emptied(
-    removed: str, has_tiers: bool, job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The user may want to start from scratch."""
-    folder, place = str(tmp_path / "place"), tmp_path / ("tier" if has_tiers else "place")
-    to = [SaveTier(place=str(place))] if has_tiers else []
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), to=to))
-
-    def find() -> str | None:
-        found = find_in_memory(config, folder, None, Comm())
-        return found and found.tag
-
-    def make(tag: str, step: int) -> None:
-        make_save(job, folder, tag=tag, step=step, destinations={str(place): None})
-
-    make("first", 1)
-    assert find() == "first" and caplog.text == ""  # nothing was ever there
-    assert write(job)
-    make("second", 9)
-    if removed != "nothing":
-        shutil.rmtree(place)
-        if removed == "content":
-            place.mkdir()
-    assert find() == "second"
-    text = f"{place} has no checkpoint, although the run wrote saves there: it continues from second in memory, step 9"
-    assert (text in caplog.text and f"rm -r {job.folder}" in caplog.text) is (removed != "nothing")
-
-
-def test_a_tag_that_was_saved_again_without_the_plugin_is_loaded(job: Job, find: Find, tmp_path: Path) -> None:
-    """At the same step, and below the seal of the older save."""
-    place = tmp_path / "place"
-    make_save(job, str(place))
-    assert write(job) and find() == TAG
-    write_source(tmp_path / "anew", 7)
-    shutil.copytree(tmp_path / "anew" / TAG, place / TAG, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    assert find() is None
-
-
-def test_a_running_job_of_another_process_is_not_read(job: Job, find: Find, tmp_path: Path) -> None:
-    """Its next save overwrites an older one, also while that is read."""
-    make_save(job, str(tmp_path / "place"))
-    assert find() == TAG
-    job.disown()
-    with open(os.path.join(job.folder, "owner")) as other:
-        fcntl.flock(other, fcntl.LOCK_EX)  # as another process would
-        assert find() is None
-
-
-def test_a_rank_that_fails_alone_does_not_load_from_the_place() -> None:
-    """The other ranks would wait for it in their load from memory. Memory that a failed load used is freed."""
-    config, comm = UniversalConfig(save=SaveOptions()), Comm()
-    with (
-        without_collector() as failing,
-        mock.patch.object(hook, "find_in_memory", return_value=Found("folder", TAG, 3)),
-    ):
-
-        def load(error: CheckpointError, size: int = 1) -> object:
-            comm.size = size
-            return hook._load_from_memory(
-                Engine(), "place", None, config, lambda *_: failing.fail(error), mock.Mock(), comm
-            )
-
-        assert load(CheckpointError("alone")) is None and failing.held == 0
-        with pytest.raises(CheckpointError, match="alone"):
-            load(CheckpointError("alone"), size=2)
-        error = CheckpointError("alone")
-        error.shared = True
-        assert load(error, size=2) is None
-
-
-# -- folders -----------------------------------------------------------------------------------------------------------
-
-
-def test_folders_may_name_the_home_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NVME", str(tmp_path / "nvme"))
-    monkeypatch.delenv("SCRATCH", raising=False)
-    assert SaveTier(place="~/run").place == str(tmp_path / "run")
-    found = [os.path.dirname(find_root(each)) for each in ("~/memory", "$NVME")]
-    assert found == [str(tmp_path / "memory"), str(tmp_path / "nvme")]
-    with pytest.raises(ConfigError, match="SCRATCH"):
-        find_root("$SCRATCH/memory")
-
-
-def make_theirs(root: Path) -> None:
-    (root.parent / "theirs").mkdir(mode=0o700)
-    root.symlink_to(root.parent / "theirs")
-
-
-FOREIGN: dict[str, Callable[[Path], object]] = {
-    "link": make_theirs,
-    "dangling link": lambda root: root.symlink_to(root.parent / "none"),
-    "file": Path.touch,
-    "fifo": os.mkfifo,
-    "mode": lambda root: (root.mkdir(), root.chmod(0o777)),
-    "another's": lambda root: root.mkdir(mode=0o700),
-}
-
-
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_memory_that_another_user_may_have_made_is_refused(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A resume loads the saves in it."""
-    user = os.getuid() + (kind == "another's")
-    FOREIGN[kind](tmp_path / f"deepspeed_ucp-{user}")
-    monkeypatch.setattr(os, "getuid", lambda: user)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(StorageError, match="Remove it, or name another folder"):
-        find_root(str(tmp_path))
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_jobs_that_another_user_may_have_made_are_ignored(tmp_path: Path) -> None:
-    root = find_root(str(tmp_path))
-    names = [name_job() for _ in range(3)]
-    for name in names[:2]:
-        os.mkdir(os.path.join(root, name), mode=0o700)
-    os.chmod(os.path.join(root, names[1]), 0o722)
-    os.symlink(os.path.join(root, names[0]), os.path.join(root, names[2]))
-    assert [job.name for job in list_jobs(root)] == [names[0]]
-
-
-def test_destinations_are_searched_by_loads() -> None:
-    tiers = [SaveTier(place="/fast"), SaveTier(place="s3://b/run")]
-    for to, also in ((tiers, ["/also", "/fast", "s3://b/run"]), ([], ["/also"])):
-        assert UniversalConfig(also=["/also"], save=SaveOptions(to=to)).with_tiers().also == also

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,48 +18,32 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.errors import CheckpointError, DiskFullError, UnsupportedError
-from deepspeed_ucp.io import disk
-from deepspeed_ucp.saves import budget, memory, places, publishing
+from deepspeed_ucp.errors import CheckpointError, DiskFullError, UcpError, UnsupportedError
+from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves import writer as writing
-from deepspeed_ucp.saves.launch import WriterPipe, finish_dead, start_writer
-from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, name_job
+from deepspeed_ucp.saves.launch import start_writer
+from deepspeed_ucp.saves.memory import Job, Snapshot, name_job
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
 from tests.saves.mounts import run_in_namespace, save_into_small_memory, write_to_small_disk
 from tests.saves.saving import (
     CONFIG,
     PATIENCE,
+    SCRIPT,
     TAG,
     Run,
-    begin,
-    find_writer,
+    fail_save,
     is_whole,
-    make_parts,
     make_save,
     run_writer,
     set_counter,
     strip,
     write,
-    write_both,
     write_pending,
 )
 from tests.support.covering import params
 from tests.support.crash import failing
 from tests.support.until import wait_until
-
-SCRIPT = "zero_to_fp32.py"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> list[Run]:
-    return make_parts(tmp_path)
-
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
@@ -188,18 +170,11 @@ def test_a_writer_survives_a_full_memory(run: Run) -> None:
     assert write_pending(writer) and not run.list_late()
 
 
-@pytest.mark.parametrize("note", ["failed", "refused"])
-def test_a_fault_that_cannot_be_recorded_holds_up_no_other_save(note: str, run: Run) -> None:
+@pytest.mark.parametrize(("note", "error"), [("failed", CheckpointError), ("refused", UnsupportedError)])
+def test_a_fault_that_cannot_be_recorded_holds_up_no_other_save(note: str, error: type[UcpError], run: Run) -> None:
     run.save(tag="first")
     second = run.save(tag="second")
-    damaged = CheckpointError("is damaged.") if note == "failed" else UnsupportedError("is not supported.")
-
-    def write_or_fail(each: Snapshot, *args: Any) -> str:
-        if each.tag == "first":
-            raise damaged
-        return places.write_save(each, *args)
-
-    with fill_memory(note), mock.patch.object(writing, "write_save", write_or_fail):
+    with fill_memory(note), fail_save("first", error("is wrong.")):
         assert run.write() is (note == "refused")
     assert second.read("done") and run.is_whole("second")
 
@@ -212,61 +187,6 @@ def test_a_full_memory_keeps_no_written_save_pending(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fault", "message"), [("full", "disk full"), ("ro", "Read-only file system")])
 def test_a_repaired_disk_gets_all_saves(fault: str, message: str, tmp_path: Path) -> None:
     run_in_namespace(lambda: write_to_small_disk(tmp_path, fault, message))
-
-
-# -- records in memory -------------------------------------------------------------------------------------------------
-
-
-def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = list[str]()
-    for name in "sync_file", "sync_folder", "write_at":
-
-        def note(path: str | int, *_: object, name: str = name) -> None:
-            events.append(name if isinstance(path, int) else f"{name} {os.path.basename(path)}")
-
-        for module in memory, disk:
-            monkeypatch.setattr(module, name, note, raising=False)
-    made = run.save()
-    files = {f"sync_file {os.path.basename(each)}" for each in made.list_files()}
-    assert files < set(events[:-1]) and f"sync_folder {TAG}" in events and events[-1] == "write_at"
-    events.clear()
-    Path(made.folder, "save-0.json").touch()
-    made.recycle()
-    assert events == [f"sync_folder {os.path.basename(made.folder)}"] and os.path.exists(run.job.spare)
-
-
-def test_a_save_that_is_freed_while_its_folder_is_looked_at_is_no_error(run: Run) -> None:
-    """The next save deletes unfinished folders while the writer frees older saves."""
-    made, glob = run.save(), Path.glob
-
-    def list_and_free(folder: Path, pattern: str) -> list[Path]:
-        found = list(glob(folder, pattern))
-        made.recycle()
-        return found
-
-    with mock.patch.object(Path, "glob", list_and_free):
-        assert not run.job.is_unfinished(made.number)
-
-
-def test_a_line_of_a_record_that_is_cut_off_does_not_count(run: Run) -> None:
-    run.job.reserve(7, 0)
-    made = replace(run.save("first", "second"), folder=run.job.find_folder(7))
-    first, second = made.destinations
-    made.note("done", {first: "mark"})
-    record = Path(made.folder, "save-0.json")
-    size = record.stat().st_size
-    text = record.read_text().rstrip("\n")
-    record.write_text((text + '\n{"done": {"second": "ma').ljust(size, "\n"))
-    assert made.read("done") == {first: "mark"} and made.list_pending() == [second]
-    made.note("done", {second: "other"})
-    made.note("done", {first: ""})
-    assert made.read("done") == {first: "", second: "other"}
-    assert record.stat().st_size == size
-    made.note("failed", {first: "y" * size})
-    for number in range(3):  # the room that is reserved has the last one alone
-        made.note("failed", {first: str(number) * (size // 2)})
-    assert record.stat().st_size < 2 * size and made.read("failed") == {first: "2" * (size // 2)}
-    assert made.read("done") == {first: "", second: "other"} and made.is_recorded() is False
 
 
 # -- which saves are written, and kept in memory -----------------------------------------------------------------------
@@ -307,14 +227,7 @@ def test_latest_does_not_name_a_newer_save_that_is_not_for_it(run: Run) -> None:
 def test_latest_does_not_go_back_to_a_save_that_is_written_late(run: Run) -> None:
     run.save(tag="late")
     run.save(tag="next")
-    original = writing.write_save
-
-    def fail_late(save: Snapshot, *args: Any) -> str:
-        if save.tag == "late":
-            raise OSError("not yet")
-        return original(save, *args)
-
-    with mock.patch.object(writing, "write_save", fail_late):
+    with fail_save("late", OSError("not yet")):
         assert not run.write()
     assert run.write() and run.is_whole("late") and run.latest == "next"
 
@@ -386,24 +299,6 @@ def test_a_save_that_was_not_announced_is_written_at_the_end(run: Run, monkeypat
 # -- the process -------------------------------------------------------------------------------------------------------
 
 
-def test_the_process_ends_when_everything_is_written(run: Run) -> None:
-    """Although its starter has ended, and saves were made while it wrote. It replaces a killed process."""
-    writer = WriterPipe(run.job, CONFIG)
-    writer.notify()
-    assert is_locked(run.job)  # a writer that starts slowly counts as running
-    for tag in "killed", "before", TAG:
-        run.save(tag=tag)
-        writer.notify()
-        wait_until(lambda: not run.list_late())
-        if tag == "killed":
-            os.kill(find_writer(run.job), signal.SIGKILL)
-            wait_until(lambda: not is_locked(run.job))
-    wait_until(lambda: os.path.exists(run.job.spare))
-    writer.close()
-    wait_until(lambda: not is_locked(run.job))
-    assert run.is_whole() and not os.path.exists(run.job.spare)
-
-
 SEARCHED = [None, "", ":", ".", f"code:{os.path.dirname(os.__file__)}"]
 
 
@@ -428,20 +323,6 @@ def test_no_code_of_the_working_directory_is_executed(
     assert list(folder.rglob("*-executed")) == [] and list(folder.rglob("__pycache__")) == []
 
 
-@pytest.mark.parametrize("last", ["", "finished\n"], ids=["killed", "finished"])
-def test_memory_is_freed_only_after_a_normal_end(last: str, run: Run) -> None:
-    """Although it has a snapshot, which a later save replaces."""
-    run.save(destinations={})
-    run.save(tag="last")
-    writer = WriterPipe(run.job, CONFIG)
-    writer.notify()
-    writer.close(f"\n{last}".encode())
-    wait_until(lambda: run.is_whole("last"))
-    wait_until(lambda: not (run.list_late() or is_locked(run.job)))
-    assert bool(run.job.list_saves()) is not bool(last)
-    wait_until(lambda: os.path.exists(run.job.folder) is not bool(last))
-
-
 @pytest.mark.parametrize("kind", ["snapshot", "failed", "one of two nodes"])
 def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> None:
     made = run.write_save(tag="written")
@@ -461,67 +342,6 @@ def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> 
     assert run.job.list_saves()
 
 
-# -- which jobs are running --------------------------------------------------------------------------------------------
-
-
-def test_a_job_is_owned_as_long_as_the_process_that_saves(tmp_path: Path) -> None:
-    """Also for processes that cannot see it: containers share memory, not process numbers."""
-    job, (begun, begin), (ended, end) = Job(str(tmp_path / "job")), os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        job.own()
-        os.fork()  # a worker that outlives the process, and does not save
-        os.write(begin, b"1")
-        os.close(end)
-        os.read(ended, 1)
-        os._exit(0)
-    assert os.read(begun, 1) + os.read(begun, 1) == b"11"
-    with mock.patch.object(Path, "read_text", side_effect=OSError):
-        assert job.is_owned()
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert not job.is_owned()
-    for fd in (begun, begin, ended, end):
-        os.close(fd)
-
-
-def test_a_look_at_a_jobs_lock_does_not_hold_it(tmp_path: Path) -> None:
-    """Not even if the process is forked while it looks."""
-    (tmp_path / "owner").touch()
-    (goes_on, go), children, flock = os.pipe(), list[int](), fcntl.flock
-
-    def lock(file: Any, operation: int) -> None:
-        flock(file, operation)
-        if not children:
-            children.append(os.fork())
-            if not children[0]:
-                os.close(go)
-                os.read(goes_on, 1)
-                os._exit(0)
-
-    with mock.patch.object(fcntl, "flock", lock):
-        assert not Job(str(tmp_path)).is_owned()
-    with open(tmp_path / "owner") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(go)
-    os.waitpid(children[0], 0)
-    os.close(goes_on)
-
-
-def test_a_job_that_begins_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
-    """By another one that begins at the same time."""
-    job, flock = Job(str(tmp_path / name_job())), fcntl.flock
-
-    def lock(file: Any, operation: int) -> None:
-        with mock.patch.object(fcntl, "flock", flock):
-            finish_dead(str(tmp_path), CONFIG)
-        flock(file, operation)
-
-    with mock.patch.object(fcntl, "flock", lock):
-        job.own()
-    assert job.is_there() and job.is_owned()
-
-
 @pytest.mark.parametrize("tag", ["later", "same"])
 def test_a_dead_jobs_pending_save_replaces_nothing_of_a_living_job(tag: str, tmp_path: Path) -> None:
     """It may have been rolled back: neither ``latest`` nor a tag goes back to it."""
@@ -531,82 +351,6 @@ def test_a_dead_jobs_pending_save_replaces_nothing_of_a_living_job(tag: str, tmp
     made = living.write_save(tag=tag)
     assert write(dead) and not pending.list_pending()
     assert living.latest == tag and living.holds(made) and living.is_whole("same")
-
-
-# -- several nodes -----------------------------------------------------------------------------------------------------
-
-
-def test_a_save_is_published_when_all_nodes_have_written(nodes: list[Run], caplog: pytest.LogCaptureFixture) -> None:
-    assert not nodes[0].write(wait=0.2)
-    assert "1 of 2 nodes have not written their files" in caplog.text
-    assert not [name for name in nodes[0].list_names() if not name.startswith(".")]
-    write_both(nodes)
-    assert nodes[0].list_names() == {TAG, "latest"} and nodes[0].is_whole()
-    assert strip(read_bytes(Path(nodes[0].place, TAG))) == read_bytes(nodes[0].folder / "whole" / TAG)
-
-
-def copy_save(run: Run, number: int) -> None:
-    """Make a save with the files of the first one."""
-    made = run.job.list_saves()[0]
-    shutil.copytree(made.folder, run.job.find_folder(number))
-    replace(made, number=number, folder=run.job.find_folder(number)).write_record()
-
-
-def test_a_node_writes_the_saves_that_the_first_node_has_begun(nodes: list[Run], tmp_path: Path) -> None:
-    """Neither a later one that it has already, nor an older one that the first node has dropped."""
-    for run in nodes:
-        copy_save(run, 2)
-        copy_save(run, 3)
-    os.rename(nodes[0].job.find_folder(3), tmp_path / "not yet")
-    other = threading.Thread(target=nodes[1].write)
-    other.start()
-    time.sleep(0.2)  # it must not write meanwhile
-    assert not (tmp_path / "place").exists()
-    assert nodes[0].write()
-    assert [save.number for save in nodes[0].job.list_saves() if not save.list_pending()] == [2]
-    os.rename(tmp_path / "not yet", nodes[0].job.find_folder(3))
-    assert nodes[0].write()
-    other.join()
-    assert not nodes[1].list_late()
-
-
-def test_only_the_first_node_removes_saves(nodes: list[Run]) -> None:
-    """Another node writes its part before the save is complete; the older one may be the only complete save then."""
-    write_both(nodes)
-    Path(nodes[0].place, "latest").unlink()
-    made = nodes[1].job.list_saves()[0]
-    folder = Path(nodes[1].job.find_folder(2))
-    shutil.copytree(Path(made.folder) / TAG, folder / "next")
-    places = {nodes[1].place: 1}
-    made = replace(made, number=2, tag="next", destinations=places, latest=False, folder=str(folder))
-    made.write_record()
-    begin(made)
-    assert nodes[1].write() and nodes[0].is_whole()
-
-
-def test_a_running_job_frees_memory_without_a_look_at_the_place(nodes: list[Run]) -> None:
-    """Training would wait for a place that is slow."""
-    (made,) = nodes[1].job.list_saves()
-    copy_save(nodes[1], 2)
-    made.note("done", {nodes[1].place: "on the first node"})
-    with mock.patch.object(budget, "is_sealed", side_effect=AssertionError):
-        budget.free_unwanted(nodes[1].job)
-    assert [save.number for save in nodes[1].job.list_saves()] == [2]
-
-
-def test_a_node_that_could_not_record_a_written_save_finds_it_in_the_place(nodes: list[Run], tmp_path: Path) -> None:
-    """Unless the tag is another save."""
-    state = Path(nodes[1].job.list_saves()[0].folder) / "save-1.json"
-    pending = state.read_bytes()
-    write_both(nodes)
-    state.write_bytes(pending)
-    assert nodes[1].write(wait=0.2) and nodes[1].list_names() == {TAG, "latest"}
-    state.write_bytes(pending)
-    shutil.rmtree(nodes[0].place)
-    other = Run(tmp_path, memory="other")
-    other.save()
-    other.write_save()  # of other weights
-    assert not nodes[1].write(wait=0.2)
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

@@ -13,14 +13,14 @@ from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.saves.saver import Saver, save_into_memory
 from tests.convert.conversions import write_source
-from tests.saves.saving import PATIENCE, TAG
+from tests.saves.saving import PATIENCE, TAG, is_whole
 
 
 class Engine(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(
             local_rank=0, global_steps=3, optimizer=None, module=SimpleNamespace(parameters=list),
-            save_non_zero_checkpoint=False, checkpoint_engine=SimpleNamespace(is_decoupled=lambda: False),
+            save_non_zero_checkpoint=False, checkpoint_engine=None,
         )  # fmt: skip
 
     def use_node_local_storage(self) -> bool:
@@ -70,6 +70,15 @@ class Training:
     @property
     def job(self) -> Job:
         return self.saver.job
+
+    def is_whole(self, *tags: str) -> bool:
+        """Return True if the place has complete saves with these tags."""
+        return all(is_whole(str(self.place / tag)) for tag in tags)
+
+    @property
+    def latest(self) -> str:
+        """Content of the place's ``latest``."""
+        return (self.place / "latest").read_text()
 
     @property
     def log(self) -> str:

@@ -1,0 +1,202 @@
+"""Folders and records of saves in memory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
+from deepspeed_ucp.errors import ConfigError, StorageError
+from deepspeed_ucp.io import disk
+from deepspeed_ucp.io.memory import identify_host
+from deepspeed_ucp.saves import memory
+from deepspeed_ucp.saves.launch import finish_dead
+from deepspeed_ucp.saves.memory import Job, find_root, list_jobs, list_owners, name_job
+from tests.saves.saving import CONFIG, TAG, Run
+
+
+def test_a_record_is_written_after_its_files_and_removed_before_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+    for name in "sync_file", "sync_folder", "write_at":
+
+        def note(path: str | int, *_: object, name: str = name) -> None:
+            events.append(name if isinstance(path, int) else f"{name} {os.path.basename(path)}")
+
+        for module in memory, disk:
+            monkeypatch.setattr(module, name, note, raising=False)
+    made = run.save()
+    files = {f"sync_file {os.path.basename(each)}" for each in made.list_files()}
+    assert files < set(events[:-1]) and f"sync_folder {TAG}" in events and events[-1] == "write_at"
+    events.clear()
+    Path(made.folder, "save-0.json").touch()
+    made.recycle()
+    assert events == [f"sync_folder {os.path.basename(made.folder)}"] and os.path.exists(run.job.spare)
+
+
+def test_a_save_that_is_freed_while_its_folder_is_looked_at_is_no_error(run: Run) -> None:
+    """The next save deletes unfinished folders while the writer frees older saves."""
+    made, glob = run.save(), Path.glob
+
+    def list_and_free(folder: Path, pattern: str) -> list[Path]:
+        found = list(glob(folder, pattern))
+        made.recycle()
+        return found
+
+    with mock.patch.object(Path, "glob", list_and_free):
+        assert not run.job.is_unfinished(made.number)
+
+
+def test_a_line_of_a_record_that_is_cut_off_does_not_count(run: Run) -> None:
+    run.job.reserve(7, 0)
+    made = replace(run.save("first", "second"), folder=run.job.find_folder(7))
+    first, second = made.destinations
+    made.note("done", {first: "mark"})
+    record = Path(made.folder, "save-0.json")
+    size = record.stat().st_size
+    text = record.read_text().rstrip("\n")
+    record.write_text((text + '\n{"done": {"second": "ma').ljust(size, "\n"))
+    assert made.read("done") == {first: "mark"} and made.list_pending() == [second]
+    made.note("done", {second: "other"})
+    made.note("done", {first: ""})
+    assert made.read("done") == {first: "", second: "other"}
+    assert record.stat().st_size == size
+    made.note("failed", {first: "y" * size})
+    for number in range(3):  # the room that is reserved has the last one alone
+        made.note("failed", {first: str(number) * (size // 2)})
+    assert record.stat().st_size < 2 * size and made.read("failed") == {first: "2" * (size // 2)}
+    assert made.read("done") == {first: "", second: "other"} and made.is_recorded() is False
+
+
+def test_a_job_is_owned_as_long_as_the_process_that_saves(tmp_path: Path) -> None:
+    """Also for processes that cannot see it: containers share memory, not process numbers."""
+    job, (begun, begin), (ended, end) = Job(str(tmp_path / "job")), os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        job.own()
+        os.fork()  # a worker that outlives the process, and does not save
+        os.write(begin, b"1")
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    assert os.read(begun, 1) + os.read(begun, 1) == b"11"
+    with mock.patch.object(Path, "read_text", side_effect=OSError):
+        assert job.is_owned()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not job.is_owned()
+    for fd in (begun, begin, ended, end):
+        os.close(fd)
+
+
+def test_a_look_at_a_jobs_lock_does_not_hold_it(tmp_path: Path) -> None:
+    """Not even if the process is forked while it looks."""
+    (tmp_path / "owner").touch()
+    (goes_on, go), children, flock = os.pipe(), list[int](), fcntl.flock
+
+    def lock(file: Any, operation: int) -> None:
+        flock(file, operation)
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                os.close(go)
+                os.read(goes_on, 1)
+                os._exit(0)
+
+    with mock.patch.object(fcntl, "flock", lock):
+        assert not Job(str(tmp_path)).is_owned()
+    with open(tmp_path / "owner") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(go)
+    os.waitpid(children[0], 0)
+    os.close(goes_on)
+
+
+def test_a_job_that_begins_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
+    """By another one that begins at the same time."""
+    job, flock = Job(str(tmp_path / name_job())), fcntl.flock
+
+    def lock(file: Any, operation: int) -> None:
+        with mock.patch.object(fcntl, "flock", flock):
+            finish_dead(str(tmp_path), CONFIG)
+        flock(file, operation)
+
+    with mock.patch.object(fcntl, "flock", lock):
+        job.own()
+    assert job.is_there() and job.is_owned()
+
+
+def test_the_first_rank_that_shares_a_memory_owns_it(tmp_path: Path) -> None:
+    """Launchers may give each rank the local rank 0, and nodes may be containers of one machine."""
+
+    class TwoRanks(Comm):
+        size, others = 2, tmp_path / "memory"
+
+        def gather(self, value: Any) -> list[Any]:
+            if self.others == tmp_path / "memory":
+                return [value, value]
+            found = os.stat(find_root(str(self.others)))
+            return [value, (self._pack((identify_host(), found.st_dev, found.st_ino)), None)]
+
+    config, comm = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"))), TwoRanks()
+    assert list_owners(config.save.memory, comm) == [0, 0]
+    comm.others = tmp_path / "container"
+    assert list_owners(config.save.memory, comm) == [0, 1]
+
+
+def test_folders_may_name_the_home_and_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NVME", str(tmp_path / "nvme"))
+    monkeypatch.delenv("SCRATCH", raising=False)
+    assert SaveTier(place="~/run").place == str(tmp_path / "run")
+    found = [os.path.dirname(find_root(each)) for each in ("~/memory", "$NVME")]
+    assert found == [str(tmp_path / "memory"), str(tmp_path / "nvme")]
+    with pytest.raises(ConfigError, match="SCRATCH"):
+        find_root("$SCRATCH/memory")
+
+
+def make_theirs(root: Path) -> None:
+    (root.parent / "theirs").mkdir(mode=0o700)
+    root.symlink_to(root.parent / "theirs")
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "link": make_theirs,
+    "dangling link": lambda root: root.symlink_to(root.parent / "none"),
+    "file": Path.touch,
+    "fifo": os.mkfifo,
+    "mode": lambda root: (root.mkdir(), root.chmod(0o777)),
+    "another's": lambda root: root.mkdir(mode=0o700),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_memory_that_another_user_may_have_made_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume loads the saves in it."""
+    user = os.getuid() + (kind == "another's")
+    FOREIGN[kind](tmp_path / f"deepspeed_ucp-{user}")
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StorageError, match="Remove it, or name another folder"):
+        find_root(str(tmp_path))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_jobs_that_another_user_may_have_made_are_ignored(tmp_path: Path) -> None:
+    root = find_root(str(tmp_path))
+    names = [name_job() for _ in range(3)]
+    for name in names[:2]:
+        os.mkdir(os.path.join(root, name), mode=0o700)
+    os.chmod(os.path.join(root, names[1]), 0o722)
+    os.symlink(os.path.join(root, names[0]), os.path.join(root, names[2]))
+    assert [job.name for job in list_jobs(root)] == [names[0]]

@@ -1,0 +1,129 @@
+"""Writers of several nodes, each with its part of a save."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from deepspeed_ucp.saves import budget
+from deepspeed_ucp.saves.memory import Snapshot
+from deepspeed_ucp.saves.writer import SaveWriter
+from tests.convert.conversions import read_bytes
+from tests.saves.saving import PATIENCE, TAG, Run, begin, fail_save, make_parts, strip, write_both
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[Run]:
+    return make_parts(tmp_path)
+
+
+def test_a_save_is_published_when_all_nodes_have_written(nodes: list[Run], caplog: pytest.LogCaptureFixture) -> None:
+    assert not nodes[0].write(wait=0.2)
+    assert "1 of 2 nodes have not written their files" in caplog.text
+    assert not [name for name in nodes[0].list_names() if not name.startswith(".")]
+    write_both(nodes)
+    assert nodes[0].list_names() == {TAG, "latest"} and nodes[0].is_whole()
+    assert strip(read_bytes(Path(nodes[0].place, TAG))) == read_bytes(nodes[0].folder / "whole" / TAG)
+
+
+def copy_save(run: Run, number: int, tag: str = TAG, **changes: Any) -> Snapshot:
+    """Make a save with the files of the first one."""
+    (first, *_), folder = run.job.list_saves(), Path(run.job.find_folder(number))
+    shutil.copytree(Path(first.folder, TAG), folder / tag)
+    made = replace(first, number=number, tag=tag, folder=str(folder), **changes)
+    made.write_record()
+    return made
+
+
+def test_a_node_writes_the_saves_that_the_first_node_has_begun(nodes: list[Run], tmp_path: Path) -> None:
+    """Neither a later one that it has already, nor an older one that the first node has dropped."""
+    for run in nodes:
+        copy_save(run, 2)
+        copy_save(run, 3)
+    os.rename(nodes[0].job.find_folder(3), tmp_path / "not yet")
+    other = threading.Thread(target=nodes[1].write)
+    other.start()
+    time.sleep(0.2)  # it must not write meanwhile
+    assert not (tmp_path / "place").exists()
+    assert nodes[0].write()
+    assert [save.number for save in nodes[0].job.list_saves() if not save.list_pending()] == [2]
+    os.rename(tmp_path / "not yet", nodes[0].job.find_folder(3))
+    assert nodes[0].write()
+    other.join()
+    assert not nodes[1].list_late()
+
+
+def test_a_later_save_leaves_the_parts_of_a_pending_one(nodes: list[Run]) -> None:
+    """The other node has recorded its part as written, and does not write it again."""
+    for run in nodes:
+        copy_save(run, 2, "next")
+        for save in run.job.list_saves():
+            begin(save)
+    assert nodes[1].write()
+
+    with fail_save(TAG, OSError("not yet")):
+        assert not nodes[0].write() and nodes[0].is_whole("next")
+    assert nodes[0].write(wait=0.2) and nodes[0].is_whole()
+
+
+def test_a_node_without_files_waits_for_the_first_node(nodes: list[Run], tmp_path: Path) -> None:
+    """Although the tag has the seal of another save."""
+    saves = [run.job.list_saves()[0] for run in nodes]
+    for path in Path(saves[1].folder, TAG).iterdir():
+        path.rename(Path(saves[0].folder, TAG, path.name))
+    Run(tmp_path, memory="other", name="other").write_save()
+    assert not nodes[1].write(wait=0.2)
+    write_both(nodes)
+    assert nodes[0].is_whole() and budget.is_safe(saves[1])
+    assert strip(read_bytes(Path(nodes[0].place, TAG))) == read_bytes(tmp_path / "whole" / TAG)
+
+
+def test_only_the_first_node_removes_saves(nodes: list[Run]) -> None:
+    """Another node writes its part before the save is complete; the older one may be the only complete save then."""
+    write_both(nodes)
+    Path(nodes[0].place, "latest").unlink()
+    begin(copy_save(nodes[1], 2, "next", destinations={nodes[1].place: 1}, latest=False))
+    assert nodes[1].write() and nodes[0].is_whole()
+
+
+def test_a_running_job_frees_memory_without_a_look_at_the_place(nodes: list[Run]) -> None:
+    """Training would wait for a place that is slow."""
+    (made,) = nodes[1].job.list_saves()
+    copy_save(nodes[1], 2)
+    made.note("done", {nodes[1].place: "on the first node"})
+    with mock.patch.object(budget, "is_sealed", side_effect=AssertionError):
+        budget.free_unwanted(nodes[1].job, is_agreed=False)
+    assert [save.number for save in nodes[1].job.list_saves()] == [2]
+
+
+def test_a_snapshot_is_freed_when_all_nodes_have_a_later_one(run: Run) -> None:
+    """The other nodes may be lost before they have recorded the later one."""
+    for tag in "abc":
+        run.save(tag=tag, destinations={}, nodes=2)
+    SaveWriter(run.job, PATIENCE).free()
+    assert [save.tag for save in run.job.list_saves()] == ["b", "c"]
+    budget.free_unwanted(run.job, is_agreed=True)
+    assert [save.tag for save in run.job.list_saves()] == ["c"]
+
+
+def test_a_node_that_could_not_record_a_written_save_finds_it_in_the_place(nodes: list[Run], tmp_path: Path) -> None:
+    """Unless the tag is another save."""
+    state = Path(nodes[1].job.list_saves()[0].folder) / "save-1.json"
+    pending = state.read_bytes()
+    write_both(nodes)
+    state.write_bytes(pending)
+    assert nodes[1].write(wait=0.2) and nodes[1].list_names() == {TAG, "latest"}
+    state.write_bytes(pending)
+    shutil.rmtree(nodes[0].place)
+    other = Run(tmp_path, memory="other")
+    other.save()
+    other.write_save()  # of other weights
+    assert not nodes[1].write(wait=0.2)
