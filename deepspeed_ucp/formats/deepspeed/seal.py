@@ -73,6 +73,10 @@ def _sum(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+_CONVERT = "Restore the file, or convert again."
+_RESTORE = "Restore the file; if the whole tag was saved again without a seal, remove it."
+"""Remedies for a damaged manifest and a damaged seal."""
+
 _MOST_BYTES = 1 << 31
 """Size limit of a seal, which has an entry for each state of each parameter."""
 
@@ -85,7 +89,8 @@ def read_seal(path: str) -> Seal:
         CheckpointError: the file cannot be read, or is damaged.
         UnsupportedError: the format is unknown.
     """
-    data = parse_json(read_bounded(path, _MOST_BYTES), path, strict=True)
+    advice = _CONVERT if os.path.basename(path) == MANIFEST else _RESTORE
+    data = parse_json(read_bounded(path, _MOST_BYTES, advice), path, advice=advice, strict=True)
     if type(version := data.get("version")) is int and version not in (OF_SAVES, OF_CONVERSIONS):
         raise UnsupportedError(
             f"is of format {version}, this release reads formats {OF_SAVES} and {OF_CONVERSIONS}. It was written by "
@@ -95,13 +100,15 @@ def read_seal(path: str) -> Seal:
     try:
         seal, digest = Seal.model_validate(data), _sum(data)
     except RecursionError:
-        raise CheckpointError("is nested too deeply; it is damaged.", path=path) from None
+        raise CheckpointError(f"is nested too deeply; it is damaged. {advice}", path=path) from None
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         fact = f"{where} is missing or of another form" if where else "it is no JSON of that form"
-        raise CheckpointError(f"is not the seal that was written ({fact}); it is damaged.", path=path) from None
+        text = f"is not the seal that was written ({fact}); it is damaged. {advice}"
+        raise CheckpointError(text, path=path) from None
     if seal.digest != digest:
-        raise CheckpointError("its digest does not match its contents; it is damaged or was edited.", path=path)
+        text = f"its digest does not match its contents; it is damaged or was edited. {advice}"
+        raise CheckpointError(text, path=path)
     return seal
 
 

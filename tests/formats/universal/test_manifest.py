@@ -217,7 +217,7 @@ def change_index(**fields: Any) -> str:
 ODD_VALUES = [{"$float": "00"}, {"$float": "zz"}, {"$tuple": 5}, {"$dict": [[[], 1]]}, {"$bytes": 1}]
 OLD_FORMAT = '{"kind": "deepspeed_ucp atomic checkpoint", "version": 2, "package": "0.9"}'
 REFUSED = {
-    "other": ('{"kind": "x"}', "is not the seal that was written"),
+    "other": ('{"kind": "x"}', "is not the seal that was written .* convert again"),
     "newer": (
         change(version=4, package="9.9"),
         "is of format 4, this release reads formats 1 and 3.* 9.9: update",
@@ -230,7 +230,7 @@ REFUSED = {
     "more, mended": (change_index(extra=1), "extra is of another form than expected"),
     "no atom's file": (mend(change(files=json.loads(change())["files"] | {"a": 1})), "files.a.* it is damaged"),
     "no state file": (make(states={}).dump().decode(), "lists no file mp_rank_00_model_states.pt"),
-    "edited": (change(package="2"), "its digest does not match its contents; it is damaged or was edited"),
+    "edited": (change(package="2"), "its digest does not match its contents; it is damaged .* or convert again"),
     "number": (make().dump().decode().replace(",64,", ",65,", 1), "its digest does not match"),
     **{f"odd value {at}": (change_index(hints=odd), "is no valid manifest") for at, odd in enumerate(ODD_VALUES)},
 }
