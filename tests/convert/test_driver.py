@@ -26,11 +26,12 @@ from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.convert.conversions import read_bytes
-from tests.stream.test_full_tensors import check_atoms, flip_bit, open_held, rules_of
 from tests.support.conversion import convert_checkpoint
+from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
-from tests.support.reshard3d import Held, draw_state, make_plain, trips
+from tests.support.reshard3d import Held, draw_state, make_plain, open_held, rules_of, trips
+from tests.support.wholes import check_atoms
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 OPTIONS = ConvertOptions(workers=2)

@@ -24,10 +24,19 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.tensor_parallel.rules import from_config
-from tests.stream.test_full_tensors import open_held, rules_of
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
-from tests.support.reshard3d import VOCAB, Held, draw_state, expect, make_pipeline, make_plain, trips
+from tests.support.reshard3d import (
+    VOCAB,
+    Held,
+    draw_state,
+    expect,
+    make_pipeline,
+    make_plain,
+    open_held,
+    rules_of,
+    trips,
+)
 from tests.synth import (
     Model,
     Param,

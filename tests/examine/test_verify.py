@@ -34,9 +34,10 @@ from tests.formats.saves import tail_cut
 from tests.formats.test_index import count_read_bytes
 from tests.formats.test_parallel import PIPE, PLAIN
 from tests.properties.faults import flip
+from tests.support.cases import Case, cases
 from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import World, run_ranks
-from tests.support.reshard import Case, cases, examples, temporary_folder
+from tests.support.reshard import examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 MODEL = Model(

@@ -33,10 +33,9 @@ from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER
 from deepspeed_ucp.model.storage import MASTER, AtomKey
 from tests.export import fsdp_run
 from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, open_model
-from tests.stream.test_full_tensors import open_held, rules_of
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples
-from tests.support.reshard3d import VOCAB, draw_state, make_plain
+from tests.support.reshard3d import VOCAB, draw_state, make_plain, open_held, rules_of
 from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

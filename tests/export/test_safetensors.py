@@ -34,10 +34,11 @@ from deepspeed_ucp.model.storage import MASTER, Atom
 from deepspeed_ucp.stream.full_tensors import FullTensor
 from deepspeed_ucp.tensor_parallel.rename import Rename
 from deepspeed_ucp.tensor_parallel.rules import from_config
-from tests.stream.test_full_tensors import flip_bit, open_held, rules_of
+from tests.support.cases import Case, cases
+from tests.support.damage import flip_bit
 from tests.support.ranks import World, run_ranks
-from tests.support.reshard import Case, cases, examples, temporary_folder
-from tests.support.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, trips
+from tests.support.reshard import examples, temporary_folder
+from tests.support.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, open_held, rules_of, trips
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -7,7 +7,7 @@ import torch
 
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, ITEMSIZE, MODULE, Atom, AtomKey, ParamKey
-from tests.support.reshard import Case
+from tests.support.cases import Case
 from tests.synth import State
 
 

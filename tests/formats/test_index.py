@@ -15,7 +15,8 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
 from tests.formats.atoms import check_atom, check_index
 from tests.formats.saves import STATES, make_files, open_files
-from tests.support.reshard import Case, cases, examples, temporary_folder
+from tests.support.cases import Case, cases
+from tests.support.reshard import examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, partition_layout, random_state, read_state, write_checkpoint
 
 

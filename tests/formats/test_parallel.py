@@ -14,7 +14,8 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, AtomKey, ParamKey
 from tests.formats.atoms import read_atom
 from tests.formats.saves import PIPE, PLAIN, POSITION, WORD, make_files, open_files
-from tests.support.reshard import LIVE_LR, check_content
+from tests.support.contents import check_content
+from tests.support.reshard import LIVE_LR
 from tests.support.reshard3d import draw_state, expect, load_all, make_config, make_pipeline, make_plain
 from tests.synth import Layer, Model, Param, Run, Topology, bidirectional, interleaved, partition_layout
 

@@ -17,7 +17,8 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import ModuleOrder, Naming, number_names
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.topology import find_differences
-from tests.support.reshard import FakeTarget, check_content, load, make_targets, open_for
+from tests.support.contents import check_content
+from tests.support.reshard import FakeTarget, load, make_targets, open_for
 from tests.support.reshard3d import draw_state, make_pipeline
 from tests.synth import Model, Param, State, Topology, build_files, random_state, write_files
 

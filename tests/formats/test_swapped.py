@@ -21,9 +21,9 @@ from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
 from tests.convert.conversions import read_bytes
 from tests.formats.atoms import check_index
+from tests.support.cases import Case
 from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import run_ranks
-from tests.support.reshard import Case
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state
 from tests.synth.files import optim_file
 from tests.synth.swap import model_order, number_parameters, swap_out, write_swapped

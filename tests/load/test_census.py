@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -38,26 +37,20 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
     return planning.make_index(atoms, instances=instances or {})
 
 
-def rename(index: AtomicIndex, *live: str) -> Mapping[str, str]:
-    return apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS))
-
-
-def test_one_set_of_rules_serves_both_directions() -> None:
-    assert rename(make_index("2.w", "3.w"), "encoder.0.w", "encoder.1.w") == {
-        "encoder.0.w": "2.w",
-        "encoder.1.w": "3.w",
-    }
-    assert rename(make_index("encoder.0.w"), "2.w") == {"2.w": "encoder.0.w"}
-
-
-def test_only_names_of_the_engine_are_made_and_they_stay() -> None:
-    assert rename(make_index("2.w", "4.w"), "2.w", "4.w", "encoder.0.w") == {}
-    assert rename(make_index("2.w"), "encoder.7.w") == {}
-
-
-def test_a_stages_further_copies_have_no_names_of_their_own() -> None:
-    index = make_index("2.w", instances={"2.w": 2})
-    assert rename(index, "encoder.0.w") == {"encoder.0.w": "2.w"}
+@pytest.mark.parametrize(
+    ("index", "live", "renamed"),
+    [
+        (make_index("2.w", "3.w"), ["encoder.0.w", "encoder.1.w"], {"encoder.0.w": "2.w", "encoder.1.w": "3.w"}),
+        (make_index("encoder.0.w"), ["2.w"], {"2.w": "encoder.0.w"}),
+        (make_index("2.w", "4.w"), ["2.w", "4.w", "encoder.0.w"], {}),
+        (make_index("2.w"), ["encoder.7.w"], {}),
+        (make_index("2.w", instances={"2.w": 2}), ["encoder.0.w"], {"encoder.0.w": "2.w"}),
+    ],
+    ids=["forth", "back", "the same name", "not in the engine", "further copies"],
+)
+def test_one_set_of_rules_serves_both_directions(index: AtomicIndex, live: list[str], renamed: dict[str, str]) -> None:
+    """Names that the engine has stay, and only such names are made."""
+    assert apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS)) == renamed
 
 
 def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> None:

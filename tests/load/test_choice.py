@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine.coverage import UnknownLayoutError
 from deepspeed_ucp.engine.known import _list_other_frozen
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load.choice import choose_loader, find_damage, find_own_differences
-from deepspeed_ucp.load.context import LoadContext, LoadReport
-from tests.load.test_reshard import flip
+from tests.support.damage import flip
+from tests.support.direct import UpstreamEngine, make_job
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -37,23 +36,17 @@ def find(folder: Path, stage: int, optimizer: Any) -> list[str]:
     return list(target.find_other_kinds(open_for(path, target)))
 
 
-def test_files_of_another_writer(tmp_path: Path) -> None:
-    """DeepSpeed's other writers use other file names, or files that its load does not read."""
+def test_files_of_another_writer_or_save(tmp_path: Path) -> None:
+    """Other writers' files have other names, or DeepSpeed's load does not read them. It counts an older save's files,
+    of more tensor-parallel ranks.
+    """
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     files = {file: torch.load(file, weights_only=False) for file in path.glob("*_states.pt")}
     target = FakeTarget(MODEL, Topology(1), 0)
-    assert open_for(path, target).unnoticed == ()
-    for config in ({"checkpoint": {"writer": {"type": "fast"}}}, {"datastates_ckpt": {"host_cache_size": 1}}):
+    for config in ({"checkpoint": {"writer": {"type": "fast"}}}, {"datastates_ckpt": {"host_cache_size": 1}}, {}):
         for file, tree in files.items():
             torch.save({**tree, "ds_config": {**tree["ds_config"], **config}}, file)
-        assert len(open_for(path, target).unnoticed) == 1
-
-
-def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
-    """An earlier save had more tensor-parallel ranks: DeepSpeed's load counts the files."""
-    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
-    target = FakeTarget(MODEL, Topology(1), 0)
-    assert open_for(path, target).unnoticed == ()
+        assert len(open_for(path, target).unnoticed) == bool(config)
     shutil.copy(path / "mp_rank_00_model_states.pt", path / "mp_rank_01_model_states.pt")
     assert "of an earlier save" in open_for(path, target).unnoticed[0]
 
@@ -116,21 +109,6 @@ def test_parameters_that_were_not_frozen_in_the_save(tmp_path: Path) -> None:
 
 
 # -- engines that only DeepSpeed's load knows --------------------------------------------------------------------------
-
-
-class UpstreamEngine:
-    """The part of an engine that is used before its buffers are."""
-
-    optimizer = lr_scheduler = None
-
-    def load_universal_checkpoint(self) -> bool:
-        return False
-
-    use_node_local_storage = load_universal_checkpoint
-
-
-def make_job(engine: object, comm: Comm, **options: Any) -> LoadContext:
-    return LoadContext(engine, comm, UniversalConfig(**options), LoadReport(False, ""))
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from deepspeed_ucp.formats.deepspeed.reading import list_globals, read_stage
 from deepspeed_ucp.load.client import check_trusted, read_objects
 from deepspeed_ucp.model.index import Use
 from deepspeed_ucp.torchsave.torchfile import read_header
+from tests.support.damage import write_checksums
 from tests.support.pythons import OLD_MEMBERS
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 from tests.torchsave.inputs import rebuild_zip
@@ -209,12 +210,8 @@ def read_back(folder: Path, value: Any, trust_pickle: bool = False) -> Any:
 def test_client_state_comes_back_from_every_kind_of_file_without_the_models_tensors(
     tmp_path: Path, topology: Topology, legacy: bool, checked: bool
 ) -> None:
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(checked)
-    try:
+    with write_checksums(checked):
         path = write(tmp_path, {"epoch": 3, "rng": torch.arange(4)}, topology, legacy, lr_scheduler={"last": 9})
-    finally:
-        torch.serialization.set_crc32_options(before)
     found = read_objects(path, trust_pickle=False)
     assert (found["epoch"], found["lr_scheduler"], found["global_steps"]) == (3, {"last": 9}, 3)
     assert found["rng"].equal(torch.arange(4))

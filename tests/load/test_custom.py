@@ -14,8 +14,9 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.extensions.custom_load import CustomLoad, assemble_module
 from deepspeed_ucp.load.context import LoadContext, LoadReport
+from tests.support.cases import Case, cases
 from tests.support.ranks import World
-from tests.support.reshard import PATIENT, Case, cases, examples, make_targets, open_for, temporary_folder
+from tests.support.reshard import PATIENT, examples, make_targets, open_for, temporary_folder
 from tests.synth import read_state
 
 

@@ -16,7 +16,6 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.load.context import LoadReport
-from tests.load.test_reshard import take_a_step
 from tests.support.curriculum import make_sampler
 from tests.support.direct import (
     PLAIN,
@@ -33,7 +32,7 @@ from tests.support.direct import (
     write,
 )
 from tests.support.ranks import run_ranks
-from tests.support.reshard import SENTINEL, FakeTarget, open_for
+from tests.support.reshard import SENTINEL, FakeTarget, open_for, take_a_step
 from tests.synth import Model, Param, Run, State, Topology
 
 

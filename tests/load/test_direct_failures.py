@@ -20,8 +20,8 @@ from deepspeed_ucp.errors import CheckpointError, RemoteError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.transfer import Transfer
-from tests.load.test_reshard import flip, take_a_step
 from tests.support.covering import stride
+from tests.support.damage import flip
 from tests.support.direct import (
     PLAIN,
     REFUSED,
@@ -40,7 +40,7 @@ from tests.support.direct import (
 )
 from tests.support.held import without_collector
 from tests.support.ranks import World, run_ranks
-from tests.support.reshard import FakeTarget, make_targets, open_for
+from tests.support.reshard import FakeTarget, make_targets, open_for, take_a_step
 from tests.synth import Run, Topology
 
 

@@ -22,8 +22,9 @@ from deepspeed_ucp.load.destinations import Buffer, Work
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.plan.rounds import BLOCK
-from tests.load.test_reshard import AWKWARD, KINDS, flip
+from tests.support.cases import AWKWARD, KINDS
 from tests.support.covering import cover, params
+from tests.support.damage import flip
 from tests.support.direct import PLAIN, STATES, ZERO1, check_loaded, check_untouched, damage, run_load, start, write
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import FakeTarget, groups_of, make_targets, open_for

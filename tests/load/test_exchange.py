@@ -16,9 +16,9 @@ from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.model.records import STAGE, Read
 from deepspeed_ucp.plan.rounds import LoadPlan, Round
+from tests.support.contents import check_load
 from tests.support.covering import all_turns
 from tests.support.reads import item, read_of
-from tests.support.reshard import check_load
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 

@@ -19,7 +19,9 @@ from deepspeed_ucp.formats import places as places_module
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.stream.reader import refuse_scattered
-from tests.load.test_places import (
+from tests.support.cases import Case, cases, topologies
+from tests.support.contents import check_content, check_reads
+from tests.support.places import (
     MODEL,
     STATES,
     hold_one_shard,
@@ -31,16 +33,7 @@ from tests.load.test_places import (
     write_unchecked,
 )
 from tests.support.ranks import run_ranks
-from tests.support.reshard import (
-    Case,
-    cases,
-    check_content,
-    check_reads,
-    examples,
-    make_targets,
-    temporary_folder,
-    topologies,
-)
+from tests.support.reshard import examples, make_targets, temporary_folder
 from tests.synth import Model, Param, Topology, random_state, read_state
 
 

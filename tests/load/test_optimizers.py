@@ -16,10 +16,11 @@ import torch.distributed.checkpoint as dcp
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
 from deepspeed_ucp.errors import MismatchError
-from tests.load.test_reshard import take_a_step
+from tests.support.contents import check_load
 from tests.support.covering import cover, params
+from tests.support.direct import Eager, Lion
 from tests.support.foreign import make_tree
-from tests.support.reshard import FakeTarget, check_load, load, make_targets, open_for, prepare_rank
+from tests.support.reshard import FakeTarget, load, make_targets, open_for, prepare_rank, take_a_step
 from tests.synth import (
     Model,
     Param,
@@ -34,34 +35,6 @@ from tests.synth import (
 )
 
 MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1), Param("c", (4,))))
-
-
-class Lion(torch.optim.Optimizer):
-    """One moment, a step that is a plain number, and a note that is neither."""
-
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    state.setdefault("exp_avg", torch.zeros_like(param))
-                    state["step"] = state.get("step", 0) + 1
-
-
-class Eager(Lion):
-    """Makes its state at construction, as torch's Adagrad did, and relies on it."""
-
-    def __init__(self, params: Any, lr: float = 1e-4) -> None:
-        super().__init__(params, lr)
-        for param in (param for group in self.param_groups for param in group["params"]):
-            self.state[param]["sum"] = torch.zeros_like(param)
-
-    def step(self, closure: Any = None) -> None:
-        for param in (param for group in self.param_groups for param in group["params"]):
-            self.state[param]["sum"].add_(param.grad)
 
 
 class Factored(Lion):

@@ -7,12 +7,11 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
@@ -21,7 +20,6 @@ from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import list_entries
-from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.open import look_at_job
 from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.read import MemorySink
@@ -34,76 +32,24 @@ from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan.rounds import LoadPlan
 from deepspeed_ucp.stream.reader import AtomReader, check_copy
 from tests.convert.conversions import read_bytes
+from tests.support.contents import check_content
 from tests.support.conversion import convert_checkpoint
+from tests.support.places import (
+    MODEL,
+    STATES,
+    hold_one_shard,
+    indices,
+    load_scattered,
+    open_place,
+    scatter,
+    shard,
+    write,
+    write_unchecked,
+)
 from tests.support.ranks import World, run_ranks
 from tests.support.reads import item, read_of
-from tests.support.reshard import (
-    Case,
-    FakeTarget,
-    Loaded,
-    Options,
-    check_content,
-    groups_of,
-    load_rank,
-    make_targets,
-)
-from tests.synth import Model, Param, State, Topology, random_state, read_state
-
-MODEL = Model((Param("a.weight", (7, 13)), Param("b.bias", (5,), group=1), Param("c", (3, 5), frozen=True)))
-STATES = "mp_rank_00_model_states.pt"
-
-
-def shard(rank: int) -> str:
-    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-
-
-def write(folder: Path, source: Topology, seed: int = 0) -> Path:
-    return Case(MODEL, source, random_state(MODEL, seed, precision=source.precision), legacy=False).write(folder)
-
-
-def scatter(
-    save: Path, count: int, holders: Callable[[str], Iterable[int]], *, times: bool = True, name: str = "host"
-) -> list[Path]:
-    """Copy a save's files to the hosts that hold them; `times`: with their modification times."""
-    hosts = [save.parent / f"{name}{number}" for number in range(count)]
-    for host in hosts:
-        host.mkdir()
-    for file in sorted(save.iterdir()):
-        for host in holders(file.name):
-            shutil.copy2(file, hosts[host])
-            if not times:
-                os.utime(hosts[host] / file.name, (host + 1, host + 1))
-    return hosts
-
-
-def hold_one_shard(name: str) -> list[int]:
-    """Give the model states to both of two hosts, and a shard to each."""
-    return [0, 1] if name == STATES else [int(name.split("_")[3])]
-
-
-def open_place(folder: Path, target: FakeTarget, comm: Comm, *also: Path) -> AtomicIndex:
-    """Open a checkpoint as a rank of a load does (collective)."""
-    places = [str(place) for place in also]
-    return open_checkpoint(str(folder), comm, Naming(groups_of(target, comm)[0]), also=places)
-
-
-def load_scattered(
-    folders: Sequence[Path], model: Model, target: Topology, *also: Path, **options: Any
-) -> list[Loaded]:
-    """Load a save on ranks that see different folders."""
-    targets = make_targets(model, target)
-
-    def load(rank: int, comm: Comm) -> Loaded:
-        index = open_place(folders[rank % len(folders)], targets[rank], comm, *also)
-        return load_rank(index, targets[rank], comm, Options(**options))
-
-    return run_ranks(len(targets), load)
-
-
-def indices(folders: Sequence[Path], *also: Path) -> list[AtomicIndex]:
-    places = [str(place) for place in also]
-    return run_ranks(len(folders), lambda rank, comm: open_checkpoint(str(folders[rank]), comm, also=places))
-
+from tests.support.reshard import Loaded, Options, load_rank, make_targets
+from tests.synth import State, Topology, read_state
 
 # -- several places ---------------------------------------------------------------------------------------------------
 
@@ -169,16 +115,6 @@ def test_an_invalid_file_in_a_nearer_place_is_skipped(
     warnings = [record.getMessage() for record in caplog.records if "nvme" in record.getMessage()]
     assert any(shard(1) in text for text in warnings)
     assert len(warnings) <= 2, "one warning per place and rank"
-
-
-def write_unchecked(folder: Path, form: str) -> Path:
-    """Write a save without checksums."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        return Case(MODEL, Topology(1, 3), random_state(MODEL, 0), legacy=form == "legacy").write(folder)
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 @pytest.mark.usefixtures("near")

@@ -24,18 +24,17 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.model.storage import ITEMSIZE
 from deepspeed_ucp.plan.locate import locate
-from tests.load.test_reshard import AWKWARD, KINDS, pair_id
-from tests.load.test_reshard_3d import PIPELINE, PIPELINES, PLAIN, PLAINS
 from tests.load.test_reshard_atomic import PIPELINE as CONVERTED_PIPELINE
 from tests.load.test_reshard_atomic import PIPELINE_PAIRS, PLAIN_PAIRS, convert
 from tests.load.test_reshard_atomic import PLAIN as CONVERTED_PLAIN
 from tests.load.test_reshard_experts import FUSED, NATIVES
 from tests.load.test_swapped import MODEL as SWAPPED
 from tests.load.test_swapped import SwappedTarget
+from tests.support.cases import AWKWARD, KINDS, pair_id
 from tests.support.covering import few, params
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, Loaded, Options, make_targets, open_for, plan, prepare_rank
-from tests.support.reshard3d import draw_state, expect, load_all, make_config
+from tests.support.reshard3d import PIPELINE, PIPELINES, PLAIN, PLAINS, draw_state, expect, load_all, make_config
 from tests.synth import Model, Topology, random_state, write_checkpoint
 
 RECORD = Path(__file__).with_name("recorded.json.gz")

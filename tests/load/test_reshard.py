@@ -15,31 +15,34 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.model.index import AtomicIndex
+from tests.support.cases import (
+    AWKWARD,
+    KINDS,
+    Case,
+    cases,
+    keep_what_travels,
+    models,
+    pair_id,
+    resume,
+    states,
+    topologies,
+)
+from tests.support.contents import check_content, check_load, collect, saved_buffers, touched_records
 from tests.support.covering import all_turns, params
+from tests.support.damage import flip, write_checksums
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (
-    BUFFERS,
-    Case,
     FakeTarget,
-    Loaded,
-    cases,
-    check_content,
-    check_load,
-    collect,
     examples,
     load,
     make_targets,
-    models,
     open_everywhere,
     open_for,
     prepare_all,
     prepare_rank,
     read,
-    saved_buffers,
-    states,
+    take_a_step,
     temporary_folder,
-    topologies,
-    touched_records,
 )
 from tests.synth import (
     Model,
@@ -53,14 +56,6 @@ from tests.synth import (
     write_files,
 )
 
-
-def resume(case: Case, target: Topology, folder: Path, **options: Any) -> tuple[State, list[Loaded]]:
-    """Write a case, load it into another topology, and check everything about it."""
-    path = case.write(folder)
-    saved = read_state(path, case.model, case.topology)
-    return saved, check_load(path, case.model, target, saved, **options)[1]
-
-
 # -- invariants 1 to 4 over everything --------------------------------------------------------------------------------
 
 
@@ -71,39 +66,6 @@ def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: 
     note(f"{case.topology.label}→{target.label}")
     with temporary_folder() as folder:
         resume(case, target, folder, chunk=chunk, in_place=in_place)
-
-
-def pair_id(pair: tuple[Topology, ...]) -> str:
-    return f"{pair[0].label}→{pair[1].label}"
-
-
-KINDS = [
-    Topology(0),
-    Topology(0, 1, "bf16", "fused"),
-    Topology(0, 2, "fp16", "unfused"),
-    Topology(1, 4, "bf16"),
-    Topology(1, 3, "bf16", "bf16"),
-    Topology(2, 5, "fp16", round_robin=True, parameter_alignment=True),
-    Topology(2, 2, round_robin=True),
-    Topology(1, 3, elastic=True),
-    Topology(3, 2),
-    Topology(3, 7, "bf16", sub_group_size=10),
-]
-
-AWKWARD = Model(
-    (
-        Param("a.weight", (7, 13)),
-        Param("a.bias", (7,), frozen=True),
-        Param("b.weight", (5, 7), group=1),
-        Param("empty", (0, 3)),
-        Param("one", (1,), group=1),
-        Param("c.weight", (3, 5)),
-        Param("outside", (3,), group=None, frozen=True),
-        Param("alone", (1,), group=2),
-        Param("tied", (7, 13), alias_of="a.weight"),
-    ),
-    {f"buffer{index}": value for index, value in enumerate(BUFFERS)},
-)
 
 
 @pytest.mark.parametrize(("source", "target"), all_turns(KINDS, KINDS, 2, pair_id))
@@ -121,33 +83,27 @@ def test_more_ranks_than_elements(stage: int, dp: int, tmp_path: Path) -> None:
     resume(Case(model, Topology(4 - stage, 3), state, False), Topology(stage, dp), tmp_path / "in")
 
 
-@pytest.mark.parametrize(("source", "target"), all_turns(KINDS, [KINDS[0], KINDS[2], KINDS[3], KINDS[8]], 1, pair_id))
-def test_zero_dimensional_parameters(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """A learned temperature: its states have the shape of a scalar, but are states."""
-    model = Model((Param("w", (3, 5)), Param("t", ()), Param("u", (), 1), Param("v", (), frozen=True)))
-    resume(Case(model, source, random_state(model, 0, precision=source.precision), False), target, tmp_path)
+TABLE = torch.arange(12.0)
+UNUSUAL = {
+    # A learned temperature: its states have the shape of a scalar, but are states.
+    "zero-dimensional": Model((Param("w", (3, 5)), Param("t", ()), Param("u", (), 1), Param("v", (), frozen=True))),
+    # A trainable parameter that no optimizer was given is in the module states; ZeRO 3 does not save it.
+    "loose": Model((Param("w", (3, 5)), Param("loose", (7,), group=None))),
+    # One table in many layers, or a view of it: bytes that several buffers share are read once and verified.
+    "shared": Model((Param("w", (3, 5)),), {"a": TABLE, "b": TABLE, "c": TABLE[3:7], "d.count": torch.ones(1)}),
+}
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    all_turns([s for s in KINDS if s.stage < 3], [KINDS[0], KINDS[2], KINDS[3], KINDS[6]], 1, pair_id),
-)
-def test_trainable_parameters_that_no_optimizer_was_given(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """They train in no wrapper (ZeRO 3 does not even save them): the module states hold them."""
-    model = Model((Param("w", (3, 5)), Param("loose", (7,), group=None)))
-    state = random_state(model, 0, precision=source.precision)
-    resume(Case(model, source, state, False), target, tmp_path)
+def list_unusual(name: str) -> list[Any]:
+    kinds = [kind for kind in KINDS if name != "loose" or kind.stage < 3]
+    rows = all_turns(kinds, [kinds[at] for at in (0, 2, 3, -2)], 1, pair_id)
+    return [pytest.param(name, *row.values, id=f"{name}-{row.id}", marks=row.marks) for row in rows]
 
 
-@pytest.mark.parametrize("source", [Topology(0), Topology(1, 2, "bf16"), Topology(3, 2)], ids=lambda t: t.label)
-@pytest.mark.parametrize("target", [Topology(0, 2), Topology(2, 3), Topology(3, 2)], ids=lambda t: f"→{t.label}")
-def test_buffers_that_share_memory(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """One table in many layers, or a view of it: bytes that several buffers share are read once and verified."""
-    table = torch.arange(12.0)
-    model = Model(
-        (Param("w", (3, 5)),), {"a.table": table, "b.table": table, "c.table": table[3:7], "d.count": torch.ones(1)}
-    )
-    resume(Case(model, source, random_state(model, 0, precision=source.precision), False), target, tmp_path)
+@pytest.mark.parametrize(("name", "source", "target"), [row for name in UNUSUAL for row in list_unusual(name)])
+def test_unusual_tensors(name: str, source: Topology, target: Topology, tmp_path: Path) -> None:
+    state = random_state(UNUSUAL[name], 0, precision=source.precision)
+    resume(Case(UNUSUAL[name], source, state, False), target, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -183,16 +139,6 @@ def test_there_and_back_again(trip: tuple[Case, Topology]) -> None:
         check_content(again, keep_what_travels(saved, held, case, there))
 
 
-def keep_what_travels(saved: State, held: State, case: Case, there: Topology) -> State:
-    """Return the state that survives B: flat buffers zero-fill states, a 16-bit model rounds frozen parameters."""
-    atoms = {name: {**held.atoms[name], **value} for name, value in saved.atoms.items()}
-    for param in case.model.owners:
-        if not (param.trains and param.group is not None):
-            atoms[param.name] = {"fp32": saved.atoms[param.name]["fp32"].to(there.dtype).float()}
-    scalars = {name: {**held.scalars.get(name, {}), **value} for name, value in saved.scalars.items()}
-    return State(atoms, scalars, () if there.keeps_lean_states else held.groups)
-
-
 # -- checksums --------------------------------------------------------------------------------------------------------
 
 
@@ -223,14 +169,6 @@ def test_a_flipped_bit_anywhere_in_a_needed_record_is_found(data: st.DataObject,
             CheckpointError, match=f"{Path(index.files[record.file].path).name}: the {record.nbytes} bytes at"
         ):
             reread(index, targets)
-
-
-def flip(path: Path, position: int, bit: int = 0) -> None:
-    with open(path, "r+b") as stream:
-        stream.seek(position)
-        byte = stream.read(1)[0]
-        stream.seek(position)
-        stream.write(bytes([byte ^ 1 << bit]))
 
 
 # -- what a load is asked for -----------------------------------------------------------------------------------------
@@ -276,14 +214,6 @@ def test_an_optimizer_that_has_stepped_takes_the_saved_state(drawn: tuple[Case, 
         assert kept <= set(tensors)
 
 
-def take_a_step(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            param.grad = torch.ones_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def all_states(optimizer: Any) -> Iterable[torch.Tensor]:
     return (value for state in optimizer.state.values() for key, value in state.items() if key != "step")
 
@@ -326,12 +256,8 @@ def test_the_index_that_ranks_open_together_is_the_same(target: Topology, tmp_pa
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_files_without_checksums_load_all_the_same(tmp_path: Path, legacy: bool) -> None:
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
+    with write_checksums(False):
         resume(Case(AWKWARD, Topology(1, 3), random_state(AWKWARD, 0), legacy), Topology(3, 2), tmp_path)
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:

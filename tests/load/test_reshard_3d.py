@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,36 +15,34 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from tests.load.test_reshard import pair_id
+from tests.support.cases import pair_id
+from tests.support.contents import check_content
 from tests.support.covering import all_turns
-from tests.support.direct import check_untouched, run_load
-from tests.support.ranks import World, run_ranks
-from tests.support.reshard import (
-    FakeTarget,
-    Loaded,
-    check_content,
-    examples,
-    groups_of,
-    open_everywhere,
-    temporary_folder,
-)
+from tests.support.direct import check_loaded, run_load
+from tests.support.ranks import run_ranks
+from tests.support.reshard import examples, groups_of, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
     KINDS,
+    PIPELINE,
+    PIPELINES,
+    PLAIN,
+    PLAINS,
     VOCAB,
     Held,
     Trip,
     collect_locals,
     draw_state,
+    edit,
     expect,
     load_all,
     load_wanted,
     make_config,
     make_pipeline,
     make_plain,
+    refuse,
     resume,
     trips,
 )
@@ -62,36 +60,10 @@ from tests.synth import (
     write_files,
 )
 
-ALL = ["norm", "router", "column", "bias", "row", "conv", "columns_uneven", "rows_uneven", "qkv", "gate_up"]
-PIPELINE = make_pipeline([ALL, ["column", "experts", "qkv_uneven"], ["row", "bias", "experts_in"]], frozen=("router",))
-
-PIPELINES = [
-    Topology(1, 2, "fp32"),
-    Topology(1, 1, "bf16", tp=2),
-    Topology(1, 2, "bf16", pp=2),
-    Topology(1, 2, "bf16", "bf16", tp=2, pp=2),
-    Topology(0, 1, "fp32", tp=2, pp=2),
-    Topology(1, 1, tp=4, pp=1),
-    Topology(0, 1, "bf16", "bf16", tp=3, pp=3),
-]
-
 
 @pytest.mark.parametrize(("source", "target"), all_turns(PIPELINES, PIPELINES, 1, pair_id))
 def test_pipelines_into_pipelines(source: Topology, target: Topology, tmp_path: Path) -> None:
     resume(draw_state(PIPELINE, source), target, tmp_path)
-
-
-PLAIN = make_plain([*ALL, "experts", "experts_in", "qkv_uneven", "few", "word"], frozen=["router", "row"])
-
-PLAINS = [
-    Topology(0, 1, tp=2),
-    Topology(1, 2, "bf16", tp=2),
-    Topology(2, 2, tp=3),
-    Topology(3, 2, "bf16", tp=2),
-    Topology(3, 3, sub_group_size=10),
-    Topology(2, 1, "bf16", tp=4),
-    Topology(3, 1, tp=4),
-]
 
 
 @pytest.mark.parametrize(("source", "target"), all_turns(PLAINS, PLAINS, 1, pair_id))
@@ -293,29 +265,6 @@ def test_every_stage_gets_its_own_copy_back(
         assert "first stage" in warned[0]
 
 
-def edit(source: Held, change: Callable[[Mapping[int, Local]], None], folder: Path) -> Path:
-    """Write a checkpoint whose ranks hold values that no state describes."""
-    held = source.locals
-    change(held)
-    write_files(folder, build_local_files(held, source.topology, Run()))
-    return folder
-
-
-def refuse(folder: Path, wanted: Held, config: UniversalConfig, kind: type[Exception], text: str) -> str:
-    """Check that every rank raises the same error, and that nothing has changed; returns the message."""
-    targets = wanted.make_targets()
-    index = open_everywhere(folder, targets)
-    results = World(len(targets)).run(lambda rank, comm: run_load(index, targets[rank], comm, config))
-    assert {type(result) for result in results} == {kind}, results
-    assert len({str(result) for result in results}) == 1
-    for target in targets:
-        if target.wrapped:
-            check_untouched(target)
-    with pytest.raises(kind, match=text):
-        raise results[0]
-    return str(results[0])
-
-
 def test_both_directions_of_a_pipeline_have_to_hold_the_same(tmp_path: Path) -> None:
     source = draw_state(THREE, Topology(1, 1, pp=2, placement=bidirectional(6, 2)))
 
@@ -399,7 +348,7 @@ def test_the_loaders_own_flow(source: Topology, target: Topology, verify: str, t
     index = open_everywhere(tmp_path, targets)
     config = make_config(held.model, verify=verify)
     results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
-    check_held(targets, wanted)
+    check_loaded(targets, wanted.state, wanted.locals)
     assert {client["epoch"] for _, _, client in results} == {4}
     assert len({report.state_bytes for _, report, _ in results}) == 1
     read = sum(report.bytes_read for _, report, _ in results)
@@ -446,28 +395,13 @@ def test_client_states_are_each_ranks_own_at_the_same_degrees(
     ] == epochs
 
 
-def check_held(targets: Sequence[FakeTarget], wanted: Held) -> None:
-    ranks = [Loaded(target, None, target.extras(), counted=False) for target in targets]  # type: ignore[arg-type]
-    check_content(ranks, wanted.state, wanted.locals)
-
-
 def test_weights_alone(tmp_path: Path) -> None:
     """``load_optimizer_states=False`` leaves optimizers as they are and reads no states."""
     source = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
     wanted = expect(source, Topology(1, 2, "bf16"))
     weights = {name: {"fp32": states["fp32"]} for name, states in wanted.state.atoms.items()}
-    wanted = replace(wanted, state=State(weights, {}, wanted.state.groups))
-    _, ranks = load_all(source.write(tmp_path), wanted.make_targets(), make_config(source.model), with_states=False)
+    wanted = replace(wanted, state=State(weights, {}, ()))
+    _, ranks = load_wanted(source.write(tmp_path), wanted, make_config(source.model), with_states=False)
     for rank in ranks:
         assert not rank.target.wrapped.state
         assert {key.state for key in rank.work.touched} <= {"fp32", "module", "copy"}
-    check_weights(ranks, wanted.locals)
-
-
-def check_weights(ranks: Sequence[Loaded], held: Mapping[int, Local]) -> None:
-    for rank in ranks:
-        atoms = held[rank.target.place.mp_rank].state.atoms
-        for flat in rank.target.flats:
-            for cut in flat.buffer.cuts(flat.part):
-                expected = atoms[cut.name]["fp32"].reshape(-1)[cut.start : cut.start + cut.numel]
-                assert flat.data[cut.offset : cut.offset + cut.numel].equal(expected), cut

@@ -22,17 +22,11 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY
 from deepspeed_ucp.tensor_parallel.rules import from_config
-from tests.load.test_reshard import AWKWARD, pair_id
+from tests.support.cases import AWKWARD, pair_id
+from tests.support.contents import check_load
 from tests.support.direct import run_load
 from tests.support.ranks import World, run_ranks
-from tests.support.reshard import (
-    FakeTarget,
-    check_load,
-    examples,
-    make_targets,
-    open_everywhere,
-    temporary_folder,
-)
+from tests.support.reshard import FakeTarget, examples, make_targets, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
     Held,
     Trip,

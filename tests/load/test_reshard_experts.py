@@ -15,18 +15,12 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.stream.duplicates import check_samples
-from tests.load.test_reshard import keep_what_travels, resume
 from tests.properties.samples import run_cli
+from tests.support.cases import keep_what_travels, resume
+from tests.support.contents import check_content, collect
 from tests.support.conversion import convert_checkpoint
 from tests.support.expertmodels import expert_trips, expert_trips_3d, make_router
-from tests.support.reshard import (
-    check_content,
-    collect,
-    examples,
-    make_targets,
-    open_for,
-    temporary_folder,
-)
+from tests.support.reshard import examples, make_targets, open_for, temporary_folder
 from tests.support.reshard3d import draw_state, expect, load_all, load_wanted, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
 from tests.synth.expertfiles import expert_file, expert_optim_file

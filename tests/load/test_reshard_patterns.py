@@ -14,13 +14,10 @@ import torch
 
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
-from tests.load.test_reshard_3d import edit, refuse
-from tests.support.reshard import (
-    check_content,
-    check_reads,
-)
+from tests.support.contents import check_content, check_reads
 from tests.support.reshard3d import (
     draw_state,
+    edit,
     expect,
     load_all,
     load_wanted,
@@ -28,6 +25,7 @@ from tests.support.reshard3d import (
     make_pipeline,
     make_plain,
     pad_vocab,
+    refuse,
     resume,
 )
 from tests.synth import (

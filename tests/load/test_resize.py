@@ -13,9 +13,8 @@ import torch
 
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
-from tests.load.test_reshard_3d import refuse
 from tests.support.reshard import SENTINEL
-from tests.support.reshard3d import Held, draw_state, load_wanted, make_config, make_pipeline, make_plain
+from tests.support.reshard3d import Held, draw_state, load_wanted, make_config, make_pipeline, make_plain, refuse
 from tests.synth import State, Topology
 
 

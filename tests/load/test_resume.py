@@ -25,8 +25,8 @@ from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.load.choice import Choice
 from deepspeed_ucp.load.context import LoadContext
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
-from tests.load.test_choice import STATES, UpstreamEngine, make_job
-from tests.load.test_tags import refuse_path
+from tests.support.damage import refuse_path
+from tests.support.direct import STATES, UpstreamEngine, make_job
 from tests.support.held import without_collector
 from tests.support.ranks import World
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint

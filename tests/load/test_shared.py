@@ -20,9 +20,10 @@ from deepspeed_ucp.io import memory
 from deepspeed_ucp.io.memory import share_memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.transfer import Transfer
+from tests.support.contents import check_load
 from tests.support.descriptors import list_open
 from tests.support.ranks import run_ranks
-from tests.support.reshard import check_load, load, make_targets, open_for
+from tests.support.reshard import load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
@@ -45,13 +46,9 @@ def place(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Callable[[int, Comm],
     return work
 
 
-def test_ranks_of_a_machine_see_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_ranks(3, place(monkeypatch, "a", "b", "a")) == [[1, None, 3], [None, 2, None], [1, None, 3]]
-
-
-def test_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_machine_see_each_others_memory_and_close_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = list_open("memfd:deepspeed_ucp")
-    run_ranks(2, place(monkeypatch, "a", "a"))
+    assert run_ranks(3, place(monkeypatch, "a", "b", "a")) == [[1, None, 3], [None, 2, None], [1, None, 3]]
     assert {*list_open("memfd:deepspeed_ucp")} <= {*before}
 
 

@@ -15,9 +15,8 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.prepare import describe_rounding
 from deepspeed_ucp.plan.wants import BufferSpec, Wants
-from tests.load.test_optimizers import Eager
-from tests.load.test_reshard import take_a_step
-from tests.support.reshard import FakeTarget, Loaded, Options, load, open_for, prepare_rank
+from tests.support.direct import Eager
+from tests.support.reshard import FakeTarget, Loaded, Options, load, open_for, prepare_rank, take_a_step
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1), Param("c", (4,))))

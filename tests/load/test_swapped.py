@@ -20,7 +20,7 @@ from deepspeed_ucp.extensions.nvme import Nvme
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.model.storage import AtomKey
 from deepspeed_ucp.model.view import EngineBuffer
-from tests.load.test_reshard import flip
+from tests.support.damage import flip
 from tests.support.direct import FakeEngine, run_load
 from tests.support.ranks import run_ranks
 from tests.support.reshard import SENTINEL, FakeTarget, make_targets, open_for

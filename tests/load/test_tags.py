@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from deepspeed_ucp.io.paths import is_url
 from deepspeed_ucp.io.store import write_small
 from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.tags import find_folders, find_tag, report_absent
+from tests.support.damage import refuse_path
 from tests.support.memory import clear_memory
 from tests.support.ranks import World, run_ranks
 
@@ -212,12 +212,6 @@ def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
     (folder / "latest_universal").write_text("global_step1_universal")
     assert find_tag(str(folder), None, Comm()) == "global_step2"
     assert find_tag(str(folder), None, Comm(), universal=True) == "global_step1_universal"
-
-
-def refuse_path(work: Callable[..., Any], refused: str, path: Any, *rest: Any, **how: Any) -> Any:
-    if str(path) == refused.rstrip("/"):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-    return work(path, *rest, **how)
 
 
 # -- no checkpoint -----------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.memory import ScratchPool, allocate_large, find_address
 from deepspeed_ucp.load import destinations, transfer
 from deepspeed_ucp.load.destinations import GpuUploads, TensorSink, Uploads, choose_uploads
+from tests.support.contents import check_load
 from tests.support.ranks import run_ranks
-from tests.support.reshard import check_load, load, make_targets, open_for
+from tests.support.reshard import load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (300, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})

@@ -13,7 +13,7 @@ import torch
 from deepspeed_ucp.engine import engines
 from deepspeed_ucp.engine.engines import open_target
 from deepspeed_ucp.model.wrappers import WRAPPERS, Form, Wrapper
-from tests.support.reshard import check_load
+from tests.support.contents import check_load
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, read_state, write_files
 from tests.synth.description import ADAMW
 
@@ -33,7 +33,7 @@ MODEL = Model((Param("a", (5, 3)), Param("b", (7,), 1), Param("c", (2, 2), 1)))
 
 STATE = replace(random_state(MODEL, 0, precision="bf16"), groups=({**ADAMW, "lr": 0.5}, {**ADAMW, "lr": 0.25}))
 
-OTHERS = [Topology(0, 2, "bf16"), Topology(2, 3, "bf16"), Topology(3, 2, "bf16")]
+OTHERS = [Topology(0, 2, "bf16"), Topology(2, 3, "bf16"), Topology(3, 2, "bf16"), None]
 
 
 @pytest.fixture(params=ROWS)
@@ -55,14 +55,12 @@ def resume(folder: Path, source: Topology, target: Topology) -> None:
     assert index.topology.wrapper == source.row.name
 
 
-@pytest.mark.parametrize("other", OTHERS, ids=lambda topology: topology.label)
-def test_its_saves_load_everywhere_and_all_saves_into_it(tmp_path: Path, made_up: Wrapper, other: Topology) -> None:
-    resume(tmp_path / "from", make_topology(made_up, 2), other)
-    resume(tmp_path / "into", other, make_topology(made_up, 3))
-
-
-def test_its_saves_load_into_other_degrees_of_it(tmp_path: Path, made_up: Wrapper) -> None:
-    resume(tmp_path, make_topology(made_up, 2), make_topology(made_up, 4))
+@pytest.mark.parametrize("other", OTHERS, ids=lambda topology: topology.label if topology else "itself")
+def test_its_saves_load_everywhere_and_all_saves_into_it(
+    tmp_path: Path, made_up: Wrapper, other: Topology | None
+) -> None:
+    resume(tmp_path / "from", make_topology(made_up, 2), other or make_topology(made_up, 4))
+    resume(tmp_path / "into", other or make_topology(made_up, 4), make_topology(made_up, 3))
 
 
 def test_an_engine_that_has_it_is_opened_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:

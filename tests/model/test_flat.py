@@ -17,7 +17,8 @@ from deepspeed_ucp.model.flat import (
     join_parameters,
     join_reserved,
 )
-from tests.support.reshard import examples, lay_flat, models
+from tests.support.cases import models
+from tests.support.reshard import examples, lay_flat
 from tests.synth import Model, Topology, partition_layout
 
 MODEL = ("a", "b", "c"), ((3,), (2, 2), (5,))

@@ -20,8 +20,9 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.stream.duplicates import check_samples
 from tests.support import foreign
+from tests.support.contents import check_content
 from tests.support.conversion import convert_checkpoint
-from tests.support.reshard import check_content, load, make_targets, open_for
+from tests.support.reshard import load, make_targets, open_for
 from tests.synth import ExpertLayer, Layer, Model, Param, Run, State, Topology, random_state, write_checkpoint
 
 TAG = "global_step3"

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
 from tests.properties.samples import RULES, SOURCES, Source, groups_option, run_cli, try_to
+from tests.support.contents import check_content
 from tests.support.conversion import convert_checkpoint
-from tests.support.reshard import check_content, examples, load, make_targets, open_for, temporary_folder
+from tests.support.reshard import examples, load, make_targets, open_for, temporary_folder
 from tests.synth import Model, Param, State, Topology, random_state, read_state, write_checkpoint
 
 TOPOLOGIES = [Topology(1, 3), Topology(2, 2, "bf16"), Topology(3, 2), Topology(1, 2, "bf16", "bf16")]

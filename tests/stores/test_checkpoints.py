@@ -23,11 +23,12 @@ from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io import objects, paths, store, upload
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.torchsave.torchfile import list_records
+from tests.support.contents import check_content
 from tests.support.conversion import convert_checkpoint
 from tests.support.covering import params
 from tests.support.memory import clear_memory, put_folder, read_tree
 from tests.support.ranks import Apart, World, run_ranks
-from tests.support.reshard import check_content, load, make_targets, open_everywhere
+from tests.support.reshard import load, make_targets, open_everywhere
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 URL, TO = "memory://stores/run", "memory://stores/there"

@@ -20,10 +20,11 @@ from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.io import clients, objects, store
 from deepspeed_ucp.load.tags import find_tag
 from tests.stores.server import BUCKET, Server, fail_first, serve_bucket, use_options
+from tests.support.contents import check_content
 from tests.support.conversion import convert_checkpoint
 from tests.support.covering import all_turns
 from tests.support.memory import put_folder
-from tests.support.reshard import check_content, load, make_targets, open_everywhere
+from tests.support.reshard import load, make_targets, open_everywhere
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 pytest.importorskip("moto")

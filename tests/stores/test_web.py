@@ -22,7 +22,8 @@ from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.io import objects, store
 from tests.stores.server import use_options
 from tests.support.certificates import make_certificate, make_context
-from tests.support.reshard import check_content, load, make_targets, open_everywhere
+from tests.support.contents import check_content
+from tests.support.reshard import load, make_targets, open_everywhere
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (20,)), Param("frozen", (5,), frozen=True)))

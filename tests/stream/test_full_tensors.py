@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,74 +15,17 @@ from hypothesis import strategies as st
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.io.read import Checked
-from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, MASTER, AtomKey, Atoms
-from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
+from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader, verify_reads
 from deepspeed_ucp.tensor_parallel.kinds import ShardH
 from deepspeed_ucp.tensor_parallel.rules import from_config
+from tests.support.damage import flip_bit
 from tests.support.reshard import examples, open_everywhere, temporary_folder
-from tests.support.reshard3d import Held, draw_state, make_config, make_plain, trips
-from tests.synth import Run, Topology, write_files
+from tests.support.reshard3d import Held, draw_state, make_config, make_plain, open_held, rules_of, trips
+from tests.support.wholes import check_atoms, read_whole
+from tests.synth import Topology, write_files
 from tests.synth.files import build_local_files
-from tests.synth.stages import atom_key
-
-
-def open_held(held: Held, folder: Path, run: Run | None = None) -> AtomicIndex:
-    """Write and open, with the names that a stage-0 source needs."""
-    held.write(folder, run)
-    return open_everywhere(folder, held.make_targets())
-
-
-def flip_bit(index: AtomicIndex, name: str, state: str, offset: int | None = None) -> None:
-    """Damage a source: in the record of an atom's last fragment, in the middle or at a byte."""
-    record = index.records[index.atoms[AtomKey(name, state)].shards[-1].list_fragments(state)[-1].record]
-    path = Path(index.files[record.file].path)
-    data = bytearray(path.read_bytes())
-    data[record.offset + (record.nbytes // 2 if offset is None else offset % record.nbytes)] ^= 1
-    path.write_bytes(data)
-
-
-def rules_of(held: Held) -> Any:
-    return from_config(make_config(held.model).patterns)
-
-
-def read_whole(
-    reader: AtomReader, whole: FullTensor, step: int | None = None, checks: list[Checked] | None = None
-) -> torch.Tensor:
-    """A logical tensor, read in ranges of ``step`` elements."""
-    checks = [] if checks is None else checks
-    data = bytearray(whole.nbytes)
-    view = memoryview(data)
-    step = step or max(whole.numel, 1)
-    for start in range(0, whole.numel, step):
-        numel = min(step, whole.numel - start)
-        into = view[start * whole.itemsize : (start + numel) * whole.itemsize]
-        checks.extend(reader.read_tensors([whole.want(start, numel)], [into]))
-    if not data:
-        return torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
-    return torch.frombuffer(data, dtype=getattr(torch, whole.dtype)).view(whole.shape)
-
-
-def check_atoms(
-    reader: AtomReader,
-    wholes: Mapping[tuple[str, str], FullTensor],
-    held: Held,
-    step: int | None,
-    checks: list[Checked] | None = None,
-) -> int:
-    """Every atom that the run holds and the files keep is there, to the bit."""
-    seen = 0
-    for name, states in held.state.atoms.items():
-        for state, value in states.items():
-            whole = wholes.get(AtomKey(*atom_key(name, state)))
-            if whole is None or not value.numel():
-                continue
-            found = read_whole(reader, whole, step, checks)
-            assert found.shape == value.shape, (name, state)
-            assert torch.equal(found.view(torch.uint8), value.contiguous().view(torch.uint8)), (name, state)
-            seen += 1
-    return seen
 
 
 @given(trip=trips(), step=st.sampled_from((None, 1, 5, 64)))

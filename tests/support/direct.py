@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from deepspeed_ucp.load.destinations import Work
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import AtomKey
-from tests.load.test_reshard import flip
 from tests.plan import planning
-from tests.support.reshard import SENTINEL, FakeTarget, Loaded, check_content
-from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
+from tests.support.contents import check_content
+from tests.support.damage import flip
+from tests.support.reshard import SENTINEL, FakeTarget, Loaded
+from tests.synth import Local, Model, Param, Run, State, Topology, random_state, write_checkpoint
 
 ZERO1 = Topology(1, 3)
 PLAIN = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen", (3, 3), frozen=True)))
@@ -46,6 +47,49 @@ class Restored(Scheduler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+class Lion(torch.optim.Optimizer):
+    """One moment, a step that is a plain number, and a note that is neither."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("exp_avg", torch.zeros_like(param))
+                    state["step"] = state.get("step", 0) + 1
+
+
+class Eager(Lion):
+    """Makes its state at construction, as torch's Adagrad did, and relies on it."""
+
+    def __init__(self, params: Any, lr: float = 1e-4) -> None:
+        super().__init__(params, lr)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["sum"] = torch.zeros_like(param)
+
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["sum"].add_(param.grad)
+
+
+class UpstreamEngine:
+    """The part of an engine that is used before its buffers are."""
+
+    optimizer = lr_scheduler = None
+
+    def load_universal_checkpoint(self) -> bool:
+        return False
+
+    use_node_local_storage = load_universal_checkpoint
+
+
+def make_job(engine: object, comm: Comm, **options: Any) -> LoadContext:
+    return LoadContext(engine, comm, UniversalConfig(**options), LoadReport(False, ""))
 
 
 class FakeEngine:
@@ -97,9 +141,9 @@ def run_load(
     return engine, report, load_direct(job, index, target)
 
 
-def check_loaded(targets: list[FakeTarget], state: State) -> None:
+def check_loaded(targets: list[FakeTarget], state: State, local: Mapping[int, Local] | None = None) -> None:
     work = Work(planning.make_index([]))
-    check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state)
+    check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state, local)
 
 
 def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from deepspeed_ucp.extensions.experts.names import is_expert
-from tests.support.reshard import Case, states
+from tests.support.cases import Case, states
 from tests.support.reshard3d import KINDS, Held, draw_state, expect, make_layer
 from tests.synth import (
     ExpertLayer,

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
@@ -40,7 +39,6 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import CopyItem, Read
 from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
-from deepspeed_ucp.plan.locate import locate
 from deepspeed_ucp.plan.rounds import SHARES, LoadPlan
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.covering import stride
@@ -48,26 +46,18 @@ from tests.support.ranks import run_ranks
 from tests.synth import (
     ExpertLayer,
     Flat,
-    Local,
     Model,
     Param,
-    Run,
     State,
     Topology,
-    build_local_files,
     group_layouts,
     own_models,
     own_state,
     partition_layout,
-    random_state,
-    write_checkpoint,
 )
 from tests.synth.description import find_seat
 from tests.synth.experts import degree_of, find_layer, held_layers, list_held, list_replicas
-from tests.synth.files import model_file, optim_file
 from tests.synth.layout import count_parts, stage3_slice
-from tests.synth.optimizer import fill, optimizer_state
-from tests.synth.reader import _buffers
 
 SENTINEL = -8.25
 """Value of target buffers before a load; no synthesised value equals it."""
@@ -131,7 +121,7 @@ class FakeTarget(Target):
     def collect(self) -> None:
         row = self.kind.row
         for flat in own_layout(self.model, self.kind, self.rank):
-            if not row.has_copies and not _find(self.model, flat.names[0]).trains:
+            if not row.has_copies and not find_param(self.model, flat.names[0]).trains:
                 continue
             holder = torch.full((flat.numel,), SENTINEL)
             if row.form is Form.SINGLE:
@@ -145,13 +135,13 @@ class FakeTarget(Target):
         return self.copies
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        return _find(self.model, name).shape
+        return find_param(self.model, name).shape
 
     def extras(self) -> list[EngineBuffer]:
         return list(self.others)
 
     def _make_extras(self) -> list[EngineBuffer]:
-        found = [self._extra(_find(self.model, name)) for name in self.params if name not in self.owned]
+        found = [self._extra(find_param(self.model, name)) for name in self.params if name not in self.owned]
         for name, value in self.model.buffers.items():
             found.append(self.make_whole(name, fill_like(value.reshape(-1)).view(value.shape), is_buffer=True))
         return found
@@ -213,12 +203,20 @@ def fill_like(tensor: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def take_a_step(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def make_targets(model: Model, topology: Topology, optimizer: Any = torch.optim.AdamW) -> list[FakeTarget]:
     """Make all ranks of a run without model parallelism."""
     return [FakeTarget(model, topology, rank, optimizer) for rank in range(topology.dp)]
 
 
-def _find(model: Model, name: str) -> Param:
+def find_param(model: Model, name: str) -> Param:
     return next(param for param in model.params if param.name == name)
 
 
@@ -345,24 +343,6 @@ def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> l
     return run_ranks(len(targets), lambda rank, comm: load_rank(index, targets[rank], comm, chosen), order=chosen.order)
 
 
-def check_load(
-    path: Path | str,
-    model: Model,
-    topology: Topology,
-    expected: State,
-    optimizer: Any = torch.optim.AdamW,
-    chunk: int = CHUNK,
-    **options: Any,
-) -> tuple[AtomicIndex, list[Loaded]]:
-    """Load a checkpoint into a run without model parallelism, and check every byte that it holds and reads."""
-    targets = make_targets(model, topology, optimizer)
-    index = open_everywhere(path, targets) if model.experts else open_for(path, targets[0])
-    ranks = load(index, targets, chunk=chunk, **options)
-    check_content(ranks, expected)
-    check_reads(index, ranks, chunk)
-    return index, ranks
-
-
 def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options) -> Loaded:
     """Load one rank, in the order of the production load; collective."""
     rank = prepare_rank(index, target, comm, options)
@@ -401,166 +381,6 @@ def read_all(transfer: Transfer) -> None:
     assert len(checks) == len(plan.reads)
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
-def check_content(ranks: Sequence[Loaded], expected: State, local: Mapping[int, Local] | None = None) -> None:
-    """Check that every rank has the bits of a run of its topology with the state `expected` (invariants 2 and 3).
-
-    Args:
-        local: part of each model-parallel rank, if there are several.
-    """
-    model, topology = ranks[0].target.model, ranks[0].target.kind
-    own = ({"lr": LIVE_LR},) * len(model.groups)  # an elastic checkpoint has no hyper-parameters
-    local = local or {0: Local(model, replace(expected, groups=expected.groups or own))}
-    files = build_local_files(local, topology)
-    for rank in ranks:
-        held = local[rank.target.place.mp_rank].state
-        check_masters(rank, files, held)
-        check_extras(rank, held)
-        groups = rank.target.wrapped.param_groups if rank.target.wrapped else ()
-        hypers = own_state(held, own_models(local[rank.target.place.mp_rank].model, topology)[rank.target.rank]).groups
-        for group, hyper in zip(groups, hypers, strict=bool(groups)):
-            assert {key: group[key] for key in hyper} == dict(hyper), rank.target.label
-
-
-def saved_buffers(files: dict[str, Any], rank: Loaded, expected: State) -> list[dict[str, torch.Tensor]]:
-    """Return master, states and scalars in the rank's file for each live flat buffer."""
-    target = rank.target
-    model, topology, mp = target.model, target.kind, target.place.mp_rank
-    if topology.partitions:
-        optimizer = files[optim_file(topology, target.rank, mp)]["optimizer_state_dict"]
-    elif model.experts:  # which may be in the file of another lane's rank
-        flats = own_layout(model, topology, target.rank)
-        optimizer = optimizer_state(target.own, own_state(expected, target.own), topology, Run(), flats, target.rank)
-    else:
-        optimizer = files[model_file(topology, 0, mp)]["optimizer"]
-    flats = own_layout(model, topology, target.rank)
-    entries = [dict(_buffers(optimizer, topology, i)) for i in range(len(flats))]
-    if topology.kind == "raw":
-        pairs = zip(flats, entries, strict=True)
-        whole = {name: held["fp32"] for name, held in expected.atoms.items()}
-        entries = [{"fp32": fill(flat, {n: whole[n] for n in flat.names}), **entry} for flat, entry in pairs]
-        return [e for flat, e in zip(flats, entries, strict=True) if _find(model, flat.names[0]).trains]
-    return entries
-
-
-def check_masters(rank: Loaded, files: dict[str, Any], expected: State) -> None:
-    """Check masters, states and scalars of one rank: every element written once, padding zero."""
-    where = rank.target.label
-    for flat, saved in zip(rank.target.flats, saved_buffers(files, rank, expected), strict=True):
-        kept = dict(rank.target.wrapped.state.get(flat.tensor, {}))
-        assert kept.keys() == saved.keys() - {"fp32"}, f"{where} {flat.names}"
-        assert (flat.tensor in rank.target.wrapped.state) == bool(kept), f"{where}: an empty state"
-        for key, value in saved.items():
-            live = flat.data if key == "fp32" else kept[key]
-            if key != "fp32" and value.dim() == 0 and key == "step":
-                assert live == value, f"{where} {flat.names} {key}"
-                continue
-            assert live.shape == (flat.data if key == "fp32" else flat.tensor).shape
-            check_filled(live.detach().reshape(-1), value.detach().reshape(-1), f"{where} {flat.names} {key}")
-            check_counts(rank, live, f"{where} {flat.names} {key}")
-
-
-def check_extras(rank: Loaded, expected: State) -> None:
-    """Check frozen and unoptimized parameters, and buffers."""
-    model = rank.target.model
-    for extra in rank.extras:
-        if extra.is_buffer:
-            value = model.buffers[extra.name].reshape(-1)
-        else:
-            value = expected.atoms[extra.name]["fp32"].reshape(-1).to(extra.data.dtype)
-        value = value[find_start(extra) :][: extra.data.numel()]
-        check_filled(extra.data, value, f"{rank.target.label} {extra.name}")
-        check_counts(rank, extra.data, f"{rank.target.label} {extra.name}")
-
-
-def find_start(extra: EngineBuffer) -> int:
-    """Return the first element of the tensor that a rank holds."""
-    return next((cut.start for cut in extra.buffer.cuts(extra.part)), 0)
-
-
-def check_filled(live: torch.Tensor, saved: torch.Tensor, what: str) -> None:
-    """Check for the saved elements, bit by bit, then zeros (ZeRO 1/2 saves masters without their padding)."""
-    assert live.dtype == saved.dtype, what
-    head, tail = live[: saved.numel()], live[saved.numel() :]
-    assert head.numel() == saved.numel(), what
-    same = head.contiguous().view(torch.uint8).equal(saved.contiguous().view(torch.uint8))
-    assert same, f"{what}: {head} is not {saved}"
-    assert not tail.view(torch.uint8).any(), f"{what}: padding {tail}"
-
-
-def check_counts(rank: Loaded, live: torch.Tensor, what: str) -> None:
-    """Check that every element is written once; a parameter with new rows may be zeroed before, or keep values."""
-    if not live.numel() or not rank.counted:
-        return
-    written, zeroed = rank.count(live.detach()), rank.count_blanks(live.detach())
-    assert (written <= 1).all(), f"{what}: written {written} times"
-    if all(how.pads for how in rank.work.wants.resized.values()):
-        assert (written + zeroed >= 1).all(), f"{what}: written {written} times, zeroed {zeroed} times"
-    if not rank.work.wants.resized:
-        assert (written + zeroed == 1).all(), f"{what}: written {written} times, zeroed {zeroed} times"
-
-
-def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK) -> None:
-    """Check that every byte of each touched record is read once over all ranks, in short requests (invariant 4)."""
-    found = {}
-    for read in (read for rank in ranks for read in rank.reads):
-        assert 0 < read.nbytes <= chunk and read.count == 1
-        assert sum(item.nbytes for item in read.items) in (0, read.nbytes)
-        counts = found.setdefault(read.record, np.zeros(index.records[read.record].nbytes, np.int64))
-        counts[read.offset : read.end] += 1
-    assert found.keys() == touched_records(ranks)
-    for record, counts in found.items():
-        assert (counts == 1).all(), f"record {record}: read {counts} times"
-
-
-def touched_records(ranks: Sequence[Loaded]) -> set[int]:
-    """Return the records of which any rank needs bytes."""
-    return {item.record for rank in ranks for want in rank.work.wants.wants for item in locate(want)}
-
-
-def collect(ranks: Sequence[Loaded]) -> State:
-    """Join the state of the ranks of one model-parallel rank from their buffers."""
-    model, topology = ranks[0].target.model, ranks[0].target.kind
-    atoms = {param.name: {"fp32": torch.full(param.shape, float("nan"))} for param in model.owners}
-    scalars: dict[str, dict[str, Any]] = {}
-    for rank in ranks if topology.partitions or model.experts else ranks[:1]:
-        for flat in rank.target.flats:
-            _collect_flat(rank.target, flat, atoms, scalars)
-    for rank in ranks if topology.stage or model.experts else ranks[:1]:
-        for extra in rank.extras:
-            if not extra.is_buffer:
-                start = find_start(extra)
-                atoms[extra.name]["fp32"].view(-1)[start : start + extra.data.numel()] = extra.data.float()
-    names = ("lr", "betas", "eps", "weight_decay", "amsgrad")
-    live = ranks[0].target.wrapped.param_groups if ranks[0].target.wrapped else ()
-    groups = tuple({key: group[key] for key in names} for group in live)
-    return State(atoms, scalars, groups[: len(model.groups)])
-
-
-def _collect_flat(
-    target: FakeTarget,
-    flat: EngineBuffer,
-    atoms: dict[str, dict[str, torch.Tensor]],
-    scalars: dict[str, dict[str, Any]],
-) -> None:
-    kept = target.wrapped.state.get(flat.tensor, {})
-    tensors = {key: value for key, value in kept.items() if key != "step"}
-    for cut in flat.buffer.cuts(flat.part):
-        for key, value in {"fp32": flat.data, **tensors}.items():
-            part = value.detach().reshape(-1)[cut.offset : cut.offset + cut.numel]
-            whole = atoms[cut.name].setdefault(key, torch.zeros(atoms[cut.name]["fp32"].shape))
-            whole.view(-1)[cut.start : cut.start + cut.numel] = part
-    for name in flat.names:
-        scalars.setdefault(name, {}).update({"step": kept["step"]} if "step" in kept else {})
-        for key in tensors:
-            atoms[name].setdefault(key, torch.zeros(atoms[name]["fp32"].shape))
-
-
-# -- cases ------------------------------------------------------------------------------------------------------------
-
-
 def examples(count: int) -> settings:
     """Draw `count` cases under `-m exhaustive`, otherwise a 20th. UCP_EXAMPLES=N multiplies them, with new draws."""
     factor = int(os.environ.get("UCP_EXAMPLES", "0"))
@@ -580,107 +400,3 @@ def temporary_folder() -> Iterator[Path]:
     """Context manager of a folder for one case."""
     with tempfile.TemporaryDirectory(prefix="ucp-") as folder:
         yield Path(folder)
-
-
-BUFFERS = (
-    torch.arange(3),
-    torch.tensor([True, False, True]),
-    torch.linspace(0, 1, 5),
-    torch.tensor(7),
-    torch.tensor([[1.5, -0.0]], dtype=torch.float16),
-    torch.zeros(0, 2),
-    torch.arange(5, dtype=torch.uint8),
-    torch.tensor([1 + 2j]),
-)
-
-SHAPES = st.one_of(
-    st.integers(2, 40).map(lambda n: (n,)),
-    st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    st.just((1,)),
-    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5)),
-)
-
-
-@st.composite
-def models(draw: st.DrawFn, max_params: int = 6, max_groups: int = 3) -> Model:
-    """Draw a model; every group trains at least one parameter, as DeepSpeed's wrappers require."""
-    groups = draw(st.integers(1, max_groups))
-    params = [Param(f"g{group}.first", draw(SHAPES), group) for group in range(groups)]
-    params += [_draw_param(draw, f"p{index}", groups) for index in range(draw(st.integers(0, max_params - groups)))]
-    params = draw(st.permutations(params))
-    owners = [param for param in params if param.numel]
-    if draw(st.booleans()):
-        owner = draw(st.sampled_from(owners))
-        params = [*params, Param("tied", owner.shape, owner.group, owner.frozen, alias_of=owner.name)]
-    chosen = draw(st.lists(st.integers(0, len(BUFFERS) - 1), max_size=3, unique=True))
-    return Model(tuple(params), {f"buffer{index}": BUFFERS[index] for index in chosen})
-
-
-def _draw_param(draw: st.DrawFn, name: str, groups: int) -> Param:
-    kind = draw(st.sampled_from(("plain", "plain", "plain", "frozen", "loose", "empty")))
-    group = draw(st.integers(0, groups - 1))
-    if kind == "frozen":
-        return Param(name, draw(SHAPES), group, frozen=True)
-    if kind == "loose":
-        return Param(name, draw(SHAPES), None, frozen=True)
-    if kind == "empty":
-        return Param(name, draw(st.sampled_from(((0,), (0, 3), (2, 0)))), group)
-    return Param(name, draw(SHAPES), group)
-
-
-@st.composite
-def topologies(draw: st.DrawFn, max_dp: int = 9) -> Topology:
-    """Draw any wrapper at any size."""
-    stage = draw(st.sampled_from((0, 1, 2, 3)))
-    precision = draw(st.sampled_from(("fp32", "bf16", "fp16")))
-    dp = draw(st.integers(1, max_dp))
-    if stage == 0:
-        return Topology(0, min(dp, 3), precision, None if precision == "fp32" else draw(WRAPPERS16))
-    if stage == 3:
-        return Topology(3, dp, precision, sub_group_size=draw(st.sampled_from((None, 1, 7, 20))))
-    if stage == 1 and precision == "bf16" and draw(st.booleans()):
-        return Topology(1, dp, "bf16", "bf16")
-    return Topology(
-        stage,
-        dp,
-        precision,
-        round_robin=draw(st.booleans()),
-        parameter_alignment=draw(st.booleans()),
-        elastic=draw(st.sampled_from((False, False, True))),
-    )
-
-
-WRAPPERS16 = st.sampled_from(("fused", "unfused"))
-
-
-@st.composite
-def states(draw: st.DrawFn, model: Model, precision: str) -> State:
-    """Draw a state: stepped, before the first step, or with parameters that never got a gradient."""
-    seed = draw(st.integers(0, 99))
-    if draw(st.integers(0, 5)) == 0:
-        return random_state(model, seed, states=(), step=None, precision=precision)
-    trained = [param.name for param in model.owners if param.trains and param.group is not None]
-    without = tuple(draw(st.lists(st.sampled_from(trained), max_size=2, unique=True)))
-    return random_state(model, seed, precision=precision, without=without, step=draw(st.integers(1, 5)))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A checkpoint to write."""
-
-    model: Model
-    topology: Topology
-    state: State
-    legacy: bool
-
-    def write(self, folder: Path, run: Run | None = None) -> Path:
-        """Write the checkpoint, with NaN in ZeRO 3's padding."""
-        run = run or Run(garbage=float("nan"))
-        return write_checkpoint(folder, self.model, self.state, self.topology, run=run, legacy=self.legacy)
-
-
-@st.composite
-def cases(draw: st.DrawFn, max_dp: int = 9) -> Case:
-    """Draw model, topology, state and file format."""
-    model, topology = draw(models()), draw(topologies(max_dp))
-    return Case(model, topology, draw(states(model, topology.precision)), draw(st.integers(0, 4)) == 0)

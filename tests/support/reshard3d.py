@@ -6,11 +6,12 @@ as a rule for the loader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -18,17 +19,11 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine.parallel import Instance, Place
 from deepspeed_ucp.extensions.experts.names import is_expert
 from deepspeed_ucp.model.index import AtomicIndex
-from tests.support.ranks import run_ranks
-from tests.support.reshard import (
-    FakeTarget,
-    Loaded,
-    Options,
-    check_content,
-    check_reads,
-    collect,
-    load_rank,
-    open_for,
-)
+from deepspeed_ucp.tensor_parallel.rules import from_config
+from tests.support.contents import check_content, check_reads, collect
+from tests.support.direct import check_untouched, run_load
+from tests.support.ranks import World, run_ranks
+from tests.support.reshard import FakeTarget, Loaded, Options, load_rank, open_everywhere, open_for
 from tests.synth import (
     Layer,
     Local,
@@ -261,6 +256,16 @@ def fit_rows(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
+def open_held(held: Held, folder: Path, run: Run | None = None) -> AtomicIndex:
+    """Write and open, with the names that a stage-0 source needs."""
+    held.write(folder, run)
+    return open_everywhere(folder, held.make_targets())
+
+
+def rules_of(held: Held) -> Any:
+    return from_config(make_config(held.model).patterns)
+
+
 def load_all(
     folder: Path, targets: Sequence[FakeTarget], config: UniversalConfig, **options: Any
 ) -> tuple[AtomicIndex, list[Loaded]]:
@@ -301,6 +306,29 @@ def collect_locals(ranks: Sequence[Loaded], topology: Topology) -> dict[int, Loc
     return {mp: Local(held[mp][0].target.model, collect(held[mp]), layers[mp]) for mp in sorted(held)}
 
 
+def edit(source: Held, change: Callable[[Mapping[int, Local]], None], folder: Path) -> Path:
+    """Write a checkpoint whose ranks hold values that no state describes."""
+    held = source.locals
+    change(held)
+    write_files(folder, build_local_files(held, source.topology, Run()))
+    return folder
+
+
+def refuse(folder: Path, wanted: Held, config: UniversalConfig, kind: type[Exception], text: str) -> str:
+    """Check that every rank raises the same error, and that nothing has changed; returns the message."""
+    targets = wanted.make_targets()
+    index = open_everywhere(folder, targets)
+    results = World(len(targets)).run(lambda rank, comm: run_load(index, targets[rank], comm, config))
+    assert {type(result) for result in results} == {kind}, results
+    assert len({str(result) for result in results}) == 1
+    for target in targets:
+        if target.wrapped:
+            check_untouched(target)
+    with pytest.raises(kind, match=text):
+        raise results[0]
+    return str(results[0])
+
+
 # -- models and topologies --------------------------------------------------------------------------------------------
 
 EMBED = (
@@ -333,6 +361,32 @@ def make_pipeline(blocks: Sequence[Iterable[str]], *, tied: bool = True, frozen:
 def make_plain(kinds: Sequence[str], frozen: Iterable[str] = ()) -> Model:
     """Make a model without pipeline."""
     return Model(make_layer("body", kinds, frozen), {"body.count": torch.arange(3)})
+
+
+ALL = ["norm", "router", "column", "bias", "row", "conv", "columns_uneven", "rows_uneven", "qkv", "gate_up"]
+PIPELINE = make_pipeline([ALL, ["column", "experts", "qkv_uneven"], ["row", "bias", "experts_in"]], frozen=("router",))
+
+PIPELINES = [
+    Topology(1, 2, "fp32"),
+    Topology(1, 1, "bf16", tp=2),
+    Topology(1, 2, "bf16", pp=2),
+    Topology(1, 2, "bf16", "bf16", tp=2, pp=2),
+    Topology(0, 1, "fp32", tp=2, pp=2),
+    Topology(1, 1, tp=4, pp=1),
+    Topology(0, 1, "bf16", "bf16", tp=3, pp=3),
+]
+
+PLAIN = make_plain([*ALL, "experts", "experts_in", "qkv_uneven", "few", "word"], frozen=["router", "row"])
+
+PLAINS = [
+    Topology(0, 1, tp=2),
+    Topology(1, 2, "bf16", tp=2),
+    Topology(2, 2, tp=3),
+    Topology(3, 2, "bf16", tp=2),
+    Topology(3, 3, sub_group_size=10),
+    Topology(2, 1, "bf16", tp=4),
+    Topology(3, 1, tp=4),
+]
 
 
 @dataclass(frozen=True)

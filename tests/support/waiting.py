@@ -63,8 +63,9 @@ def be_late(comm: Comm, source: str) -> None:
     from deepspeed_ucp.convert import ConvertOptions
     from deepspeed_ucp.io.store import StoredFile
     from tests.convert.conversions import MODEL
+    from tests.support.contents import check_content
     from tests.support.conversion import convert_checkpoint
-    from tests.support.reshard import Options, check_content, load_rank, make_targets, open_for
+    from tests.support.reshard import Options, load_rank, make_targets, open_for
     from tests.synth import Topology, random_state
 
     if comm.rank == 1:

@@ -24,9 +24,10 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, AtomKey, ParamKey
 from deepspeed_ucp.tensor_parallel.kinds import ShardH, ShardV
 from deepspeed_ucp.tensor_parallel.recorded import read_pattern
+from tests.support.contents import check_content, check_reads
 from tests.support.memory import clear_memory, put_folder
 from tests.support.ranks import Apart, run_ranks
-from tests.support.reshard import LIVE_LR, check_content, check_reads, load, make_targets
+from tests.support.reshard import LIVE_LR, load, make_targets
 from tests.support.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
 from tests.support.upstream import to_universal
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
