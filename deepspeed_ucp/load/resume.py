@@ -90,15 +90,14 @@ def resume(
     job = LoadContext(engine, comm, config, report, load_dir, deepspeed_load, unknown, **arguments)
     may_suggest_fallback = tag is None and not config.fallback
     with suggest_fallback(comm, lambda: may_suggest_fallback and bool(find_all_tags(job.places))):
-        universal = job.loads_universal
-        chosen = find_tag(load_dir, tag, comm, universal=universal, fallback=config.fallback, also=config.also)
+        chosen = find_tag(
+            load_dir, tag, comm, universal=job.loads_universal, fallback=config.fallback, also=config.also
+        )
     if chosen is None:
         state = find_state(engine)
         saved_to = [saver.save_dir for saver in (state.preemption, state.snapshots) if saver is not None]
         report_absent(job.places, comm, require=config.require, saved_to=saved_to)
         return deepspeed_load()
-    if engine.use_node_local_storage() and not universal:  # DeepSpeed writes `latest` on the first rank's node alone
-        job = replace(job, deepspeed_load=partial(deepspeed_load, tag=chosen))
     is_tag_folder = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is None and config.fallback and not is_tag_folder:
         return _resume_newest_complete(job, chosen)
@@ -122,7 +121,7 @@ def _resume_newest_complete(job: LoadContext, newest: str) -> Loaded:
             skipped.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
             continue
         try:
-            loaded = _resume_tag(replace(job, deepspeed_load=partial(job.deepspeed_load, tag=tag)), tag)
+            loaded = _resume_tag(job, tag)
         except CheckpointError as error:
             if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
                 raise
@@ -167,27 +166,35 @@ def _resume_tag(job: LoadContext, tag: str) -> Loaded:
         for text in list_unsaved(engine) if job.with_states else ():
             logger.warning("%s: %s", folder, text)
     if index is None or target is None:
-        if folder == job.load_dir:  # DeepSpeed looks for the tag below its argument
-            parent = os.path.dirname(normalize(folder))
-            job = replace(job, deepspeed_load=partial(job.deepspeed_load, load_dir=parent, tag=tag))
+        # DeepSpeed looks for `latest` and for the tag below its argument; another place or node may have `latest`.
+        below = {"load_dir": os.path.dirname(normalize(folder))} if folder == job.load_dir else {}
+        job = replace(job, deepspeed_load=partial(job.deepspeed_load, tag=tag, **below))
         with report.phase("own load"):
-            return _run_deepspeed_load(job, target)
+            return _run_deepspeed_load(job, folder, target)
     if job.unknown:
         names = shorten(job.unknown)
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {names}.")
     return _load(job, folder, index, target)
 
 
-def _run_deepspeed_load(job: LoadContext, target: Target | None) -> Loaded:
+def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) -> Loaded:
     """Run DeepSpeed's load and refresh the data that it leaves stale.
 
     The load changes the engine while it reads: any exception, even an interrupt, marks the engine as unusable.
+
+    Raises:
+        CheckpointError: DeepSpeed has loaded nothing, which it only logs.
     """
     with_states = job.with_states
     describe_edits = watch_edits(job.engine, with_scheduler=job.load_lr_scheduler_states)
     try:
         with wait_behind_reads(job.engine, job.comm), keep_references(job.engine):
             loaded = job.deepspeed_load()
+        if loaded[0] is None:
+            raise CheckpointError(
+                'DeepSpeed\'s own load finds no checkpoint in it. See its log, or set "same_topology": "direct".',
+                path=folder,
+            )
         if target is not None:
             refresh_after_own_load(target, job.comm, with_states=with_states)
     except BaseException as error:

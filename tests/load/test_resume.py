@@ -46,6 +46,9 @@ def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fail
     def fail(*_: object, **__: object) -> tuple[None, None]:
         raise error("its own")
 
+    def find(**_: object) -> tuple[str, None]:
+        return "folder/tag", None
+
     engine = Engine(optimizer=None, lr_scheduler=None)
     job = replace(make_job(engine, Comm()), load_dir="folder")
     refreshed: list[object] = []
@@ -58,12 +61,12 @@ def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fail
     ):
         monkeypatch.setattr(f"deepspeed_ucp.load.resume.{name}", stand_in)
     with pytest.raises(error, match="its own"):
-        _resume_tag(replace(job, deepspeed_load=(lambda: (None, None)) if after else fail), "tag")
+        _resume_tag(replace(job, deepspeed_load=find if after else fail), "tag")
     assert refreshed == []
     with pytest.raises(CheckpointError, match=r"its own.*must not be used"):
         engine.step()
     monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", lambda *_, **__: None)
-    _resume_tag(job, "tag")
+    _resume_tag(replace(job, deepspeed_load=find), "tag")
     assert engine.step() == "stepped"
 
 
@@ -237,6 +240,28 @@ def test_a_checkpoints_own_folder_is_loaded(
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         load(str(own), None)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_deepspeeds_load_is_given_the_tag_and_must_find_it(
+    found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it would look for ``latest``, and begin from scratch without it."""
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / STATES).touch()
+    (tmp_path / "latest_universal").write_text("tag")
+    monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: ("of the future", None, None))
+    monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
+
+    def load(tag: str | None = None) -> tuple[str | None, None]:
+        return (tag if found else None), None
+
+    engine = UpstreamEngine()
+    if found:
+        assert resume(engine, str(tmp_path), None, {}, UniversalConfig(), load)[0] == "tag"
+        return
+    with pytest.raises(CheckpointError, match="tag: DeepSpeed's own load finds no checkpoint.*must not be used"):
+        resume(engine, str(tmp_path), None, {}, UniversalConfig(), load)
 
 
 def test_a_tag_without_a_seal_is_passed_over_by_name(
