@@ -14,6 +14,7 @@ Every needed byte is read once, with its checksum, and a damaged file leaves the
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ from ..engine.finish import (
     restore_scaler,
 )
 from ..engine.guard import guard_engine
-from ..errors import MismatchError, Objections, UnsupportedError, shorten
+from ..errors import MismatchError, Objections, UnsupportedError, pluralize, shorten
 from ..extensions.registry import find_for_load, name_active
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..io.memory import pause_collection
@@ -82,7 +83,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         prefer_memory = engine.global_steps > 0 or asks_store(work.index, comm)
         transfer = Transfer(work, comm, job.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
-    modules = comm.run(lambda: _match_extra_states(job, index, extra))
+    modules = comm.run(lambda: _match_extra_states(job, index, target, extra))
     _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
         with transfer.undo_on_error(), report.phase("finish"):  # others' code, before the buffers change
@@ -166,7 +167,20 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
         )
     for note in notes:
         job.warn("%s: %s", index.state_file, note)
+    if job.config.verify == "crc" and not index.format:  # the reason of a foreign one's load names them
+        _log_unchecked(job, index)
     return work, saved
+
+
+def _log_unchecked(job: LoadContext, index: AtomicIndex) -> None:
+    """Log the files that have records without a checksum."""
+    files, nbytes, crcs = (
+        np.array(column) for column in (index.records.files, index.records.nbytes, index.records.crcs)
+    )
+    names = [os.path.basename(index.files[number].path) for number in np.unique(files[(crcs < 0) & (nbytes > 0)])]
+    if names:
+        text = 'damage is not detected in %s without checksums: %s. "seal": true adds those of swap files.'
+        job.warn(f"%s: {text}", os.path.dirname(index.state_file), pluralize(len(names), "file"), shorten(names, 3))
 
 
 def has_masters(target: Target, comm: Comm) -> bool:
@@ -174,29 +188,34 @@ def has_masters(target: Target, comm: Comm) -> bool:
     return any(comm.gather(bool(target.flats)))
 
 
-def _match_extra_states(job: LoadContext, index: AtomicIndex, saved: dict[str, Any]) -> dict[str, torch.nn.Module]:
-    """Return the modules whose extra state is restored, by key.
+def _match_extra_states(
+    job: LoadContext, index: AtomicIndex, target: Target, saved: dict[str, Any]
+) -> dict[str, torch.nn.Module]:
+    """Return the modules whose extra state is restored, by key; warnings name those that are not, or not by rank.
 
-    The extra states of a foreign checkpoint are not restored; a warning names modules that have some.
+    With a foreign checkpoint or a ``custom_load_fn`` none is restored.
 
     Raises:
         MismatchError: one side has extra states that the other lacks.
     """
-    if job.custom_load_fn is not None:
-        return {}
-    live = find_extra_states(job.engine.module)
-    if index.format:
-        kept = [key for key, module in live.items() if module.get_extra_state() is not None]
+    live, plain = find_extra_states(job.engine.module), {strip_compiled(key): key for key in saved}
+    if index.format or job.custom_load_fn is not None:
+        kept = {*plain, *(key for key, module in live.items() if module.get_extra_state() is not None)}
         if kept:
-            job.warn("%s: extra states stay as they are in the new model: %s", index.state_file, shorten(kept, 3))
+            job.warn("%s: extra states are not loaded: %s", index.state_file, shorten(sorted(kept), 3))
         return {}
-    plain = {strip_compiled(key): key for key in saved}
-    if job.load_module_strict and set(plain) != set(live):
-        raise MismatchError(
-            f"The model and the checkpoint differ: extra states {sorted(plain)} saved, {sorted(live)} in the "
-            "model. load_module_strict=False ignores missing and extra ones."
-        )
-    return {plain[key]: live[key] for key in live if key in plain}
+    if odd := sorted(live.keys() ^ plain.keys()):
+        if job.load_module_strict:
+            raise MismatchError(
+                f"The model and the checkpoint differ: extra states {sorted(plain)} saved, {sorted(live)} in the "
+                "model. load_module_strict=False ignores missing and extra ones."
+            )
+        job.warn("load_module_strict=False, passing over extra states that one side lacks: %s", shorten(odd))
+    common = {plain[key]: live[key] for key in live if key in plain}
+    if common and index.topology.tp > 1 and not _has_saved_degrees(index, target):
+        text = "%s: modules of all tensor-parallel ranks get the extra states of the first saved rank: %s"
+        job.warn(text, index.state_file, shorten(common, 3))
+    return common
 
 
 def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
@@ -259,10 +278,15 @@ def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
     """Return the state file for this rank's place in the saved world, or None if there is only the first one."""
-    place, topology = target.place, index.topology
-    if (place.tp, place.pp) != (index.degrees or (topology.tp, topology.pp)):
+    if not _has_saved_degrees(index, target):
         return None
-    return find_state_file(index, place.mp_rank, place.dp_rank if place.dp == topology.dp else 0)
+    place = target.place
+    return find_state_file(index, place.mp_rank, place.dp_rank if place.dp == index.topology.dp else 0)
+
+
+def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:
+    """Return True if tensor- and pipeline-parallel degrees are those of the ranks that wrote the state files."""
+    return (target.place.tp, target.place.pp) == (index.degrees or (index.topology.tp, index.topology.pp))
 
 
 def _restore_others(

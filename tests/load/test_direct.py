@@ -14,9 +14,12 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
-from deepspeed_ucp.load.context import LoadReport
+from deepspeed_ucp.load.context import LoadContext, LoadReport
+from deepspeed_ucp.load.direct import _match_extra_states
 from tests.support.curriculum import make_sampler
+from tests.support.damage import write_checksums
 from tests.support.direct import (
     PLAIN,
     STATES,
@@ -273,3 +276,40 @@ def test_extra_states_of_modules_come_back(source: Topology, extra: Any, tmp_pat
     module = torch.nn.ModuleDict({"layer": WithExtraState()})
     run_load(open_for(path, rank), rank, module=module)
     assert module["layer"].amax == extra
+
+
+LENIENT = {"load_module_strict": False}
+
+
+@pytest.mark.parametrize(
+    ("saved", "tp", "options", "text", "restored"),
+    [
+        (["layer"], 1, {}, "", 1),
+        (["layer", "old"], 1, LENIENT, "passing over extra states that one side lacks: old._extra_state", 1),
+        ([], 1, LENIENT, "passing over extra states that one side lacks: layer._extra_state", 0),
+        (["old"], 1, {"custom_load_fn": print}, "extra states are not loaded: layer._extra_state, old._extra_state", 0),
+        (["layer"], 2, {}, "get the extra states of the first saved rank: layer._extra_state", 1),
+    ],
+)
+def test_extra_states_that_are_not_restored_as_they_were_are_logged(
+    saved: list[str], tp: int, options: dict[str, Any], text: str, restored: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = torch.nn.ModuleDict({"layer": WithExtraState()})
+    module["layer"].amax = 1
+    job = LoadContext(SimpleNamespace(module=module), Comm(), UniversalConfig(), LoadReport(True, ""), **options)
+    index: Any = SimpleNamespace(format="", state_file="x.pt", degrees=(tp, 1), topology=SimpleNamespace(tp=tp))
+    target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
+    found = _match_extra_states(job, index, target, {f"{name}._extra_state": 3 for name in saved})
+    assert len(found) == restored
+    assert (text in caplog.text) if text else not caplog.text
+
+
+@pytest.mark.parametrize("verify", ["crc", "off"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_files_without_checksums_are_logged(
+    checked: bool, verify: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with write_checksums(checked):
+        path, _, rank = start(tmp_path)
+    run_load(open_for(path, rank), rank, config=UniversalConfig(verify=verify))
+    assert ("damage is not detected in 4 files without checksums: " in caplog.text) is (verify == "crc" and not checked)
