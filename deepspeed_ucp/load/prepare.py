@@ -245,7 +245,7 @@ def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, 
     touched = [key for key in keys if target.reports(key.name)]
     if with_states:
         match.notes += optimizer.list_notes()
-    match.notes += describe_rounding(wants)
+    match.notes += describe_rounding(wants, [extra.name for extra in view.extras])
     filled = {name for name, param in match.params.items() if param.name not in wants.resized}
     tensors, copies = list_tensors(states), {}
     for spec in wants.buffers:
@@ -279,31 +279,40 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
 _REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}
 
 
-def describe_rounding(wants: Wants) -> list[str]:
-    """Describe masters and states that are rounded, and tensors whose kind of number changes.
+def describe_rounding(wants: Wants, extras: Sequence[str]) -> list[str]:
+    """Describe values that are rounded, and tensors whose kind of number changes.
+
+    Args:
+        extras: names of the tensors without optimizer, by their numbers in the slots.
 
     Example:
-        >>> describe_rounding(wants)  # masters of 16 bits in this run
+        >>> describe_rounding(wants, [])  # masters of 16 bits in this run
         ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
     """
-    notes = set()
+    notes, rounded = set[str](), dict[tuple[str, str], list[str]]()
     for slot, stored, dtype in {
-        (wants.buffers[at].slot[0], stored, wants.buffers[at].dtype) for at, stored in wants.sinks
+        (wants.buffers[at].slot, stored, wants.buffers[at].dtype): None for at, stored in wants.sinks
     }:
-        if slot not in (MODULE, REPLICA) and _rounds(stored, dtype):
-            notes.add(f"{slot} is rounded from {stored} to {dtype}, as this run's optimizer keeps it")
-        elif (stored in _REAL) != (dtype in _REAL):
+        state, number = slot
+        if (stored in _REAL) != (dtype in _REAL):
             notes.add(
-                f"{slot} of {stored} in the checkpoint is {dtype} here: converted number by number, quantized ones "
+                f"{state} of {stored} in the checkpoint is {dtype} here: converted number by number, quantized ones "
                 "without their scales, fractions not into whole numbers"
             )
+        elif state == MODULE and _rounds(stored, dtype):
+            rounded.setdefault((stored, dtype), []).append(extras[number])
+        elif state != REPLICA and _rounds(stored, dtype):
+            notes.add(f"{state} is rounded from {stored} to {dtype}, as this run's optimizer keeps it")
+    for (stored, dtype), names in rounded.items():
+        notes.add(f"{shorten(names, 3)}: rounded from {stored} to {dtype}, as this run's model has them")
     return sorted(notes)
 
 
 def _rounds(stored: str, dtype: str) -> bool:
     """Return True if dtype ``stored`` has values that ``dtype`` cannot represent."""
     if not {stored, dtype} <= FLOATING:
-        return ITEMSIZE[dtype] < ITEMSIZE[stored]
+        is_known = {stored, dtype} <= np.sctypeDict.keys()
+        return not np.can_cast(stored, dtype) if is_known else ITEMSIZE[dtype] < ITEMSIZE[stored]
     before, now = (torch.finfo(getattr(torch, name)) for name in (stored, dtype))
     return now.eps > before.eps or now.max < before.max
 

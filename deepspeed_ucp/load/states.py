@@ -37,6 +37,9 @@ _BARE = (
     "the saved optimizer kept no states: the states of {} start from zero. If it is another optimizer, the saved "
     'hyper-parameters are not meant for it ("param_groups": "live" keeps this run\'s)'
 )
+_UNKNOWN = (
+    "{}: its step cannot be tried on a copy, so the saved states ({}) are restored without a comparison with its own"
+)
 _UNEVEN = (
     "{}: its step depends on how ZeRO cuts the parameters; its state is restored exactly, but the next losses are not "
     "those of the saved topology"
@@ -223,6 +226,9 @@ class OptimizerMatch:
         elif self._has_stepped() and any((kept := self.probe(flat)) and kept.elementwise for flat in bare):
             others = {*self.index.atoms.list_states()} - {MASTER, MODULE, COPY}
             notes.append((_ELSEWHERE if others or any(self.index.scalars.values()) else _BARE).format(kind))
+        unknown = [self.saved_states(flat) for flat in target.flats if self.probe(flat) is None]
+        if names := sorted(set().union(*unknown)):
+            notes.append(_UNKNOWN.format(kind, ", ".join(names)))
         firsts = {flat.group: flat for flat in reversed(target.flats)}
         if any(depends_on_cut(target.optimizer, target.param_group(flat), flat.tensor) for flat in firsts.values()):
             notes.append(_UNEVEN.format(kind))

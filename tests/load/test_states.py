@@ -182,6 +182,18 @@ def test_a_separate_thawed_group_restarts_in_a_trained_engine(
         }
 
 
+class Closed(torch.optim.AdamW):
+    """An optimizer whose step cannot be tried, as that of LBFGS."""
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+
+
+def test_states_that_cannot_be_compared_are_logged(tmp_path: Path) -> None:
+    (note,) = prepare(tmp_path, make_files(), optimizer=Closed).work.match.notes
+    assert "(exp_avg, exp_avg_sq) are restored without a comparison" in note
+
+
 def test_a_buffer_that_the_saved_state_dict_leaves_out_keeps_its_value(tmp_path: Path) -> None:
     files = make_files()
     files["mp_rank_00_model_states.pt"]["buffer_names"] = ["inv_freq"]
@@ -208,7 +220,10 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
         ("exp_avg", "float16", "bfloat16", "exp_avg is rounded from float16 to bfloat16"),
         ("exp_avg", "bfloat16", "float16", "exp_avg is rounded from bfloat16 to float16"),
         ("exp_avg", "bfloat16", "float32", ""),
-        ("module", "float32", "bfloat16", ""),
+        ("module", "float32", "bfloat16", "x: rounded from float32 to bfloat16"),
+        ("module", "int64", "int32", "x: rounded from int64 to int32"),
+        ("module", "int8", "uint8", "x: rounded from int8 to uint8"),
+        ("module", "bfloat16", "float32", ""),
         ("module", "int32", "int64", ""),
         ("module", "float32", "int64", "module of float32 in the checkpoint is int64 here"),
         ("fp32", "int8", "float32", "fp32 of int8 in the checkpoint is float32 here"),
@@ -218,7 +233,7 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
 def test_rounding_is_reported(state: str, stored: str, dtype: str, text: str) -> None:
     wants = Wants()
     wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, live=True)), stored)
-    notes = describe_rounding(wants)
+    notes = describe_rounding(wants, ["x"])
     assert len(notes) == bool(text)
     assert "".join(notes).startswith(text)
 
