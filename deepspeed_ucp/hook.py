@@ -141,16 +141,14 @@ def _save_checkpoint(
     is_snapshot = isinstance(client_state, snapshots.Prepared)
     client_state = client_state if is_snapshot else collect(engine, client_state)
 
-    more |= dict(zip(("save_latest", "exclude_frozen_parameters"), args, strict=False))
-
     def write(folder: Any) -> Any:
-        return original(engine, folder, tag, client_state, **more)
+        return original(engine, folder, tag, client_state, *args, **more)
 
     config, in_memory = get_config(engine), False
     if config is None or config.save is None:
         saved = write(save_dir)
     else:
-        latest = bool(more.get("save_latest", True))
+        latest = bool(args[0] if args else more.get("save_latest", True))
         saved, in_memory = save_into_memory(
             engine, config, str(save_dir), str(tag), write, latest=latest, is_snapshot=is_snapshot
         )
