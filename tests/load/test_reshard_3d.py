@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 
@@ -38,10 +36,12 @@ from tests.support.reshard3d import (
     edit,
     expect,
     load_all,
+    load_numbers,
     load_wanted,
     make_config,
     make_pipeline,
     make_plain,
+    number_ranks,
     refuse,
     resume,
     trips,
@@ -379,20 +379,12 @@ TP2_PP2, ZERO3 = Topology(1, 2, tp=2, pp=2), Topology(3, 2, tp=2)
 def test_client_states_are_each_ranks_own_at_the_same_degrees(
     source: Topology, target: Topology, epochs: list[int], tmp_path: Path
 ) -> None:
-    """Megatron keeps random states there. Tens: data-parallel ranks, which have separate files under ZeRO 3."""
+    """Megatron keeps random states there. Data-parallel ranks have separate files under ZeRO 3."""
     held = draw_state(PIPELINE if source.pp > 1 else PLAIN, source)
     held.write(tmp_path)
-    for path in tmp_path.glob("*mp_rank_*model_states.pt"):
-        data, model = (int(number) for number in re.findall(r"rank_(\d+)", f"rank_0_{path.name}")[-2:])
-        torch.save({**torch.load(path, weights_only=False), "epoch": 10 * data + model}, path)
+    number_ranks(tmp_path)
     targets = expect(held, target).make_targets()
-    index = open_everywhere(tmp_path, targets)
-    config = make_config(held.model)
-    results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
-    places = [(each.place.mp_rank, each.place.dp_rank) for each in targets]
-    assert [
-        epoch for _, epoch in sorted(zip(places, (client["epoch"] for *_, client in results), strict=True))
-    ] == epochs
+    assert load_numbers(open_everywhere(tmp_path, targets), targets, make_config(held.model)) == epochs
 
 
 def test_weights_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ as a rule for the loader.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -327,6 +328,20 @@ def refuse(folder: Path, wanted: Held, config: UniversalConfig, kind: type[Excep
     with pytest.raises(kind, match=text):
         raise results[0]
     return str(results[0])
+
+
+def number_ranks(folder: Path) -> None:
+    """Number the ranks in their client states: tens for the data-parallel, ones for the model-parallel rank."""
+    for path in folder.glob("*mp_rank_*model_states.pt"):
+        data, model = (int(number) for number in re.findall(r"rank_(\d+)", f"rank_0_{path.name}")[-2:])
+        torch.save({**torch.load(path, weights_only=False), "number": 10 * data + model}, path)
+
+
+def load_numbers(index: AtomicIndex, targets: Sequence[FakeTarget], config: UniversalConfig) -> list[int]:
+    """Load on all ranks; return the numbers that they get, by model-parallel and data-parallel rank."""
+    results = run_ranks(len(targets), lambda rank, comm: run_load(index, targets[rank], comm, config))
+    places = [(each.place.mp_rank, each.place.dp_rank) for each in targets]
+    return [number for _, number in sorted(zip(places, (client["number"] for *_, client in results), strict=True))]
 
 
 # -- models and topologies --------------------------------------------------------------------------------------------
