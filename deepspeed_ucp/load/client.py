@@ -207,26 +207,26 @@ def _is_value(value: Any, use: Use) -> bool:
     if type(value) not in _PLAIN_KINDS or value.__new__ is not object.__new__:
         return False
     classes = [kind for kind in value.__mro__ if kind is not object]
-    read = [kind for kind in classes if _name(kind) in _READ]
-    namespaces = [vars(kind) for kind in classes if kind not in read]
+    reviewed = [kind for kind in classes if _name(kind) in _REVIEWED]
+    namespaces = [vars(kind) for kind in classes if kind not in reviewed]
     runs = [item[name] for item in namespaces for name in _RUN_BY_ATTRIBUTES if name in item]
     dicts = [vars(kind).get("__dict__") for kind in classes]
     plain = all(isinstance(item, (types.GetSetDescriptorType, types.NoneType)) for item in dicts)
-    listed = "list" in use.states and any("__setstate__" in vars(kind) for kind in read)
+    listed = "list" in use.states and any("__setstate__" in vars(kind) for kind in reviewed)
     if not plain or listed or not all(item is _FROZEN for item in runs):
         return False
-    return bool(read) or hasattr(value, "__dataclass_fields__") or all(map(_is_quiet, classes))
+    return bool(reviewed) or hasattr(value, "__dataclass_fields__") or all(map(_is_quiet, classes))
 
 
 def _is_quiet(kind: type) -> bool:
     """Return True if using an instance runs no code of a class implicitly (no dunder methods or descriptors)."""
-    waits = (types.FunctionType, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType)
+    inert = (types.FunctionType, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType)
     special = [
         name for name in vars(kind) if name.startswith("__") and name.endswith("__") and name not in _QUIET.split()
     ]
-    asked = [value for value in vars(kind).values() if hasattr(type(value), "__get__") and not isinstance(value, waits)]
+    bound = [value for value in vars(kind).values() if hasattr(type(value), "__get__") and not isinstance(value, inert)]
     is_python = bool(kind.__flags__ & _HEAP_TYPE) and "__module__" in vars(kind)
-    return is_python and kind.__module__.split(".")[0] not in sys.stdlib_module_names and not special and not asked
+    return is_python and kind.__module__.split(".")[0] not in sys.stdlib_module_names and not special and not bound
 
 
 def _is_harmless(value: Any, use: Use) -> bool:
@@ -237,7 +237,7 @@ def _is_harmless(value: Any, use: Use) -> bool:
         return True
     classes = [kind for kind in value.__mro__ if kind not in (dict, list, object)]
     plain = issubclass(value, (dict, list)) and all(kind.__module__ != "builtins" for kind in classes)
-    named = [name for kind in classes for name in vars(kind) if _name(kind) not in _READ]
+    named = [name for kind in classes for name in vars(kind) if _name(kind) not in _REVIEWED]
     runs = any(name in named for name in _RUN_BY_PICKLE.split())
     steered = use.called and any("__getattr__" in vars(kind) for kind in classes)  # by an entry's name
     return plain and type(value) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, classes))
@@ -255,7 +255,7 @@ _VALUES: dict[str, Any] = {
 }
 """Harmless by themselves. Passed to a call or hashed, they make numbers or lists of any length, or call something."""
 
-_READ = frozenset(
+_REVIEWED = frozenset(
     [
         "collections.UserDict",
         "transformers.configuration_utils.PreTrainedConfig",

@@ -109,9 +109,15 @@ class Buffer:
         self._memory, self._bytes, self.uncommitted = None, None, True
 
     def _allocate(self) -> torch.Tensor:
-        """Allocate separate memory, with the tensor's values in the elements that the load does not fill."""
-        memory = allocate_tensor(self.tensor.numel(), self.tensor.dtype)
-        for low, high in find_gaps(self.spans, self.tensor.numel()):
+        """Allocate separate memory, with the tensor's values in the elements that the load does not fill.
+
+        It returns to the system when it is freed.
+        """
+        numel, dtype = self.tensor.numel(), self.tensor.dtype
+        memory = (
+            torch.frombuffer(allocate(numel * dtype.itemsize), dtype=dtype) if numel else torch.empty(0, dtype=dtype)
+        )
+        for low, high in find_gaps(self.spans, numel):
             memory[low:high].copy_(self.tensor.reshape(-1)[low:high])
         return memory
 
@@ -152,13 +158,6 @@ def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tupl
             piece = part[low : low + step]
             yield tensor[begin + low :][: piece.numel()], piece
         begin += part.numel()
-
-
-def allocate_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a 1-D tensor of host memory that returns to the system when it is freed."""
-    if not numel:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(allocate(numel * dtype.itemsize), dtype=dtype)
 
 
 class TensorSink:
