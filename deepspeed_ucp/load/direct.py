@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from ..engine.finish import (
     restore_rates,
     restore_scaler,
 )
-from ..engine.guard import guard_engine
+from ..engine.guard import guard_engine, mark
 from ..errors import MismatchError, Objections, UnsupportedError, pluralize, shorten
 from ..extensions.registry import find_for_load, name_active
 from ..formats.deepspeed.ownfiles import find_state_file
@@ -84,9 +85,11 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         transfer = Transfer(work, comm, job.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(job, index, target, extra))
-    _read(job, transfer)
+    with _undo_on_error(engine, transfer, with_states=with_states):
+        _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
-        with transfer.undo_on_error(), report.phase("finish"):  # others' code, before the buffers change
+        # The code of others runs before the buffers change.
+        with _undo_on_error(engine, transfer, with_states=with_states), report.phase("finish"):
             states = [(module, extra[key]) for key, module in modules.items()]
             comm.run(lambda: _restore_others(job, index, saved, states))
         # From here on the engine changes, and an error marks it.
@@ -106,17 +109,29 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     )
 
 
+@contextmanager
+def _undo_on_error(engine: Any, transfer: Transfer, *, with_states: bool) -> Iterator[None]:
+    """Context manager that undoes the load if an exception is raised inside, and marks the engine if that fails too."""
+    try:
+        yield
+    except BaseException:
+        try:
+            transfer.undo()
+        except BaseException as error:
+            error.add_note(mark(engine, error, with_states=with_states))
+            raise
+        raise
+
+
 def _read(job: LoadContext, transfer: Transfer) -> None:
     """Read and verify everything; the engine changes only where it can be recomputed (collective)."""
     report = job.report
-    with transfer.undo_on_error():
-        with report.phase("read"):
-            report.count(transfer.read())
-        with report.phase("verify"):
-            report.bytes_read += transfer.verify()
+    with report.phase("read"):
+        report.count(transfer.read())
+    with report.phase("verify"):
+        report.bytes_read += transfer.verify()
     for extension in job.extensions:
-        with transfer.undo_on_error():
-            extension.read_more(job, transfer.work)
+        extension.read_more(job, transfer.work)
     report.files, report.threads = transfer.files, transfer.threads
 
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -156,18 +155,10 @@ class Transfer:
             check_samples(index, self.work.touched, comm)
         return nbytes
 
-    @contextmanager
-    def undo_on_error(self) -> Iterator[None]:
-        """Context manager that restores the values overwritten in place if an exception is raised inside.
-
-        :meth:`read`, :meth:`verify` and all else that may fail before the engine changes run inside.
-        """
-        try:
-            yield
-        except BaseException:
-            self.uploads.close()  # no copy may arrive after the undo
-            self.work.undo()
-            raise
+    def undo(self) -> None:
+        """Restore the values that :meth:`read` has overwritten in place."""
+        self.uploads.close()  # no copy may arrive after the undo
+        self.work.undo()
 
     def fill(self) -> list[Checked]:
         """Run pass 2 if there is one, then copy separate memory to the engine; returns the checksums of pass 2."""

@@ -329,3 +329,13 @@ def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         run_load(index, rank, engine=engine)
     assert "must not be used" in find_state(engine).broken
+
+
+def test_an_undo_that_fails_marks_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, rank = start(tmp_path)
+    index, engine = open_for(path, rank), FakeEngine(rank)
+    damage(index, "a", "fp32")
+    monkeypatch.setattr(Transfer, "undo", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        run_load(index, rank, engine=engine)
+    assert "must not be used" in find_state(engine).broken
