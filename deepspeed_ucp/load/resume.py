@@ -198,9 +198,7 @@ def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) ->
         if target is not None:
             refresh_after_own_load(target, job.comm, with_states=with_states)
     except BaseException as error:
-        note = mark(job.engine, error, with_states=with_states)
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(note)
+        error.add_note(mark(job.engine, error, with_states=with_states))
         raise
     if note := describe_edits(loaded[1]):
         job.warn("%s: %s", loaded[0], note)
@@ -276,16 +274,13 @@ def load_switched_off(engine: Any, load_dir: str, tag: Any, deepspeed_load: Call
         deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
 
     Raises:
-        Exception: that of the load; before Python 3.11, which has no notes, the text is logged.
+        Exception: that of the load.
     """
     try:
         return deepspeed_load()
     except Exception as error:
-        note = explain_failure(engine, load_dir, tag)
-        if note and hasattr(error, "add_note"):
+        if note := explain_failure(engine, load_dir, tag):
             error.add_note(note)
-        elif note:
-            logger.error("%s", note)
         raise
 
 
