@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,14 +59,13 @@ OPEN = (
 """For groups of torch before 2.7."""
 
 
-def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=lr, amsgrad=True)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
-        (make_amsgrad, ["optimizer states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"]),
+        (
+            partial(torch.optim.AdamW, amsgrad=True),
+            ["optimizer states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"],
+        ),
         (torch.optim.SGD, ["optimizer states exp_avg, exp_avg_sq → none"]),
         (torch.optim.RMSprop, ["optimizer states exp_avg, exp_avg_sq → square_avg"]),
         (torch.optim.AdamW, []),

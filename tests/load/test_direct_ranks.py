@@ -20,13 +20,22 @@ from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, transfer
 from deepspeed_ucp.load.destinations import Buffer, Work
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.plan.rounds import BLOCK
 from tests.support.cases import AWKWARD, KINDS
 from tests.support.covering import cover, params
 from tests.support.damage import flip
-from tests.support.direct import PLAIN, STATES, ZERO1, check_loaded, check_untouched, damage, run_load, start, write
-from tests.support.ranks import World, run_ranks
+from tests.support.direct import (
+    PLAIN,
+    STATES,
+    ZERO1,
+    check_loaded,
+    damage,
+    run_load,
+    run_refused,
+    start,
+    write,
+)
+from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, groups_of, make_targets, open_for
 from tests.synth import Model, Param, Run, Topology
 
@@ -72,15 +81,6 @@ def test_one_ranks_mismatch_ends_all_ranks(culprit: int, tmp_path: Path) -> None
     targets[culprit] = FakeTarget(Model((Param("a", (13, 7)), *PLAIN.params[1:])), Topology(3, 3), culprit)
     kind, text = run_refused(open_for(path, targets[0]), targets)
     assert kind is MismatchError and f"[rank {culprit}]" in text
-
-
-def run_refused(index: AtomicIndex, targets: list[FakeTarget], *, changed: bool = False) -> tuple[type, str]:
-    """Return the one error that a load raises on all ranks, which leaves the engines as they were."""
-    results = World(len(targets)).run(lambda rank, comm: run_load(index, targets[rank], comm))
-    for target in () if changed else targets:
-        check_untouched(target)
-    ((kind, text),) = {(type(result), str(result)) for result in results}
-    return kind, text
 
 
 def first_of(owner: Any, *_: object) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,9 @@ def prepare(
     return prepare_rank(open_for(folder, target), target, Comm(), Options(**options))
 
 
-def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=lr, amsgrad=True)
-
-
 def test_a_state_that_the_saved_hyper_parameters_would_switch_off(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="keeps max_exp_avg_sq by its hyper-parameters.*would switch that off"):
-        prepare(tmp_path, make_files(), optimizer=make_amsgrad)
+        prepare(tmp_path, make_files(), optimizer=partial(torch.optim.AdamW, amsgrad=True))
 
 
 def change_groups(files: Files, **fields: Any) -> Files:

@@ -20,6 +20,7 @@ from deepspeed_ucp.model.storage import AtomKey
 from tests.plan import planning
 from tests.support.contents import check_content
 from tests.support.damage import flip
+from tests.support.ranks import World
 from tests.support.reshard import SENTINEL, FakeTarget, Loaded
 from tests.synth import Local, Model, Param, Run, State, Topology, random_state, write_checkpoint
 
@@ -158,8 +159,20 @@ def check_untouched(target: FakeTarget) -> None:
     for extra in target.extras():
         if not extra.is_buffer:
             assert extra.data.eq(SENTINEL).all()
-    assert not target.wrapped.state
-    assert all(group["lr"] == 0.125 for group in target.wrapped.param_groups)
+    if target.wrapped:
+        assert not target.wrapped.state
+        assert all(group["lr"] == 0.125 for group in target.wrapped.param_groups)
+
+
+def run_refused(
+    index: AtomicIndex, targets: list[FakeTarget], config: UniversalConfig | None = None, *, changed: bool = False
+) -> tuple[type, str]:
+    """Return the one error that a load raises on all ranks, which leaves the engines as they were."""
+    results = World(len(targets)).run(lambda rank, comm: run_load(index, targets[rank], comm, config))
+    for target in () if changed else targets:
+        check_untouched(target)
+    ((kind, text),) = {(type(result), str(result)) for result in results}
+    return kind, text
 
 
 def change_file(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

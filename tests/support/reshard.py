@@ -347,8 +347,9 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
     """Load one rank, in the order of the production load; collective."""
     rank = prepare_rank(index, target, comm, options)
     transfer = plan(rank, options)
-
-    read_all(transfer)
+    checks, reads = transfer.read(), transfer.plan.reads
+    assert sum(check.nbytes for check in checks) == transfer.plan.nbytes == sum(read.nbytes for read in reads)
+    assert len(checks) == len(reads)
     assert transfer.verify() == 0
     assert rank.job
     for extension in rank.job.extensions:
@@ -361,24 +362,12 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
     return rank
 
 
-def read(rank: Loaded, options: Options | None = None) -> None:
-    """Plan and make the first pass; collective."""
-    read_all(plan(rank, options or Options()))
-
-
 def plan(rank: Loaded, options: Options) -> Transfer:
     """Plan the load of a rank; collective."""
     share = max(options.window // SHARES, options.chunk)
     sizes = {"share": share, "block": options.chunk, "min_direct": options.min_direct}
     rank.transfer = Transfer(rank.work, rank.comm, options.config, **sizes)
     return rank.transfer
-
-
-def read_all(transfer: Transfer) -> None:
-    """Make the first pass; collective."""
-    checks, plan = transfer.read(), transfer.plan
-    assert sum(check.nbytes for check in checks) == plan.nbytes == sum(read.nbytes for read in plan.reads)
-    assert len(checks) == len(plan.reads)
 
 
 def examples(count: int) -> settings:

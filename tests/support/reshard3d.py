@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -22,8 +21,8 @@ from deepspeed_ucp.extensions.experts.names import is_expert
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.contents import check_content, check_reads, collect
-from tests.support.direct import check_untouched, run_load
-from tests.support.ranks import World, run_ranks
+from tests.support.direct import run_load, run_refused
+from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, Loaded, Options, load_rank, open_everywhere, open_for
 from tests.synth import (
     Layer,
@@ -318,16 +317,9 @@ def edit(source: Held, change: Callable[[Mapping[int, Local]], None], folder: Pa
 def refuse(folder: Path, wanted: Held, config: UniversalConfig, kind: type[Exception], text: str) -> str:
     """Check that every rank raises the same error, and that nothing has changed; returns the message."""
     targets = wanted.make_targets()
-    index = open_everywhere(folder, targets)
-    results = World(len(targets)).run(lambda rank, comm: run_load(index, targets[rank], comm, config))
-    assert {type(result) for result in results} == {kind}, results
-    assert len({str(result) for result in results}) == 1
-    for target in targets:
-        if target.wrapped:
-            check_untouched(target)
-    with pytest.raises(kind, match=text):
-        raise results[0]
-    return str(results[0])
+    raised, message = run_refused(open_everywhere(folder, targets), targets, config)
+    assert raised is kind and re.search(text, message), message
+    return message
 
 
 def number_ranks(folder: Path) -> None:
