@@ -21,7 +21,7 @@ from tests.support.contents import check_content
 from tests.support.covering import all_turns
 from tests.support.direct import check_loaded, run_load
 from tests.support.ranks import run_ranks
-from tests.support.reshard import examples, groups_of, open_everywhere, temporary_folder
+from tests.support.reshard import LIVE_LR, examples, groups_of, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
     KINDS,
     PIPELINE,
@@ -392,7 +392,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     source = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
     wanted = expect(source, Topology(1, 2, "bf16"))
     weights = {name: {"fp32": states["fp32"]} for name, states in wanted.state.atoms.items()}
-    wanted = replace(wanted, state=State(weights, {}, ()))
+    wanted = replace(wanted, state=State(weights, {}, ({"lr": LIVE_LR},) * len(wanted.state.groups)))
     _, ranks = load_wanted(source.write(tmp_path), wanted, make_config(source.model), with_states=False)
     for rank in ranks:
         assert not rank.target.wrapped.state
