@@ -87,14 +87,13 @@ def load_swapped(source: Topology, target: Topology, folder: Path) -> Found:
     path = write_checkpoint(folder / "tag", SWAPPED, random_state(SWAPPED, 0, precision=source.precision), source)
     targets = [SwappedTarget(folder / "swap", target, rank) for rank in range(target.dp)]
     index = open_for(path, targets[0])
-    ranks = run_ranks(target.dp, lambda rank, comm: prepare_rank(index, targets[rank], comm))
-    run_ranks(target.dp, lambda rank, comm: plan_again(ranks[rank], comm))
-    return index, ranks
 
+    def prepare(rank: int, comm: Any) -> Loaded:
+        loaded = prepare_rank(index, targets[rank], comm)
+        plan(loaded, Options())
+        return loaded
 
-def plan_again(rank: Loaded, comm: Any) -> None:
-    rank.comm = comm
-    plan(rank, Options())
+    return index, run_ranks(target.dp, prepare)
 
 
 def list_pairs() -> Iterator[Pair]:
