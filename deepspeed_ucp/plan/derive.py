@@ -121,8 +121,8 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
         dropped: saved parameters that are left out.
 
     Raises:
-        MismatchError: a derived parameter exists already, or it is derived from parameters with different states,
-            dtypes, step counts or hyper-parameters.
+        MismatchError: a derived parameter exists already, its elements are no whole rows, or it is derived from
+            parameters with different states, dtypes, step counts or hyper-parameters.
     """
     used = {piece.name for derived in made.values() for piece in derived.slices} | set(dropped)
     if twice := sorted({key.name for key in index.atoms} & made.keys() - used):
@@ -186,7 +186,11 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
     shards, again, itemsize = list[tuple[Shape, Fragments]](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
     for at, saved in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
         spans = list(_lay_out(made.slices, [shard.numel for shard in saved]))
-        shape = made.find_shape(sum(high - low for low, high, _ in spans), saved[0].shape)
+        numel = sum(high - low for low, high, _ in spans)
+        shape = made.find_shape(numel, saved[0].shape)
+        if prod(shape) != numel:
+            used = shorten(dict.fromkeys(piece.name for piece in made.slices))
+            raise MismatchError(f"{key.name}: {numel} elements of {used} are no whole rows of {shape[1:]}.")
         storage = saved[0].states[key.state]
         has_blocks = len(saved) == 1 and isinstance(storage, Fragments) and storage.shape
         blocks = storage.cut_blocks(*spans[0][:2], shape) if has_blocks else None
