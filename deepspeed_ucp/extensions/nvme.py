@@ -49,7 +49,9 @@ class SwapPlace:
         """Like :meth:`make`, with the contents of DeepSpeed's file; OSError if it cannot be read."""
         made = self.make(numel)
         with open(self.path, "rb") as stream:
-            stream.readinto(memoryview(made.view(torch.uint8).numpy()))
+            nbytes = stream.readinto(memoryview(made.view(torch.uint8).numpy()))
+        if nbytes < made.nbytes:
+            raise OSError(f"{self.path}: has {nbytes} bytes, {made.nbytes} are expected. The swap file is damaged.")
         return made
 
 

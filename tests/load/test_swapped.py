@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.errors import CheckpointError, DiskFullError
+from deepspeed_ucp.errors import CheckpointError, DiskFullError, UcpError
 from deepspeed_ucp.extensions.nvme import Nvme
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.model.storage import AtomKey
@@ -150,6 +150,15 @@ def test_parameters_that_the_checkpoint_lacks_keep_their_values(tmp_path: Path) 
     assert torch.from_numpy(after[:91].copy()).equal(state.atoms["a"]["fp32"].view(-1))
     assert (after[91 : 91 + 90] == SENTINEL).all()
     assert target.look()["frozen_param.tensor.swp"] == before["frozen_param.tensor.swp"]
+
+
+def test_a_swap_file_that_is_cut_short_is_not_kept(tmp_path: Path) -> None:
+    fewer = Model(tuple(param for param in MODEL.params if param.name in ("a", "small")))
+    path = write_checkpoint(tmp_path, fewer, random_state(fewer, 0), Topology(1, 2))
+    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    (target.folder / "0_9.tensor.swp").write_bytes(bytes(100))
+    with pytest.raises(UcpError, match=r"0_9.tensor.swp: has 100 bytes, 724 are expected. The swap file is damaged"):
+        run_load(open_for(path, target), target, load_module_strict=False)
 
 
 def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
