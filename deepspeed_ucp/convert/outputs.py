@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..errors import UnsupportedError
-from ..extensions.registry import NameExtension, find_for_names
+from ..extensions.registry import Extension, find_for_names
 from ..formats.deepspeed.files import ZERO
 from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import LONGEST, SealedAtom, is_path, place_file
@@ -85,7 +85,7 @@ def list_files(full: FullTensors, fused: Mapping[str, int]) -> list[OutputFile]:
     return [_make_file(full, full.tensors[key], fused.get(key.name, 0), extensions) for key in sorted(full.tensors)]
 
 
-def _make_file(full: FullTensors, atom: FullTensor, count: int, extensions: Iterable[NameExtension]) -> OutputFile:
+def _make_file(full: FullTensors, atom: FullTensor, count: int, extensions: Iterable[Extension]) -> OutputFile:
     """Return the file of an atom, with the keys by which upstream's loader cuts it."""
     pattern = full.patterns.get(atom.name)
     keys = upstream_keys(pattern, atom.shape, atom.name)

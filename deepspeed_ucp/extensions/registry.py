@@ -99,10 +99,11 @@ class SaveExtension:
 
 
 class Extension:
-    """A special case of an engine or a load.
+    """A special case of an engine, a load or parameters' names.
 
     The hooks are listed in the order of their calls: for an engine (:func:`find_for_engine`), then for a load
-    (:func:`find_for_load`), which has the engine's instances too. Instances may keep state between the hooks.
+    (:func:`find_for_load`), which has the engine's instances too. Instances may keep state between these hooks. The
+    hooks about names have new instances.
 
     Attributes:
         name, row: of the registry.
@@ -174,9 +175,7 @@ class Extension:
     def discard(self) -> None:
         """Release what a load needed, also if it failed."""
 
-
-class NameExtension(Extension):
-    """A special case of parameters' names, of an index, a model or a planned run (:func:`find_for_names`)."""
+    # -- parameters' names, of an index, a model or a planned run (:func:`find_for_names`)
 
     def fold_faults(self, saved: Iterable[str], live: Iterable[str], faults: Any) -> tuple[Any, str]:
         """Merge differences between saved and live names that have one cause; return them and a remedy, if any."""
@@ -341,7 +340,7 @@ def find_for_tree(tree: Mapping[Any, Any]) -> list[SaveExtension]:
     return [row.make() for row in REGISTRY if any(tree.get(key) for key in row.keys)]
 
 
-def find_for_fused(tree: Mapping[Any, Any]) -> list[NameExtension]:
+def find_for_fused(tree: Mapping[Any, Any]) -> list[Extension]:
     """Return new extensions for a parameter's file in DeepSpeed's universal format."""
     return [row.make() for row in REGISTRY if any(tree.get(key) for key in row.fused_keys)]
 
@@ -365,7 +364,7 @@ def find_for_engine(engine: Any) -> list[Extension]:
     return [row.make() for row in REGISTRY if row.in_engine(engine)]
 
 
-def find_for_names(names: Collection[str], degrees: Any = None) -> list[NameExtension]:
+def find_for_names(names: Collection[str], degrees: Any = None) -> list[Extension]:
     """Return new extensions for an index or a model with parameters of these names, and for a planned run."""
     return [row.make() for row in REGISTRY if row.in_names(names) or (degrees and row.in_degrees(degrees))]
 

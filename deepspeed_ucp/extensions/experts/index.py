@@ -16,7 +16,7 @@ from ...model.view import Shapes
 from ...plan.derive import DerivedParam, Slice, can_fuse, derive
 from ...plan.match import COUNT, Adaptation, Fault
 from ...plan.settling import list_shapes
-from ..registry import NameExtension
+from ..registry import Extension
 from .names import find_block, find_expert, is_expert, read_name
 
 IS_EXPERT = "is_expert_param"
@@ -29,7 +29,7 @@ _ROUTER = {"gate.weight": "router.gate.weight", "gate.e_score_correction_bias": 
 """Names in a layer's block in transformers, and in AutoEP."""
 
 
-class IndexedExperts(NameExtension):
+class IndexedExperts(Extension):
     """An index or a model with parameters that are named like experts."""
 
     def adapt(self, adaptation: Adaptation) -> None:
