@@ -37,10 +37,10 @@ def settle_index(
     """
     weights = list_weights(index)
     source = {name: tuple(shard.shape for shard in atom.shards) for name, atom in weights.items()}
-    replicas = {name for name in index.buffers if name in weights and is_replica(index, weights[name])}
+    buffers = {name: is_replica(index, weights[name]) for name in index.buffers if name in weights}
     asked = sorted(names if names is not None else source if target is None else target)
     ordered = order_rules(index, rules, live)
-    return settle(asked, source, target, ordered, index.hints, degree=degree, replicas=replicas)
+    return settle(asked, source, target, ordered, index.hints, degree=degree, buffers=buffers)
 
 
 def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
@@ -54,9 +54,10 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
         try:
             ordered.append(from_universal_info(info))
         except MismatchError as error:
-            if rules:  # the user's rules take precedence; parameters without one are refused all the same
-                return [*ordered, *live]
-            raise UnsupportedError(f"{error}. Give the model's patterns.", path=index.state_file) from error
+            if not rules:
+                raise UnsupportedError(f"{error}. Give the model's patterns.", path=index.state_file) from error
+            # The user's rules alone count: others may contradict the metadata.
+            return [*ordered, RuleSet(INFO, hints=dict.fromkeys(list_names(index), str(error)))]
     if index.hints.get("args"):
         ordered.append(from_arguments())
     return [*ordered, *live]

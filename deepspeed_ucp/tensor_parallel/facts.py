@@ -128,6 +128,8 @@ class Facts:
     def _calculate(self, kind: type[ast.AST], left: ast.expr, right: ast.expr, text: str) -> Any:
         first, second = self._walk(left, text), self._walk(right, text)
         try:
+            if issubclass(kind, ast.operator) and any(isinstance(value, str) for value in (first, second)):
+                raise TypeError("text is no number")  # Python repeats, joins and formats it
             return _ARITHMETIC[kind](first, second)
         except (TypeError, ZeroDivisionError) as error:
             raise MismatchError(f"{text!r} with {first!r} and {second!r}: {error}") from None

@@ -68,6 +68,10 @@ class Pattern(ABC):
         check_shapes(shape, layout.shape, self.vocab)
         return layout
 
+    def is_in_parts(self, shapes: Sequence[Shape]) -> bool:
+        """Return True if shards with these shapes hold several runs of rows, so that no rows can be appended."""
+        return self.join(shapes).is_in_parts
+
     def spread(self, shape: Shape, degree: int, pad: int | None = None) -> tuple[Shape, ...]:
         """Return the local shapes of ``degree`` ranks with equal parts, for a target without a live model.
 
@@ -243,6 +247,23 @@ class ShardNC(Pattern):
     sized: bool = False
     unit: int = 1
     widths: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Compare the widths with the parts.
+
+        Raises:
+            MismatchError: they are of other parts, or of other numbers of ranks.
+        """
+        if self.widths is None:
+            return
+        sums, weight = [sum(part) for part in self.widths], sum(self.parts)
+        total = weight if self.sized else sum(sums)
+        is_complete = len(sums) == len(self.parts) and len({len(part) for part in self.widths}) == 1
+        if not is_complete or [size * weight for size in sums] != [part * total for part in self.parts]:
+            raise MismatchError(
+                f"widths {[list(part) for part in self.widths]} are not those of parts {list(self.parts)}: each part "
+                "needs its width on every rank, and these sum to its size"
+            )
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         dim = _find_dim(self.dim, shapes)

@@ -50,6 +50,11 @@ class Layout:
     mean: bool = False
     claims: tuple[Product, ...] | None = None
 
+    @property
+    def is_in_parts(self) -> bool:
+        """True if a shard has several runs of rows, or blocks divide the rows."""
+        return self.view != self.shape or any(len(rows) > 1 for shard in self.shards for rows in shard[:1])
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -292,6 +292,9 @@ class Mapped(Pattern):
             return whole(shapes[0])
         return self._find_general(f"ranks that hold {list(shapes)}").join(shapes)
 
+    def is_in_parts(self, shapes: Sequence[Shape]) -> bool:
+        return self.layout.is_in_parts
+
     def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
         local = self.layout.local_shapes
         return local if len(local) == degree else self._find_general(f"{degree} ranks").spread(shape, degree)

@@ -197,6 +197,11 @@ class Rule:
     rank: int = 0
     vocab: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the rule is a pattern, or refuses every parameter."""
+        return isinstance(self.pattern, Pattern) or (self.pattern.pattern == "unsettled" and self.pattern.when == 1)
+
     def make(self, match: re.Match[str], facts: Facts) -> Pattern | None:
         """Make the pattern for a matching parameter, or None."""
         if isinstance(self.pattern, Pattern):
@@ -274,12 +279,15 @@ class RuleSet:
         return None
 
     def follow(self, renamed: Mapping[str, str]) -> RuleSet:
-        """Return the set with renamed parameters (this set's name → new name)."""
+        """Return the set with renamed parameters (this set's name → new name).
+
+        Rules with expressions are left out, except refusals: expressions refer to other names of the set.
+        """
         literal = dict(self.literal)
         for name, new in renamed.items():
             if name != new:
                 rules = (*literal.pop(name, ()), *self.rules)
-                matching = (rule for rule in rules if isinstance(rule.pattern, Pattern) and rule.match(name))
+                matching = (rule for rule in rules if rule.is_plain and rule.match(name))
                 literal[new] = tuple(replace(rule, match=_ANY.fullmatch) for rule in matching)
         return replace(self, literal=literal)
 

@@ -7,14 +7,15 @@ a pattern counts. Without one, the shapes must prove replication, or the paramet
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import MismatchError, fold_names
+from ..model.storage import count
 from .facts import Facts
-from .kinds import TABLE, Pattern, Replicate, SameShards, ShardNC, Unique, advise_vocabulary, check_shapes
-from .layout import Layout, Shape
+from .kinds import TABLE, Pattern, Replicate, SameShards, Unique, advise_vocabulary, check_shapes
+from .layout import Layout, Run, Shape, copy_runs
 from .resize import Resize, Resized, advise_resize, is_fused
 from .rules import RuleSet, find_resize, list_families, suggest_rule
 
@@ -106,7 +107,7 @@ def settle(
     hints: Mapping[str, Any] | None = None,
     *,
     degree: int | None = None,
-    replicas: Collection[str] = (),
+    buffers: Mapping[str, bool] | None = None,
 ) -> Settled:
     """Determine the layouts of parameters on both sides.
 
@@ -115,10 +116,10 @@ def settle(
         rule_sets: by precedence; the first with a pattern counts. A live engine's own rules (``by`` "target") come
             second for the target, after the user's, and last for the source.
         hints: facts of the checkpoint (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
-        replicas: parameters with equal bytes on every rank, which are replicas if no rule differs.
         degree: tensor-parallel degree of a target without known shapes (``target`` is None).
+        buffers: buffer → True if every rank has equal bytes: it is a replica if no rule differs.
     """
-    settler = _Settler(source, target, rule_sets, Facts.of(hints, source), degree, replicas)
+    settler = _Settler(source, target, rule_sets, Facts.of(hints, source), degree, buffers or {})
     for name in names:
         try:
             settler.settle(name)
@@ -137,23 +138,25 @@ class _Settler:
     rule_sets: Sequence[RuleSet]
     facts: Facts
     degree: int | None
-    replicas: Collection[str]
+    buffers: Mapping[str, bool]
     settled: Settled = field(default_factory=Settled)
     checked: set[str] = field(default_factory=set)
 
     def settle(self, name: str) -> None:
         source, target = self.source[name], None if self.target is None else self.target[name]
-        if target == source or self.degree == len(source):
-            self._keep(name, _twice(Unique() if len(source) == 1 else SameShards(), SAME), source, source)
-            return
         ranks = self.degree or len(target or source)
         self.facts = replace(self.facts, values={"ranks": ranks, **self._measure(source)})
+        if target == source or self.degree == len(source):
+            if len(source) > 1 and any(rule_set.by == "target" for rule_set in self.rule_sets):
+                self._compare_orders(name, source)
+            self._keep(name, _twice(Unique() if len(source) == 1 else SameShards(), SAME), source, source)
+            return
         if len(source) == 1 and target is None and self.degree is None:
             self._note(name, source)
             return
         sides, rule = self._find(name), None if target is None else find_resize(self.rule_sets, name)
         if rule is not None:
-            _check_rows(name, rule, sides)
+            _check_rows(name, rule, sides, source)
         if target is not None and len(source) == len(target) == 1:
             pattern = self._fit_whole(name, source[0], target[0], sides, rule)
             sides = _twice(pattern, sides[0][1] if sides else SHAPES)
@@ -167,6 +170,21 @@ class _Settler:
             pad = unit if isinstance(unit, int) and unit > 0 else None
             target = sides[1][0].spread(sides[0][0].join(source).shape, self.degree, pad)
         self._keep(name, sides, source, target)
+
+    def _compare_orders(self, name: str, shapes: tuple[Shape, ...]) -> None:
+        """Raise MismatchError if the descriptions of both sides give equal shapes another order of elements."""
+        try:
+            (pattern, origin), (other, other_origin) = self._find(name) or _twice(SameShards(), SAME)
+            have, want = replace(pattern.join(shapes), claims=None), other.join(shapes)
+            sizes = [count(shape) for shape in shapes]
+            runs = [copy_runs(have, rank, want, rank, 0, size) for rank, size in enumerate(sizes)]
+        except MismatchError:  # unchanged shards need no description
+            return
+        if have.shape == want.shape and runs != [(Run(0, 0, size),) if size else () for size in sizes]:
+            raise MismatchError(
+                f"{origin} and {other_origin} give its shards {_describe_side(shapes)} different orders of elements. "
+                "Build the model with the saved layout, or give a rule for it if both have the same"
+            )
 
     def _note(self, name: str, source: tuple[Shape, ...]) -> None:
         """Keep the pattern of an uncut parameter, if any, for later conversions; it needs none itself."""
@@ -187,6 +205,11 @@ class _Settler:
         elif want is not None:
             self.settled.reshaped[name] = have.shape, want.shape
             check_shapes(have.shape, want.shape, pattern.vocab or other.vocab)
+            if have.shape != want.shape and (have.is_in_parts or want.is_in_parts):
+                raise MismatchError(
+                    f"vocabulary of {have.shape[0]} rows in the checkpoint, {want.shape[0]} in the model: the place of "
+                    "the padding in a parameter of several parts is not known"
+                )
             del self.settled.reshaped[name]
         self.settled.layouts[name] = (have, want)
         self.settled.patterns[name] = pattern
@@ -194,7 +217,8 @@ class _Settler:
 
     def _fit_whole(self, name: str, source: Shape, target: Shape, sides: _Sides | None, rule: Resize | None) -> Pattern:
         """Compare shapes without tensor parallelism: without a resize rule only a vocabulary's padding may differ."""
-        vocab = next((pattern.vocab for pattern, _ in sides or () if pattern.vocab), None)
+        patterns = [pattern for pattern, _ in sides or () if pattern.vocab and not pattern.is_in_parts([source])]
+        vocab = patterns[0].vocab if patterns else None
         text = f"shape {source} in the checkpoint, {target} in the model"
         if rule is None and (vocab is None or not source or source[1:] != target[1:]):
             self.settled.reshaped[name] = source, target
@@ -211,7 +235,7 @@ class _Settler:
         """
         if len({*source, *(target or ())}) > 1:
             return None
-        if name in self.replicas:
+        if self.buffers.get(name):
             return _twice(Replicate(), EQUAL)
         if target is None or len(source) == len(target) or TABLE.search(name):
             return None
@@ -239,7 +263,7 @@ class _Settler:
 
     def _find_pattern(self, rule_set: RuleSet, name: str) -> Pattern | None:
         pattern = rule_set.find(name, self.facts)
-        if pattern is None and name not in self.replicas:
+        if pattern is None and name not in self.buffers:
             pattern = rule_set.fallback
         if pattern is not None and rule_set.name not in self.checked:
             rule_set.check(self.facts)
@@ -262,10 +286,9 @@ def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
     )
 
 
-def _check_rows(name: str, rule: Resize, sides: _Sides | None) -> None:
+def _check_rows(name: str, rule: Resize, sides: _Sides | None, source: Sequence[Shape]) -> None:
     """Refuse to resize a fused parameter."""
-    parts = any(isinstance(pattern, ShardNC) and pattern.dim == 0 for pattern, _ in sides or ())
-    if parts or (sides is None and is_fused(name)):
+    if any(pattern.is_in_parts(source) for pattern, _ in sides or ()) or (sides is None and is_fused(name)):
         raise MismatchError(
             f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would belong to its last "
             "part. If it is not fused, give a rule with the pattern shard-v"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import MASTER, MODULE, Atom, Fragment, Fragments
 from deepspeed_ucp.plan.settling import list_weights, settle_index
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardV
-from deepspeed_ucp.tensor_parallel.rules import from_config
+from deepspeed_ucp.tensor_parallel.metadata import INFO
+from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config
 from deepspeed_ucp.tensor_parallel.settle import EQUAL, SHAPES
 from tests.plan import planning
 
@@ -66,19 +68,24 @@ def test_ranks_of_two_degrees_that_hold_one_shape_are_replicas() -> None:
     assert settled.origin == {"b": SHAPES}
 
 
-def test_autotps_rule_for_unnamed_parameters_does_not_apply_to_buffers() -> None:
-    info = {"universal_checkpoint_info": {"autotp_unsupported_parameter_patterns": {}}}
-    assert settle_index(make_index([7, 7], hints=info)).patterns["b"] == Replicate()
-    assert settle_index(make_index([None, None], hints=info)).patterns["b"] == ShardV()
+@pytest.mark.parametrize("crcs", [[7, 7], [7, 8], [None, None]], ids=["equal", "other", "unknown"])
+def test_autotps_rule_for_unnamed_parameters_does_not_apply_to_buffers(crcs: Sequence[int | None]) -> None:
+    index = make_index(crcs, hints={INFO: {"autotp_unsupported_parameter_patterns": {}}})
+    settled = settle_index(index)
+    assert (settled.patterns, list(settled.open)) == (({"b": Replicate()}, []) if crcs[1] == 7 else ({}, ["b"]))
+    assert settle_index(replace(index, buffers=frozenset())).patterns == {"b": ShardV()}
 
 
 def test_invalid_metadata_is_reported_with_its_file() -> None:
-    index = make_index([7, 7], hints={"universal_checkpoint_info": {"affine_map": ["b"]}})
+    index = make_index([7, None], hints={INFO: {"affine_map": ["b"]}})
     text = r"tag/mp_rank_00_model_states.pt: universal_checkpoint_info: an entry is"
     with pytest.raises(UnsupportedError, match=text):
         settle_index(index)
     rules = from_config([{"match": "b", "pattern": "replicate"}])
     assert settle_index(index, rules).require().patterns["b"] == Replicate()
+    live = [from_attributes({"b": {"tensor_model_parallel": True, "partition_dim": 0}})]
+    with pytest.raises(MismatchError, match="b: .4,. on 2 ranks .*; universal_checkpoint_info: .* is malformed"):
+        settle_index(index, from_config({"rename": {"c": "d"}}), {"b": ((8,),)}, live).require()
 
 
 def test_the_weight_is_the_master_or_else_the_modules_tensor() -> None:

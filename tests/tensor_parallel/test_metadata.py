@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.tensor_parallel import settle as settling
-from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, ShardH, ShardNC, ShardV
+from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import copy_runs, find_faults, whole
 from deepspeed_ucp.tensor_parallel.metadata import from_universal_info, read_map
 from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config
@@ -118,6 +118,30 @@ def test_parameters_that_autotp_could_not_describe_are_refused():
         settle(["w"], {"w": ((4,), (4,))}, None, [from_universal_info(info), *from_config("megatron-gpt")])
     user = from_config([{"match": "w", "pattern": "shard-v"}])
     assert settle(["w"], {"w": ((4,), (4,))}, None, [*user, from_universal_info(info)]).patterns["w"] == ShardV()
+
+
+def test_refusals_follow_renamed_parameters():
+    """A rule for all others, as AutoTP has one, must not apply to the new name."""
+    info = {"autotp_unsupported_parameter_patterns": {"^w$": "it interleaves blocks", "h.*": "odd"}}
+    rules = from_universal_info(info, by="target").follow({"w": "old", "h.0": "0", "v": "v"})
+    for name, why in (("old", "it interleaves blocks"), ("0", "odd")):
+        with pytest.raises(MismatchError, match=f"{name}: the live engine's .*: {why}"):
+            settle([name], {name: ((4,), (4,))}, {name: ((8,),)}, [rules])
+
+
+def test_equal_shards_in_another_order_are_refused():
+    """Both sides describe the shards of [8, 3] at degree 2: as halves, or as halves of two parts."""
+    halves, parts = ({key: ["w"]} for key in ("vocabulary_parameter_patterns", "parameter_with_2_sub_params_cat_dim_0"))
+    shapes = {"w": ((4, 3), (4, 3))}
+    for saved, live in ((halves, parts), (parts, halves)):
+        rules = [from_universal_info(saved), from_universal_info(live, by="target")]
+        with pytest.raises(MismatchError, match=r"w: universal_checkpoint_info and the live .* different orders"):
+            settle(["w"], shapes, shapes, rules)
+        assert settle(["w"], shapes, shapes, rules[:1]).patterns == {"w": SameShards()}
+        user = from_config([{"match": "w", "pattern": "shard-v"}])
+        assert settle(["w"], shapes, shapes, [*user, *rules]).patterns == {"w": SameShards()}
+        rules = [from_universal_info(saved), from_universal_info(saved, by="target")]
+        assert settle(["w"], shapes, shapes, rules).patterns == {"w": SameShards()}
 
 
 def test_autotp_before_it_wrote_maps():

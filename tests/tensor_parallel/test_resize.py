@@ -11,8 +11,12 @@ import pytest
 from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.tensor_parallel.kinds import Partial, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import Layout, Run, copy_runs, whole
+from deepspeed_ucp.tensor_parallel.metadata import Mapped, from_universal_info, generalise
+from deepspeed_ucp.tensor_parallel.recorded import from_recorded, record_pattern
 from deepspeed_ucp.tensor_parallel.resize import Resize, Resized, advise_resize
 from deepspeed_ucp.tensor_parallel.rules import from_config
+
+from .shards import settle
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,39 @@ def test_kept_rows() -> None:
 def test_shapes_that_do_not_fit(rule: Resize, saved: Layout, live: tuple[int, ...], words: str) -> None:
     with pytest.raises(MismatchError, match=words):
         rule.fit(saved, whole(live))
+
+
+PARTS = {"patterns": ["w"], "shape": (2, -1), "partition_dim": 0}
+INFO = {"universal_checkpoint_version": 0.3, "parameter_with_sub_params": [PARTS]}
+BLOCKS = ShardNC(parts=(4, 4), sized=True).join([(4, 2), (4, 2)])
+FUSED = {
+    "rule": from_config([{"match": "w", "pattern": "shard-nc", "parts": [1, 1]}]),
+    "rule with a negative dimension": from_config([{"match": "w", "pattern": "shard-nc", "dim": -2, "parts": [1, 1]}]),
+    "sub-parameters": [from_universal_info(INFO)],
+    "map": [from_recorded({"w": record_pattern(Mapped(BLOCKS, generalise(BLOCKS)))})],
+}
+
+
+@pytest.mark.parametrize("live", [((12, 2),), ((6, 2), (6, 2))], ids=["whole", "cut"])
+@pytest.mark.parametrize("saved", [((8, 2),), ((4, 2), (4, 2))], ids=["whole", "cut"])
+@pytest.mark.parametrize("fused", FUSED)
+def test_parameters_in_parts_get_no_rows(fused: str, saved: Any, live: Any) -> None:
+    """New rows at the end would belong to the last part."""
+    with pytest.raises(MismatchError, match="w is fused"):
+        settle(["w"], {"w": saved}, {"w": live}, [*from_config({"resize": [{"match": "w"}]}), *FUSED[fused]])
+
+
+@pytest.mark.parametrize("live", [((12, 2),), ((6, 2), (6, 2))], ids=["whole", "cut"])
+@pytest.mark.parametrize("saved", [((8, 2),), ((4, 2), (4, 2))], ids=["whole", "cut"])
+def test_a_vocabulary_in_parts_gets_no_padding(saved: Any, live: Any) -> None:
+    rule = {"match": "w", "pattern": "shard-nc", "parts": [1, 1], "vocab": True}
+    listed = {"parameter_with_2_sub_params_cat_dim_0": ["w"], "vocabulary_parameter_patterns": ["w"]}
+    for rules in (
+        from_config({"rules": [rule], "original_vocab_size": 7}),
+        [from_universal_info({**listed, "original_vocab_size": 7})],
+    ):
+        with pytest.raises(MismatchError, match=r"w: (?:shape \(8, 2\)|vocabulary of 8 rows) in the checkpoint"):
+            settle(["w"], {"w": saved}, {"w": live}, rules)
 
 
 def test_kept_rows_of_several_ranks() -> None:

@@ -135,6 +135,16 @@ OTHER_NORM = {**TARGET, "norm.weight": ((7,),)}
         (use("args.impl"), CUT_NORM, MismatchError, "'args.impl' is 'local', a size is an integer from 1 on"),
         (use([-1, 1], "grid", "shard-hy"), CUT_NORM, MismatchError, "-1 is -1, a size is an integer from 1 on"),
         (use([-1, "rest"], "parts"), CUT_NORM, MismatchError, "-1 is -1, a size is an integer from 0 on"),
+        (use([[3, 3], [3, 3]], "widths"), CUT_NORM, MismatchError, r"widths .* are not those of parts \[1\]:"),
+        (use([[6, 6], [0]], "widths"), CUT_NORM, MismatchError, "are not those of parts"),
+        (use([], "widths"), CUT_NORM, MismatchError, "are not those of parts"),
+        (
+            [V, {**N, "pattern": "shard-nc", "parts": [1, 1], "widths": [[4, 4], [2, 2]]}],
+            CUT_NORM,
+            MismatchError,
+            r"widths .* are not those of parts \[1, 1\]",
+        ),
+        (use("args.impl * 2"), CUT_NORM, MismatchError, "'args.impl \\* 2' with 'local' and 2: text is no number"),
         (
             [V, {**N, "pattern": "shard-v", "unit": 0}],
             CUT_NORM,
