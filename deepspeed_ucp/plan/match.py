@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -133,7 +133,7 @@ def match_parameters(
     shapes, thawed = _match_names(index, live, match, with_states=with_states, rules=rules)
     saved, extra = _note_extra(index, live, match)
     match.notes += [_describe_thawed(names, is_thawed) for is_thawed, names in thawed.items() if names]
-    faults = _note_shapes(match, shapes)
+    faults = [*_note_shapes(match, shapes), *_find_conflicts(live, match)]
     if saved and not match.params:
         match.fault = _describe_no_match(list(match.missing), extra)
         return match
@@ -241,6 +241,15 @@ def _note_shapes(match: Match, shapes: Mapping[str, tuple[Shape, Shape]]) -> lis
         else:
             match.resized[name] = fault
     return faults
+
+
+def _find_conflicts(live: EngineView, match: Match) -> Iterator[Fault]:
+    """Yield the faults of live tensors of different shapes that take one saved tensor, such as a former tie."""
+    shapes, first = live.shapes, dict[str, str]()
+    for name, saved in match.saved.items():
+        other = first.setdefault(saved, name)
+        if shapes[name] != shapes[other]:
+            yield Fault(name, f": shape {shapes[name][0]}, but {shapes[other][0]} of {other}; both take {saved}", SHAPE)
 
 
 def _describe_faults(match: Match, faults: Sequence[Fault], shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
