@@ -330,7 +330,7 @@ def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, i
     """Return layer → number of experts on one expert-parallel rank.
 
     Args:
-        expert_counts: layer → experts in a rank's param group.
+        counts: layer → experts in a rank's param group.
         totals: layer → experts with files.
     """
     for layer, count_held in counts.items():
