@@ -24,7 +24,7 @@ from deepspeed_ucp.formats.deepspeed.headers import Piece
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Match, match_parameters
 from deepspeed_ucp.torchsave.records import FileRecord
-from tests.plan.test_match import make_index
+from tests.plan.matching import make_index
 
 LAYER = "body.3.deepspeed_moe.experts.deepspeed_experts."
 

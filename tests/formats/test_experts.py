@@ -76,6 +76,7 @@ def states(rank: int, mp: int) -> str:
 MODELS = ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
 FOLDED = [expert(0, 0), expert(1, 1)]
 CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
+ALL_STATES = [states(rank, mp) for rank in (0, 1) for mp in (0, 1)]
 
 
 def test_files_get_their_roles() -> None:
@@ -88,40 +89,32 @@ def test_files_get_their_roles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "degree", "counts", "lanes"),
+    ("files", "counts", "lanes"),
     [
-        (FOLDED, 2, (2, 2), 1),  # four ranks of a stage, two of them hold the same
-        (CUT, 2, (2, 1), 2),
-        (CUT, 2, (2, 2), 1),  # the groups decide: other files may be leftovers
-        (FOLDED, 2, (2, 1), 2),
+        (FOLDED, (2, 2), 1),  # four ranks of a stage, two of them hold the same
+        (CUT, (2, 1), 2),
+        (CUT, (2, 2), 1),  # the groups decide: other files may be leftovers
+        (FOLDED, (2, 1), 2),
+        ([*FOLDED, states(0, 0), states(1, 1)], None, 1),
+        ([*CUT, *ALL_STATES], None, 2),
+        (FOLDED, None, 1),  # weights alone
+        (CUT, None, 2),
     ],
 )
-def test_lanes_by_the_partitions_of_a_group(files: list[str], degree: int, counts: tuple[int, ...], lanes: int) -> None:
-    first = [make_model(MODELS[0], 2, 2, 2), FileHeader("optim", 1, optim=make_optim(degree, counts))]
+def test_lanes_by_the_partitions_of_a_group_or_the_names_of_files(
+    files: list[str], counts: tuple[int, ...] | None, lanes: int
+) -> None:
+    first = [make_model(MODELS[0], 2, 2, 2, None if counts else make_optim(2, kind="torch"))]
+    first += [FileHeader("optim", 1, optim=make_optim(2, counts))] if counts else []
     save = list_files(first, *MODELS, *files)
     assert count_tp_shards(save, 2) == lanes
     assert count_tp_shards(save, 1) == 1
 
 
-@pytest.mark.parametrize(
-    ("files", "lanes"),
-    [
-        ([*FOLDED, states(0, 0), states(1, 1)], 1),
-        ([*CUT, states(0, 0), states(0, 1), states(1, 0), states(1, 1)], 2),
-        (FOLDED, 1),  # weights alone
-        (CUT, 2),
-    ],
-)
-def test_lanes_by_the_names_of_files(files: list[str], lanes: int) -> None:
-    first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
-    assert count_tp_shards(list_files(first, *MODELS, *files), 2) == lanes
-
-
 @pytest.mark.parametrize("files", [FOLDED, CUT])
 def test_a_missing_file_is_expected(files: list[str]) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
-    optims = [states(0, 0), states(1, 1)] if files is FOLDED else [states(r, mp) for r in (0, 1) for mp in (0, 1)]
-    everything = [*MODELS, *files, *optims]
+    everything = [*MODELS, *files, *([states(0, 0), states(1, 1)] if files is FOLDED else ALL_STATES)]
     assert sorted(name_expected_files(list_files(first, *everything))) == sorted(everything)
     lacking = name_expected_files(list_files(first, *[name for name in everything if name != expert(1, 1)]))
     assert {name for name in lacking if name not in everything} == ({expert(1, 0)} if files is FOLDED else set())

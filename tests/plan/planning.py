@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, ReadAccess
 from deepspeed_ucp.model.index import AtomicIndex
@@ -207,3 +208,84 @@ def _store_all(
             low = (each.destination + each.position) * itemsize + row * (each.stride * itemsize or each.run)
             buffer[low : low + each.run] = values[row * each.run : (row + 1) * each.run]
         values = values[each.nbytes :]
+
+
+# -- random claims, checked byte by byte ------------------------------------------------------------------------------
+
+BLOCK = 32
+
+Demand = tuple[list[Record], list[list[Piece]], list[int]]
+
+
+@st.composite
+def runs(draw: st.DrawFn, numel: int) -> Run:
+    """Runs inside a record of so many elements whose destinations do not overlap (`place` follows)."""
+    width = draw(st.integers(1, numel))
+    low = draw(st.integers(0, numel - width))
+    most = (numel - low - width) // width + 1
+    count = draw(st.integers(1, most)) if draw(st.booleans()) else 1
+    if count == 1:
+        return Run(low, 0, width)
+    step = draw(st.integers(width, (numel - low - width) // (count - 1)))
+    stride = width + draw(st.integers(0, 2))
+    return Run(low, 0, width, count, step, stride)
+
+
+@st.composite
+def demands(draw: st.DrawFn) -> Demand:
+    """Records, each rank's pieces, and the elements of each rank's memory; every piece has its own buffer."""
+    numels = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    records = [Record(draw(st.integers(0, 2)), 64, ITEM * numel, 0) for numel in numels]
+    pieces, sizes = [], []
+    for _ in range(draw(st.integers(1, 5))):
+        mine, place = [], 0
+        for _ in range(draw(st.integers(0, 6))):
+            record = draw(st.integers(0, len(records) - 1))
+            run = draw(runs(numels[record]))
+            mine.append(Piece(record, place, run))
+            place += (run.count - 1) * max(run.dst_step, run.width) + run.width
+        pieces.append(mine)
+        sizes.append(place)
+    return records, pieces, sizes
+
+
+def check_plan(planned: Planned, demand: Demand, window: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Carry out a plan, and check every byte; return the bytes of the records, and each rank's memory."""
+    records, pieces, sizes = demand
+    draw = np.random.default_rng(0)
+    data = [draw.integers(1, 256, record.nbytes, dtype=np.uint8) for record in records]
+    buffers = [np.zeros(ITEM * size, np.uint8) for size in sizes]
+    counts = carry_out(planned, data, ITEM, buffers)
+    touched = {piece.record for mine in pieces for piece in mine}
+    wanted = [np.full(record.nbytes, number in touched) for number, record in enumerate(records)]
+    assert (counts == np.concatenate(wanted)).all(), "every byte of every touched record once, no byte of others"
+    for mine, buffer in zip(pieces, buffers, strict=True):
+        assert (buffer == expect(mine, data, len(buffer))).all()
+    check_bounds(planned, window)
+    return data, buffers
+
+
+def expect(pieces: Sequence[Piece], data: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
+    """Return the final memory of a rank, element by element."""
+    memory = np.zeros(nbytes // ITEM, np.uint32)
+    for piece in pieces:
+        values, run = data[piece.record].view(np.uint32), piece.run
+        for row in range(run.count):
+            low, high = piece.destination + run.dst + row * run.dst_step, run.src + row * run.src_step
+            memory[low : low + run.width] = values[high : high + run.width]
+    return memory.view(np.uint8)
+
+
+def check_bounds(planned: Planned, window: int) -> None:
+    """Reads stay inside blocks; a round stages, and sends to others, at most a window or one block."""
+    for rank, plan in enumerate(planned.plans):
+        for read in plan.reads:
+            assert 0 < read.nbytes <= BLOCK and read.count == 1
+            assert read.offset // BLOCK == (read.end - 1) // BLOCK
+            assert sum(each.nbytes for each in read.items) in (0, read.nbytes)
+        for each in plan.rounds:
+            sent = sum(send.nbytes for peer, one in enumerate(each.sends) for send in one if peer != rank)
+            blocks = {(read.record, read.offset // BLOCK) for read in each.reads}
+            assert len(blocks) <= 1 or (each.staged <= window and sent <= window)
+            assert sum(read.nbytes for read in each.reads) <= each.staged
+        assert plan.nbytes == sum(read.nbytes for read in plan.reads)

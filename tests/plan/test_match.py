@@ -3,61 +3,65 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.model.index import AtomicIndex, GroupInfo
-from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atom, Atoms, Fragments, ParamKey
-from deepspeed_ucp.model.view import EngineView
-from deepspeed_ucp.plan.match import Match, match_groups, match_parameters, pick_instance, pick_weight
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atoms, ParamKey
+from deepspeed_ucp.plan.match import match_groups, pick_instance, pick_weight
 from deepspeed_ucp.tensor_parallel.rename import parse_renames, rename_names
-from tests.plan import planning
+from tests.plan.matching import Shapes, make_index, match, read_param
 
-Shapes = Mapping[str, tuple[int, ...]]
+A, LAYERS_OF_ONE = {"a": (2,)}, {f"h.{number}": (2,) for number in range(40)}
+THAWED = "a is trained here and was not trained in the saved run: its weight is restored, its states start from zero"
+ALL_THAWED = (
+    "h.0, h.1, h.2, … (40 in all) are trained here and were not trained in the saved run: weights are restored, states "
+    "start from zero"
+)
+FROZEN = "a was trained in the saved run and is not trained here: its weight is restored, its states are left out"
+NEW, GONE = "new (7,): not in the checkpoint", "gone: in the checkpoint, not in the model"
+MATCHED: dict[str, tuple[AtomicIndex, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = {
+    "names and shapes": (make_index(A, {"b": (4,)}), (A, {"b": (4,)}), {}, {"saved": {"a": "a", "b": "b"}}),
+    "buffers left out": (make_index(A, {"b": (4,)}), (A, None), {}, {}),
+    "lenient": (make_index({**A, "gone": (1,)}), ({**A, "new": (7,)},), {"strict": False}, {"skipped": [NEW, GONE]}),
+    "lenient, with an adapter": (
+        make_index(A),
+        ({**A, "new": (7,)}, LAYERS_OF_ONE),
+        {"strict": False},
+        {"skipped": [NEW], "untouched": list(LAYERS_OF_ONE)},
+    ),
+    "other rows, left to patterns": (make_index({"a": (4, 2)}), ({"a": (6, 2)},), {}, {"resized": ["a"]}),
+    "TP 2 to 1": (make_index({"a": (2, 3)}, tp=2), ({"a": (4, 3)},), {"tp": 1}, {}),
+    "TP 1 to 2": (make_index({"a": (2, 3)}, tp=1), ({"a": (4, 3)},), {"tp": 2}, {}),
+    "TP 2 to 2": (make_index({"a": (2, 3)}, tp=2), ({"a": (4, 3)},), {"tp": 2}, {}),
+    "ties": (make_index(A, aliases={"b": "a"}), ({"b": (2,)},), {"aliases": {"a": "b"}}, {"saved": {"b": "a"}}),
+    "a live tie": (make_index(A), ({"b": (2,)},), {"aliases": {"a": "b"}}, {"saved": {"b": "a"}}),
+    "copies of other stages": (make_index(A, instances={"a": 3}), (A,), {"ordinals": {"a": (2, 3)}}, {}),
+    "thawed": (make_index({}, A), (A,), {}, {"notes": [THAWED]}),
+    "many thawed": (
+        make_index({}, LAYERS_OF_ONE),
+        (LAYERS_OF_ONE,),
+        {},
+        {"notes": [ALL_THAWED], "saved": {name: name for name in LAYERS_OF_ONE}},
+    ),
+    "frozen": (make_index(A), ({}, A), {}, {"notes": [FROZEN]}),
+    "thawed, weights alone": (make_index({}, A), (A,), {"with_states": False}, {}),
+    "frozen, weights alone": (make_index(A), ({}, A), {"with_states": False}, {}),
+}
+"""The checkpoint, shapes of trained and of other live tensors, options, and results other than that `a` is found."""
 
 
-def make_index(
-    trained: Shapes,
-    module: Shapes | None = None,
-    groups: Sequence[Sequence[str]] = (),
-    aliases: Mapping[str, str] | None = None,
-    instances: Mapping[str, int] | None = None,
-    tp: int = 1,
-) -> AtomicIndex:
-    """Build an index of trained parameters (a master and a copy each) and of other tensors of the module."""
-    held = [(name, state, shape) for name, shape in trained.items() for state in (MASTER, COPY)]
-    held += [(name, MODULE, shape) for name, shape in (module or {}).items()]
-    numbers = dict(instances or {})
-    atoms = [
-        Atom.of(name, state, [(shape, Fragments("float32", []))] * tp, number)
-        for name, state, shape in held
-        for number in range(numbers.get(name, 1))
-    ]
-    infos = tuple(GroupInfo(tuple(map(read_param, names)), {}) for names in groups)
-    return planning.make_index(atoms, tp=tp, groups=infos, aliases=dict(aliases or {}), instances=numbers)
-
-
-def read_param(name: str) -> ParamKey:
-    """Parse ``t``, or ``t 1`` for the copy of the second stage that holds it."""
-    plain, _, number = name.partition(" ")
-    return ParamKey(plain, int(number or 0))
-
-
-def match(index: AtomicIndex, owned: Shapes, extras: Shapes | None = None, *, tp: int = 1, **options: Any) -> Match:
-    """Match a live engine whose tensor-parallel ranks all have the given shapes."""
-    chosen = {"strict": True, "with_states": True}
-    chosen.update({key: options.pop(key) for key in tuple(options) if key in chosen})
-    shapes = [{name: (shape,) * tp for name, shape in held.items()} for held in (owned, extras or {})]
-    return match_parameters(index, EngineView(*shapes, **options), **chosen).require()
-
-
-def test_names_and_shapes_that_agree_match() -> None:
-    found = match(make_index({"a": (2, 3)}, {"b": (4,)}), {"a": (2, 3)}, {"b": (4,)})
-    assert (found.saved, found.skipped) == ({"a": "a", "b": "b"}, [])
+@pytest.mark.parametrize("case", MATCHED)
+def test_models_that_match(case: str) -> None:
+    index, live, options, results = MATCHED[case]
+    found = match(index, *live, **options)
+    lists = {"skipped": found.skipped, "untouched": found.untouched, "resized": found.resized, "notes": found.notes}
+    expected = {"saved": {"a": "a"}, **{key: [] for key in lists}, **results}
+    assert {"saved": found.saved, **{name: list(map(str, held)) for name, held in lists.items()}} == expected
 
 
 LAYERS = {f"h.{layer}.{part}": (4, width) for layer in range(12) for width, part in enumerate("abcde", 2)}
@@ -127,6 +131,12 @@ REFUSED: dict[str, tuple[Shapes, tuple[Shapes, Shapes], dict[str, Any], list[str
             "Build the model with the sizes of the saved one",
         ],
     ),
+    "one saved tensor for two shapes": (
+        {"a": (4, 2)},
+        ({"b": (3, 2), "a": (4, 2)}, {}),
+        {"renamed": {"b": "a"}},
+        ["a: shape (4, 2), but (3, 2) of b; both take a"],
+    ),
     "misspelt name": (
         {"head.weight": (2,), "a": (2,)},
         ({"head.weigth": (2,), "a": (2,)}, {}),
@@ -148,17 +158,6 @@ def test_models_that_do_not_match_are_refused(case: str) -> None:
     assert "load_module_strict" not in message or options.get("strict", True)
 
 
-def test_a_lenient_load_skips_missing_and_extra_ones() -> None:
-    found = match(make_index({"a": (2,), "gone": (1,)}), {"a": (2,), "new": (7,)}, strict=False)
-    assert found.saved == {"a": "a"} and len(found.skipped) == 2
-
-
-def test_other_numbers_of_rows_are_left_to_patterns() -> None:
-    """They may be a vocabulary's padding."""
-    found = match(make_index({"a": (4, 2), "b": (3,)}), {"a": (6, 2), "b": (3,)})
-    assert list(found.resized) == ["a"]
-
-
 def test_tensors_that_the_sources_converter_dropped_keep_their_values() -> None:
     """Frozen parameters and buffers alone; a missing trained parameter is a fault."""
     index = replace(make_index({"a": (2,)}), dropped="the converter leaves buffers out")
@@ -167,25 +166,6 @@ def test_tensors_that_the_sources_converter_dropped_keep_their_values() -> None:
         match(index, {"a": (2,), "b": (2,)}, {})
     with pytest.raises(MismatchError, match=r"buffer \(3,\): not in the checkpoint"):
         match(make_index({"a": (2,)}), {"a": (2,)}, {"buffer": (3,)})
-
-
-@pytest.mark.parametrize(
-    ("saved", "live", "text"),
-    [
-        (({}, {"a": (2,)}), ({"a": (2,)}, {}), "a is trained here and was not trained in the saved run"),
-        (({"a": (2,)}, {}), ({}, {"a": (2,)}), "a was trained in the saved run and is not trained here"),
-    ],
-    ids=["frozen→trained", "trained→frozen"],
-)
-def test_freezing_or_thawing_takes_the_weight(
-    saved: tuple[Shapes, Shapes], live: tuple[Shapes, Shapes], text: str
-) -> None:
-    index = make_index(*saved)
-    found = match(index, *live)
-    assert found.saved == {"a": "a"}
-    (note,) = found.notes
-    assert note.startswith(text)
-    assert match(index, *live, with_states=False).notes == []
 
 
 @pytest.mark.parametrize(
@@ -239,12 +219,6 @@ def test_extra_names_are_found_if_the_files_hold_copies_alone() -> None:
     index = replace(index, atoms=Atoms.of(atom for atom in index.atoms.values() if atom.state == COPY))
     with pytest.raises(MismatchError, match="gone: in the checkpoint, not in the model"):
         match(index, {"a": (2,)}, {}, with_states=False)
-
-
-def test_ties_are_resolved_on_both_sides() -> None:
-    index = make_index({"head": (2,)}, aliases={"embed": "head"})
-    assert match(index, {"embed": (2,)}, aliases={"head": "embed"}).saved == {"embed": "head"}
-    assert match(make_index({"head": (2,)}), {"embed": (2,)}, aliases={"head": "embed"}).saved == {"embed": "head"}
 
 
 TIED = ("shared", "encoder", "decoder", "head")
@@ -306,18 +280,6 @@ def test_other_groups_are_refused_with_both_lists_by_live_names(live: Groups, re
 # -- tensor parallelism, stages, other names --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("saved", "live"), [(2, 1), (1, 2), (2, 2)], ids=["TP2→TP1", "TP1→TP2", "TP2→TP2"])
-def test_shapes_of_cut_tensors_are_left_to_their_patterns(saved: int, live: int) -> None:
-    index = make_index({"a": (2, 3)}, tp=saved)
-    assert match(index, {"a": (4, 3)}, tp=live).saved == {"a": "a"}
-
-
-def test_buffers_and_frozen_ones_may_be_left_out_of_the_comparison() -> None:
-    index = make_index({"a": (2,)}, {"buffer": (4,)})
-    found = match_parameters(index, EngineView({"a": ((2,),)}, None), strict=True, with_states=True)
-    assert (found.saved, found.skipped) == ({"a": "a"}, [])
-
-
 @pytest.mark.parametrize(
     ("saved", "count", "taken"),
     [
@@ -340,12 +302,6 @@ def test_each_stage_takes_its_own_copy(saved: int, count: int, taken: str) -> No
     assert [pick_instance(index, "t", stage, count) for stage in range(count)] == params
 
 
-def test_further_copies_are_not_missing_in_the_model() -> None:
-    index = make_index({"t": (2,)}, instances={"t": 3})
-    found = match(index, {"t": (2,)}, ordinals={"t": (2, 3)})
-    assert (found.params, found.skipped) == ({"t": ParamKey("t", 2)}, [])
-
-
 @pytest.mark.parametrize(
     ("saved", "live", "rule"),
     [
@@ -359,19 +315,3 @@ def test_a_rename_rule_is_suggested_for_names_that_differ_by_a_prefix(saved: str
     assert f'"patterns": {{"rename": [{rule}]}}' in str(error.value)
     (rename,) = parse_renames([json.loads(rule)])
     assert set(rename_names([saved.format("a")], [rename]).values()) == {live.format("a")}
-
-
-def test_frozen_tensors_of_an_adapters_save_stay_as_they_are() -> None:
-    live = {f"base.{number}": (2,) for number in range(40)}
-    found = match(make_index({"lora": (2,)}), {"lora": (2,), "new": (2,)}, live, strict=False)
-    assert found.untouched == list(live)
-    assert list(map(str, found.skipped)) == ["new (2,): not in the checkpoint"]
-
-
-def test_thawed_parameters_are_reported_in_one_line() -> None:
-    frozen = {f"h.{number}": (2,) for number in range(40)}
-    found = match(make_index({"a": (2,)}, frozen), {"a": (2,), **frozen}, {})
-    assert found.notes == [
-        "h.0, h.1, h.2, … (40 in all) are trained here and were not trained in the saved run: weights are restored, "
-        "states start from zero"
-    ]

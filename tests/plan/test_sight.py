@@ -10,8 +10,7 @@ from deepspeed_ucp.model.access import READ_ALL, PartialAccess
 from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.plan.rounds import Blocks
 from deepspeed_ucp.tensor_parallel.layout import Run
-from tests.plan.planning import Piece, plan_pieces
-from tests.plan.test_ranks import BLOCK, Demand, check_plan, demands
+from tests.plan.planning import BLOCK, Demand, Piece, check_plan, demands, plan_pieces
 from tests.support.reshard import examples
 
 

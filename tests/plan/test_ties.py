@@ -9,7 +9,7 @@ from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.model.storage import MODULE, Atom, Fragment, Fragments
 from deepspeed_ucp.plan.match import are_same
 from tests.plan import planning
-from tests.plan.test_match import match
+from tests.plan.matching import match
 
 Parts = list[tuple[int, int, int, int]]
 """First element, elements, record, byte of it."""

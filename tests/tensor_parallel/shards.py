@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from deepspeed_ucp.tensor_parallel import settle as settling
 from deepspeed_ucp.tensor_parallel.layout import Layout, Product, Run, copy_runs
+
+
+def draw_widths(draw: st.DrawFn, total: int, ranks: int) -> list[int]:
+    """Split `total` places over ranks, in any widths including 0."""
+    ends = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
+    return [high - low for low, high in zip([0, *ends], [*ends, total], strict=True)]
 
 
 def index_shard(layout: Layout, shard: Product) -> np.ndarray:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
 from deepspeed_ucp.tensor_parallel.layout import find_faults, stack, whole
 from deepspeed_ucp.tensor_parallel.metadata import Viewed
+from tests.support.reshard import examples
 
-from .shards import cut_array, reshard
+from .shards import cut_array, draw_widths, reshard
 
 small = st.integers(1, 4)
 
 
 def split(array, widths, dim):
     return np.split(array, np.cumsum(widths)[:-1], axis=dim)
-
-
-def widths_of(draw, total, ranks):
-    """Split ``total`` places over ranks, in any widths including 0."""
-    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
-    return [high - low for low, high in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
 @st.composite
@@ -40,7 +35,7 @@ def plain_cuts(draw):
         return (Replicate() if kind == "replicate" else Partial()), array, [array] * ranks
     dim = 0 if kind == "v" else draw(st.integers(0, len(shape) - 1))
     pattern = ShardV() if kind == "v" else ShardH(dim=dim)
-    return pattern, array, split(array, widths_of(draw, shape[dim], ranks), dim)
+    return pattern, array, split(array, draw_widths(draw, shape[dim], ranks), dim)
 
 
 @st.composite
@@ -50,7 +45,7 @@ def hybrid_cuts(draw):
     array = np.arange(np.prod(shape)).reshape(shape)
     shards = [array]
     for dim, ranks in enumerate(grid):
-        widths = widths_of(draw, shape[dim], ranks)
+        widths = draw_widths(draw, shape[dim], ranks)
         shards = [piece for shard in shards for piece in split(shard, widths, dim)]
     return ShardHy(grid=grid), array, shards
 
@@ -65,7 +60,7 @@ def block_cuts(draw):
     base = [draw(st.integers(0, 3)) for _ in range(ranks)]
     base[0] += 1
     widths = [
-        widths_of(draw, share * sum(base), ranks) if given_widths else [share * b for b in base] for share in shares
+        draw_widths(draw, share * sum(base), ranks) if given_widths else [share * b for b in base] for share in shares
     ]
     sizes = [sum(part) for part in widths]
     shape = (*others[:dim], blocks * sum(sizes), *others[dim:])
@@ -88,7 +83,7 @@ cuts = st.one_of(plain_cuts(), hybrid_cuts(), block_cuts())
 
 
 @given(cuts)
-@settings(max_examples=300)
+@examples(1000)
 def test_union_of_cut_is_the_whole_for_every_pattern(case):
     """Numpy's shards are the layout's shards, and joined they are the tensor again."""
     pattern, array, shards = case

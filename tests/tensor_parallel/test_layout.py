@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import MismatchError
@@ -22,6 +22,7 @@ from deepspeed_ucp.tensor_parallel.layout import (
     stack,
     whole,
 )
+from tests.support.reshard import examples
 
 from .shards import cut_array, follow, index_shard, reshard
 
@@ -62,7 +63,7 @@ def numel(layout):
 
 
 @given(pairs())
-@settings(max_examples=150)
+@examples(600)
 def test_any_layout_to_any_other(pair):
     source, target = pair
     assert find_faults(source) == []
@@ -73,7 +74,7 @@ def test_any_layout_to_any_other(pair):
 
 
 @given(pairs(), st.data())
-@settings(max_examples=150)
+@examples(600)
 def test_part_of_a_target_shard(pair, data):
     source, target = pair
     values = np.arange(numel(source))
@@ -90,7 +91,7 @@ def test_part_of_a_target_shard(pair, data):
 
 
 @given(pairs(), st.data())
-@settings(max_examples=150)
+@examples(600)
 def test_part_of_a_source_shard(pair, data):
     source, target = pair
     shard = cut_array(source, np.arange(numel(source)))[0]
@@ -111,7 +112,7 @@ def test_part_of_a_source_shard(pair, data):
 
 
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.sampled_from([(0, 1), (1, 2)]), st.data())
-@settings(max_examples=100)
+@examples(600)
 def test_layouts_with_different_views_meet(view, joined, data):
     """(a, b, c) against the same elements as (a * b, c) or (a, b * c), whole or cut along what stays an axis."""
     fine = data.draw(layouts(view))
