@@ -4,7 +4,7 @@ A rule in YAML or JSON:
 
     match:    regular expression of the name behind the set's prefix, as of a rule for a pattern
     new:      content of new rows: live (the live model's values), zero, or mean (of the kept rows)
-    keep:     number of first rows to keep; by default those without padding if a rule with ``vocab`` gives them, else all
+    keep:     number of first rows to keep; by default those before a padding that is known, else all
     shrink:   true: the model may have fewer rows than are kept, and the last ones are left out
 
 Without a rule a different shape is an error. A rule has no effect if the shapes are equal. Optimizer states of new rows
