@@ -61,20 +61,25 @@ def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
 
 def block(engine: Any) -> None:
     """Replace the blocked methods of a broken engine; other engines stay unchanged."""
-    message = find_state(engine).broken
+    message, fields = find_state(engine).broken, vars(engine)
     for name in _BLOCKED if message else ():
         if hasattr(engine, name):
-            engine.__dict__[name] = partial(_refuse, message)
+            replaced = fields[name].args[1] if _is_blocked(engine, name) else fields.get(name)
+            fields[name] = partial(_refuse, message, replaced)
 
 
-def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
+def _is_blocked(engine: Any, name: str) -> bool:
+    return getattr(vars(engine).get(name), "func", None) is _refuse
+
+
+def _refuse(message: str, _replaced: Any, *_: Any, **__: Any) -> NoReturn:
     raise CheckpointError(message)
 
 
 def release(engine: Any) -> None:
-    """Restore the engine's methods after a successful load."""
+    """Restore the engine's methods, or functions that a script has set in their place, after a successful load."""
     state = find_state(engine)
     state.broken, state.half_states = "", False
     for name in _BLOCKED:
-        if getattr(engine.__dict__.get(name), "func", None) is _refuse:
-            del engine.__dict__[name]
+        if _is_blocked(engine, name) and (replaced := vars(engine).pop(name).args[1]) is not None:
+            vars(engine)[name] = replaced

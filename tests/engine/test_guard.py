@@ -35,3 +35,15 @@ def test_blocking_and_release() -> None:
     assert engine.step() == "stepped"
     assert engine.save_checkpoint("here") == "saved to here"
     assert vars(engine).keys() <= {"_ucp_state"}
+
+
+def test_a_function_that_a_script_has_set_comes_back() -> None:
+    engine: Any = Engine()
+    engine.step = own = lambda: "the script's"
+    for text in ("once", "twice"):
+        find_state(engine).broken = text
+        block(engine)
+    with pytest.raises(CheckpointError, match="twice"):
+        engine.step()
+    release(engine)
+    assert engine.step is own
