@@ -27,7 +27,15 @@ _SLICE, _IN_FLIGHT = 8 << 20, 8
 """Bytes of each exchange between ranks on the CPU, and number of broadcasts at once."""
 
 
-class Zero12Target(Target):
+class PartitionedTarget(Target):
+    """Base of engines whose parameters are partitioned over a data-parallel group."""
+
+    @property
+    def dp(self) -> int:
+        return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
+
+
+class Zero12Target(PartitionedTarget):
     """ZeRO 1/2 and BF16_Optimizer: a padded flat buffer per group, cut into equal partitions."""
 
     attributes: ClassVar = {
@@ -46,10 +54,6 @@ class Zero12Target(Target):
             "real_dp_process_group",
         ),
     }
-
-    @property
-    def dp(self) -> int:
-        return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
 
     def _list_groups(self) -> list[tuple[list[Any], torch.Tensor, list[torch.Tensor], torch.Tensor, Any]]:
         """List (parameters, flat 16-bit buffer, its partitions, this rank's master, process group) for each group."""
@@ -92,10 +96,8 @@ class Zero12Target(Target):
             opt._lazy_init_hp_params_optimizer_state()  # so that safe_get_full_optimizer_state works before a step
 
 
-class Zero3Target(Target):
+class Zero3Target(PartitionedTarget):
     """DeepSpeedZeroOptimizer_Stage3: a flat buffer per sub-group with ``ceil(numel / dp)`` elements per parameter."""
-
-    dp = Zero12Target.dp
 
     def collect(self) -> None:
         opt = self.wrapped
@@ -174,10 +176,8 @@ class WeightsTarget(Target):
         """Do nothing: there are no copies."""
 
 
-class OffloadOnlyTarget(WeightsTarget):
+class OffloadOnlyTarget(WeightsTarget, PartitionedTarget):
     """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
-
-    dp = Zero12Target.dp
 
     def prepare(self) -> None:
         # Gathered parameters would hide the filled partitions; the wrapper has no `checkpoint_event_prologue`.
