@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from deepspeed import comm as ds_comm
 from deepspeed.utils.bwc import (
@@ -156,7 +157,7 @@ def live_universal_info(engine: Any) -> dict[str, Any] | None:
 def _make_plain(value: Any) -> Any:
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, Mapping):
         return {key: _make_plain(item) for key, item in value.items()}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
@@ -130,6 +131,7 @@ def test_universal_checkpoint_info_becomes_plain_data() -> None:
         "parameter_with_sub_params": [SubparamShape(patterns=["^qkv$"], shape=((4, 2), -1), partition_dim=0)],
         "affine_map": {"params": {"^w$": Slotted()}},
         "original_vocab_size": torch.tensor(67),
+        "numpy": [np.int64(5), np.array([1, 2])],
         "sets": {3, 1, 2},
         "size": torch.Size([2, 3]),
     }
@@ -139,6 +141,7 @@ def test_universal_checkpoint_info_becomes_plain_data() -> None:
         ],
         "affine_map": {"params": {"^w$": {"__class__": "Slotted", "shape": (2, 3), "holders": [0, 1]}}},
         "original_vocab_size": 67,
+        "numpy": [5, [1, 2]],
         "sets": [1, 2, 3],
         "size": [2, 3],
     }
