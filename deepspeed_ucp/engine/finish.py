@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
 from ..comm import Comm
+from ..model.index import HELPERS, AtomicIndex
 from ..model.storage import strip_compiled
 from .base import Target
 from .coverage import find_data_sampler
@@ -32,10 +33,10 @@ NOT_CLIENT = (
 
 
 def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return modules with an extra state (``set_extra_state``) by its key in a state dict."""
+    """Return modules with an extra state (``set_extra_state``) by its keys in a state dict, several if shared."""
     base = torch.nn.Module.set_extra_state
     modules = {}
-    for name, child in module.named_modules():
+    for name, child in module.named_modules(remove_duplicate=False):
         if type(child).set_extra_state is not base:
             prefix = f"{strip_compiled(name)}." if strip_compiled(name) else ""
             modules[f"{prefix}_extra_state"] = child
@@ -50,6 +51,12 @@ def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
     engine.loaded_checkpoint_mp_world_size = saved.get("mp_world_size", 1)
 
 
+def find_helpers(engine: Any) -> dict[str, Any]:
+    """Return the live objects of :data:`~deepspeed_ucp.model.index.HELPERS` by key, or None."""
+    random_ltd = engine.random_ltd_scheduler if engine.random_ltd_enabled() else None
+    return dict(zip(HELPERS, (engine.lr_scheduler, random_ltd, find_data_sampler(engine)), strict=True))
+
+
 def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bool) -> list[str]:
     """Restore lr scheduler, random-ltd scheduler and data sampler.
 
@@ -57,11 +64,7 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
         Warnings if only one side has one of them. This is not an error: a trainer may step a scheduler that the engine
         does not know, or the new run may have another one on purpose.
     """
-    helpers = {
-        "lr_scheduler": engine.lr_scheduler,
-        "random_ltd": engine.random_ltd_scheduler if engine.random_ltd_enabled() else None,
-        "data_sampler": find_data_sampler(engine),
-    }
+    helpers = find_helpers(engine)
     if not with_scheduler:
         del helpers["lr_scheduler"]
     live = {key for key, helper in helpers.items() if helper is not None}
@@ -123,21 +126,68 @@ def restore_rates(engine: Any) -> None:
         group["betas"] = betas
 
 
+def _find_scaler(wrapped: Any) -> Any:
+    return getattr(wrapped, "loss_scale_config", None) or getattr(wrapped, "loss_scaler", None) or wrapped
+
+
+def _read_scale(wrapped: Any) -> Any:
+    """Return the static loss scale of an optimizer wrapper, or ``dynamic``."""
+    scaler = _find_scaler(wrapped)
+    is_dynamic = getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False))
+    return "dynamic" if is_dynamic else getattr(scaler, "cur_scale", None)
+
+
+def compare_scales(wrapped: Any, saved: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return the saved and the live loss scale (a number or ``dynamic``) if they differ, else None.
+
+    Args:
+        saved: fields of the loss scaler, or empty.
+    """
+    scales = "dynamic" if saved.get("dynamic") else saved.get("cur_scale"), _read_scale(wrapped)
+    return scales if saved and None not in scales and scales[0] != scales[1] else None
+
+
 def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> None:
     """Restore a dynamic loss scaler's state if both sides scale dynamically."""
-    scaler = getattr(wrapped, "loss_scale_config", None) or getattr(wrapped, "loss_scaler", None) or wrapped
-    live_dynamic = bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
-    if not (live_dynamic and saved.get("dynamic")):
+    scaler = _find_scaler(wrapped)
+    if not saved.get("dynamic") or compare_scales(wrapped, saved):
         return
     for key, value in saved.items():
         if key != "dynamic" and hasattr(scaler, key):
             setattr(scaler, key, value)
 
 
+def _takes_clip(wrapped: Any) -> bool:
+    return hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True)
+
+
 def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
     """Restore gradient clipping, which all wrappers except ZeRO 3 save with the optimizer."""
-    if clip_grad is not None and hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True):
+    if clip_grad is not None and _takes_clip(wrapped):
         wrapped.clip_grad = clip_grad
+
+
+def list_scaling_changes(target: Target, index: AtomicIndex, *, with_states: bool) -> list[str]:
+    """Describe gradient clipping and loss scaling that differ from the saved run's, and which of both is used.
+
+    Args:
+        with_states: the load restores them with the optimizer states, where it can.
+    """
+    wrapped, changes = target.wrapped, list[tuple[str, Any, Any, bool]]()
+    if index.clip_grad is not None and target.optimizer is not None:
+        live = wrapped.clip_grad if hasattr(wrapped, "clip_grad") else target.engine.gradient_clipping()
+        changes.append(("gradient_clipping", index.clip_grad, live, _takes_clip(wrapped)))
+    if index.topology.precision == target.topology.precision == "float16":
+        if scales := compare_scales(wrapped, index.scaler):
+            changes.append(("loss_scale", *scales, False))
+        elif "scale_window" in index.scaler:
+            window = getattr(_find_scaler(wrapped), "scale_window", None)
+            changes.append(("loss_scale_window", index.scaler["scale_window"], window, True))
+    return [
+        f"{name} {old} → {new} (the {'saved value' if with_states and is_taken else 'value of this run'} is used)"
+        for name, old, new, is_taken in changes
+        if old != new
+    ]
 
 
 _AFTER_READS = {

@@ -11,6 +11,7 @@ from ..model.index import AtomicIndex
 from ..model.storage import MODULE, AtomKey
 from .base import Target
 from .coverage import has_drawn
+from .finish import compare_scales, find_helpers
 
 _PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters"})
 _OFFLOAD = frozenset({"offload cpu/none", "offload cpu/cpu"})
@@ -54,6 +55,11 @@ def list_unknown(target: Target, index: AtomicIndex | None = None) -> list[str]:
     unknown = [option for option in _list_options(target) if option not in row]
     if index is not None and topology.zero_stage == 3:
         unknown += _list_other_frozen(target, index)
+    if index is not None and index.helpers is not None:  # DeepSpeed fails if it is not saved, or ignores it
+        live = {key for key, helper in find_helpers(target.engine).items() if helper is not None}
+        unknown += [f"{key} on one side only" for key in sorted(live.symmetric_difference(index.helpers))]
+    if index is not None and compare_scales(target.wrapped, index.scaler):
+        unknown.append("another loss scale")  # DeepSpeed would replace this run's by the saved one
     return unknown + list(index.unnoticed if index else ())
 
 

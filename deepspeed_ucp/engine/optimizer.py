@@ -212,12 +212,13 @@ def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
-    """Convert a saved scalar to the optimizer's form: a one-element tensor or a number."""
-    example = kept.scalars.get(name) if kept else None
+    """Convert a saved scalar to the optimizer's form: a one-element tensor or a number; a fraction stays a float."""
+    example, is_whole = kept.scalars.get(name) if kept else None, float(value).is_integer()
     if isinstance(example, torch.Tensor):
-        return torch.full(example.shape, value, dtype=example.dtype, device=example.device)
+        dtype = example.dtype if is_whole or example.is_floating_point() else torch.float32
+        return torch.full(example.shape, value, dtype=dtype, device=example.device)
     if isinstance(example, bool) or isinstance(value, bool):
         return bool(value)
     if isinstance(example, (int, float)):
-        return type(example)(value)
+        return type(example)(value) if is_whole else float(value)
     return torch.tensor(float(value))

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..model.wrappers import SCALER_STATE
+
 logger = logging.getLogger("deepspeed_ucp")
 
 
@@ -122,11 +124,12 @@ def _fits(old: torch.Tensor, new: Any) -> bool:
 
 @contextmanager
 def _keep_loss_scaler(wrapper: Any) -> Iterator[None]:
+    """Keep a wrapper's loss scaler with its configuration, and give it the loaded one's state if the kind is equal."""
     scaler = getattr(wrapper, "loss_scaler", None)
     yield
     loaded = getattr(wrapper, "loss_scaler", None)
     if loaded is not scaler and type(loaded) is type(scaler):
-        vars(scaler).update(vars(loaded))
+        vars(scaler).update((key, value) for key, value in vars(loaded).items() if key in SCALER_STATE)
         wrapper.loss_scaler = scaler
 
 

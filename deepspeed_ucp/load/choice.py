@@ -13,6 +13,7 @@ from ..comm import Comm
 from ..engine.base import Target
 from ..engine.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..engine.engines import open_target
+from ..engine.finish import list_scaling_changes
 from ..engine.guard import check_states
 from ..engine.known import list_unknown
 from ..errors import CheckpointError, UnsupportedError, shorten
@@ -280,6 +281,7 @@ def _compare(
     if comm.rank == 0:
         survey.log_warnings()
     changes = list_changes(index, target, to_integer(job.engine.train_batch_size()))
+    changes += list_scaling_changes(target, index, with_states=job.with_states)
     if changes:
         job.warn("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
     if not reasons and job.config.fallback and job.config.verify == "crc":

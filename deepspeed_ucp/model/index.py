@@ -52,6 +52,10 @@ BEGUN = ("ucp_begun_ranks", "ucp_begun_accumulation")
 """Keys of a ds_config: ranks and micro batches per step at the start of the run, if a resume has changed them."""
 
 
+HELPERS = ("lr_scheduler", "random_ltd", "data_sampler")
+"""Keys of a state file: states of the learning-rate scheduler, the random-LTD scheduler and the data sampler."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedJob:
     """The job around a saved engine.
@@ -136,6 +140,7 @@ class AtomicIndex:
         optimizer: name of the optimizer in the saved ds_config, or None.
         optimizer_params: ``lr`` and ``adam_w_mode`` of the saved ds_config if they are plain values.
         scalar_dtypes: scalar name → dtype, for scalars that the optimizer keeps as 0-dim tensors.
+        helpers: those of :data:`HELPERS` whose state the state file has; None if unknown.
         client_records: records of the state file that hold the client's tensors.
         globals: uncommon classes and functions that pickles name, each with the path of one such file.
         flats: model-parallel rank ``pp_rank * tp + tp_rank`` → its flat buffers, with local names and sizes.
@@ -175,6 +180,7 @@ class AtomicIndex:
     optimizer: str | None = None
     optimizer_params: dict[str, Any] = field(default_factory=dict)
     scalar_dtypes: dict[str, str] = field(default_factory=dict)
+    helpers: tuple[str, ...] | None = None
     client_records: tuple[int, ...] = ()
     globals: dict[Use, str] = field(default_factory=dict)
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)

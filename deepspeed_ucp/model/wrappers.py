@@ -28,6 +28,9 @@ MOMENTUM = "momentum_buffer"
 USE_MUON = "use_muon"
 """Hyper-parameter of the param groups of DeepSpeed's Muon: True for Muon, False for Adam."""
 
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
+"""Fields of a dynamic loss scaler that a load restores; the others are this run's configuration."""
+
 _ALL = ("float32", "bfloat16", "float16")
 
 

@@ -119,15 +119,25 @@ def test_another_topology_is_not(pair: tuple[Case, Case], engines: Engines) -> N
         assert list_changes(local) == ([warning] if is_cast and rank == 0 else [])
 
 
-def test_another_total_batch_is_told_in_the_same_topology_too(engines: Engines) -> None:
-    target = Case(1, 2, config={"train_batch_size": 30})
+def test_another_batch_and_clipping_are_logged_in_the_same_topology_too(engines: Engines) -> None:
+    target = Case(1, 2, config={"train_batch_size": 30, "gradient_clipping": 0.5})
     # DeepSpeed finds no checkpoint in a tag's folder.
     own = find_checkpoint(str(engines.saved(Case(1, 2), **PLAIN).folder))
     first, other = load_on(engines, target.on(), own)
     assert (first.direct, list_changes(other)) == (False, [])
     assert first.calls == 1 and Path(str(first.path)).parent == Path(own)
     ((level, text),) = list_changes(first)
-    assert (level, text.partition("saved one: ")[2]) == ("WARNING", "total batch 60 → 30")
+    changes = "total batch 60 → 30, gradient_clipping 0.0 → 0.5 (the saved value is used)"
+    assert (level, text.partition("saved one: ")[2]) == ("WARNING", changes)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_scheduler_of_one_side_alone_in_the_same_topology(is_saved: bool, engines: Engines) -> None:
+    """DeepSpeed's load would ignore the saved one, and fail without one."""
+    saved = engines.saved(Case(1, 2), **PLAIN, scheduler=is_saved)
+    (outcome,) = engines.load(Case(1, 2), Load(str(saved.folder)), **PLAIN, scheduler=not is_saved)
+    assert not outcome.errors and all(local.direct for local in outcome.ranks)
+    assert outcome.list_messages("WARNING", f"only {'the checkpoint' if is_saved else 'this engine'} has lr_scheduler")
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
@@ -160,24 +170,6 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, engines: Engines) 
     for one, two in zip(own, load(local, *nodes[::-1]), strict=True):
         assert (one.direct, two.direct) == (False, True)
         assert compare(one.state, two.state)[1] == []
-
-
-def test_an_engine_loads_from_a_store(engines: Engines) -> None:
-    """Into a trained engine, too; the server fails sometimes."""
-    pytest.importorskip("moto")
-    from tests.stores.server import BUCKET, fail_first, serve_bucket
-    from tests.support.memory import put_folder
-
-    source, options = Case(1, 3), {**PLAIN, "scheduler": True}
-    saved, place = engines.saved(source, **options), f"s3://{BUCKET}/run"
-    with serve_bucket() as server:
-        put_folder(saved.folder, place)
-        with server.failing(fail_first(1, "503", having="optim")):
-            for case in (Case(3, 2), source):
-                target, loads = case.on(storage_options=server.options), (Load(place), Load(f"{place}/", before=1))
-                for outcome in engines.load(target, *loads, **options):
-                    outcome.check(saved, direct=True)
-                    assert all(str(local.path).startswith(f"{place}/") for local in outcome.ranks)
 
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint": {"universal": False}}, {"checkpoint": {}}], ids=str)

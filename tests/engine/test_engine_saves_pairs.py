@@ -1,4 +1,4 @@
-"""Pairs of kinds of engines and ways of saving: the files equal DeepSpeed's, and memory loads elsewhere."""
+"""Kinds of engines and ways of saving: files equal DeepSpeed's, memory loads elsewhere, and stores load, too."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.ranks import train as train_steps
-from tests.stores.server import BUCKET, Server, serve_bucket
+from tests.stores.server import BUCKET, Server, fail_first, serve_bucket
 from tests.support.covering import params
 from tests.support.engines import autoep, experts, muon, nvme
 from tests.support.engines.cases import FEATURES, Case
+from tests.support.engines.driver import Engines
 from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32, Kind
 from tests.support.engines.models import MODELS
 from tests.support.engines.parallel import pipe, plain
 from tests.support.engines.ranks import (
+    Load,
     Local,
     close,
     describe,
@@ -38,6 +40,7 @@ from tests.support.engines.ranks import (
     wait_for_marks,
     with_options,
 )
+from tests.support.memory import put_folder
 
 pytest.importorskip("moto")
 
@@ -204,6 +207,19 @@ def test_saves(row: tuple[str, ...], memory: str, server: Server, tmp_path: Path
     found = run(with_options, options, load_elsewhere, name, url, swap)
     assert all(local.path.startswith(memory) for local in found)
     assert target.compare(source.keep(source.join(saved_ranks)), target.join(found))[1] == []
+
+
+def test_an_engine_loads_from_a_store(server: Server, engines: Engines) -> None:
+    """Into a trained engine, too; the server fails sometimes."""
+    source, options, place = Case(1, 3), {"model": "plain", "scheduler": True}, f"s3://{BUCKET}/run"
+    saved = engines.saved(source, **options)
+    put_folder(saved.folder, place)
+    with server.failing(fail_first(1, "503", having="optim")):
+        for case in (Case(3, 2), source):
+            target, loads = case.on(storage_options=server.options), (Load(place), Load(f"{place}/", before=1))
+            for outcome in engines.load(target, *loads, **options):
+                outcome.check(saved, direct=True)
+                assert all(str(local.path).startswith(f"{place}/") for local in outcome.ranks)
 
 
 def download(url: str, folder: Path) -> None:

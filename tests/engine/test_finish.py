@@ -1,14 +1,22 @@
-"""Copies that DeepSpeed's own load leaves stale."""
+"""Ends of loads: copies that DeepSpeed leaves stale, clipping, loss scaling, and scalars of the optimizer."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.engine.finish import refresh_after_own_load
+from deepspeed_ucp.engine.finish import (
+    find_extra_states,
+    list_scaling_changes,
+    refresh_after_own_load,
+    restore_clip,
+)
+from deepspeed_ucp.engine.optimizer import probe_optimizer, restore_scalar
 
 
 @pytest.mark.parametrize(("engine", "refreshed"), [({"is_pipe_parallel": True}, True), ({}, False)])
@@ -18,3 +26,71 @@ def test_a_pipeline_of_one_stage_is_refreshed_too(engine: dict[str, bool], refre
     target.unfiled.return_value = ["tied_modules.k.weight"]
     refresh_after_own_load(target, Comm(), with_states=True)
     assert (target.refresh_copies.called, target.gather_copies.called) == (refreshed, refreshed)
+
+
+DYNAMIC, STATIC = {"dynamic": True, "cur_scale": 512.0, "scale_window": 1000}, {"dynamic": False, "cur_scale": 64.0}
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "clip", "scaler", "logged"),
+    [
+        ({"clip_grad": 0.5}, 0.5, DYNAMIC, []),
+        ({"clip_grad": 1.0}, 0.5, {}, ["gradient_clipping 0.5 → 1.0 (the saved value is used)"]),
+        ({"clip_grad": 1.0}, None, {}, []),  # ZeRO 3 saves none
+        ({"clip_grad": 0.0, "compute_grad_norm": False}, 0.5, {}, ["gradient_clipping 0.5 → 0.0 (the value of this"]),
+        ({}, 0.5, {}, ["gradient_clipping 0.5 → 2.0 (the value of this run is used)"]),  # stage 0 in fp32
+        ({"loss_scaler": STATIC}, None, DYNAMIC, ["loss_scale dynamic → 64.0 (the value of this run is used)"]),
+        ({}, None, STATIC, ["loss_scale 64.0 → dynamic (the value of this run is used)"]),
+        ({"loss_scaler": STATIC}, None, {**STATIC, "cur_scale": 8.0}, ["loss_scale 8.0 → 64.0 (the value of this run"]),
+        ({}, None, {**DYNAMIC, "scale_window": 9}, ["loss_scale_window 9 → 1000 (the saved value is used)"]),
+        ({}, None, {"dynamic": True, "cur_scale": 1.0}, []),
+    ],
+)
+def test_other_clipping_and_loss_scaling_is_logged(wrapped: Any, clip: Any, scaler: Any, logged: list[str]) -> None:
+    live = {**wrapped, "loss_scaler": SimpleNamespace(**wrapped.get("loss_scaler", DYNAMIC))}
+    topology = SimpleNamespace(precision="float16")
+    engine = SimpleNamespace(gradient_clipping=lambda: 2.0)
+    target: Any = SimpleNamespace(wrapped=SimpleNamespace(**live), optimizer=1, engine=engine, topology=topology)
+    index: Any = SimpleNamespace(clip_grad=clip, scaler=scaler, topology=topology)
+    found = list_scaling_changes(target, index, with_states=True)
+    assert len(found) == len(logged) and all(text.startswith(part) for text, part in zip(found, logged, strict=True))
+    for text in list_scaling_changes(target, index, with_states=False):
+        assert text.endswith("(the value of this run is used)")
+    restore_clip(target.wrapped, clip)
+    is_taken = any(text.startswith("gradient_clipping") and "saved value" in text for text in found)
+    assert getattr(target.wrapped, "clip_grad", None) == (clip if is_taken else wrapped.get("clip_grad"))
+
+
+class Peak(torch.optim.SGD):
+    """Keeps the largest norm of its gradients: the number 0 until one is larger."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["peak"] = max(state.get("peak", 0), param.grad.norm().item())
+            state["count"] = torch.zeros((), dtype=torch.int64)
+
+
+def test_fractions_are_not_truncated_to_the_whole_numbers_of_a_first_step() -> None:
+    kept = probe_optimizer(Peak([torch.nn.Parameter(torch.ones(3))]), 0, {}, torch.zeros(3))
+    assert restore_scalar("peak", 3.75, kept) == 3.75
+    assert type(restore_scalar("peak", 3.0, kept)) is int
+    count = restore_scalar("count", 2.5, kept)
+    assert count.item() == 2.5 and restore_scalar("count", 3.0, kept).dtype == torch.int64
+
+
+class Counting(torch.nn.Linear):
+    """Has an extra state."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        """Do nothing."""
+
+
+def test_a_shared_module_has_its_extra_state_under_every_name() -> None:
+    module = torch.nn.Module()
+    module.first = module.second = Counting(2, 2)
+    assert find_extra_states(module).keys() == {key for key in module.state_dict() if key.endswith("_extra_state")}
+    assert len(find_extra_states(module)) == 2

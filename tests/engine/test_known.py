@@ -95,3 +95,21 @@ def test_unknown_options(case: str) -> None:
 )
 def test_known_options(target: Any) -> None:
     assert list_unknown(target) == []
+
+
+@pytest.mark.parametrize(
+    ("helpers", "scheduler", "scaler", "unknown"),
+    [
+        ((), None, {}, []),
+        (("lr_scheduler",), object(), {"dynamic": True}, []),
+        (("lr_scheduler",), None, {"dynamic": False, "cur_scale": 8.0}, ["lr_scheduler on", "another loss scale"]),
+        (("random_ltd",), object(), {}, ["lr_scheduler on", "random_ltd on"]),
+        (None, object(), {}, []),
+    ],
+)
+def test_what_only_one_side_has(helpers: Any, scheduler: Any, scaler: dict[str, Any], unknown: list[str]) -> None:
+    engine = {"lr_scheduler": scheduler, "random_ltd_enabled": lambda: False}
+    wrapped = SimpleNamespace(loss_scaler=SimpleNamespace(dynamic=True, cur_scale=512.0))
+    index: Any = SimpleNamespace(helpers=helpers, scaler=scaler, unnoticed=())
+    found = list_unknown(make(engine=engine, wrapped=wrapped), index)
+    assert len(found) == len(unknown) and all(map(str.startswith, found, unknown))

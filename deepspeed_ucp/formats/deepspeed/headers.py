@@ -163,6 +163,7 @@ class ModelHeader:
         others: storages of the client's tensors.
         facts: facts for extensions.
         batch: batch sizes in its ds_config, by DeepSpeed's names.
+        helpers: as in :class:`~deepspeed_ucp.model.index.AtomicIndex`.
         shard_size: ranks over which MiCS partitions, of which only the first group saves; 0 without MiCS.
     """
 
@@ -180,6 +181,7 @@ class ModelHeader:
     degrees: tuple[int, int] | None = None
     hints: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
+    helpers: tuple[str, ...] = ()
     shard_size: int = 0
 
     @property

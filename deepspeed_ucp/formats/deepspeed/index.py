@@ -123,6 +123,7 @@ def make_index(
         clip_grad=optim.clip_grad if optim else None,
         **_read_optimizer(save.main.config),
         scalar_dtypes=builder.scalar_dtypes,
+        helpers=model.helpers,
         client_records=client,
         flats={mp: rank.flats for mp, rank in enumerate(builder.ranks)},
         globals=save.list_globals(),

@@ -16,9 +16,9 @@ from ...extensions.registry import REGISTRY, find_for_tree
 from ...io.interface import explain_failure
 from ...io.memory import pause_collection
 from ...io.paths import join_path
-from ...model.index import ASKED, BATCH_SIZES, BEGUN, Use, to_integer
+from ...model.index import ASKED, BATCH_SIZES, BEGUN, HELPERS, Use, to_integer
 from ...model.storage import ITEMSIZE, strip_compiled
-from ...model.wrappers import STAGE, Form, Wrapper, find_saved
+from ...model.wrappers import SCALER_STATE, STAGE, Form, Wrapper, find_saved
 from ...torchsave.objects import (
     Global,
     PickledObject,
@@ -292,6 +292,7 @@ class HeaderReader:
             others=tuple(record for record in self.file.storages.values() if record not in known and record.nbytes),
             degrees=field("checkpoint_parallel_dimensions", _read_degrees),
             hints=read_hints(tree),
+            helpers=tuple(key for key in HELPERS if tree.get(key) is not None),
         )
 
     def _read_counters(self, tree: dict[Any, Any]) -> dict[str, Any]:
@@ -477,18 +478,17 @@ def _read_clip(value: Any) -> float | None:
 def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
     """Read the loss scaler's fields from the pickled object (ZeRO) or the dict (FP16 wrappers)."""
     scaler = state.get("loss_scaler")
-    kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
     if isinstance(scaler, PickledObject) and isinstance(scaler.state, dict):
-        fields = _pick_numbers(scaler.state, kept)
+        fields = _pick_numbers(scaler.state)
         return {**fields, "dynamic": bool(scaler.state.get("dynamic", False))}
     if "cur_scale" in state:
-        fields = _pick_numbers(state, kept)
+        fields = _pick_numbers(state)
         return {**fields, "dynamic": bool(state.get("dynamic_loss_scale", False))}
     return {}
 
 
-def _pick_numbers(fields: Mapping[str, Any], kept: Iterable[str]) -> dict[str, Any]:
-    numbers = {key: to_number(fields[key]) for key in kept if key in fields}
+def _pick_numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {key: to_number(fields[key]) for key in SCALER_STATE if key in fields}
     for key, number in numbers.items():
         if not _is_plain(number):
             raise TypeError(f"the loss scaler's {key} is {describe(number)}")
