@@ -31,7 +31,7 @@ Tree = tuple[dict[str, Any], dict[str, dict[str, Any]]]
 TARGETS = [
     Target(0),
     Target(1, precision="bf16"),
-    Target(2, 4, "fp16", zero=ON_CPU),
+    Target(2, precision="fp16", zero=ON_CPU),
     Target(3, precision="bf16"),
     Target(3, zero={**ON_CPU, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}),
     Target(1, compiled=True),

@@ -132,7 +132,7 @@ def test_our_files_are_upstreams(autoep: Converted, capsys: pytest.CaptureFixtur
             assert "5, 6" in capsys.readouterr().out.replace("×", ",").replace(" x ", ", ")
 
 
-BY_US = [(Spread(1, 2, ep=2), "ours", True), (Spread(3, 4, "bf16", 4), "theirs", True)]
+BY_US = [(Spread(1, 2, ep=2), "ours", True), (Spread(3, 2, "bf16", 2), "theirs", True)]
 UPSTREAM = [(each, "ours", False) for each in (Spread(2, 2, ep=2), Spread(3, 4, "bf16", 2), Spread(1, 4, "bf16", 4))]
 MORE = [(BY_US[0][0], "theirs", True), (BY_US[1][0], "ours", True), *UPSTREAM]
 

@@ -15,17 +15,13 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.testing.world import hold_port
-from tests.platforms.jobs import make_environment
+from tests.platforms.jobs import DEEPSPEED, RANKS, TORCHRUN, make_environment
 from tests.support.covering import params
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import Engines
 
 SCRIPT = str(Path(__file__).with_name("untouched_script.py"))
 ROOT = str(Path(__file__).parents[2])
-RANKS = 2
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={RANKS}"]
-DEEPSPEED = [shutil.which("deepspeed") or "deepspeed", f"--num_gpus={RANKS}", "--no_python"]
 MPIRUN = [shutil.which("mpirun") or "mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(RANKS)]
 LAUNCHERS = {
     "torchrun": [*TORCHRUN, "--master-port={port}", "--no-python", "ds_ucp", "run"],
@@ -121,11 +117,3 @@ def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str
     assert output.count("deepspeed_ucp loads it") == 1
     by_itself = output.count("deepspeed_ucp is on by the environment variable DEEPSPEED_UCP")
     assert by_itself == launcher.endswith("environment")
-
-
-def test_failure_of_the_script_is_the_exit_code(environment: dict[str, str], tmp_path: Path) -> None:
-    main = f"#!{sys.executable}\nimport sys\nfrom deepspeed_ucp.cli import main\nsys.exit(main())\n"
-    (tmp_path / "bin" / "ds_ucp").write_text(main)  # without torch
-    script = tmp_path / "fails.py"
-    script.write_text("import sys\nsys.exit(7)\n")
-    assert launch(["ds_ucp", "run", str(script)], environment, tmp_path)[0] == 7

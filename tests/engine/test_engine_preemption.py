@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from deepspeed_ucp.testing.world import hold_port
-from tests.engine.test_engine_launch import DEEPSPEED, RANKS, TORCHRUN
-from tests.platforms.jobs import find_processes, kill, make_environment
+from tests.platforms.jobs import DEEPSPEED, RANKS, TORCHRUN, find_processes, kill, make_environment
 from tests.support.until import wait_until
 
 SCRIPT = str(Path(__file__).with_name("preempted_script.py"))

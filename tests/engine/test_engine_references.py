@@ -122,7 +122,8 @@ if hasattr(transformers.optimization, "GreedyLR"):
     SCHEDULERS["GreedyLR"] = lambda optimizer: transformers.optimization.GreedyLR(optimizer, patience=1)
 
 ALIKE = ("MultiplicativeLR", "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR")
-"""They load their numbers as LambdaLR does, and the exhaustive rows try them."""
+ALIKE += ("linear", "inverse_sqrt", "wsd", "WarmupDecayLR")
+"""They load their numbers as LambdaLR or WarmupLR does (the last four are such), and the exhaustive rows try them."""
 
 SAME = (*HOLDERS, "LambdaLR", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "OneCycle")
 """They differ in what they hold or set. In the same topology, where DeepSpeed loads, others are exhaustive."""

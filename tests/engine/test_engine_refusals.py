@@ -17,13 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.test_engine_experts import BELOW, move_experts
 from tests.support.engines import muon
 from tests.support.engines.cases import Case, make_engine
-from tests.support.engines.driver import Engines, Outcome, Source, edit
-from tests.support.engines.experts import Spread
+from tests.support.engines.driver import Engines, Outcome, Source
+from tests.support.engines.experts import BELOW, Spread
 from tests.support.engines.kinds import Kind
-from tests.support.engines.ranks import Load
+from tests.support.engines.ranks import Load, edit
 
 ZERO0, ZERO1, ZERO3 = Case(0, 3), Case(1, 3), Case(3, 3)
 BF16 = Case(2, 3, "bf16")
@@ -286,6 +285,7 @@ def list_experts() -> list[Refused]:
 def list_autoep() -> list[Refused]:
     """List placements and numbers of AutoEP's experts."""
     from tests.support.engines.autoep import Spread as Auto
+    from tests.support.engines.autoep import move_experts
 
     def change_rank(folder: Path, _engines: Engines) -> None:  # ZeRO 3 has no copies to compare
         path = next(folder.rglob("zero_pp_rank_1_mp_rank_00_model_states.pt"))

@@ -140,7 +140,7 @@ def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, engines: Engines) -> 
     shutil.copytree(saved.folder, damaged)
     spoil(next(damaged.glob("*/*optim_states.pt")))
     kinds = make_kinds(WIDER, "live")
-    for kind in kinds if is_exhaustive() else kinds[:4]:
+    for kind in kinds if is_exhaustive() else (*kinds[:2], kinds[3]):
         first, failed, again = load(engines, kind, saved.folder, damaged, saved.folder)
         for each in (first, again):
             check(each.state, grow(saved.state, each.ranks[0].before, WIDER, "live"), kind.precision)
@@ -155,7 +155,7 @@ def test_new_rows_by_other_rules_and_fewer_rows(engines: Engines) -> None:
     """The mean of the saved ones, which is the same at every stage; zero; the last ones left out; no rule."""
     tied = {"tied": True}
     saved = engines.saved(Vocabulary(3), **tied)
-    kinds = [*make_kinds(WIDER, "mean")[:4], *make_kinds(WIDER, "zero")[:3:2]]
+    kinds = [*make_kinds(WIDER, "mean")[:4:3], *make_kinds(WIDER, "zero")[2:3]]
     for kind in [*kinds, *make_kinds(7, "live", shrink=True)[:4:3]]:
         (each,) = load(engines, kind, saved.folder, **tied)
         assert not each.errors, each.errors[0]

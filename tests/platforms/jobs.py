@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,10 @@ SCRIPT = Path(__file__).with_name("held.py")
 STEPS, SAVE_EVERY = 24, 5
 BOUND = 1e-5  # of a loss, in nats: fp32 sums in another order
 LONGEST = 120.0  # timeout in seconds
+
+RANKS = 2
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={RANKS}"]
+DEEPSPEED = [shutil.which("deepspeed") or "deepspeed", f"--num_gpus={RANKS}", "--no_python"]
 
 Steps = dict[int, dict[str, Any]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from tests.support.engines import experts as engine_experts
 from tests.support.engines import reading
 from tests.support.engines.experts import ADAM
 from tests.support.engines.kinds import Kind, forget_groups, mean_square, step_on_noise
+from tests.support.engines.ranks import edit
 from tests.support.engines.reading import States, join
 
 EXPERTS = 4
@@ -325,3 +327,20 @@ def find_name(name: str) -> str:
         return f"{head}.gate.weight"
     _, _, number, param, _ = rest.split(".")
     return f"{head}.experts.{param}.{number}"
+
+
+MOVED = {0: 2, 1: 0, 2: 3, 3: 1}
+"""New expert at each position of two ranks with two experts each."""
+
+
+def move_experts(folder: Path) -> None:
+    """Change the placement of AutoEP's experts in a save of two expert-parallel ranks."""
+
+    def move(tree: Any) -> None:
+        for layer in tree.get("ds_autoep_layers", ()):
+            layer["affine_maps"] = {}
+            for each in layer["expert_placement"]["ranks"]:
+                each["experts"] = [MOVED[expert] for expert in each["experts"]]
+
+    for path in folder.rglob("*_model_states.pt"):
+        edit(path, move)

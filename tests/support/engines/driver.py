@@ -10,7 +10,6 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-import torch
 
 from deepspeed_ucp.testing import World, WorldPool
 from tests.support.engines.cases import build_op
@@ -275,10 +274,3 @@ def choose(
         Row(targets[target], [sources[place] for place in places], name, **more) for target, places in chosen.items()
     ]
     return rows + [Row(target, sources, name, exhaustive=True, **more) for target in targets]
-
-
-def edit(path: Path, change: Callable[[Any], object]) -> None:
-    """Change the contents of a file of `torch.save`."""
-    tree = torch.load(path, weights_only=False)
-    change(tree)
-    torch.save(tree, path)

@@ -36,6 +36,9 @@ ADAM = {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4, "torch_adam": True}}
 CUT = {"up": 0, "up_bias": 0, "down": 1}
 """By the end of its name the dimension along which tensor parallelism cuts a parameter; the others are replicated."""
 
+BELOW = "expert_layer"
+"""A module name that makes DeepSpeed treat all parameters below as experts."""
+
 RULES = {
     "rules": [
         {"match": r".*\.up(_bias)?", "pattern": "shard-v"},

@@ -168,22 +168,6 @@ _CHANGES: dict[str, Callable[[], Any]] = {
 """Changes of the example while it builds a model."""
 
 
-def shift_master(folder: Path, name: str, by: float) -> None:
-    """Add a number to a parameter's fp32 master in the files of tensor-parallel rank 1 (ZeRO 1 and 2)."""
-    import torch
-
-    found = 0
-    for path in sorted(folder.glob("*/*zero_pp_rank_*_mp_rank_01_optim_states.pt")):
-        content = torch.load(path, weights_only=False)
-        state = content["optimizer_state_dict"]
-        for flat, names in zip(state["single_partition_of_fp32_groups"], state["param_slice_mappings"], strict=True):
-            if name in names:
-                flat.data.narrow(0, names[name].start, names[name].numel).add_(by)
-                found += names[name].numel
-        torch.save(content, path)
-    assert found
-
-
 # --- one name for each parameter
 
 

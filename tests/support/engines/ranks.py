@@ -366,6 +366,13 @@ def _digest(tensor: torch.Tensor) -> str:
 # --- files
 
 
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the contents of a file of `torch.save`."""
+    tree = torch.load(path, weights_only=False)
+    change(tree)
+    torch.save(tree, path)
+
+
 def files_that_differ(left: object, right: object) -> list[str]:
     """List files that only one folder has, or whose contents differ.
 
