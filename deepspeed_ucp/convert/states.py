@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ..formats.deepspeed.files import CLIENT, sort_names
 from ..formats.deepspeed.ownfiles import find_state_file
-from ..formats.deepspeed.reading import EXTRA_STATE
+from ..formats.deepspeed.reading import select_extra_states
 from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import STATE_FILE, is_plain
 from ..io.disk import explain_full
@@ -100,8 +100,8 @@ def _link(path: str, name: str) -> None:
 def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
     """Remove the model's tensors from a model-states file; keep the modules' extra states."""
     kept = {key: None if key in _EMPTIED else value for key, value in saved.items()}
-    if isinstance(module := kept.get("module"), dict):
-        kept["module"] = {name: state for name, state in module.items() if str(name).endswith(EXTRA_STATE)}
+    if isinstance(kept.get("module"), dict):
+        kept["module"] = select_extra_states(saved)
     if "mp_world_size" in kept:  # upstream's loader compares it with the number of model-states files
         kept["mp_world_size"] = 1
     return kept

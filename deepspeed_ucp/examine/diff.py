@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..comm import Comm
+from ..errors import ConfigError, advise, shorten
 from ..io.cast import find_dtype
 from ..io.memory import Scratch
 from ..io.read import Checked
 from ..model.index import AtomicIndex
-from ..model.storage import Atom, ParamKey
+from ..model.storage import MASTER, MODULE, Atom, ParamKey
 from ..model.topology import find_differences
 from ..plan.conversion import Batch, Output, Range, cut_batches
 from ..plan.derive import recast
@@ -175,11 +176,21 @@ def diff_checkpoints(
     Raises:
         MismatchError: an unknown pattern of parameters that both cut differently; or replicas that differ.
         CheckpointError: a file cannot be read.
-        ConfigError: ``only`` is no regular expression.
+        ConfigError: ``only`` is no regular expression, or with ``states`` selects no tensor; or a state is unknown.
     """
     comm = comm or Comm()
     left = recast(left, list_shapes(right))
-    pairs = comm.run(lambda: pair_atoms(left, right, rules, options.wants))
+
+    def pair() -> Pairs:
+        known = {MASTER, MODULE, *(key.state for index in (left, right) for key in index.atoms)}
+        if unknown := sorted(set(options.states) - known):
+            raise ConfigError(f"--states: neither checkpoint has {shorten(unknown)}. {advise(unknown[0], known)}")
+        pairs = pair_atoms(left, right, rules, options.wants)
+        if (options.only or options.states) and not pairs:
+            raise ConfigError("--only and --states select no tensor, so nothing was compared. Select others.")
+        return pairs
+
+    pairs = comm.run(pair)
     shares = comm.each(lambda: _compare_share(left, right, pairs.both, options, comm))
     values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))
     return Difference(

@@ -78,6 +78,10 @@ class Pairs:
     names: dict[str, str]
     unused: list[str]
 
+    def __bool__(self) -> bool:
+        """False if no atom of either checkpoint was selected."""
+        return bool(self.both or self.only_left or self.only_right or self.shapes)
+
 
 def pair_atoms(
     left: AtomicIndex,

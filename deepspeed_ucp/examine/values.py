@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from ..formats.deepspeed.ownfiles import find_state_file
+from ..formats.deepspeed.reading import select_extra_states
 from ..io.store import read_bytes
 from ..model.index import ASKED, BATCH_SIZES, BEGUN, AtomicIndex
-from ..model.storage import ITEMSIZE, ParamKey
+from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, ParamKey
 from ..secrets import hide_at
 from ..torchsave.objects import PickledObject, TensorRef, describe, to_number
 from ..torchsave.torchfile import TorchFile, read_header
@@ -81,7 +83,7 @@ def compare_values(
                 (theirs[candidate] for candidate in list_partners(param, right, names) if candidate in theirs), None
             )
             if partner is None or (section == "hyper-parameter" and not (mine[param] and partner)):
-                continue  # missing atoms are reported elsewhere, and some files keep no hyper-parameters
+                continue  # missing parameters are reported elsewhere, and some files keep no hyper-parameters
             differences += [
                 ValueDifference(section, *candidate, (str(param),))
                 for candidate in _differ_in_keys(mine[param], partner)
@@ -117,8 +119,28 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
     notes = [f"{side} keeps no hyper-parameters" for side, hyper in kept if hyper and not any(hyper.values())]
     if left.state_file and right.state_file and not (left.format or right.format):
         client, more = _compare_clients(read_header(left.state_file), read_header(right.state_file))
+        client += _compare_other_clients(left, right, client)
         differences, notes = differences + client, notes + more
+        if _find_degrees(left) != _find_degrees(right):
+            notes.append("client states of other model-parallel ranks than the first are not compared")
     return differences, notes
+
+
+def _find_degrees(index: AtomicIndex) -> tuple[int, int]:
+    """Return the tensor- and pipeline-parallel degrees of the run, also for an atomic checkpoint."""
+    return index.degrees or (index.topology.tp, index.topology.pp)
+
+
+def _compare_other_clients(
+    left: AtomicIndex, right: AtomicIndex, known: Sequence[ValueDifference]
+) -> Iterator[ValueDifference]:
+    """Compare the client states of further model-parallel ranks at equal degrees; ``known``: those of the first."""
+    tp, pp = _find_degrees(left)
+    for rank in range(1, tp * pp if _find_degrees(right) == (tp, pp) else 1):
+        paths = find_state_file(left, rank), find_state_file(right, rank)
+        if paths[0] and paths[1]:
+            found, _ = _compare_clients(read_header(paths[0]), read_header(paths[1]))
+            yield from (replace(each, key=f"{each.key} (mp rank {rank})") for each in found if each not in known)
 
 
 def is_same(left: Any, right: Any) -> bool:
@@ -138,8 +160,9 @@ def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterat
 
 
 def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
-    """Return scalars by parameter; some optimizers store ``step`` in the group."""
-    by_param = {param: dict(scalars) for param, scalars in index.scalars.items()}
+    """Return the scalars of each parameter with optimizer states; some optimizers store ``step`` in the group."""
+    by_param = {key.param: dict[str, Any]() for key in index.atoms if key.state not in (MASTER, MODULE, COPY)}
+    by_param |= {param: dict(scalars) for param, scalars in index.scalars.items()}
     for group in index.groups:
         for param in group.members if "step" in group.hyper else ():
             by_param.setdefault(param, {}).setdefault("step", group.hyper["step"])
@@ -160,8 +183,7 @@ def _is_scaling(scaler: Mapping[str, Any]) -> bool:
 
 
 def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDifference], list[str]]:
-    trees = [file.tree if isinstance(file.tree, dict) else {} for file in (left, right)]
-    mine, theirs = ({key: value for key, value in tree.items() if key not in _MODEL} for tree in trees)
+    mine, theirs = map(_select_client, (left, right))
     differences, notes = [], []
     seen: set[tuple[int, int]] = set()
     for key in dict.fromkeys((*mine, *theirs)):
@@ -175,6 +197,13 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
             else:
                 differences.append(ValueDifference("client", place, first, second))
     return differences, notes
+
+
+def _select_client(file: TorchFile) -> dict[Any, Any]:
+    """Return the entries of a state file that the index does not hold, with the extra states of modules."""
+    tree = file.tree if isinstance(file.tree, dict) else {}
+    extra = {f"module.{name}": state for name, state in select_extra_states(tree).items()}
+    return {key: value for key, value in tree.items() if key not in _MODEL} | extra
 
 
 def _differ_in_trees(

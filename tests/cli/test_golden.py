@@ -95,7 +95,7 @@ LINES = {
         f"diff good tensor --patterns {PATTERNS}",
         "diff good good --tolerance -1",
         "diff good good --workers -1",
-        "diff good good --only (",
+        *("diff good good --only (", "diff good good --only nowhere", "diff good good --states fp23"),
         "diff good good --patterns [nonsense",
         "diff --config good good",
         "diff --config good other",

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.examine.diff import AtomDifference, Difference, DiffOptions, Tally, compare, diff_checkpoints
 from deepspeed_ucp.examine.values import ABSENT
 from deepspeed_ucp.formats import open_checkpoint
@@ -230,6 +230,22 @@ def test_a_tolerance_lets_small_differences_pass(tmp_path: Path, left: AtomicInd
     assert (found.equal, len(found.atoms)) == (True, 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"only": "nothing"}, "select no tensor"),
+        ({"states": ("copy", "exp_avg"), "only": "nothing"}, "select no tensor"),
+        ({"states": ("exp_av", "fp32")}, "neither checkpoint has exp_av. Did you mean 'exp_avg'"),
+    ],
+    ids=str,
+)
+def test_a_selection_without_tensors_is_refused(options: Any, text: str, tmp_path: Path) -> None:
+    """It would be equal to everything."""
+    sides = [save(tmp_path / name, Topology(1, 2, "bf16"), STATE) for name in "ab"]
+    with pytest.raises(ConfigError, match=text):
+        diff_checkpoints(*sides, options=DiffOptions(**options))
+
+
 def test_atoms_of_one_side(tmp_path: Path, left: AtomicIndex) -> None:
     """Parameters, and states of another optimizer."""
     model = Model((*MODEL.params[:3], Param("d", (3,))))
@@ -298,6 +314,17 @@ def test_scalars_and_hyper_parameters_are_compared_by_parameter(tmp_path: Path, 
     }
     assert {each.names for each in found.values} == {("b",)}
     assert not found.equal
+
+
+@pytest.mark.parametrize("lacking", ["b", "abc"])
+def test_scalars_of_one_side_are_a_difference(tmp_path: Path, left: AtomicIndex, lacking: str) -> None:
+    scalars = {name: held for name, held in STATE.scalars.items() if name[0] not in lacking}
+    right = save(tmp_path / "b", Topology(1, 2), replace(STATE, scalars=scalars))
+    names = {name for name in STATE.scalars if name[0] in lacking}
+    for sides, expected in (((left, right), (3.0, ABSENT)), ((right, left), (ABSENT, 3.0))):
+        found = diff_checkpoints(*sides)
+        assert list_values(found) == {("scalar", "step"): expected} and not found.equal
+        assert {name for each in found.values for name in each.names} == names
 
 
 class Schedule:
@@ -406,6 +433,31 @@ def test_the_scheduler_is_compared(tmp_path: Path, left: AtomicIndex) -> None:
     assert list_values(diff_checkpoints(a, b)) == {("client", "lr_scheduler.last"): (3, 4)}
     ((key, (absent, value)),) = list_values(diff_checkpoints(left, b)).items()
     assert key == ("client", "lr_scheduler") and absent in (ABSENT, None) and value == "{'last': 4}"
+
+
+@pytest.mark.parametrize("topology", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
+def test_extra_states_of_modules_are_compared(tmp_path: Path, topology: Topology) -> None:
+    def write(name: str, *numbers: float) -> AtomicIndex:
+        extra = {"layer._extra_state": {"amax": torch.tensor(numbers)}} if numbers else {}
+        return save(tmp_path / name, topology, STATE, replace(RUN, nest=lambda module: {**module, **extra}))
+
+    a = write("a", 1.0, 2.0)
+    assert diff_checkpoints(a, write("b", 1.0, 2.0)).equal
+    assert [*list_values(diff_checkpoints(a, write("c", 1.0, 3.0)))] == [("client", "module.layer._extra_state.amax")]
+    assert [*list_values(diff_checkpoints(a, write("d")))] == [("client", "module.layer._extra_state")]
+
+
+def test_client_states_of_all_model_parallel_ranks_are_compared(tmp_path: Path) -> None:
+    held = draw_state(make_plain(KINDS), Topology(1, 2, tp=2))
+    sides = [open_held(held, tmp_path / name, RUN) for name in "ab"]
+    path = tmp_path / "b" / "mp_rank_01_model_states.pt"
+    torch.save(torch.load(path, weights_only=False) | {"epoch": 3, "random": torch.ones(2)}, path)
+    found = diff_checkpoints(sides[0], open_checkpoint(str(tmp_path / "b"), Comm()), rules=rules_of(held))
+    assert {key for _, key in list_values(found)} == {"epoch (mp rank 1)", "random (mp rank 1)"}
+    found = diff_checkpoints(
+        sides[0], open_held(expect(held, Topology(1, 2)), tmp_path / "c", RUN), rules=rules_of(held)
+    )
+    assert found.equal and "client states of other model-parallel ranks than the first are not compared" in found.notes
 
 
 def test_shared_parts_are_compared_once(tmp_path: Path, left: AtomicIndex) -> None:

@@ -425,6 +425,13 @@ def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:
     return state != name and state in entries
 
 
+def select_extra_states(tree: Any) -> dict[str, Any]:
+    """Return the extra states of modules (``get_extra_state``) in a model-states file, by their keys."""
+    module = tree.get("module") if isinstance(tree, dict) else None
+    entries = module.items() if isinstance(module, dict) else ()
+    return {name: state for name, state in entries if str(name).endswith(EXTRA_STATE)}
+
+
 def _is_nested(module: dict[Any, Any]) -> bool:
     return any(isinstance(value, dict) and not str(key).endswith(EXTRA_STATE) for key, value in module.items())
 
