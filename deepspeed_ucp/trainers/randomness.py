@@ -90,7 +90,8 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
     def restore() -> list[str]:
         known = [(at, read(rank)) for rank, at in zip(ranks, places, strict=True) if at in needed]
         record = make_record(known, axes, str(digests[0]), job.steps)
-        generators = {name: generator for name, generator in list_generators().items() if name in names}
+        wanted = {*names, "accelerator"} if names else {}  # a run on CPUs has saved no state of an accelerator
+        generators = {name: generator for name, generator in list_generators().items() if name in wanted}
         return restore_generators(record, place, generators)
 
     derived = comm.each(restore)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ import torch.distributed as dist
 
 from deepspeed_ucp import CheckpointError
 from deepspeed_ucp.model.index import SavedJob
+from deepspeed_ucp.rng import Generator, list_generators
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.trainers import accelerating, huggingface
+from deepspeed_ucp.trainers import accelerating, huggingface, randomness
 from deepspeed_ucp.trainers.randomness import restore_ranks
+from tests.support.engines.ranks import listen
 
 pytestmark = pytest.mark.parametrize("kind", ["hf", "accelerate"])
 
@@ -95,3 +98,23 @@ def test_a_damaged_file_is_refused_by_all(kind: str, tmp_path: Path, ucp_worlds:
     damaged.write_bytes(damaged.read_bytes()[:-30])
     with pytest.raises(CheckpointError, match=damaged.name):
         ucp_worlds.get(2).run(restore, str(tmp_path), kind, 2)
+
+
+def restore_accelerator(folder: str, kind: str) -> tuple[list[int], list[str]]:
+    """Restore on a rank with an accelerator; returns the seeds that this gets, and the log."""
+    seeds: list[int] = []
+    accelerator = Generator(read=tuple, write=seeds.extend, seed=seeds.append)
+    generators = {**list_generators(), "accelerator": accelerator}
+    with listen() as heard, mock.patch.object(randomness, "list_generators", return_value=generators):
+        restore(folder, kind, 1)
+    return seeds, [text for _, text in heard]
+
+
+def test_an_accelerator_without_saved_state_gets_a_derived_one(
+    kind: str, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """The saved run used CPUs."""
+    save(str(tmp_path), kind, 1)
+    ((seeds, heard),) = ucp_worlds.get(1).run(restore_accelerator, str(tmp_path), kind)
+    assert len(seeds) == 1 and any("random states derived instead of restored on ranks 0" in text for text in heard)
+    assert ucp_worlds.get(1).run(restore_accelerator, str(tmp_path), kind)[0][0] == seeds
