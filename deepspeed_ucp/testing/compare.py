@@ -76,8 +76,11 @@ def _settings(name: str, saved: CapturedParameter, loaded: CapturedParameter, op
     if saved.fp32 is None or loaded.fp32 is None or not optimizer_states:
         return []
     # Some optimizers add defaults when they load; a parameter without gradients has no step at stage 0.
-    hyper = _compare_shared(f"parameter {name}, group's", saved.hyper, loaded.hyper)
-    return hyper + _compare_shared(f"parameter {name}, state", saved.scalars, loaded.scalars)
+    differences = _compare_shared(f"parameter {name}, group's", saved.hyper, loaded.hyper)
+    differences += _compare_shared(f"parameter {name}, state", saved.scalars, loaded.scalars)
+    lost = saved.scalars.keys() - loaded.scalars.keys() - loaded.hyper.keys() if loaded.tensors else ()
+    texts = (f"parameter {name}, state {key}: saved {saved.scalars[key]!r}, not loaded" for key in sorted(lost))
+    return [*differences, *texts]
 
 
 def _compare_shared(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from deepspeed_ucp.testing import (
     WorldTimeout,
     assert_resume_equivalent,
 )
-from deepspeed_ucp.testing.capture import CapturedEngine
+from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from deepspeed_ucp.testing.compare import compare
 from tests.support.engines.cases import Case, train
 from tests.support.until import wait_until
@@ -288,3 +288,19 @@ def test_a_schedulers_field_that_another_torch_release_lacks_is_no_difference() 
     for saved, loaded, count in rows:
         states = (CapturedEngine({}, {}, {}, scheduler, None) for scheduler in (saved, loaded))
         assert len(compare(*states)[1]) == count
+
+
+def test_a_step_that_was_not_loaded_is_a_difference() -> None:
+    """Unless the optimizer keeps it in the group, or has no states yet."""
+    ones = torch.ones(2)
+    for scalars, hyper, tensors, count in (
+        ({"step": 3.0}, {}, {"exp_avg": ones}, 0),
+        ({}, {"step": 3}, {"exp_avg": ones}, 0),
+        ({}, {}, {"exp_avg": ones}, 1),
+        ({"step": 2.0}, {}, {"exp_avg": ones}, 1),
+        ({}, {}, {}, 1),
+    ):
+        saved = CapturedParameter(ones, ones, {"exp_avg": ones}, {"step": 3.0})
+        loaded = CapturedParameter(ones, ones, tensors, scalars, hyper)
+        engines = (CapturedEngine({"w": each}, {}, {}, None, None) for each in (saved, loaded))
+        assert len(compare(*engines)[1]) == count
