@@ -221,7 +221,8 @@ def is_root(folder: str) -> bool:
 
 def open_memory(memory: str) -> str | None:
     """Return this user's folder in a folder of memory, checked by :func:`find_root`; None if no user has one there."""
-    is_there = any(map(_ROOT.fullmatch, os.listdir(memory))) if os.path.isdir(memory) else False
+    folder = os.path.expanduser(os.path.expandvars(memory))  # as `find_root` does
+    is_there = any(map(_ROOT.fullmatch, os.listdir(folder))) if os.path.isdir(folder) else False
     return find_root(memory) if is_there else None
 
 

@@ -187,6 +187,16 @@ def test_a_trainers_saves_in_memory_and_a_tags_own_folder(job: Job, tmp_path: Pa
         assert (code, rows) == (0, [(tag, resumed)])
 
 
+def test_a_folder_in_memory_may_name_a_variable(
+    job: Job, tmp_path: Path, run_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``"save": {"memory": …}`` may."""
+    make_save(job, str(tmp_path / "run"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for memory in ("~/memory", "$HOME/memory"):
+        assert run_json("list", tmp_path / "run", "--memory", memory)[0] == 0
+
+
 def test_a_running_jobs_saves_are_listed_and_not_taken(
     job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
