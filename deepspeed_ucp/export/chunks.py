@@ -13,16 +13,16 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from ..comm import Comm
 from ..errors import CheckpointError
 from ..io.memory import Scratch
 from ..io.read import Checked
-from ..model.index import AtomicIndex
 from ..model.storage import ITEMSIZE, count
 from ..plan.conversion import deal_runs
 from ..stream.reader import AtomReader
 from ..tensor_parallel.layout import Shape
 from .statedict import Placeholders
-from .tensors import Tensor
+from .tensors import Selection, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Planner(DefaultSavePlanner):
     views of the same memory.
 
     Args:
-        index: the source.
+        selection: the tensors.
         placeholders: tensors of the placeholders in the state dict.
         most: maximum bytes of a chunk, unless a row is larger.
         checks, repeated: collect the CRC32s of the bytes read, and of those read again for a tied name.
@@ -55,7 +55,7 @@ class Planner(DefaultSavePlanner):
 
     def __init__(
         self,
-        index: AtomicIndex,
+        selection: Selection,
         placeholders: Placeholders,
         most: int,
         checks: list[Checked],
@@ -63,7 +63,7 @@ class Planner(DefaultSavePlanner):
     ) -> None:
         super().__init__()
         self.placeholders, self.most = placeholders, most
-        self.reader = AtomReader(index)
+        self.reader, self.overflowed = AtomReader(selection.index), selection.overflowed
         self.progress: Callable[[int], None] = lambda nbytes: None
         self.chunks: dict[MetadataIndex, Chunk] = {}
         self.checks, self.repeated = checks, repeated
@@ -110,11 +110,14 @@ class Planner(DefaultSavePlanner):
         checks = self.repeated if chunk.again else self.checks
         checks.extend(self.reader.read_tensors([chunk.tensor.full.want(chunk.start, chunk.numel)], [data]))
         self.progress(data.nbytes)
-        return torch.frombuffer(chunk.tensor.convert(data, scratch), dtype=dtype)
+        return torch.frombuffer(chunk.tensor.convert(data, scratch, self.overflowed), dtype=dtype)
 
-    def compare(self) -> None:
-        """Check that tied names were read with equal bytes."""
-        changed = set(self.repeated) - set(self.checks)
+    def compare(self, comm: Comm) -> None:
+        """Check that tied names were read with equal bytes, on whichever rank each of them was read; collective."""
+        if not any(comm.gather(len(self.repeated))):
+            return
+        repeated = {check for part in comm.gather(self.repeated) for check in part}
+        changed = set.intersection(*comm.gather(repeated.difference(self.checks)))
         if changed:
             index = self.reader.index
             path = index.files[index.records[min(changed).record].file].path

@@ -81,7 +81,7 @@ def export_dcp(
         most = max(options.divide(export.report.source)[1] // 2, ALIGNMENT)
         checks, repeated = list[Checked](), list[Checked]()
         for folder, tree in trees.items():
-            _write(export, folder, tree, Planner(selection.index, placeholders, most, checks, repeated))
+            _write(export, folder, tree, Planner(selection, placeholders, most, checks, repeated))
         if layout == "accelerate":
             comm.once(lambda: write_beside(export))
         export.verify(
@@ -124,18 +124,17 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
         with planner.reader, export.options.bar(total) as progress, explain_full(export.folder):
             planner.progress = progress
             run_threads(mine, write, report.workers)
-        if comm.size == 1:  # on several ranks the chunks of a tied name may be read by different ranks
-            planner.compare()
         return results
 
     mine, metadata = comm.run(plan)
     written = comm.each(write_share)
+    planner.compare(comm)
     comm.once(lambda: writer.finish(metadata, written))
 
 
 def write_beside(export: Export) -> None:
     """Copy the trainer's files of a tag, create those that the tag can supply, and log the missing ones."""
-    report, run = export.report, export.index
+    report, run = export.report, export.selection.index
     source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
     names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
     for name in names:

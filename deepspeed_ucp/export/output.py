@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from ..comm import Comm
 from ..errors import UnsupportedError, shorten
+from ..formats.deepspeed.ownfiles import read_state_tree
+from ..formats.deepspeed.reading import select_extra_states
 from ..formats.foreign.names import ADAPTER_STEM, MODEL_FOLDER, OPTIMIZER_FOLDER, TRAINERS, WEIGHTS_INDEX
 from ..io.disk import check_space
 from ..io.read import Checked
@@ -57,9 +59,9 @@ EXPORT = OutputKind(
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A running export: source, ranks, options, output folder and report."""
+    """A running export: its contents, ranks, options, output folder and report."""
 
-    index: AtomicIndex
+    selection: Selection
     comm: Comm
     options: ExportOptions
     folder: str
@@ -68,13 +70,21 @@ class Export:
     def verify(self, tensors: Iterable[Tensor], checks: Sequence[Checked], again: int = 0) -> None:
         """Compare the bytes read with their checksums, and masters with the model's copies; collective.
 
+        Logs the tensors whose values are too large for the written element type.
+
         Args:
             again: bytes that were read twice, which the report counts too.
         """
-        nbytes = again + sum(check.nbytes for check in checks)
-        nbytes += verify_reads(checks, self.index, self.comm, threads=self.report.workers)
-        check_samples(self.index, [tensor.full.atom.key for tensor in tensors], self.comm)
-        self.report.bytes_read = sum(self.comm.gather(nbytes))
+        index, nbytes = self.selection.index, again + sum(check.nbytes for check in checks)
+        nbytes += verify_reads(checks, index, self.comm, threads=self.report.workers)
+        check_samples(index, [tensor.full.atom.key for tensor in tensors], self.comm)
+        gathered = self.comm.gather((nbytes, self.selection.overflowed))
+        self.report.bytes_read = sum(nbytes for nbytes, _ in gathered)
+        if (overflowed := sorted(set().union(*(names for _, names in gathered)))) and self.comm.rank == 0:
+            logger.warning(
+                "values too large for %s are written as infinite, or as its largest (--dtype chooses another type): %s",
+                *("/".join(self.report.dtypes), shorten(overflowed)),
+            )
 
 
 @contextmanager
@@ -108,7 +118,7 @@ def stage_export(
     staging = comm.run(lambda: _open_staging(destination, report.source, comm))
     with report.timed(), ExitStack() as stack, staging.scratch():
         comm.once(lambda: _begin(staging, nbytes, options.overwrite, stack))
-        yield Export(index, comm, options, staging.folder, report)
+        yield Export(selection, comm, options, staging.folder, report)
         report.files = comm.once(
             lambda: {name: entry.size for name, entry in sorted(list_tree(staging.folder).items())}
         )
@@ -141,6 +151,8 @@ def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
     """Warn of data that an export cannot hold or that the source lacks."""
     if index.dropped:
         logger.warning("%s: %s", index.state_file, index.dropped)
+    if extra := select_extra_states(read_state_tree(index)):
+        logger.warning("%s: extra states of modules are not written: %s", index.state_file, shorten(extra))
     if parted := find_diverged(index, sorted(index.instances), Comm()):
         logger.warning(
             "held by several pipeline stages with different values; the first stage's are written: %s",
@@ -152,10 +164,12 @@ def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
             "this checkpoint has no fp32 weights with names, so the model's own %s are written%s",
             *(index.topology.precision, "" if index.stateless else remedy),
         )
+    if rounded := [w.names[0] for w in selection.weights if (w.full.dtype, w.dtype) == ("float64", "float32")]:
+        logger.warning("float64 is rounded to float32 (--dtype stored keeps it): %s", shorten(rounded))
     padded = [weight for weight in selection.weights if weight.shape != weight.full.shape]
     if cut := [f"{weight.names[0]} ({weight.shape[0]} of {weight.full.shape[0]} rows)" for weight in padded]:
         logger.info("padding of a vocabulary is not written (--keep-padding writes it): %s", shorten(cut))
     if selection.unused:
-        logger.warning("patterns: rules that match no parameter: %s", shorten(selection.unused))
+        logger.warning("rules and prefixes that match no parameter: %s", shorten(selection.unused))
     if selection.resizes:
         logger.warning("patterns: resize rules are for loads; the saved shapes are written")

@@ -187,13 +187,13 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> list
         checks.extend(checked)
         for span, stored in zip(batch.ranges, sides[0], strict=True):
             tensor = tensors[span.output]
-            data = tensor.convert(stored, scratch)
+            data = tensor.convert(stored, scratch, export.selection.overflowed)
             for file, offset in map(layout.places.__getitem__, tensor.names):
                 with open_to_write(os.path.join(export.folder, file)) as fd:
                     write_at(fd, data, offset + span.start * ITEMSIZE[tensor.dtype])
 
     def write_share() -> None:
-        with AtomReader(export.index) as reader:
+        with AtomReader(export.selection.index) as reader:
             source = (reader, [tensor.full for tensor in tensors])
             stream([source], plan[comm.rank], consume, threads=report.workers, bar=export.options.bar)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ from ..formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from ..model.index import AtomicIndex
 from ..model.storage import ParamKey
 from .tensors import Selection, Tensor
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_DECOUPLED = "decoupled_weight_decay"
 
 LAYOUTS = ("torch", "flattened", "torchtitan", "accelerate")
 """Layouts of keys: {"model", "optim"} as in get_state_dict; with a flattened optimizer; as in torchtitan; as in
@@ -54,11 +59,18 @@ def _make_optimizer(selection: Selection, stand_in: Callable[[Tensor], torch.Ten
         values_of.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
     # DeepSpeed's Adam decouples weight decay unless its ds_config has adam_w_mode=False.
     is_plain = str(index.optimizer).lower() == "adam" and index.optimizer_params.get("adam_w_mode") is False
-    groups = []
+    groups, assumed = list[dict[str, Any]](), False
     for group in index.groups:
         names = [selection.names[name] for name in group.names if name in selection.names]
-        hyper = {**({"decoupled_weight_decay": False} if is_plain else {}), **group.hyper}
+        hyper = {**({_DECOUPLED: False} if is_plain else {}), **group.hyper}
         groups.append({**complete_group(hyper, states, group.names), "params": names})
+        assumed |= bool(_DECOUPLED in groups[-1].keys() - hyper.keys() and hyper.get("weight_decay"))
+    if assumed and index.optimizer is None:  # the script has made the optimizer
+        logger.warning(
+            "%s: does not record whether its Adam decouples the weight decay, so it is written as decoupled, as AdamW "
+            "does it. If it was L2 regularization, set %s=False in the param groups after the load.",
+            *(index.state_file, _DECOUPLED),
+        )
     return {"state": {selection.names[name]: values_of for name, values_of in states.items()}, "param_groups": groups}
 
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorten
-from ..io.cast import FLOATING, cast
+from ..io.cast import FLOATING, cast, find_dtype
 from ..io.memory import Scratch
 from ..model.index import AtomicIndex
 from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, AtomKey, count
@@ -18,7 +20,7 @@ from ..stream.full_tensors import FullTensor, WorkOptions, assemble_full_tensors
 from ..stream.reader import refuse_scattered
 from ..tensor_parallel.adapters import is_kept_whole, list_adapted, read_live
 from ..tensor_parallel.layout import Shape
-from ..tensor_parallel.rename import Rename, rename_names
+from ..tensor_parallel.rename import Rename, find_idle, rename_names
 from ..tensor_parallel.rules import RuleSet, list_renames
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -80,13 +82,39 @@ class Tensor:
         """Bytes written under each name."""
         return self.numel * ITEMSIZE[self.dtype]
 
-    def convert(self, data: memoryview, scratch: Scratch) -> memoryview:
-        """Convert stored elements to written ones, in ``scratch`` if the types differ."""
+    def convert(self, data: memoryview, scratch: Scratch, overflowed: set[str]) -> memoryview:
+        """Convert stored elements to written ones, in ``scratch`` if the types differ.
+
+        Args:
+            overflowed: gets the tensor's name if elements were too large.
+        """
         if self.dtype == self.full.dtype:
             return data
         into = scratch.take(data.nbytes // self.full.itemsize * ITEMSIZE[self.dtype])
         cast(data, self.full.dtype, into, self.dtype)
+        if ITEMSIZE[self.dtype] <= self.full.itemsize and _overflows(data, self.full.dtype, into, self.dtype):
+            overflowed.add(self.names[0])
         return into
+
+
+_STEP = 1 << 16
+"""Elements that are checked at once."""
+
+
+def _overflows(data: memoryview, source: str, into: memoryview, target: str) -> bool:
+    """Return True if finite elements of ``data`` were too large for a cast, which made them infinite or the largest."""
+    import ml_dtypes
+
+    kind, finfo = f"u{ITEMSIZE[target]}", ml_dtypes.finfo(find_dtype(target))
+    largest = np.array(finfo.max).view(kind)[()]
+    limit = float(finfo.max) + float(finfo.eps) * 2.0 ** (finfo.maxexp - 2)  # rounds up
+    stored, written = np.frombuffer(data, find_dtype(source)), np.frombuffer(into, kind)
+    for low in range(0, len(stored), _STEP):
+        places = np.flatnonzero((written[low : low + _STEP] << 1) >= largest << 1)  # without the sign
+        values = np.abs(stored[low + places].astype(np.float64))
+        if (np.isfinite(values) & (values >= limit)).any():
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +127,7 @@ class Selection:
         names: saved name → written name.
         unused: the user's rules without a match.
         resizes: whether the user gave resize rules, which only apply to loads.
+        overflowed: names of tensors with elements that were too large for the written type, on this rank.
     """
 
     index: AtomicIndex
@@ -107,6 +136,7 @@ class Selection:
     names: dict[str, str]
     unused: list[str]
     resizes: bool = False
+    overflowed: set[str] = field(default_factory=set)
 
     @property
     def by_name(self) -> dict[str, Tensor]:
@@ -148,7 +178,11 @@ def select_tensors(
     omitted = set() if options.frozen else _find_frozen(index)
     kept = {key: atom for key, atom in full.tensors.items() if not key.instance and key.name not in omitted}
     listed = dict.fromkeys([*(key.name for key in kept), *index.aliases])
-    names = name_tensors(listed, (*options.renames, *list_renames(rules)), options.strip_prefix)
+    renamed = rename_names(listed, (*options.renames, *list_renames(rules)))
+    unused = [*full.unused, *find_idle(listed, options.renames)]
+    if not any(name.startswith(options.strip_prefix) for name in renamed.values()):
+        unused.append(f"--strip-prefix {options.strip_prefix!r}")
+    names = strip_names(renamed, options.strip_prefix)
     if options.adapter:
         written = choose_adapter(names.values(), options.adapter, options.adapter_config)
         names = {name: written[new] for name, new in names.items() if new in written}
@@ -173,7 +207,7 @@ def select_tensors(
         weights=tuple(make(atom, options.dtype, *copies[atom.name]) for atom in chosen),
         states={key: make(atom, None) for key, atom in kept.items() if key.state not in WEIGHTS},
         names=names,
-        unused=full.unused,
+        unused=unused,
         resizes=any(rule.resizes for rule in rules),
     )
 
@@ -200,14 +234,14 @@ def _order_weights(index: AtomicIndex) -> list[AtomKey]:
     return [atom.key for atom in ordered if atom.state in WEIGHTS]
 
 
-def name_tensors(names: Collection[str], renames: Sequence[Rename], strip: str) -> dict[str, str]:
-    """Return the name to be written for each saved name."""
-    renamed = {name: new.removeprefix(strip) for name, new in rename_names(names, renames).items()}
-    if len(set(renamed.values())) < len(renamed):
+def strip_names(renamed: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """Remove a prefix from the names to be written, given by saved name."""
+    stripped = {name: new.removeprefix(prefix) for name, new in renamed.items()}
+    if len(set(stripped.values())) < len(stripped):
         seen: dict[str, str] = {}
-        clashes = [f"{seen[new]} and {name}" for name, new in renamed.items() if seen.setdefault(new, name) != name]
-        raise MismatchError(f"--strip-prefix {strip!r}: these become one name: {shorten(clashes)}.")
-    return renamed
+        clashes = [f"{seen[new]} and {name}" for name, new in stripped.items() if seen.setdefault(new, name) != name]
+        raise MismatchError(f"--strip-prefix {prefix!r}: these become one name: {shorten(clashes)}.")
+    return stripped
 
 
 def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from deepspeed_ucp.cli.dispatch import main
 from tests.support.reshard3d import VOCAB, draw_state, make_plain
-from tests.synth import ExpertLayer, Model, Param, State, Topology, random_state, write_checkpoint
+from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("net.a", (30, 7)), Param("net.b", (30,)), Param("head", (30, 7), alias_of="net.a")))
 STATE = random_state(MODEL, 0, precision="bf16")
@@ -21,7 +21,9 @@ STATE = random_state(MODEL, 0, precision="bf16")
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A folder with ``latest``."""
-    path = write_checkpoint(tmp_path / "saved", MODEL, STATE, Topology(2, 3, "bf16"))
+    topology = Topology(2, 3, "bf16")
+    run = Run(ds_config={**topology.ds_config(), "optimizer": {"type": "AdamW"}})
+    path = write_checkpoint(tmp_path / "saved", MODEL, STATE, topology, run=run)
     (path.parent / "latest").write_text(path.name)
     return path.parent
 

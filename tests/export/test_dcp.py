@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,11 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import ConfigError
-from deepspeed_ucp.export.chunks import cut_chunks
+from deepspeed_ucp.errors import CheckpointError, ConfigError
+from deepspeed_ucp.export.chunks import Chunk, Planner, cut_chunks
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.statedict import LAYOUTS
 from deepspeed_ucp.export.tensors import ExportOptions
@@ -32,7 +30,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER
 from deepspeed_ucp.model.storage import MASTER, AtomKey
 from tests.export import fsdp_run
-from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, open_model
+from tests.support.exports import MODEL, TOPOLOGIES, check_same, open_model, read_all, save_trained
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples
 from tests.support.reshard3d import VOCAB, draw_state, make_plain, open_held, rules_of
@@ -41,13 +39,6 @@ from tests.synth import Model, Param, Run, State, Topology, random_state, write_
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 OPTIONS = ExportOptions(workers=3)
-
-
-def read_all(folder: Path) -> dict[str, Any]:
-    """Everything in a checkpoint of torch.distributed.checkpoint, as torch nests it."""
-    tree: dict[str, Any] = {}
-    _load_state_dict(tree, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return tree
 
 
 # -- content ----------------------------------------------------------------------------------------------------------
@@ -108,6 +99,26 @@ def test_chunks_of_large_tensors(tmp_path: Path) -> None:
     check_same(read_all(tmp_path / "out")["model"], {"a": a, "c": a, "b": random_state(model, 0).atoms["b"]["fp32"]})
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_tied_names_that_were_read_differently_are_refused(
+    tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of a tied name are read twice, perhaps on another rank, and a save may overwrite the file meanwhile."""
+    read = Planner._read
+
+    def change(planner: Planner, chunk: Chunk) -> torch.Tensor:
+        data = read(planner, chunk)
+        if chunk.again:
+            planner.repeated[-1] = replace(planner.repeated[-1], crc=planner.repeated[-1].crc ^ 1)
+        return data
+
+    monkeypatch.setattr(Planner, "_read", change)
+    index = open_model(tmp_path, Topology(3, 2))
+    with pytest.raises(CheckpointError, match="was written to while it was exported"):
+        run_ranks(nodes, lambda rank, comm: export_dcp(index, str(tmp_path / "out"), comm, OPTIONS))
+    assert not (tmp_path / "out").exists()
+
+
 def test_nodes_share_the_work(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(3, 2))
     run_ranks(3, lambda rank, comm: export_dcp(index, str(tmp_path / "out"), comm, OPTIONS))
@@ -136,31 +147,6 @@ def test_unknown_layout(tmp_path: Path) -> None:
 
 
 # -- loads by other libraries ------------------------------------------------------------------------------------------
-
-
-def save_trained(folder: Path, topology: Topology, *, scheduled: bool = False, **options: Any) -> Path:
-    """A run of :mod:`tests.export.fsdp_run`'s model as DeepSpeed would have saved it, exported."""
-    model, optimizer = fsdp_run.build()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
-    for step in range(3):
-        fsdp_run.train(model, optimizer, [step])
-        if scheduler is not None:
-            scheduler.step()
-    params = tuple(
-        Param(name, tuple(param.shape), group=int(param.dim() < 2)) for name, param in model.named_parameters()
-    )
-    described = Model(params, dict(model.named_buffers()))
-    names = {param: name for name, param in model.named_parameters()}
-    states = {names[param]: held for param, held in optimizer.state.items()}
-    atoms = {
-        name: {"fp32": param.detach(), **{key: value for key, value in states[name].items() if key != "step"}}
-        for name, param in model.named_parameters()
-    }
-    scalars = {name: {"step": held["step"]} for name, held in states.items()}
-    hyper = tuple({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
-    path = write_checkpoint(folder / "in", described, State(atoms, scalars, hyper), topology)
-    export_dcp(open_checkpoint(str(path), Comm()), str(folder / "out"), options=OPTIONS, **options)
-    return folder / "out"
 
 
 @pytest.mark.parametrize("layout", ["torch", "flattened"])
@@ -212,11 +198,16 @@ def test_deepspeeds_adam_gets_the_defaults_of_torch(tmp_path: Path) -> None:
     assert optim["param_groups"] == [{**fresh, **hyper, "initial_lr": 0.01, "params": ["w"]}]
 
 
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_weight_decay_of_deepspeeds_adam_follows_its_config(decoupled: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decoupled", [True, False, None])
+def test_weight_decay_of_deepspeeds_adam_follows_its_config(
+    decoupled: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the script has made the optimizer, it is not known."""
     params = {"adam_w_mode": decoupled, "weight_decay": 0.1}
-    config = {**Topology(1, 2).ds_config(), "optimizer": {"type": "Adam", "params": params}}
-    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), run=Run(ds_config=config))
+    optimizer = {} if decoupled is None else {"optimizer": {"type": "Adam", "params": params}}
+    run = Run(ds_config={**Topology(1, 2).ds_config(), **optimizer})
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), run=run)
     export_dcp(open_checkpoint(str(path), Comm()), str(tmp_path / "out"), options=OPTIONS)
     groups = read_all(tmp_path / "out")["optim"]["param_groups"]
-    assert [group["decoupled_weight_decay"] for group in groups] == [decoupled] * 2
+    assert [group["decoupled_weight_decay"] for group in groups] == [decoupled is not False] * 2
+    assert ("does not record whether its Adam decouples" in caplog.text) is (decoupled is None)

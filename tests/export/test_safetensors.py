@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.foreign.weights import DTYPES
 from deepspeed_ucp.io.cast import FLOATING, cast
+from deepspeed_ucp.io.memory import Scratch
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER, Atom
 from deepspeed_ucp.stream.full_tensors import FullTensor
@@ -36,36 +38,13 @@ from deepspeed_ucp.tensor_parallel.rename import Rename
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.cases import Case, cases
 from tests.support.damage import flip_bit
+from tests.support.exports import MODEL, TOPOLOGIES, check_same, load_all, make_gpt2, open_model
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import examples, temporary_folder
 from tests.support.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, open_held, rules_of, trips
-from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODEL = Model(
-    (
-        Param("a.weight", (3, 5)),
-        Param("b.weight", (700, 11), group=1),
-        Param("frozen", (4,), frozen=True),
-        Param("scalar", ()),
-        Param("head.weight", (3, 5), alias_of="a.weight"),
-    ),
-    {"count": torch.arange(5), "mask": torch.tensor([True, False]), "table": torch.randn(3)},
-)
-TOPOLOGIES = (
-    Topology(0),
-    Topology(0, precision="fp16", wrapper="fused"),
-    Topology(1, 3, "bf16"),
-    Topology(1, 2, "bf16", wrapper="bf16"),
-    Topology(2, 2, "fp16", round_robin=True),
-    Topology(3, 4, "bf16", sub_group_size=900),
-)
-
-
-def open_model(folder: Path, topology: Topology, model: Model = MODEL, seed: int = 0) -> AtomicIndex:
-    """A synthesised checkpoint's index."""
-    path = write_checkpoint(folder, model, random_state(model, seed, precision=topology.precision), topology)
-    return open_checkpoint(str(path), Comm(), Naming(model.live_groups))
 
 
 def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -73,18 +52,6 @@ def expect_weights(model: Model, seed: int, topology: Topology, dtype: torch.dty
     atoms = random_state(model, seed, precision=topology.precision).atoms
     found = {name: states["fp32"] for name, states in atoms.items()} | dict(model.buffers)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
-
-
-def load_all(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an export, by the library."""
-    return {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-
-
-def check_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -274,6 +241,18 @@ def test_refused_names_and_patterns(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_renames_and_prefixes_without_a_match_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    index = open_model(tmp_path, Topology(1, 2))
+    options = ExportOptions(renames=(Rename("a.*", "x.y"), Rename("z.*", "z")), strip_prefix="z.")
+    export_safetensors(index, str(tmp_path / "out"), options=options)
+    (text,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert text == "rules and prefixes that match no parameter: rename: 'z.*' matches no parameter, --strip-prefix 'z.'"
+    caplog.clear()
+    options = replace(options, renames=options.renames[:1], strip_prefix="x.", overwrite=True)
+    export_safetensors(index, str(tmp_path / "out"), options=options)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_checkpoint(
         tmp_path, MODEL, random_state(MODEL, 0, precision="fp16"), Topology(0, precision="fp16", wrapper="fused")
@@ -284,6 +263,46 @@ def test_stage_0_without_names_exports_the_models_weights(tmp_path: Path, caplog
     assert "resize rules are for loads; the saved shapes are written" in caplog.text
     expected = random_state(MODEL, 0, precision="fp16").atoms["b.weight"]["fp32"].half().float()
     assert torch.equal(load_all(tmp_path / "out")["b.weight"], expected)
+
+
+@pytest.mark.parametrize("export", [export_safetensors, partial(export_dcp, weights_only=True)], ids=["hf", "dcp"])
+def test_unasked_and_too_large_values_are_logged(tmp_path: Path, export: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Values that were infinite before, or NaN, are no news."""
+    held = torch.tensor([1.0, inf, -inf, nan])
+    buffers = {"double": held.double(), "large": torch.tensor([1.0, -70000.0]), "mask": held, "fits": held[:1] * 65519}
+    index = open_model(tmp_path, Topology(3, 2), Model((Param("a", (5,)),), buffers))
+    for dtype, logged in (
+        ("float16", "values too large for float16 are written as infinite, or as its largest .*: large"),
+        ("float8_e4m3fn", "values too large for float8_e4m3fn .*: fits, large"),
+        ("float8_e5m2", "values too large for float8_e5m2 .*: fits, large"),
+        ("float32", "float64 is rounded to float32 .*: double"),
+        ("bfloat16", None),
+        (None, None),
+    ):
+        caplog.clear()
+        options, out = ExportOptions(dtype=dtype), str(tmp_path / str(dtype))
+        run_ranks(2, lambda rank, comm, o=options, out=out: export(index, out, comm, o))
+        found = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        assert len(found) == (logged is not None) and all(re.fullmatch(logged, text) for text in found), found
+
+
+@pytest.mark.parametrize("target", sorted(FLOATING - {"float64"}))
+def test_values_that_a_type_cannot_hold_are_recognised(target: str) -> None:
+    finfo = torch.finfo(getattr(torch, target))
+    rounded = -finfo.max * (1 + finfo.eps / 8)
+    for value, expected in ((finfo.max, False), (rounded, False), (finfo.max * 1.1, True), (-inf, False)):
+        stored, overflowed = torch.tensor([0.0, value], dtype=torch.float64), set[str]()
+        atom = Atom("x", MASTER, "float64", ())
+        tensor = Tensor(("x",), FullTensor(atom, (2,)), (2,), target)
+        tensor.convert(memoryview(stored.view(torch.uint8).numpy()), Scratch(), overflowed)
+        assert (overflowed == {"x"}) is expected, value
+
+
+def test_extra_states_of_modules_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(nest=lambda module: {**module, "layer._extra_state": b"recipe"})
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), run=run)
+    export_safetensors(open_checkpoint(str(path), Comm()), str(tmp_path / "out"))
+    assert "extra states of modules are not written: layer._extra_state" in caplog.text
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -355,18 +374,6 @@ def test_memory_stays_in_the_window(tmp_path: Path, case: str) -> None:
     model = Model(params)
     path = write_checkpoint(tmp_path, model, random_state(model, 0, **states), Topology(3 if states else 2, 2))
     assert measure_peak(tmp_path, path, "--window-mb", "12", *options) < (12 + more) << 20
-
-
-def make_gpt2(folder: Path, *, tied: bool) -> Any:
-    """Make a small GPT-2, and save its configuration."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=40, n_positions=16, n_embd=12, n_layer=2, n_head=2, tie_word_embeddings=tied)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval()
-    config.architectures = ["GPT2LMHeadModel"]
-    config.save_pretrained(folder)
-    return model
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "sharded"])
