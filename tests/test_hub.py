@@ -41,8 +41,8 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import strip_compiled
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
-from tests.export.test_safetensors import check_same
 from tests.stream import test_full_tensors
+from tests.support.exports import check_same
 from tests.support.hub import SIZES
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 

@@ -17,8 +17,7 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.export.dcp import make_scaler
 from deepspeed_ucp.testing import WorldPool
 from tests.export import foreign_run, fsdp_run
-from tests.export.test_dcp import read_all, save_trained
-from tests.export.test_safetensors import check_same
+from tests.support.exports import check_same, read_all, save_trained
 from tests.support.foreign import write_dcp
 from tests.synth import Topology
 
@@ -46,7 +45,7 @@ def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_wo
 
 def test_an_adapter_goes_on_over_its_base(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """From two folders, into a model that PEFT has wrapped."""
-    from tests.export.test_adapter import LORAS, make_base, make_peft
+    from tests.support.adapters import LORAS, make_base, make_peft
 
     base, folder = str(tmp_path / "base"), str(tmp_path / "peft")
     make_base().save_pretrained(base)

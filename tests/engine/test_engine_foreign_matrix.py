@@ -12,9 +12,9 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 
 from deepspeed_ucp.testing import WorldPool
-from tests.export.test_dcp import read_all
 from tests.support.covering import params, turns
 from tests.support.engines.reading import States
+from tests.support.exports import read_all
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 

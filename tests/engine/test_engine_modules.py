@@ -17,12 +17,11 @@ from safetensors.torch import load_file
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.testing.capture import CapturedParameter
 from deepspeed_ucp.testing.ranks import train as train_steps
-from tests.export.test_dcp import read_all
-from tests.export.test_safetensors import check_same
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import Engines
 from tests.support.engines.kinds import forget_autocast, take_step
 from tests.support.engines.ranks import Load
+from tests.support.exports import check_same, read_all
 
 # --- stage 0 in the saved topology: DeepSpeed's load matches by position, which fits only the saved order
 

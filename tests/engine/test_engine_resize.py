@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
-from tests.export.test_safetensors import check_same
 from tests.support.covering import is_exhaustive
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import Engines, Outcome, Saved
 from tests.support.engines.kinds import ON_CPU, allow_fp16_on_cpu, forget_autocast, take_step
 from tests.support.engines.parallel import Launch, plain
 from tests.support.engines.ranks import Load
+from tests.support.exports import check_same
 
 ROWS, WIDER = 11, 14
 """Rows of the saved vocabulary, which are all that batches and losses use, and of a larger one."""

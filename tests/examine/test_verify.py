@@ -514,36 +514,23 @@ def proofs(tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.parametrize("kind", ["seal", "manifest"])
 def test_a_proof_passes_proven_files_and_names_others(proofs: dict[str, Path], tmp_path: Path, kind: str) -> None:
     folder, against = proofs["folder"], str(proofs[kind])
-    assert verify_checkpoint(str(folder), against=against).faults == ()
+    assert verify_folder(folder, against=against) == []
     shutil.copy(write(tmp_path / "other", ZERO3, seed=1) / SHARD[1], folder / SHARD[1])
     assert verify_checkpoint(str(folder)).whole
-    assert [(fault.kind, fault.file) for fault in verify_checkpoint(str(folder), against=against).faults] == [
-        ("seal", SHARD[1])
-    ]
+    assert verify_folder(folder, against=against) == [("seal", SHARD[1])]
+    ranks = run_ranks(3, lambda _, comm: verify_folder(folder, comm=comm, against=against))
+    assert ranks == [[("seal", SHARD[1])]] * 3
     assert main(["verify", str(folder), "--against", against]) == 1
     (folder / SHARD[1]).unlink()
-    faults = verify_checkpoint(str(folder), against=against).faults
-    assert {(fault.kind, fault.file) for fault in faults} == {("missing", SHARD[1])}
+    assert verify_folder(folder, against=against) == [("missing", SHARD[1])]
 
 
 def test_a_manifest_proves_its_folder(proofs: dict[str, Path], tmp_path: Path) -> None:
     atomic = proofs["manifest"].parent
-    kept = shutil.copy(atomic / MANIFEST, tmp_path / "manifest.json")
-    other = write(tmp_path / "other", ZERO3, seed=1)
-    convert_checkpoint(str(other))
-    assert verify_checkpoint(str(atomic), against=str(kept)).faults == ()
-    faults = verify_checkpoint(f"{other}_universal", against=str(kept)).faults
-    assert {MASTER, "zero/a.bias/exp_avg.pt"} <= {fault.file for fault in faults if fault.kind == "seal"}
-
-
-def test_ranks_prove_the_same(proofs: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copy(write(tmp_path / "other", ZERO3, seed=1) / SHARD[1], proofs["folder"] / SHARD[1])
-
-    def work(_: int, comm: Any) -> Any:
-        return verify_checkpoint(str(proofs["folder"]), comm, against=str(proofs["seal"])).faults
-
-    results = run_ranks(3, work)
-    assert results == [verify_checkpoint(str(proofs["folder"]), against=str(proofs["seal"])).faults] * 3
+    kept = str(shutil.copy(atomic / MANIFEST, tmp_path / "manifest.json"))
+    other = convert_checkpoint(str(write(tmp_path / "other", ZERO3, seed=1))).destination
+    assert verify_folder(atomic, against=kept) == []
+    assert {("seal", MASTER), ("seal", "zero/a.bias/exp_avg.pt")} <= {*verify_folder(Path(other), against=kept)}
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[" * 9999])

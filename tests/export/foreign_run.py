@@ -105,7 +105,7 @@ def save_engine(folder: str, stage: int, *, load: str = "", steps: int = 0) -> C
 
 def load_adapter(base: str, folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     """Load a base and PEFT's folder into engines with an adapter; return parameters and log."""
-    from tests.export.test_adapter import LORAS, make_peft
+    from tests.support.adapters import LORAS, make_peft
 
     found = []
     for stage in stages:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError
@@ -19,25 +18,12 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.foreign.adapter import read_config
-from tests.export.test_safetensors import check_same, load_all
+from tests.support.adapters import LORAS, make_base, make_peft
+from tests.support.exports import check_same, load_all
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 from tests.synth.description import DTYPES
 
 TOPOLOGIES = (Topology(0), Topology(1, 2, "bf16"), Topology(3, 2, "bf16"))
-LORAS: dict[str, dict[str, Any]] = {
-    "lora": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
-    "rslora": {"r": 4, "use_rslora": True, "target_modules": "all-linear"},
-    "dora": {"r": 3, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
-    "patterns": {
-        "r": 4,
-        "target_modules": ["q_proj", "v_proj"],
-        "rank_pattern": {"layers.0.self_attn.q_proj": 2},
-        "alpha_pattern": {"v_proj": 32},
-    },
-    "saved": {"r": 4, "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]},
-    "biases": {"r": 4, "target_modules": ["q_proj"], "bias": "lora_only"},
-    "all biases": {"r": 4, "target_modules": ["q_proj"], "bias": "all"},
-}
 
 
 UNTIED = {**LORAS, "tokens, untied": {**LORAS["lora"], "trainable_token_indices": [1, 4]}}
@@ -52,24 +38,6 @@ TIED: dict[str, dict[str, Any]] = {
     "tokens": {"trainable_token_indices": {"embed_tokens": [1, 3]}},
 }
 """Adapters of a model whose embedding is its head."""
-
-
-def make_base(*, tied: bool = False) -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=30, num_key_value_heads=1, attention_bias=True, tie_word_embeddings=tied, **sizes)
-    )
-
-
-def make_peft(*, tied: bool = False, **lora: Any) -> PeftModel:
-    """A model whose adapter is not zero."""
-    model = get_peft_model(make_base(tied=tied), LoraConfig(init_lora_weights=False, **lora))
-    torch.manual_seed(1)
-    for name, param in model.named_parameters():
-        if "lora_" in name or "modules_to_save" in name:
-            param.data = torch.randn_like(param) / 3
-    return model
 
 
 def save(folder: Path, model: PeftModel, topology: Topology, *, base: bool = True) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.tensor_parallel.rename import Rename
-from tests.export.test_safetensors import check_same, load_all, make_gpt2
+from tests.support.exports import check_same, load_all, make_gpt2
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 from tests.test_hub import MIXTRAL, QWEN, TIED
 
@@ -37,45 +38,48 @@ def export(path: str, out: Path, like: Path, dtype: str = "bfloat16") -> None:
     export_safetensors(index, str(out), options=ExportOptions(dtype=dtype), like=str(like))
 
 
-@pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
-def test_it_loads_in_the_written_element_type(tmp_path: Path, weights: bool) -> None:
+with_or_without_weights = pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path, weights: bool) -> Any:
+    """A model with its configuration, and perhaps its weights, in the folder ``hf``."""
     model = make_gpt2(tmp_path / "hf", tied=True)
     if weights:
         model.save_pretrained(tmp_path / "hf")
-    export(save(tmp_path, model), tmp_path / "out", tmp_path / "hf")
+    return model
+
+
+@with_or_without_weights
+def test_it_loads_in_the_written_element_type(tmp_path: Path, gpt2: Any) -> None:
+    export(save(tmp_path, gpt2), tmp_path / "out", tmp_path / "hf")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "bfloat16" in (config.get("dtype"), config.get("torch_dtype"))
 
 
-@pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
-def test_another_model_is_refused_before_anything_is_written(tmp_path: Path, weights: bool) -> None:
-    model = make_gpt2(tmp_path / "hf", tied=True)
-    if weights:
-        model.save_pretrained(tmp_path / "hf")
-    name = next(name for name, _ in model.named_parameters())
+@with_or_without_weights
+def test_another_model_is_refused_before_anything_is_written(tmp_path: Path, gpt2: Any) -> None:
+    name = next(name for name, _ in gpt2.named_parameters())
     wrong = {name: (7, 5), "more.weight": (2,)}
     with pytest.raises(MismatchError, match=rf"not there: more.weight; of another shape: {name} \(7, 5\), there"):
-        export(save(tmp_path, model, **wrong), tmp_path / "out", tmp_path / "hf")
+        export(save(tmp_path, gpt2, **wrong), tmp_path / "out", tmp_path / "hf")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
-def test_tied_tensors_that_fsdp_saves_twice_become_one(tmp_path: Path, weights: bool) -> None:
+@with_or_without_weights
+def test_tied_tensors_that_fsdp_saves_twice_become_one(tmp_path: Path, gpt2: Any) -> None:
     """If both are equal; otherwise the export is refused."""
-    model = make_gpt2(tmp_path / "hf", tied=True)
-    if weights:
-        model.save_pretrained(tmp_path / "hf")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
+    optimizer = torch.optim.AdamW(gpt2.parameters(), lr=1e-2)
+    gpt2(torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
     optimizer.step()
-    held, states = get_state_dict(model, optimizer)
+    held, states = get_state_dict(gpt2, optimizer)
     dcp.save({"model": held, "optim": states}, checkpoint_id=tmp_path / "same", no_dist=True)
     export(str(tmp_path / "same"), tmp_path / "out", tmp_path / "hf", "float32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for name, wanted in model.state_dict().items():
+    for name, wanted in gpt2.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], wanted)
     held["lm_head.weight"] = held["lm_head.weight"] + 1
     dcp.save({"model": held, "optim": states}, checkpoint_id=tmp_path / "other", no_dist=True)
@@ -86,7 +90,7 @@ def test_tied_tensors_that_fsdp_saves_twice_become_one(tmp_path: Path, weights: 
 EXPERTS = {"mixtral": (MixtralForCausalLM, MIXTRAL), "qwen2-moe": (Qwen2MoeForCausalLM, QWEN)}
 
 
-@pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
+@with_or_without_weights
 @pytest.mark.parametrize("name", EXPERTS)
 def test_fused_experts_get_the_names_of_files(tmp_path: Path, name: str, weights: bool) -> None:
     """Tensors are written in the form of save_pretrained."""

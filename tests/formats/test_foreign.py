@@ -34,10 +34,9 @@ from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.torchsave.records import FileRecord
 from tests.export import fsdp_run
-from tests.export.test_dcp import read_all
-from tests.export.test_safetensors import TOPOLOGIES, check_same, open_model
 from tests.properties.samples import PLAIN
 from tests.stream import test_full_tensors
+from tests.support.exports import TOPOLOGIES, check_same, open_model, read_all
 from tests.support.foreign import make_tree, write_dcp
 from tests.support.memory import clear_memory, put_folder
 from tests.synth import random_state

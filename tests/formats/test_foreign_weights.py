@@ -16,8 +16,8 @@ from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.model.storage import MODULE
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.stream.reader import AtomReader
-from tests.export.test_safetensors import check_same
 from tests.formats.test_foreign import open_it, read_whole
+from tests.support.exports import check_same
 
 
 def write_header(path: Path, header: Any, nbytes: int) -> None:

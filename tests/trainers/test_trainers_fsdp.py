@@ -14,9 +14,8 @@ from deepspeed_ucp.formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.export import foreign_run
-from tests.export.test_dcp import read_all
-from tests.export.test_safetensors import check_same
 from tests.support.covering import params
+from tests.support.exports import check_same, read_all
 
 pytest.importorskip("accelerate")
 
