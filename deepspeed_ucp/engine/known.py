@@ -32,14 +32,17 @@ Tests: ``test_engine_hook.py`` (all rows, offload, frozen parameters), ``test_en
 _HARMLESS = """
     stage offload_optimizer offload_param cpu_offload cpu_offload_param cpu_offload_use_pin_memory
     contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-    allgather_bucket_size allgather_sequential overlap_comm compute_grad_norm sub_group_size prefetch_bucket_size
+    allgather_bucket_size allgather_sequential overlap_comm sub_group_size prefetch_bucket_size
     param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
     gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save module_granularity_threshold
     use_all_reduce_for_fetch_params ignore_unused_parameters legacy_stage1 round_robin_gradients
     memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
     enable_sanity_checks leaf_module
 """
-"""Fields of ``zero_optimization`` that do not affect a save or its load, or that are part of the topology."""
+"""Fields of ``zero_optimization`` that do not affect a save or its load, or that are part of the topology.
+
+Without ``compute_grad_norm`` DeepSpeed's load fails halfway if the saved run clipped gradients.
+"""
 
 
 def list_unknown(target: Target, index: AtomicIndex | None = None) -> list[str]:

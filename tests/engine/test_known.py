@@ -13,9 +13,10 @@ from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts
 
 
 class Zero(BaseModel):
-    """Fields of ``zero_optimization``: a harmless one, one that changes saves, and one of a future release."""
+    """Fields of ``zero_optimization``: a harmless one, two that change saves or loads, and one of a future release."""
 
     reduce_bucket_size: int = 1
+    compute_grad_norm: bool = True
     elastic_checkpoint: bool = False
     other_layout: int = 0
 
@@ -62,6 +63,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     "reader": (make(engine={"checkpoint_engine": FastCheckpointEngine()}), "a FastCheckpointEngine"),
     "nvme": (make(("zero3", 3), topology={"offload": "nvme/none"}), "offload nvme/none"),
     "elastic": (make(zero=Zero(elastic_checkpoint=True)), "zero_optimization.elastic_checkpoint"),
+    "no norm": (make(zero=Zero(compute_grad_norm=False)), "zero_optimization.compute_grad_norm"),
     "release to come": (make(zero=Zero(other_layout=2)), "zero_optimization.other_layout"),
     "tensor parallelism at ZeRO 3": (make(("zero3", 3), topology={"tp": 2}), "tensor parallelism"),
     "degrees": (make(experts={"x": hold(2), "y": hold(4)}), "experts of other ranks or degrees"),
