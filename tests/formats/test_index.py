@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
 from tests.formats.atoms import check_atom, check_index
-from tests.formats.saves import STATES, make_files, open_files
+from tests.formats.saves import STATES, edit, make_files, open_alone, open_files
 from tests.support.cases import Case, cases
 from tests.support.reshard import examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, partition_layout, random_state, read_state, write_checkpoint
@@ -54,7 +55,7 @@ SMALL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)))
 def test_counters_scaler_and_clipping_are_taken_over(tmp_path: Path) -> None:
     run = Run(global_steps=12, global_samples=345, skipped_steps=2, clip_grad=0.5)
     path = write_checkpoint(tmp_path, SMALL, random_state(SMALL, 0, precision="fp16"), Topology(2, 3, "fp16"), run=run)
-    index = open_checkpoint(str(path), Comm())
+    index = open_alone(path)
     assert index.counters == {
         "global_steps": 12,
         "global_samples": 345,
@@ -87,6 +88,17 @@ def test_only_headers_are_read(tmp_path: Path, topology: Topology, legacy: bool)
     index = open_checkpoint(str(path), Comm(), Naming([[("a", True), ("b", True), ("c", False)]]))
     assert count_read_bytes() - before < size / 20
     assert sum(atom.nbytes for atom in index.atoms.values()) > size * 0.9
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(1, 2, "bf16", "bf16")], ids=lambda t: t.label)
+def test_older_releases_keep_parameters_without_elements_in_the_groups(tmp_path: Path, topology: Topology) -> None:
+    def keep(content: Any) -> None:
+        content["param_shapes"][1]["hollow"] = torch.Size((0, 2))
+        content["module"]["hollow"] = torch.empty(0, 2)
+
+    index = open_files(tmp_path, edit(STATES, keep)(make_files(SMALL, topology)))
+    check_atom(index, AtomKey("hollow", MASTER), torch.empty(0, 2))
+    assert index.groups[1].names == ("b", "hollow")
 
 
 def test_views_in_another_order_are_no_ties(tmp_path: Path) -> None:

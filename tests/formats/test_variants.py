@@ -5,6 +5,7 @@ ZenFlow, AutoEP, LoRA, offload, 1-bit Adam, MiCS (up to DeepSpeed 0.18) and Deep
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from deepspeed_ucp.formats.deepspeed.save import describe_offload
 from deepspeed_ucp.formats.open import survey_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MODULE, AtomKey
-from tests.formats.saves import STATES, assign, edit, find_states, make_files, open_files
+from tests.formats.saves import STATES, assign, edit, find_states, make_files, open_files, shard
 from tests.synth import Model, Param, Topology, write_files
 
 MODEL = Model((Param("a", (9, 5)), Param("frozen", (7,), frozen=True), Param("b", (17,), group=1)))
@@ -143,16 +144,22 @@ def test_where_a_configuration_offloads_to(zero: dict[str, Any], told: str) -> N
 def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int, tmp_path: Path) -> None:
     """1-bit Adam (up to DeepSpeed 0.18) pads its errors to the number of ranks, which may add nothing."""
     files = make_files(MODEL, Topology(1, 2))
-    for tree in (tree for name, tree in files.items() if "optim_states" in name):
+    for scale, tree in zip((1.0, math.nan), (files[shard(rank)] for rank in range(2)), strict=True):
         for state in find_states(tree)["state"].values():
+            state |= {"scale": scale, "fixed": math.nan}
             state |= {"worker_error": torch.zeros(len(state["exp_avg"]) + padding), "row": torch.zeros(3)}
         find_states(tree)["state"] |= {"common": {"rho": 1.0}, "empty": {}}
+        find_states(tree)["slow_state"] = {0: torch.ones(3)}
     index = open_files(tmp_path, files)
     told = "a compression error of rank 0; those of other ranks are not saved"
     assert index.irregular[AtomKey("a", "worker_error")] == told
     assert "shape (3,) where the parameter's part has" in index.irregular[AtomKey("a", "row")]
     assert not {"worker_error", "row"} & {key.state for key in index.atoms}
-    assert index.irregular[AtomKey("a", "common")] == "a dict of 2 parts"  # of the whole optimizer
+    told = "a number that differs between ranks, 1.0 on one and nan on another"
+    assert index.irregular[AtomKey("a", "scale")] == told
+    assert AtomKey("a", "fixed") not in index.irregular
+    for common in ("common", "slow_state"):  # of the whole optimizer
+        assert index.irregular[AtomKey("a", common)] == "a dict of 2 parts"
     assert AtomKey("a", "empty") not in index.irregular
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...model.flat import Shape
 from ...model.index import Use
-from ...model.storage import ITEMSIZE, count, strip_compiled
+from ...model.storage import count, strip_compiled
 from ...model.wrappers import Wrapper, find_wrapper
 from ...torchsave.records import FileRecord
 
@@ -45,19 +45,9 @@ class Piece:
         return count(self.shape)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor's elements."""
-        return self.numel * ITEMSIZE[self.dtype]
-
-    @property
     def contents(self) -> tuple[Shape, str, int, int, int | None]:
         """Fields that :func:`~deepspeed_ucp.model.are_alike` compares."""
         return self.shape, self.dtype, self.offset, self.record.nbytes, self.record.crc
-
-    def narrow(self, start: int, numel: int) -> Piece:
-        """Return elements [start, start + numel) of the flattened tensor."""
-        offset = self.offset + start * ITEMSIZE[self.dtype]
-        return Piece(self.record, offset, (numel,), self.dtype, self.fault)
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,8 +372,10 @@ class HeaderReader:
         params = [tuple(group.pop("params", ())) for group in groups]
         named = [group.pop("param_names", None) for group in groups]
         saved, members = inner.get("state", {}), list(map(_as_int, chain.from_iterable(params)))
-        known = {*members}
-        common = {str(key): describe(value) for key, value in saved.items() if value and key not in known}
+        known = {*members, "state", "param_groups"}
+        common = {
+            str(key): describe(value) for key, value in [*saved.items(), *inner.items()] if value and key not in known
+        }
         states = {key: self._read_states(saved.get(key, {})) for key in members}
         for key in members[:1]:  # states of the whole optimizer are recorded with its first parameter
             states[key] = replace(states[key], other=states[key].other | common)

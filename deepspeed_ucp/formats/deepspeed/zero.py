@@ -205,7 +205,7 @@ class _BufferAdder:
         """Add parameters without elements, which older releases keep in the groups."""
         for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True):
             if not count(shape):
-                empty = replace(shard.require_optim().masters[self.index].narrow(0, 0), shape=shape)
+                empty = replace(shard.require_optim().masters[self.index], shape=shape)
                 self.builder.add(self.rank, name, MASTER, shard, empty)
 
     def _add_batch(self, batch: FileBatch) -> None:
