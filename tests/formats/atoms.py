@@ -7,6 +7,9 @@ import torch
 
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, ITEMSIZE, MODULE, Atom, AtomKey, ParamKey
+from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
+from deepspeed_ucp.stream.reader import AtomReader
+from tests.support import wholes
 from tests.support.cases import Case
 from tests.synth import State
 
@@ -63,3 +66,8 @@ def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
     assert [set(group.names) for group in index.groups] == [set(names) for names in members]
     if saved.groups:
         assert [group.hyper for group in index.groups] == [dict(hyper) for hyper in saved.groups]
+
+
+def read_whole(index: AtomicIndex, atom: Atom) -> torch.Tensor:
+    with AtomReader(index) as reader:
+        return wholes.read_whole(reader, assemble_full_tensors(index).tensors[atom.key])

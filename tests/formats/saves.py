@@ -104,3 +104,7 @@ def find_states(content: Any) -> Any:
 def open_files(folder: Path, files: Files, naming: Naming | None = None, *, legacy: bool = False) -> AtomicIndex:
     write_files(folder, files, legacy=legacy)
     return open_checkpoint(str(folder), Comm(), naming)
+
+
+def open_alone(folder: Path | str) -> AtomicIndex:
+    return open_checkpoint(str(folder), Comm())

@@ -15,14 +15,13 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine_state import KEY, RANDOM_STATES
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.formats.deepspeed.gather import find_late_files
 from deepspeed_ucp.formats.findings import WARNING, Finding
 from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.rng import make_record
-from tests.formats.saves import Files, make_files, shard
+from tests.formats.saves import Files, make_files, open_alone, shard
 from tests.synth import Model, Param, Topology, write_files
 
 MODEL = Model((Param("a", (9, 5)), Param("b", (17,), group=1)))
@@ -63,7 +62,7 @@ def test_files_of_another_deepspeed_release_are_refused(tmp_path: Path, topology
     """The file that differs from most is named, also if it is rank 0's. No such mixture is sealed."""
     path = mix(tmp_path, set_release, rank, topology)
     with pytest.raises(CheckpointError, match=r"ds_version differs from that of .*\(0.0.1 ≠"):
-        open_checkpoint(str(path), Comm())
+        open_alone(path)
     assert all(f"zero_pp_rank_{rank}_" in finding.file for finding in look(path))
     with pytest.raises(CheckpointError, match="ds_version differs"):
         seal_folder(str(path), Comm())
@@ -74,7 +73,7 @@ def test_a_shard_in_another_form_of_archive_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, make())
     torch.save(make(1)[shard(1)], path / shard(1), _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="zero_pp_rank_1_.*form of its archive differs"):
-        open_checkpoint(str(path), Comm())
+        open_alone(path)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +92,7 @@ def test_values_that_may_differ_by_rank_are_a_warning(
     found = [finding for finding in look(path) if finding.kind == "foreign"]
     assert found and all(text in f.text and f.severity == WARNING and "rank_2" in f.file for f in found)
     assert all("may be of another" in f.text and "put the right one back" not in f.text for f in found)
-    open_checkpoint(str(path), Comm())
+    open_alone(path)
     assert "rank_2" in caplog.text
 
 
@@ -126,7 +125,7 @@ def test_files_written_hours_apart_are_a_warning(tmp_path: Path, caplog: pytest.
     assert (finding.kind, finding.severity) == ("times", WARNING)
     assert set(finding.names) == {shard(rank) for rank in (1, 2, 3)}
     assert "5 hours before the other files" in finding.text
-    open_checkpoint(str(path), Comm())
+    open_alone(path)
     assert "5 hours before" in caplog.text
 
 
@@ -217,7 +216,7 @@ def test_a_shard_of_another_run_breaks_the_seal(tmp_path: Path, topology: Topolo
     (finding,) = (finding for finding in look(path) if not finding.warning)
     assert (finding.kind, finding.file) == ("seal", name)
     with pytest.raises(CheckpointError, match=f"{name}: has .* is not the file that was sealed.*remove .*{SEAL}"):
-        open_checkpoint(str(path), Comm())
+        open_alone(path)
 
 
 def test_warnings_do_not_hide_a_broken_seal(tmp_path: Path) -> None:
@@ -226,7 +225,7 @@ def test_warnings_do_not_hide_a_broken_seal(tmp_path: Path) -> None:
     mix(tmp_path, lambda content: content["ds_config"].update(steps_per_print=7))
     assert {"seal", "foreign"} == {finding.kind for finding in look(path)}
     with pytest.raises(CheckpointError, match="is not the file that was sealed"):
-        open_checkpoint(str(path), Comm())
+        open_alone(path)
 
 
 @pytest.mark.parametrize("text", [None, "", '{"files": {"a": {"size": -1, "crc": 0}}}'])

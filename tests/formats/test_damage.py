@@ -13,7 +13,7 @@ import torch
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
-from deepspeed_ucp.formats import open_checkpoint, read_latest
+from deepspeed_ucp.formats import read_latest
 from deepspeed_ucp.formats.deepspeed.builder import Builder, SavedRank
 from deepspeed_ucp.formats.deepspeed.headers import FileHeader, Piece
 from deepspeed_ucp.formats.deepspeed.naming import Naming
@@ -26,10 +26,11 @@ from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io.store import open_regular
 from deepspeed_ucp.model.flat import Cut
 from deepspeed_ucp.torchsave.records import FileRecord
+from tests.formats.saves import STATES, open_alone, shard
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"count": torch.arange(3)})
-NAMES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+NAMES = (STATES, shard(0))
 
 
 @pytest.fixture(scope="module", params=["zip", "legacy"])
@@ -108,7 +109,7 @@ def test_equal_findings_of_many_files_are_merged(tmp_path: Path) -> None:
 
 # -- special files and hostile names ----------------------------------------------------------------------------------
 
-OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+OPTIM = shard(1)
 
 
 def bind(path: Path) -> None:
@@ -142,7 +143,7 @@ def test_special_files_in_place_of_a_state_file_are_named(
     (folder / OPTIM).unlink()
     ODD[kind](folder / OPTIM)
     with pytest.raises(CheckpointError, match=f"{OPTIM}: cannot be read|{OPTIM} is missing"):
-        open_checkpoint(str(folder), Comm())
+        open_alone(folder)
     assert [finding.file for finding in survey_checkpoint(str(folder), Comm()).findings] == [OPTIM]
     assert main(["verify", str(folder)]) == 1
     assert OPTIM in capsys.readouterr().out
@@ -152,9 +153,9 @@ def test_special_files_in_place_of_a_state_file_are_named(
 
 @pytest.mark.parametrize("kind", ODD)
 def test_special_files_of_no_save_are_ignored(folder: Path, kind: str) -> None:
-    ODD[kind](folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt")
+    ODD[kind](folder / shard(7))
     ODD[kind](folder.parent / "global_step9")
-    assert open_checkpoint(str(folder), Comm()).atoms
+    assert open_alone(folder).atoms
     assert find_checkpoint(str(folder.parent)) == str(folder)
 
 
@@ -166,7 +167,7 @@ def test_links_and_deeper_tags_are_followed(tmp_path: Path) -> None:
     os.rename(folder / OPTIM, tmp_path / "store" / "0f3a")
     (folder / OPTIM).symlink_to(tmp_path / "store" / "0f3a")
     (tmp_path / "link").symlink_to(folder)
-    assert open_checkpoint(str(tmp_path / "link"), Comm()).atoms
+    assert open_alone(tmp_path / "link").atoms
 
 
 @pytest.mark.parametrize("kind", sorted(set(ODD) - {"dangling"}))

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedError
-from deepspeed_ucp.formats import check_tag, find_tags, open_checkpoint, read_latest
+from deepspeed_ucp.formats import check_tag, find_tags, read_latest
 from deepspeed_ucp.formats.deepspeed.files import (
     NO_AXIS,
     SEAL,
@@ -32,9 +31,9 @@ from deepspeed_ucp.formats.latest import (
     list_older,
     list_unsealed,
 )
+from tests.formats.saves import STATES, open_alone, shard
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
-MODEL = "mp_rank_00_model_states.pt"
 TINY = Model((Param("a", (3, 5)),))
 
 
@@ -48,36 +47,35 @@ def list_sizes(folder: Path) -> dict[str, int]:
     return {name: entry.size for name, entry in list_entries(str(folder)).items()}
 
 
-OPTIM = "zero_pp_rank_%d_mp_rank_00_optim_states.pt"
 BF16_OPTIM = "bf16_zero_pp_rank_1_mp_rank_07_optim_states.pt"
 OLD_OPTIM = "zero_pp_rank_2_mp_rank_00optim_states.pt"
-COPIES = {rank: f"{OPTIM % rank}-{of}" for rank, of in enumerate(("0.2", "0.1", "1.2", "0.1"))}
+COPIES = {rank: f"{shard(rank)}-{of}" for rank, of in enumerate(("0.2", "0.1", "1.2", "0.1"))}
 SWAPS = [f"offloaded_tensors/rank03/{name}" for name in ("1_4.tensor.swp", "exp_avg-1_4.tensor.swp")]
 SORTED: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
-    ([MODEL, "mp_rank_103_model_states.pt"], {"model": {(0, 0): MODEL, (103, 0): "mp_rank_103_model_states.pt"}}),
+    ([STATES, "mp_rank_103_model_states.pt"], {"model": {(0, 0): STATES, (103, 0): "mp_rank_103_model_states.pt"}}),
     (
-        [MODEL, *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11))],
+        [STATES, *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11))],
         {"model_zero3": {(0, rank): f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11)}},
     ),
     (
-        [MODEL, OPTIM % 1, BF16_OPTIM, OLD_OPTIM],
-        {"optim": {("", 0, 1): OPTIM % 1, ("bf16_", 7, 1): BF16_OPTIM, ("", 0, 2): OLD_OPTIM}},
+        [STATES, shard(1), BF16_OPTIM, OLD_OPTIM],
+        {"optim": {("", 0, 1): shard(1), ("bf16_", 7, 1): BF16_OPTIM, ("", 0, 2): OLD_OPTIM}},
     ),
     (
-        [MODEL, "layer_01-model_states.pt", "layer_120-model_11-model_states.pt"],
+        [STATES, "layer_01-model_states.pt", "layer_120-model_11-model_states.pt"],
         {"layer": {(1, NO_AXIS): "layer_01-model_states.pt", (120, 11): "layer_120-model_11-model_states.pt"}},
     ),
     (  # of the fast writer on two sockets, with two ranks that write alone
-        [*(f"{MODEL}-{of}" for of in ("0.1", "1.2", "0.2")), *COPIES.values()],
+        [*(f"{STATES}-{of}" for of in ("0.1", "1.2", "0.2")), *COPIES.values()],
         {
-            "model": {(0, 0): f"{MODEL}-0.2"},
+            "model": {(0, 0): f"{STATES}-0.2"},
             "optim": {("", 0, rank): name for rank, name in COPIES.items()},
-            "copies": {f"{MODEL}-0.1": f"{MODEL}-0.2", f"{MODEL}-1.2": f"{MODEL}-0.2"},
+            "copies": {f"{STATES}-0.1": f"{STATES}-0.2", f"{STATES}-1.2": f"{STATES}-0.2"},
         },
     ),
-    ([MODEL, *SWAPS], {"swap": {SwapName(3, "", 1, 4): SWAPS[0], SwapName(3, "exp_avg", 1, 4): SWAPS[1]}}),
+    ([STATES, *SWAPS], {"swap": {SwapName(3, "", 1, 4): SWAPS[0], SwapName(3, "exp_avg", 1, 4): SWAPS[1]}}),
     *(
-        ([MODEL, f"{MODEL}{ending}"], {"model": {(0, 0): MODEL}, "copies": {}})
+        ([STATES, f"{STATES}{ending}"], {"model": {(0, 0): STATES}, "copies": {}})
         for ending in ("-0", "-0.", "-٣.4", "-0.2-0.2", f"-{'9' * 10}.1")
     ),
 ]
@@ -93,17 +91,17 @@ def test_files_get_their_roles(names: list[str], roles: dict[str, dict[Any, str]
     ("names", "kind", "text"),
     [
         ([], CheckpointError, "no model states found .* only nothing"),
-        ([OPTIM % 0], CheckpointError, f"only {OPTIM % 0}"),
+        ([shard(0)], CheckpointError, f"only {shard(0)}"),
         (
-            [MODEL, "layer_00-expert_01-model_01-model_states.pt"],
+            [STATES, "layer_00-expert_01-model_01-model_states.pt"],
             UnsupportedError,
             "layer_00-expert_01-model_01-model_states.pt belongs to .*axes of its own.*DeepSpeed's own load takes it",
         ),
-        ([f"{MODEL}-0.2", MODEL], CheckpointError, f"two saves .{MODEL}-0.2 and {MODEL}"),
+        ([f"{STATES}-0.2", STATES], CheckpointError, f"two saves .{STATES}-0.2 and {STATES}"),
         (
-            [f"{OPTIM % 0}-0.4", f"{OPTIM % 0}-0.2"],
+            [f"{shard(0)}-0.4", f"{shard(0)}-0.2"],
             CheckpointError,
-            f"two saves .{OPTIM % 0}-0.4 and {OPTIM % 0}-0.2",
+            f"two saves .{shard(0)}-0.4 and {shard(0)}-0.2",
         ),
     ],
     ids=["nothing", "no model states", "axes", "two writers", "two shards"],
@@ -133,10 +131,10 @@ def test_names_of_swap_files(name: str, expected: SwapName | None) -> None:
 
 
 def test_state_files_folders_and_swap_files_are_listed(tmp_path: Path) -> None:
-    touch(tmp_path, MODEL, "zero_to_fp32.py", "notes.txt", f"{OPTIM % 0}.tmp")
+    touch(tmp_path, STATES, "zero_to_fp32.py", "notes.txt", f"{shard(0)}.tmp")
     touch(tmp_path / "offloaded_tensors" / "rank03", "1_4.tensor.swp", "exp_avg-1_4.tensor.swp", "notes.txt")
     (tmp_path / "offloaded_tensors" / "rank03" / "5_6.tensor.swp").mkdir()
-    sizes = {MODEL: len(MODEL), "offloaded_tensors": -1, **{name: len(Path(name).name) for name in SWAPS}}
+    sizes = {STATES: len(STATES), "offloaded_tensors": -1, **{name: len(Path(name).name) for name in SWAPS}}
     assert list_sizes(tmp_path) == sizes
     with pytest.raises(CheckpointError, match="nowhere: cannot be listed .No such file"):
         list_sizes(tmp_path / "nowhere")
@@ -149,7 +147,7 @@ def test_latest_names_the_tag(tmp_path: Path) -> None:
     assert read_latest(str(tmp_path / "absent")) is None
     (tmp_path / "logs").mkdir()
     assert read_latest(str(tmp_path)) is None
-    touch(tmp_path / "global_step3", MODEL)
+    touch(tmp_path / "global_step3", STATES)
     (tmp_path / "latest_universal").write_text("global_step3_universal")
     assert read_latest(str(tmp_path)) == "global_step3_universal"
     (tmp_path / "latest").write_text("global_step3\n")
@@ -170,7 +168,7 @@ def test_latest_names_the_tag(tmp_path: Path) -> None:
 )
 def test_an_invalid_latest_is_refused(content: bytes | str | None, text: str, tmp_path: Path) -> None:
     for tag in ("global_step3", "global_step9"):
-        touch(tmp_path / tag, MODEL)
+        touch(tmp_path / tag, STATES)
     if isinstance(content, bytes):
         (tmp_path / "latest").write_bytes(content)
     elif content:
@@ -183,7 +181,7 @@ def test_an_invalid_latest_is_refused(content: bytes | str | None, text: str, tm
             read_latest(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", [MODEL, "ucp_manifest.json"], ids=["normal", "atomic"])
+@pytest.mark.parametrize("name", [STATES, "ucp_manifest.json"], ids=["normal", "atomic"])
 def test_the_folder_of_a_tag_is_a_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, below = tmp_path / "global_step3", tmp_path / "global_step3" / "global_step9"
     touch(own, name)
@@ -193,7 +191,7 @@ def test_the_folder_of_a_tag_is_a_checkpoint(name: str, tmp_path: Path, monkeypa
         assert os.path.samefile(find_folder(folder, "global_step3"), own)
         assert os.path.samefile(check_tag(folder, "global_step3"), find_checkpoint(folder))
     assert find_folder(str(own), "other") == str(own / "other")
-    touch(below, MODEL)  # a later save into the loaded folder, complete once `latest` names it
+    touch(below, STATES)  # a later save into the loaded folder, complete once `latest` names it
     assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step3", str(own))
     (own / "latest").write_text("global_step9")
     assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step9", str(below))
@@ -249,7 +247,7 @@ def test_an_unknown_tag_is_refused_with_the_known_ones(folder: str, tag: str, te
     touch(tmp_path / "weights", "model.safetensors")
     touch(tmp_path / "lost", "model.safetensors")
     (tmp_path / "lost" / "latest").write_text("x")
-    touch(tmp_path / "run" / "global_step3", MODEL)
+    touch(tmp_path / "run" / "global_step3", STATES)
     with pytest.raises(CheckpointError, match=text.format(tmp_path)):
         check_tag(str(tmp_path / folder), tag)
 
@@ -257,10 +255,10 @@ def test_an_unknown_tag_is_refused_with_the_known_ones(folder: str, tag: str, te
 @pytest.mark.parametrize("closed", ["", "a"], ids=["all", "one"])
 def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that cannot be listed is an error, except ``lost+found``: a run must not restart from scratch."""
-    touch(tmp_path / "b", MODEL)
-    touch(tmp_path / "a", OPTIM % 0)
+    touch(tmp_path / "b", STATES)
+    touch(tmp_path / "a", shard(0))
     touch(tmp_path / "c", "notes.txt")
-    touch(tmp_path, MODEL)
+    touch(tmp_path, STATES)
     (tmp_path / "lost+found").mkdir()
     scan, refused = os.scandir, [str(tmp_path / "lost+found")]
 
@@ -272,7 +270,7 @@ def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "scandir", look)
     assert find_tags(str(tmp_path)) == ["a", "b"]
     assert find_tags(str(tmp_path / "absent")) == find_tags(str(tmp_path / "c" / "notes.txt")) == []
-    (tmp_path / MODEL).unlink()
+    (tmp_path / STATES).unlink()
     refused.append(os.path.join(tmp_path, closed).rstrip("/"))
     with pytest.raises(OutOfReachError, match=r"cannot be listed \(Permission denied\)"):
         read_latest(str(tmp_path))
@@ -284,7 +282,7 @@ def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: 
 def test_tags_without_steps_are_ordered_by_their_first_times_in_all_places(tmp_path: Path) -> None:
     saves = {"here/c": 30, "there/b": 99, "nearby/b": 20, "there/later": 40, "there/a": 10, "here/run/x": 5}
     for tag, time in saves.items():
-        touch(tmp_path / tag, f"{MODEL}-0.1" if "x" in tag else MODEL)
+        touch(tmp_path / tag, f"{STATES}-0.1" if "x" in tag else STATES)
         for file in (tmp_path / tag).iterdir():
             os.utime(file, (time, time))
     places = [str(tmp_path / name) for name in ("here", "there", "nearby", "absent")]
@@ -303,12 +301,12 @@ def test_tags_are_ordered_by_step_then_seal_then_time(tmp_path: Path) -> None:
         for file in folder.iterdir():
             os.utime(file, (time, time))
     (tmp_path / "sealed" / SEAL).touch()
-    (tmp_path / "old" / (OPTIM % 7)).symlink_to("nowhere")
+    (tmp_path / "old" / shard(7)).symlink_to("nowhere")
     place = str(tmp_path)
     assert list_older([place], "final") == ["final", "sealed", "best", "copy", "old"]
     assert list_older([place], "best") == ["best", "sealed", "copy", "old"]
     assert find_newest(place) == "newer"
-    os.truncate(tmp_path / "best" / MODEL, 100)
+    os.truncate(tmp_path / "best" / STATES, 100)
     assert list_older([place], "best") == ["best", "newer", "final", "sealed", "copy"]  # `old` was written after it
     assert list_older([place], "final") == ["final", "sealed", "copy", "old"]
     assert find_age([str(tmp_path / "old")]) == (3, False, 99.0)
@@ -356,7 +354,7 @@ def test_files_named_by_sequence_parallel_rank(tmp_path: Path, topology: Topolog
     files = build_files(model, random_state(model, 0, precision=topology.precision), topology)
     write_files(tmp_path / "plain", files)
     write_files(tmp_path / "alst", name_by_sequence_rank(files, sp))
-    plain, index = (open_checkpoint(str(tmp_path / each), Comm()) for each in ("plain", "alst"))
+    plain, index = (open_alone(tmp_path / each) for each in ("plain", "alst"))
     assert index.topology == plain.topology
     assert index.atoms == plain.atoms
     if topology.stage == 3:
@@ -378,4 +376,4 @@ def test_missing_shards_of_tensor_parallel_ranks_are_not_taken_for_sequence_rank
     assert len(left) == len(files) - 2
     write_files(tmp_path, left)
     with pytest.raises(CheckpointError, match=r"zero_pp_rank_(0_mp_rank_01|1_mp_rank_00).* missing"):
-        open_checkpoint(str(tmp_path), Comm())
+        open_alone(tmp_path)

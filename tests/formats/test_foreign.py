@@ -29,13 +29,15 @@ from deepspeed_ucp.formats.foreign.contents import Contents, StoredTensor, Tenso
 from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.storage import MASTER, MODULE, Atom, AtomKey
+from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.torchsave.records import FileRecord
 from tests.export import fsdp_run
+from tests.formats.atoms import read_whole
+from tests.formats.saves import open_alone
 from tests.properties.samples import PLAIN
-from tests.stream import test_full_tensors
+from tests.support import wholes
 from tests.support.exports import TOPOLOGIES, check_same, open_model, read_all
 from tests.support.foreign import make_tree, write_dcp
 from tests.support.memory import clear_memory, put_folder
@@ -71,16 +73,6 @@ def put_deep(weights: Any, states: Any) -> Any:
     return {"app": {"model": weights, "optim": states, "epoch": 4}}
 
 
-def open_it(folder: Path) -> AtomicIndex:
-    return open_checkpoint(str(folder), Comm())
-
-
-def read_whole(index: AtomicIndex, atom: Atom) -> torch.Tensor:
-    full = assemble_full_tensors(index)
-    with AtomReader(index) as reader:
-        return test_full_tensors.read_whole(reader, full.tensors[atom.key])
-
-
 def check_index(index: AtomicIndex, trained: Any) -> None:
     """Weights, states, steps and groups by name."""
     model, optimizer = trained
@@ -110,7 +102,7 @@ def check_index(index: AtomicIndex, trained: Any) -> None:
 def test_model_and_optimizer_are_found_under_any_words(
     tmp_path: Path, trained: Any, outer: Callable[[Any, Any], Any], flatten: bool
 ) -> None:
-    check_index(open_it(save_dcp(tmp_path / "it", trained, outer=outer, flatten=flatten)), trained)
+    check_index(open_alone(save_dcp(tmp_path / "it", trained, outer=outer, flatten=flatten)), trained)
 
 
 @pytest.mark.parametrize("kept", [("metadata.json", "common.pt"), ("common.pt",), ()], ids=str)
@@ -120,11 +112,11 @@ def test_checkpoints_of_megatron_core_are_refused(tmp_path: Path, kept: Sequence
     for name in kept:
         (tmp_path / name).write_text("{}")
     with pytest.raises(UnsupportedError, match="Convert it with Megatron-Bridge to Hugging Face's format"):
-        open_checkpoint(str(tmp_path), Comm())
+        open_alone(tmp_path)
 
 
 def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
-    index = open_it(save_dcp(tmp_path / "it", trained, outer=lambda weights, _: {"model": weights}))
+    index = open_alone(save_dcp(tmp_path / "it", trained, outer=lambda weights, _: {"model": weights}))
     assert {key.state for key in index.atoms} == {MODULE}
     assert index.is_weights_alone
 
@@ -137,7 +129,7 @@ def test_states_without_their_weight_are_a_warning(
     def cut(weights: Any, states: Any) -> Any:
         return nest({name: held for name, held in weights.items() if name != lacking}, states)
 
-    open_it(save_dcp(tmp_path / "it", trained, outer=cut))
+    open_alone(save_dcp(tmp_path / "it", trained, outer=cut))
     text = "not loaded by the engine, since it is states of parameters without weights in the checkpoint"
     assert f"{text}: {lacking}" in caplog.text
 
@@ -149,7 +141,7 @@ def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tree = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     dcp.save(tree, checkpoint_id=tmp_path / "it", no_dist=True)
-    index = open_it(tmp_path / "it")
+    index = open_alone(tmp_path / "it")
     assert "get_state_dict" in index.stateless
     assert not index.is_weights_alone
 
@@ -160,7 +152,7 @@ def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path,
     held = states["state"]["first.weight"]
     states["state"]["first.weight"] = {**held, "exp_avg": held["exp_avg"].T.contiguous()}
     dcp.save(nest(weights, states), checkpoint_id=tmp_path / "it", no_dist=True)
-    index = open_it(tmp_path / "it")
+    index = open_alone(tmp_path / "it")
     assert index.irregular == {
         AtomKey("first.weight", "exp_avg"): "of shape (6, 64), its weight of (64, 6)",
     }
@@ -168,7 +160,24 @@ def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path,
     states["state"]["first.weight"]["fp32"] = held["exp_avg"].T.contiguous()
     dcp.save(nest(weights, states), checkpoint_id=tmp_path / "master", no_dist=True)
     with pytest.raises(CheckpointError, match="first.weight: the master is of shape"):
-        open_it(tmp_path / "master")
+        open_alone(tmp_path / "master")
+
+
+@pytest.mark.parametrize("kind", ["dcp", "state dict"])
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [(torch.ones(4, 3).t(), "its memory is not contiguous"), (torch._neg_view(torch.ones(2)), "torch's neg or conj")],
+    ids=["turned", "negated"],
+)
+def test_tensors_whose_bytes_are_not_their_elements_are_refused(
+    tmp_path: Path, kind: str, tensor: torch.Tensor, text: str
+) -> None:
+    if kind == "dcp":
+        dcp.save({"model": {"w": tensor}}, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        torch.save({"model": {"w": tensor}}, tmp_path / "model.pt")
+    with pytest.raises(UnsupportedError, match=rf"w\b.*: {text}"):
+        open_alone(tmp_path)
 
 
 def test_several_models_or_optimizers_are_ambiguous(tmp_path: Path, trained: Any) -> None:
@@ -181,15 +190,15 @@ def test_several_models_or_optimizers_are_ambiguous(tmp_path: Path, trained: Any
     }
     for name, tree in trees.items():
         dcp.save(tree, checkpoint_id=tmp_path / name, no_dist=True)
-    check_index(open_it(tmp_path / "average"), trained)
+    check_index(open_alone(tmp_path / "average"), trained)
     with pytest.raises(UnsupportedError, match=r"several models .*avg\., net\."):
-        open_it(tmp_path / "any")
+        open_alone(tmp_path / "any")
     with pytest.raises(UnsupportedError, match="several optimizers in it hold states of first.bias"):
-        open_it(tmp_path / "optimizers")
+        open_alone(tmp_path / "optimizers")
     for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):  # of Accelerate's
         dcp.save({"model": weights}, checkpoint_id=tmp_path / "two" / name, no_dist=True)
     with pytest.raises(CheckpointError, match="fsdp_0 and pytorch_model_fsdp_1 both hold"):
-        open_it(tmp_path / "two")
+        open_alone(tmp_path / "two")
 
 
 def test_files_of_another_step_or_time_are_a_warning(
@@ -205,20 +214,20 @@ def test_files_of_another_step_or_time_are_a_warning(
         for file in (tmp_path / "optimizer_0").iterdir():
             os.utime(file, (changed := file.stat().st_mtime - 3600 * hours, changed))
         caplog.clear()
-        open_it(tmp_path)
+        open_alone(tmp_path)
         found.append(("counts 4 steps, the optimizer 3" in caplog.text, "written 5 hours" in caplog.text))
     assert found == [(False, False), (True, False), (False, True)]
     for step in (2, 4):  # fp16 skips steps of the optimizer's, and never of the trainer's
         state.write_text(f'{{"global_step": {step}}}')
         (tmp_path / "scaler.pt").touch()
         caplog.clear()
-        open_it(tmp_path)
+        open_alone(tmp_path)
         assert (" steps, the optimizer " in caplog.text) is (step == 2)
     for step in (3, 4):
         tree = put_apart(weights, states) | {"train_state": {"step": torch.tensor(step, dtype=torch.int32)}}
         dcp.save(tree, checkpoint_id=tmp_path / str(step), no_dist=True)
         caplog.clear()
-        open_it(tmp_path / str(step))
+        open_alone(tmp_path / str(step))
         assert (f"counts {step} steps, the optimizer 3" in caplog.text) is (step == 4)
 
 
@@ -305,7 +314,7 @@ OTHER_TYPE = r"holds float32 .* model\.first\.weight .* The folder mixes"
 def test_contradictory_metadata_is_refused(saved: Path, change: Callable[[Any], None], text: str) -> None:
     change_metadata(saved, change)
     with pytest.raises((CheckpointError, UnsupportedError), match=text):
-        open_it(saved)
+        open_alone(saved)
 
 
 def _set_dtype(metadata: Any, dtype: torch.dtype) -> None:
@@ -320,7 +329,7 @@ def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
     tree["optim"]["param_groups"][0]["step"] = step
     write_dcp(tmp_path, tree, lambda tensor: [1] * tensor.dim())
     with pytest.raises((CheckpointError, UnsupportedError), match="for a step|is wanted|without its place"):
-        open_it(tmp_path)
+        open_alone(tmp_path)
 
 
 def test_contradictory_trees_are_refused(tmp_path: Path) -> None:
@@ -329,19 +338,19 @@ def test_contradictory_trees_are_refused(tmp_path: Path) -> None:
     (tmp_path / "groups").mkdir()
     write_dcp(tmp_path / "groups", tree, lambda tensor: [1])
     with pytest.raises(UnsupportedError, match="invalid literal for int"):
-        open_it(tmp_path / "groups")
+        open_alone(tmp_path / "groups")
     for name, size in (("pytorch_model_fsdp_0", 2), ("optimizer_0", 3)):
         (tmp_path / "two" / name).mkdir(parents=True)
         write_dcp(tmp_path / "two" / name, {"model": {"a": torch.ones(size)}}, lambda tensor: [1])
     with pytest.raises(CheckpointError, match=r"model\.a as float32 of shape \(3,\) and as float32 of shape \(2,\)"):
-        open_it(tmp_path / "two")
+        open_alone(tmp_path / "two")
 
 
 def test_moments_may_be_of_another_element_type_than_weights(tmp_path: Path) -> None:
     tree = make_tree(PLAIN, random_state(PLAIN, 0))
     tree["model"]["a.weight"] = tree["model"]["a.weight"].bfloat16()
     write_dcp(tmp_path, tree, lambda tensor: [2, 2][: tensor.dim()])
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     expected = {"fp32": tree["model"]["a.weight"], "exp_avg": tree["optim"]["state"]["a.weight"]["exp_avg"]}
     for state, tensor in expected.items():
         check_same({"it": read_whole(index, index.atoms["a.weight", state, 0])}, {"it": tensor})
@@ -355,7 +364,7 @@ class Harm:
 def test_no_code_of_a_metadata_file_runs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(saved)
     change_metadata(saved, lambda metadata: metadata.planner_data.update(x=Harm()))
-    open_it(saved)
+    open_alone(saved)
     assert not (saved / "harm").exists()
 
 
@@ -365,22 +374,22 @@ def test_whole_weights_with_an_optimizer_file(tmp_path: Path, trained: Any) -> N
     torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
     save_file(weights, tmp_path / "model.safetensors")
     torch.save(states, tmp_path / "optimizer.bin")
-    check_index(open_it(tmp_path), trained)
+    check_index(open_alone(tmp_path), trained)
     assert verify_checkpoint(str(tmp_path)).whole
     torch.save(trained[1].state_dict(), tmp_path / "optimizer.bin")
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     assert "numbers, not names" in index.stateless and not index.is_weights_alone
     for odd in ([1], {"state": {}}):
         torch.save(odd, tmp_path / "optimizer.bin")
         with pytest.raises(UnsupportedError, match="not an optimizer's"):
-            open_it(tmp_path)
+            open_alone(tmp_path)
 
 
 def test_model_states_make_a_folder_deepspeeds(tmp_path: Path, trained: Any) -> None:
     folder = save_dcp(tmp_path / "it", trained, outer=nest)
     (folder / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError, match="mp_rank_00"):
-        open_it(folder)
+        open_alone(folder)
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
@@ -444,7 +453,7 @@ def test_of_a_store_it_is_the_same(saved: Path) -> None:
     """Headers are asked for ahead, as pieces of large files."""
     clear_memory()
     put_folder(saved, "memory://foreign/it")
-    here, there = open_it(saved), open_checkpoint("memory://foreign/it", Comm())
+    here, there = open_alone(saved), open_checkpoint("memory://foreign/it", Comm())
     assert there.records == here.records
     assert there.atoms.keys() == here.atoms.keys()
     assert (there.scalars, there.groups) == (here.scalars, here.groups)
@@ -458,14 +467,14 @@ def test_an_export_can_be_opened(tmp_path: Path, layout: str) -> None:
     """Masters, states, steps and hyper-parameters of a DeepSpeed save that has been exported."""
     index = open_model(tmp_path, TOPOLOGIES[0])
     export_dcp(index, str(tmp_path / "out"), options=ExportOptions(), layout=layout)
-    back = open_it(tmp_path / "out")
+    back = open_alone(tmp_path / "out")
     assert back.scalars == index.scalars
     ours, theirs = assemble_full_tensors(index), assemble_full_tensors(back)
     trained = {key for key in ours.tensors if key.state not in (MODULE,)}
     assert trained <= theirs.tensors.keys()
     with AtomReader(index) as one, AtomReader(back) as other:
         for key in trained:
-            read = test_full_tensors.read_whole
+            read = wholes.read_whole
             check_same({"it": read(other, theirs.tensors[key])}, {"it": read(one, ours.tensors[key])})
     lrs = {name: group.hyper["lr"] for group in index.groups for name in group.names}
     assert {name: group.hyper["lr"] for group in back.groups for name in group.names} == lrs
@@ -513,7 +522,7 @@ def test_weights_of_an_adapter_get_the_names_of_its_states(tmp_path: Path, adapt
     state = {name: {"exp_avg": weight.clone(), "step": torch.tensor(3.0)} for name in live}
     optim = {"state": state, "param_groups": [{"lr": 0.1, "params": live}]}
     dcp.save({"model": weights, "optim": optim}, checkpoint_id=tmp_path, no_dist=True)
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     assert {key.name for key in index.atoms} == {*live}
     assert torch.equal(read_whole(index, index.atoms[AtomKey(live[0], MASTER)]), weight + 1)
     assert "adapter" in index.dropped
@@ -523,5 +532,5 @@ def test_weights_of_a_base_keep_their_names(tmp_path: Path) -> None:
     """A model's tensor may have a name of PEFT's files."""
     weights = {"a.lora_A.weight": torch.zeros(2), "a.weight": torch.zeros(2)}
     dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     assert {key.name for key in index.atoms} == {*weights} and not index.dropped

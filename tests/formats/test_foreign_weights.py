@@ -16,7 +16,8 @@ from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.model.storage import MODULE
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.stream.reader import AtomReader
-from tests.formats.test_foreign import open_it, read_whole
+from tests.formats.atoms import read_whole
+from tests.formats.saves import open_alone
 from tests.support.exports import check_same
 
 
@@ -72,7 +73,7 @@ def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, says: st
     """Of 20 bytes of data: holes, overlaps, invalid numbers, ambiguous JSON. The message has one line."""
     write_header(tmp_path / "model.safetensors", header, 20)
     with pytest.raises((CheckpointError, UnsupportedError), match=says) as found:
-        open_it(tmp_path)
+        open_alone(tmp_path)
     assert str(found.value).isprintable() and len(str(found.value)) < 500
 
 
@@ -85,12 +86,12 @@ def test_special_files_are_refused(tmp_path: Path, name: str, target: str | None
         save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
     (tmp_path / name).symlink_to(target) if target else os.mkfifo(tmp_path / name)
     with pytest.raises(CheckpointError, match="FIFO|device|No such file"):
-        open_it(tmp_path)
+        open_alone(tmp_path)
 
 
 def test_a_file_truncated_after_its_header_was_read(tmp_path: Path) -> None:
     save_file({"a": torch.ones(9), "b": torch.ones(9)}, tmp_path / "model.safetensors")
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 20)
     with pytest.raises(CheckpointError, match="truncated since"):
         read_whole(index, index.atoms["b", MODULE, 0])
@@ -104,13 +105,13 @@ def test_numbered_files_without_an_index(tmp_path: Path, kind: str) -> None:
     last = tmp_path / f"{stem}-00002-of-00002.{kind}"
     save({"a": torch.ones(2)}, tmp_path / f"{stem}-00001-of-00002.{kind}")
     save({"b": torch.ones(3)}, last)
-    assert {key.name for key in open_it(tmp_path).atoms} == {"a", "b"}
+    assert {key.name for key in open_alone(tmp_path).atoms} == {"a", "b"}
     save({"a": torch.ones(2)}, last)
     with pytest.raises(CheckpointError, match="a is in .* and in another file"):
-        open_it(tmp_path)
+        open_alone(tmp_path)
     last.unlink()
     with pytest.raises(CheckpointError, match=f"{last.name} missing"):
-        open_it(tmp_path)
+        open_alone(tmp_path)
 
 
 def test_ties_across_files_are_no_ties(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_ties_across_files_are_no_ties(tmp_path: Path) -> None:
     torch.save({"embed": old, "head": old}, tmp_path / "pytorch_model-2.bin")
     files = {"embed": "pytorch_model-1.bin", "head": "pytorch_model-2.bin"}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     read = {name: read_whole(index, index.atoms[name, MODULE, 0]) for name in ("embed", "head")}
     check_same(read, {"embed": new, "head": old})
 
@@ -174,7 +175,7 @@ def test_contradictory_files_are_refused(
     for name, content in files.items():
         write_content(tmp_path / name, content)
     with pytest.raises(kind, match=text):
-        open_it(tmp_path)
+        open_alone(tmp_path)
 
 
 def test_contents_next_to_a_state_dict_are_ignored_with_a_warning(
@@ -183,7 +184,7 @@ def test_contents_next_to_a_state_dict_are_ignored_with_a_warning(
     """As scripts save them."""
     tree = {"model": {**ONE, "b": object}, "optimizer_state_dict": {"state": {}}, "module": OTHER, "epoch": 3}
     torch.save(tree, tmp_path / "model.pt")
-    assert [key.name for key in open_it(tmp_path).atoms] == ["a"]
+    assert [key.name for key in open_alone(tmp_path).atoms] == ["a"]
     text = "not in the model's state dict: 'b', 'optimizer_state_dict', 'module', 'epoch'."
     assert [text in line for line in caplog.messages] == [True]
 
@@ -193,7 +194,7 @@ def test_ties_of_a_state_dict(tmp_path: Path) -> None:
     weight = torch.randn(3, 2)
     saved = {"embed": weight, "head": weight, "bias": torch.zeros(0), "": torch.ones(2)}
     torch.save(saved, tmp_path / "pytorch_model.bin")
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     assert index.aliases == {"head": "embed"}
     read = {name: read_whole(index, index.atoms[name, MODULE, 0]) for name in ("embed", "")}
     check_same(read, {name: saved[name] for name in read})
@@ -204,7 +205,7 @@ def test_tensors_that_share_a_storage(tmp_path: Path) -> None:
     storage = torch.arange(6.0)
     saved = {"a": storage[:2], "b": storage[2:].view(2, 2)}
     torch.save(saved, tmp_path / "pytorch_model.bin")
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     check_same({name: read_whole(index, index.atoms[name, MODULE, 0]) for name in saved}, saved)
 
 
@@ -243,7 +244,7 @@ def test_the_model_of_transformers_is_chosen_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, taken: list[str], left: list[str]
 ) -> None:
     write_files(tmp_path, *taken, *left)
-    index = open_it(tmp_path)
+    index = open_alone(tmp_path)
     assert {Path(file.path).name for file in index.files} == {*taken} - {WEIGHTS}
     (told,) = [line for line in caplog.messages if "not read" in line]
     assert all(name in told for name in left if name != WEIGHTS)
@@ -256,7 +257,7 @@ def test_a_variant_alone_and_links_of_the_hubs_cache_are_the_model(
     (tmp_path / "snapshots" / "abc").mkdir(parents=True)
     (tmp_path / "snapshots" / "abc" / "model.safetensors").symlink_to("../../model.fp16.safetensors")
     for folder in (tmp_path, tmp_path / "snapshots" / "abc"):
-        index = open_it(folder)
+        index = open_alone(folder)
         assert [key.name for key in index.atoms] == ["model"]
         with AtomReader(index) as reader:
             assert reader.read_want(Want(next(iter(index.atoms.values())), 0, 2)) == b"\0\0\x80\x3f" * 2
@@ -281,13 +282,13 @@ def test_quantized_weights_are_refused(tmp_path: Path, config: object, name: str
     if config:
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     with pytest.raises(UnsupportedError, match=rf"quantized \({text}\).*dequantize"):
-        open_it(tmp_path)
+        open_alone(tmp_path)
 
 
 def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:
     torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.bin")
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert [key.name for key in open_it(tmp_path).atoms] == ["base_model.model.q.lora_A.default.weight"]
+    assert [key.name for key in open_alone(tmp_path).atoms] == ["base_model.model.q.lora_A.default.weight"]
 
 
 def test_states_by_number_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,6 +296,6 @@ def test_states_by_number_are_ignored_with_a_warning(tmp_path: Path, caplog: pyt
     write_files(tmp_path, "model.safetensors")
     for name in ("optimizer.pt", "scheduler.pt"):
         (tmp_path / name).write_bytes(b"")
-    open_it(tmp_path)
+    open_alone(tmp_path)
     assert [line for line in caplog.messages if "optimizer.pt" in line and "states by number" in line]
     assert [line for line in caplog.messages if "scheduler.pt" in line and "neither" in line]

@@ -17,7 +17,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.tags import look_at_tag
 from deepspeed_ucp.examine.verify import verify_checkpoint
-from deepspeed_ucp.formats import check_tag, find_tags, open_checkpoint
+from deepspeed_ucp.formats import check_tag, find_tags
 from deepspeed_ucp.formats.deepspeed.files import resolve_published
 from deepspeed_ucp.formats.deepspeed.seal import remove_seal
 from deepspeed_ucp.formats.latest import find_age, find_checkpoint, holds_foreign, is_sealed
@@ -27,12 +27,11 @@ from deepspeed_ucp.load import choice
 from deepspeed_ucp.saves.places import find_mark
 from deepspeed_ucp.saves.publishing import remove_tag
 from tests.convert.conversions import write_source
+from tests.formats.saves import STATES, open_alone, shard
 from tests.support.conversion import convert_checkpoint
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,))))
-STATES = "mp_rank_00_model_states.pt"
-OPTIM = "zero_pp_rank_%d_mp_rank_00_optim_states.pt"
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     plain = write_checkpoint(tmp_path / "plain", MODEL, random_state(MODEL, 0), topology)
     fast = write_checkpoint(tmp_path / "fast", MODEL, random_state(MODEL, 0), topology)
     for rank, writer in enumerate(("0.2", "0.1", "1.2", "0.1")):
-        (fast / (OPTIM % rank)).rename(fast / f"{OPTIM % rank}-{writer}")
+        (fast / shard(rank)).rename(fast / f"{shard(rank)}-{writer}")
     for writer in ("0.1", "1.2"):
         (fast / f"{STATES}-{writer}").write_bytes((fast / STATES).read_bytes())
     (fast / STATES).rename(fast / f"{STATES}-0.2")
@@ -59,12 +58,12 @@ def test_other_ranks_copies_are_told_and_keep_nothing_from_being_loaded(folders:
     assert len(found.files) == 7
 
 
-@pytest.mark.parametrize("name", [f"{STATES}-0.2", f"{OPTIM % 2}-1.2"])
+@pytest.mark.parametrize("name", [f"{STATES}-0.2", f"{shard(2)}-1.2"])
 def test_what_is_damaged_is_named(folders: tuple[Path, Path], name: str) -> None:
     path = folders[1] / name
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(CheckpointError, match=f"{name}: no zip directory"):
-        open_checkpoint(str(folders[1]), Comm())
+        open_alone(folders[1])
 
 
 def write_over(folder: Path, model: Model, writer: str) -> Path:
@@ -91,13 +90,13 @@ def test_a_save_into_an_older_tag_says_what_to_do(tmp_path: Path, rows: int, wri
     write_over(tmp_path, Model((Param("a", (300, 5)),)), "0.2")
     tag = write_over(tmp_path, Model((Param("a", (rows, 5)),)), writer)
     with pytest.raises(CheckpointError, match=words):
-        open_checkpoint(str(tag), Comm())
+        open_alone(tag)
 
 
 def test_what_is_missing_is_named(folders: tuple[Path, Path]) -> None:
-    (folders[1] / f"{OPTIM % 3}-0.1").unlink()
-    with pytest.raises(CheckpointError, match=f"{OPTIM % 3} is missing"):
-        open_checkpoint(str(folders[1]), Comm())
+    (folders[1] / f"{shard(3)}-0.1").unlink()
+    with pytest.raises(CheckpointError, match=f"{shard(3)} is missing"):
+        open_alone(folders[1])
 
 
 def test_a_seal_and_a_conversion_take_them(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -107,9 +106,9 @@ def test_a_seal_and_a_conversion_take_them(folders: tuple[Path, Path], tmp_path:
         convert_checkpoint(str(folder), str(destination))
     left, right = ({p.relative_to(m): p.read_bytes() for p in m.rglob("*.pt")} for m in made)
     assert left == right
-    (folders[1] / f"{OPTIM % 0}-0.2").write_bytes((folders[0] / (OPTIM % 0)).read_bytes() + b"\0")
+    (folders[1] / f"{shard(0)}-0.2").write_bytes((folders[0] / shard(0)).read_bytes() + b"\0")
     with pytest.raises(CheckpointError):
-        open_checkpoint(str(folders[1]), Comm())
+        open_alone(folders[1])
 
 
 # -- a tag whose files are in a folder below it -----------------------------------------------------------------------
@@ -135,7 +134,7 @@ def test_a_published_tag_is_found_and_read(tag: Path, tmp_path: Path) -> None:
     place, name = str(tmp_path), tag.name
     assert find_tags(place) == [name] and check_tag(place, name) == str(tag) and find_checkpoint(place) == str(tag)
     assert not holds_foreign(str(tag)) and is_sealed([place], name) and find_mark(place, name)
-    index = open_checkpoint(str(tag), Comm())
+    index = open_alone(tag)
     assert {os.path.dirname(file.path) for file in index.files} == {str(tag / INSIDE)}
     age = find_age([str(tag)])
     assert age.sealed and age.step == index.counters["global_steps"] and age.time > 0
@@ -148,9 +147,7 @@ def test_files_of_an_earlier_save_in_the_tag_do_not_count(tag: Path, tmp_path: P
     for path in (tag / INSIDE).iterdir():
         (tag / path.name).write_bytes(b"of another save")
         os.utime(tag / path.name, (1, 1))
-    assert (
-        open_checkpoint(str(tag), Comm()) and verify_checkpoint(str(tag)).whole and is_sealed([str(tmp_path)], tag.name)
-    )
+    assert open_alone(tag) and verify_checkpoint(str(tag)).whole and is_sealed([str(tmp_path)], tag.name)
 
 
 def test_an_unpublished_folder_is_not_read(tag: Path, tmp_path: Path) -> None:
@@ -158,7 +155,7 @@ def test_an_unpublished_folder_is_not_read(tag: Path, tmp_path: Path) -> None:
     (tag / "ucp_published.json").unlink()
     assert find_tags(str(tmp_path)) == [] and not is_sealed([str(tmp_path)], tag.name)
     with pytest.raises(CheckpointError, match="no model states"):
-        open_checkpoint(str(tag), Comm())
+        open_alone(tag)
 
 
 def test_a_save_into_a_local_copy_of_it(tag: Path) -> None:
@@ -167,16 +164,16 @@ def test_a_save_into_a_local_copy_of_it(tag: Path) -> None:
     for path in (tag.parent / "later").rglob("*.pt"):
         path.rename(tag / path.name)
     with pytest.raises(CheckpointError, match=r"files of two saves.*remove ucp_published\.json"):
-        open_checkpoint(str(tag), Comm())
+        open_alone(tag)
     remove_seal(str(tag))  # a save with the plugin does
-    assert {os.path.dirname(file.path) for file in open_checkpoint(str(tag), Comm()).files} == {str(tag)}
+    assert {os.path.dirname(file.path) for file in open_alone(tag).files} == {str(tag)}
 
 
 @pytest.mark.parametrize("name", ["..", ".ucp-save-a/../..", "/etc", "other", "", 3, None, ".ucp-save-/x"])
 def test_invalid_folder_names_are_refused(name: object, tag: Path) -> None:
     (tag / "ucp_published.json").write_text(json.dumps({"folder": name}))
     with pytest.raises(CheckpointError, match=r"ucp_published\.json"):
-        open_checkpoint(str(tag), Comm())
+        open_alone(tag)
 
 
 def test_the_commands_take_it(tag: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +192,7 @@ def test_it_is_removed(tag: Path, tmp_path: Path) -> None:
 
 
 def test_deepspeed_cannot_load_it(tag: Path) -> None:
-    index = open_checkpoint(str(tag), Comm())
+    index = open_alone(tag)
     assert choice._list_elsewhere(index, str(tag)) == [choice._BELOW]
     assert "below the tag" in choice._BELOW
     assert choice._list_elsewhere(index, resolve_published(str(tag))) == []

@@ -34,6 +34,7 @@ from tests.formats.saves import (
     edit,
     find_states,
     make_files,
+    open_alone,
     open_files,
     shard,
 )
@@ -247,7 +248,9 @@ def test_refused(kind: type[UcpError], row: tuple[str, Model, Topology, Change, 
 
 
 @pytest.mark.parametrize(
-    ("model", "topology"), [*KINDS, (PIPE, Topology(1, 1, tp=1, pp=2)), (PIPE, Topology(1, 1, tp=2, pp=2))], ids=str
+    ("model", "topology"),
+    [*KINDS, (PIPE, Topology(1, 1, tp=1, pp=2)), (PIPE, Topology(1, 1, tp=2, pp=2))],
+    ids=lambda each: each.label if isinstance(each, Topology) else "",
 )
 def test_any_missing_file_of_a_further_rank_or_layer_is_named(tmp_path: Path, model: Model, topology: Topology) -> None:
     files = make_files(model, topology)
@@ -261,7 +264,7 @@ def test_a_copy_of_another_ranks_legacy_file_is_recognised_by_its_parts(tmp_path
     write_files(tmp_path, make_files(MODEL, ZERO1), legacy=True)
     shutil.copy(tmp_path / shard(1), tmp_path / shard(2))
     with pytest.raises(CheckpointError, match=f"{shard(2)}: holds other parts of group 0"):
-        open_checkpoint(str(tmp_path), Comm())
+        open_alone(tmp_path)
 
 
 @pytest.mark.parametrize(

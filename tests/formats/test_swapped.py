@@ -21,6 +21,7 @@ from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
 from tests.convert.conversions import read_bytes
 from tests.formats.atoms import check_index
+from tests.formats.saves import open_alone
 from tests.support.cases import Case
 from tests.support.conversion import convert_checkpoint
 from tests.support.ranks import run_ranks
@@ -80,7 +81,7 @@ def write(
 
 def open_folder(folder: Path, size: int = 1) -> AtomicIndex:
     if size == 1:
-        return open_checkpoint(str(folder), Comm())
+        return open_alone(folder)
     return run_ranks(size, lambda _rank, comm: open_checkpoint(str(folder), comm))[0]
 
 

@@ -58,6 +58,9 @@ def nest(levels: int) -> bytes:
     return b"K\x01\x85" + b"2\x86" * levels
 
 
+DEEP = 1_500
+"""Levels of nesting, more than Python's recursion allows."""
+
 REDUCE_SET = b"c__builtin__\nset\n"
 
 
@@ -105,10 +108,10 @@ BOMBS = {
     + b"K\x01tQ",
     "a memo index": b"Nr\xff\xff\xff\x07",
     "a long memo index": b"Np99999999999999999999\n",
-    "a deep list": b"]" * 3_000 + b"a" * 2_999,
-    "a deep tuple": b")" + b"\x85" * 3_000,
-    "a deep call": b"cos\nsystem\n" + b")R" * 3_000,
-    "a deep key": b"})" + b"\x85" * 3_000 + b"Ns",
+    "a deep list": b"]" * DEEP + b"a" * (DEEP - 1),
+    "a deep tuple": b")" + b"\x85" * DEEP,
+    "a deep call": b"cos\nsystem\n" + b")R" * DEEP,
+    "a deep key": b"})" + b"\x85" * DEEP + b"Ns",
     "a call's arguments": b"cos\nsystem\n" + nest(60) + b"R",
     "a state": b"cargparse\nNamespace\n)\x81" + nest(60) + b"b",
     "a set of a bomb": REDUCE_SET + b"](" + nest(60) + b"e\x85R",
@@ -126,7 +129,7 @@ BOMBS = {
     "a long integer": b"\x8b\xff\xff\xff\x7fabc",
     "a long number": b"I" + b"9" * 100_000 + b"\n",
     "a large integer": b"\x8b\x40\x0d\x03\x00" + b"\x7f" * 200_000,
-    "many views of a long shape": b"(" + b"K\x01" * 10_000 + b"tq\x00" + b"ctorch\nSize\nh\x00\x85R0" * 2_000 + b"N",
+    "many views of a long shape": b"(" + b"K\x01" * 10_000 + b"tq\x00" + b"ctorch\nSize\nh\x00\x85R0" * 1_000 + b"N",
     "a long frame": b"\x95\xff\xff\xff\xff\xff\xff\xff\xff",
 }
 ALLOCATING = ("bytearray", "bytes", "a new bytearray", "an array", "an array with keywords")

@@ -20,10 +20,10 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.io import objects
 from deepspeed_ucp.io.objects import ObjectStore
-from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, AtomKey, ParamKey
 from deepspeed_ucp.tensor_parallel.kinds import ShardH, ShardV
 from deepspeed_ucp.tensor_parallel.recorded import read_pattern
+from tests.formats.saves import open_alone
 from tests.support.contents import check_content, check_reads
 from tests.support.memory import clear_memory, put_folder
 from tests.support.ranks import Apart, run_ranks
@@ -71,10 +71,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Topology], Path]
 def folder(made: Callable[[Topology], Path], tmp_path: Path) -> Path:
     """A copy, to be damaged."""
     return Path(shutil.copytree(made(ZERO1), tmp_path / "universal"))
-
-
-def open_alone(folder: Path) -> AtomicIndex:
-    return open_checkpoint(str(folder), Comm())
 
 
 SOURCES = [ZERO1, Topology(2, 3, "fp16", round_robin=True), Topology(1, 2, "bf16", "bf16"), Topology(1, 4), ZERO3]
