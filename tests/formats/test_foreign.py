@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -432,6 +433,14 @@ def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
     grid = [(row, column, half, 2) for column in (0, 2) for row in (0, half)]
     (atom,) = make_index(*make_tensor(tmp_path, (10**9, 4), *grid)).atoms.values()
     assert [piece.start for piece in atom.shards[0].list_fragments(atom.state)] == [0, 2, half * 4, half * 4 + 2]
+
+
+def test_a_block_beyond_its_record_is_refused(tmp_path: Path) -> None:
+    held, table = make_tensor(tmp_path, (4, 4), (0, 0, 4, 4))
+    tensor = held.weights["w"]
+    moved = replace(tensor, chunks=(replace(tensor.chunks[0], begin=4),))
+    with pytest.raises(CheckpointError, match="w: 64 bytes do not fit into 64 of the file's 64"):
+        make_index(replace(held, weights={"w": moved}), table)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,13 @@ def _lay_out(
     partition = None if sharded else _count_elements(shards[0].require_optim(), index)
     if known and (sharded or (known[0].partition, known[0].parts) == (partition, len(shards))):
         return known
-    gaps = optim.alignment[index] if optim.alignment else ()
+    gaps = optim.alignment[index] if index < len(optim.alignment) else ()
+    if optim.alignment and len(gaps) != len(share.local):
+        raise CheckpointError(
+            f"records the padding behind {len(gaps)} parameters of group {index}, the model states list "
+            f"{len(share.local)}. The file belongs to another run; put the right one back.",
+            path=builder.save.path(shards[0]),
+        )
     names, shapes = tuple(share.local), tuple(share.local.values())
     (buffer,) = optim.traits.lay_out(owner if sharded else index, names, shapes, len(shards), partition, gaps)
     cuts = () if sharded else map(buffer.cuts, range(buffer.parts))
@@ -355,7 +361,8 @@ class _BufferAdder:
 
 def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
     offloaded = not describe_offload(save.zero).startswith("none/")
-    return MOMENTUM in optim.traits.list_whole(optim.groups[optim.owners[index]], offloaded=offloaded)
+    hyper = optim.groups[optim.owners[index]] if index < len(optim.owners) else {}
+    return MOMENTUM in optim.traits.list_whole(hyper, offloaded=offloaded)
 
 
 def _count_elements(optim: OptimHeader, index: int) -> int:
