@@ -21,7 +21,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.transfer import Transfer
 from tests.support.covering import stride
-from tests.support.damage import flip
+from tests.support.damage import flip, flip_bit
 from tests.support.direct import (
     PLAIN,
     REFUSED,
@@ -32,7 +32,6 @@ from tests.support.direct import (
     change_file,
     check_loaded,
     check_untouched,
-    damage,
     have_memory,
     run_load,
     start,
@@ -57,7 +56,7 @@ def test_a_damaged_record_leaves_the_engine_as_it_was(
     if trained:
         take_a_step(rank.wrapped)
     before, index = keep_values([rank]), open_for(path, rank)
-    damage(index, name, state)
+    flip_bit(index, name, state)
     with pytest.raises(CheckpointError, match=r"states.pt: the \d+ bytes at \d+ have CRC32 .* damaged"):
         run_load(index, rank)
     assert all(now.equal(old) for now, old in zip(list_tensors(rank), before, strict=True))
@@ -69,7 +68,7 @@ def test_a_damaged_copy_of_the_module_is_not_given_to_custom_load_fn(tmp_path: P
     path, _ = write(tmp_path, Topology(1, 3, "bf16"))
     rank, given = FakeTarget(PLAIN, Topology(2), 0), dict[str, Any]()
     index, engine = open_for(path, rank), FakeEngine(rank)
-    damage(index, "a", "copy")
+    flip_bit(index, "a", "copy")
     with pytest.raises(CheckpointError, match="Nothing was changed"):
         run_load(index, rank, engine=engine, custom_load_fn=lambda src, dst: given.update(src))
     assert not given and not find_state(engine).broken
@@ -196,7 +195,7 @@ def test_a_file_that_changes_after_verification(
     path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     index, engine = open_for(path, rank), FakeEngine(rank, steps=1)
-    after_verification(monkeypatch, lambda: damage(index, name, "fp32"))
+    after_verification(monkeypatch, lambda: flip_bit(index, name, "fp32"))
     if passes == 1:
         run_load(index, rank, engine=engine)
         check_loaded([rank], state)
@@ -334,7 +333,7 @@ def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkey
 def test_an_undo_that_fails_marks_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, rank = start(tmp_path)
     index, engine = open_for(path, rank), FakeEngine(rank)
-    damage(index, "a", "fp32")
+    flip_bit(index, "a", "fp32")
     monkeypatch.setattr(Transfer, "undo", lambda _: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run_load(index, rank, engine=engine)

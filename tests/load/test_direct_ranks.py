@@ -23,13 +23,12 @@ from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.plan.rounds import BLOCK
 from tests.support.cases import AWKWARD, KINDS
 from tests.support.covering import cover, params
-from tests.support.damage import flip
+from tests.support.damage import flip, flip_bit
 from tests.support.direct import (
     PLAIN,
     STATES,
     ZERO1,
     check_loaded,
-    damage,
     run_load,
     run_refused,
     start,
@@ -69,7 +68,7 @@ def test_a_damaged_record_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
     path, _ = write(tmp_path, ZERO1)
     targets = make_targets(PLAIN, Topology(3, 4))
     index = open_for(path, targets[0])
-    damage(index, "b", "exp_avg")
+    flip_bit(index, "b", "exp_avg")
     kind, text = run_refused(index, targets)
     assert kind is CheckpointError and "damaged" in text
 

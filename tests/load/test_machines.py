@@ -6,10 +6,8 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +19,7 @@ from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.stream.reader import refuse_scattered
 from tests.support.cases import Case, cases, topologies
 from tests.support.contents import check_content, check_reads
+from tests.support.direct import change_file
 from tests.support.places import (
     MODEL,
     STATES,
@@ -149,19 +148,13 @@ def name_hosts(*names: str) -> Callable[[], str]:
     return lambda: next(repeated)
 
 
-def rewrite(path: Path, **client: Any) -> None:
-    """Rewrite a file with other client state, as another node's first rank writes it."""
-    held = torch.load(path, weights_only=False)
-    torch.save({**held, **client}, path)
-
-
 def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: Path) -> None:
     """With use_node_local_storage each node's first rank writes the model states, with another client state."""
     case = Case(MODEL, Topology(1, 4, "bf16"), random_state(MODEL, 0, precision="bf16"), legacy=False)
     save = case.write(tmp_path)
     hosts = scatter(save, 2, lambda name: [0, 1] if name == STATES else [0] if name in (shard(2), shard(3)) else [1])
-    rewrite(hosts[0] / STATES, script="of the second node")
-    rewrite(hosts[1] / STATES, script="of the first node, which holds rank 0")
+    change_file(hosts[0] / STATES, lambda tree: tree.update(script="of the second node"))
+    change_file(hosts[1] / STATES, lambda tree: tree.update(script="of the first node, which holds rank 0"))
     index = indices(hosts)
     assert [each.access.is_partial for each in index] == [True, True]
     access = index[0].access
@@ -174,7 +167,7 @@ def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: P
 def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> None:
     save = write(tmp_path, Topology(1, 2))
     hosts = scatter(save, 2, hold_one_shard)
-    rewrite(hosts[1] / STATES, global_steps=99)
+    change_file(hosts[1] / STATES, lambda tree: tree.update(global_steps=99))
     with pytest.raises(CheckpointError, match=rf"{STATES} of .*its step differs"):
         indices(hosts)
 

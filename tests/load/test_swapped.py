@@ -18,9 +18,8 @@ from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, UcpError
 from deepspeed_ucp.extensions.nvme import Nvme
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.model.storage import AtomKey
 from deepspeed_ucp.model.view import EngineBuffer
-from tests.support.damage import flip
+from tests.support.damage import flip_bit
 from tests.support.direct import FakeEngine, run_load
 from tests.support.ranks import run_ranks
 from tests.support.reshard import SENTINEL, FakeTarget, make_targets, open_for
@@ -164,9 +163,7 @@ def test_a_swap_file_that_is_cut_short_is_not_kept(tmp_path: Path) -> None:
 def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
     path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     before, index = target.look(), open_for(path, target)
-    fragment = index.atoms[AtomKey("b", "exp_avg_sq")].shards[0].list_fragments("exp_avg_sq")[0]
-    record = index.records[fragment.record]
-    flip(index.files[record.file].path, record.offset + fragment.offset)
+    flip_bit(index, "b", "exp_avg_sq")
     with pytest.raises(CheckpointError, match="the file is damaged. Nothing was changed"):
         run_load(index, target)
     target.discard()

@@ -16,10 +16,8 @@ from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Work
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.storage import AtomKey
 from tests.plan import planning
 from tests.support.contents import check_content
-from tests.support.damage import flip
 from tests.support.ranks import World
 from tests.support.reshard import SENTINEL, FakeTarget, Loaded
 from tests.synth import Local, Model, Param, Run, State, Topology, random_state, write_checkpoint
@@ -180,10 +178,3 @@ def change_file(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     tree = torch.load(path, weights_only=False)
     change(tree)
     torch.save(tree, path)
-
-
-def damage(index: AtomicIndex, name: str, state: str) -> None:
-    """Flip a bit in the middle of an atom's last fragment."""
-    fragment = index.atoms[AtomKey(name, state)].shards[0].list_fragments(state)[-1]
-    record = index.records[fragment.record]
-    flip(Path(index.files[record.file].path), record.offset + fragment.offset + 4 * (fragment.numel // 2), 3)
