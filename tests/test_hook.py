@@ -193,6 +193,12 @@ def test_a_save_is_sealed_and_a_later_one_without_seal_removes_it(tmp_path: Path
     assert not (tmp_path / "off" / SEAL).exists()
 
 
+def test_all_positional_arguments_of_a_save_reach_deepspeed(tmp_path: Path) -> None:
+    seen, given = list[object](), ({"client": 1}, False, True, "of a later release")
+    hook._save_checkpoint(lambda _engine, *args: seen.append(args[1:]), make_engine(), str(tmp_path), "tag", *given)
+    assert seen == [("tag", *given)]
+
+
 def test_a_save_by_deepspeeds_writer_is_sealed_at_its_commit(tmp_path: Path) -> None:
     engine, info = make_engine(seal=True), SimpleNamespace(save_dir=str(tmp_path), tag="tag")
     engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, get_commit_info=lambda: info)
