@@ -19,7 +19,7 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from tests.support.cases import pair_id
 from tests.support.contents import check_content
 from tests.support.covering import all_turns
-from tests.support.direct import check_loaded, run_load
+from tests.support.direct import check_loaded, run_load, run_refused
 from tests.support.ranks import run_ranks
 from tests.support.reshard import LIVE_LR, examples, groups_of, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
@@ -385,6 +385,13 @@ def test_client_states_are_each_ranks_own_at_the_same_degrees(
     number_ranks(tmp_path)
     targets = expect(held, target).make_targets()
     assert load_numbers(open_everywhere(tmp_path, targets), targets, make_config(held.model)) == epochs
+
+
+def test_a_tensor_that_only_one_tensor_parallel_rank_has_is_refused(tmp_path: Path) -> None:
+    more, fewer = (draw_state(make_plain(kinds), Topology(1, 1, tp=2)) for kinds in (["column", "norm"], ["column"]))
+    index = open_everywhere(more.write(tmp_path), more.make_targets())
+    kind, text = run_refused(index, [more.make_targets()[0], fewer.make_targets()[1]], make_config(more.model))
+    assert kind is MismatchError and "Tensor-parallel ranks hold different tensors: body.norm are not on" in text
 
 
 def test_weights_alone(tmp_path: Path) -> None:
