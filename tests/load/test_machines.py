@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,13 +20,14 @@ from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.stream.reader import refuse_scattered
 from tests.support.cases import Case, cases, topologies
 from tests.support.contents import check_content, check_reads
-from tests.support.direct import change_file
+from tests.support.direct import change_file, check_loaded, run_load
 from tests.support.places import (
     MODEL,
     STATES,
     hold_one_shard,
     indices,
     load_scattered,
+    open_place,
     scatter,
     shard,
     write,
@@ -33,7 +35,7 @@ from tests.support.places import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, make_targets, temporary_folder
-from tests.synth import Model, Param, Topology, random_state, read_state
+from tests.synth import Model, Param, Run, Topology, random_state, read_state
 
 
 @examples(40)
@@ -162,6 +164,18 @@ def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: P
     assert access.list_readers(states, 2).tolist() == [1]
     loaded = load_scattered(hosts, MODEL, Topology(3, 3, "bf16"))
     check_content(loaded, read_state(save, MODEL, case.topology))
+
+
+def test_a_node_without_the_state_file_gets_its_objects_from_another(tmp_path: Path) -> None:
+    case = Case(MODEL, Topology(1, 2), random_state(MODEL, 0), legacy=False)
+    save = case.write(tmp_path, Run(client_state={"epoch": 4}))
+    hosts, targets = scatter(save, 2, lambda name: [int(name != STATES)]), make_targets(MODEL, Topology(1, 2))
+
+    def load(rank: int, comm: Comm) -> Any:
+        return run_load(open_place(hosts[rank], targets[rank], comm), targets[rank], comm)
+
+    assert [client["epoch"] for *_, client in run_ranks(2, load)] == [4, 4]
+    check_loaded(targets, read_state(save, MODEL, case.topology))
 
 
 def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> None:
