@@ -205,10 +205,10 @@ class _Settler:
         elif want is not None:
             self.settled.reshaped[name] = have.shape, want.shape
             check_shapes(have.shape, want.shape, pattern.vocab or other.vocab)
-            if have.shape != want.shape and (have.is_in_parts or want.is_in_parts):
+            if have.shape != want.shape and (have.mean or have.is_in_parts or want.is_in_parts):
                 raise MismatchError(
-                    f"vocabulary of {have.shape[0]} rows in the checkpoint, {want.shape[0]} in the model: the place of "
-                    "the padding in a parameter of several parts is not known"
+                    f"vocabulary of {have.shape[0]} rows in the checkpoint, {want.shape[0]} in the model: padding of "
+                    "parameters in parts, or averaged over replicas, cannot differ"
                 )
             del self.settled.reshaped[name]
         self.settled.layouts[name] = (have, want)

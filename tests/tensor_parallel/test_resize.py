@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.errors import ConfigError, MismatchError
+from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.tensor_parallel.kinds import Partial, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import Layout, Run, copy_runs, whole
 from deepspeed_ucp.tensor_parallel.metadata import Mapped, from_universal_info, generalise
@@ -17,21 +17,6 @@ from deepspeed_ucp.tensor_parallel.resize import Resize, Resized, advise_resize
 from deepspeed_ucp.tensor_parallel.rules import from_config
 
 from .shards import settle
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ({"match": "("}, "not a regular expression"),
-        ({"match": "w", "dim": 1}, "dim: unknown key"),
-        ({"match": "w", "keep": 0}, "keep is a number of rows from 1 on"),
-        ({"match": "w", "new": "random"}, "live"),
-        ({"match": "w", "new": "zero", "scale": "lora"}, "scale: unknown key"),
-    ],
-)
-def test_invalid_rules(rule: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        from_config({"resize": [rule]})
 
 
 def test_names_include_the_prefix() -> None:
@@ -98,6 +83,13 @@ def test_a_vocabulary_in_parts_gets_no_padding(saved: Any, live: Any) -> None:
     ):
         with pytest.raises(MismatchError, match=r"w: (?:shape \(8, 2\)|vocabulary of 8 rows) in the checkpoint"):
             settle(["w"], {"w": saved}, {"w": live}, rules)
+
+
+def test_an_averaged_vocabulary_gets_no_padding() -> None:
+    """The replicas have no rows from which the mean of the padding could be computed."""
+    info = {"parameter_to_average_patterns": ["w"], "vocabulary_parameter_patterns": ["w"], "original_vocab_size": 7}
+    with pytest.raises(MismatchError, match="averaged over replicas, cannot differ"):
+        settle(["w"], {"w": ((8, 2),) * 2}, {"w": ((12, 2),)}, [from_universal_info(info)])
 
 
 def test_kept_rows_of_several_ranks() -> None:
