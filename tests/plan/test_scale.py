@@ -15,6 +15,7 @@ from deepspeed_ucp.plan.locate import View, Want
 from deepspeed_ucp.tensor_parallel.kinds import Pattern, Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import Layout
 from tests.plan.planning import Planned, plan_wants
+from tests.support.covering import params
 
 HIDDEN = 32
 BLOCK, WINDOW, MIN_DIRECT = 4096, 1 << 16, 256
@@ -115,10 +116,10 @@ def measure_work(planned: Planned) -> int:
 
 
 SOURCE = Grid(4, 8, 2)
-TARGETS = (Grid(4, 6, 2), Grid(2, 4, 3), Grid(8, 2, 1), Grid(1, 1, 24, stage=3))
+TARGETS = (Grid(1, 1, 24, stage=3), Grid(2, 4, 3), Grid(4, 6, 2), Grid(8, 2, 1))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda grid: grid.label)
+@pytest.mark.parametrize("target", params(TARGETS[:2], TARGETS, lambda grid: grid.label))
 def test_the_work_grows_no_faster_than_the_model(target: Grid) -> None:
     first, second, third = (measure_work(plan_case(SOURCE, target, layers)) for layers in (16, 32, 64))
     assert third - second <= 1.1 * 2 * (second - first)  # as much for each layer more

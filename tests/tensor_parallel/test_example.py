@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,12 @@ import pytest
 from deepspeed_ucp.tensor_parallel.layout import copy_runs
 from deepspeed_ucp.tensor_parallel.metadata import from_universal_info
 from deepspeed_ucp.tensor_parallel.rules import from_attributes, from_config
+from tests.support.covering import cover, params
 
 from .shards import follow, settle
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt"
 FAMILIES = {"tiny": "megatron-gpt", "tiny-llama": "megatron-llama", "tiny-moe": "mixtral-moe"}
-PAIRS = [(1, 2), (2, 4), (4, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +63,14 @@ def rule_sets(example, preset, origin, source_tp, target):
     return [from_universal_info(example.metadata.universal_checkpoint_info(config, degrees)), attributes]
 
 
-@pytest.mark.parametrize("origin", ["family", "metadata", "attributes"])
-@pytest.mark.parametrize("preset", sorted(FAMILIES))
-@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda tp: f"tp{tp}")
-def test_weights_of_the_example(example, build, preset, origin, first, second):
+FACTORS = sorted(FAMILIES), ("family", "metadata", "attributes"), ((1, 2), (2, 4), (4, 1))
+
+
+@pytest.mark.parametrize(("preset", "origin", "degrees"), params(cover(*FACTORS), product(*FACTORS), str))
+def test_weights_of_the_example(example, build, preset, origin, degrees):
     """Weights are a function of the seed and the name, so that the expected shards of any degree are known."""
-    source, target = build(preset, first), build(preset, second)
+    first = degrees[0]
+    source, target = (build(preset, degree) for degree in degrees)
     shapes = [{name: tuple(tuple(rank[name].shape) for rank in side) for name in side[0]} for side in (source, target)]
     args = vars(example.metadata.megatron_arguments(example.config.PRESETS[preset], example.config.Degrees(tp=first)))
     rules = rule_sets(example, preset, origin, first, target)
