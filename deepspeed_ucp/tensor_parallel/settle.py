@@ -243,7 +243,7 @@ class _Settler:
 
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
         """Return values for expressions: the logical size of each dimension if it is cut, and the vocabulary."""
-        totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(len(source[0]))}
+        totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(min(map(len, source)))}
         vocab = next((one.vocab for one in self.rule_sets if one.vocab is not None), None)
         return totals if vocab is None else {**totals, "vocab": vocab}
 

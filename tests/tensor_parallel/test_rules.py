@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import ConfigError, MismatchError
+from deepspeed_ucp.tensor_parallel import settle as settling
 from deepspeed_ucp.tensor_parallel.kinds import Partial, Replicate, SameShards, ShardH, ShardHy, ShardNC, ShardV, Unique
 from deepspeed_ucp.tensor_parallel.metadata import from_universal_info
 from deepspeed_ucp.tensor_parallel.rename import find_idle, parse_renames, rename_names
@@ -173,6 +174,8 @@ MARKS = from_attributes({A2: {"tensor_model_parallel": True, "partition_dim": 0}
 BOTH, TABLE = ((4, 6), (4, 6)), {"rules": [{"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}]}
 INLINE = {"family": "megatron-gpt", "rules": [{"match": ".*dense.*", "pattern": "shard-v"}]}
 NAMES = ("w", "7.w", "7.8.w")
+V_W = [{"match": "w", "pattern": "shard-v"}]
+MARKED_LIVE = [from_universal_info({"vocabulary_parameter_patterns": ["w"]}, by="target")]
 
 SETTLED = {
     "a prefix is optional": (
@@ -201,6 +204,12 @@ SETTLED = {
     ),
     "shapes prove a replica": ([from_config([V])], SOURCE, TARGET, {NORM: (Replicate(), "the shapes")}),
     "the same shards": ([], SOURCE, SOURCE, {A1: (SameShards(), "the same shards")}),
+    "the same shards of different dimensions": (
+        [MARKED_LIVE],
+        {"w": ((4, 1), (4,))},
+        {"w": ((4, 1), (4,))},
+        {"w": (SameShards(), "the same shards")},
+    ),
     "the same tensors": ([], TARGET, TARGET, {A1: (Unique(), "the same shards")}),
     "another padding without tensor parallelism": (
         [from_config({**TABLE, "original_vocab_size": 10})],
@@ -222,6 +231,7 @@ def test_rules_that_settle(case):
     ("value", "source", "target", "words"),
     [
         ([], TARGET, OTHER_NORM, r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."),
+        (V_W, {"w": ((4, 1), (4,))}, {"w": ((8, 1),)}, "w: the ranks' shapes have different numbers of dimensions"),
         ([], {EMBED: ((128, 2),)}, {EMBED: ((128, 2), (128, 2))}, "embed.weight"),  # padding may make shapes equal
         (
             TABLE,
@@ -242,22 +252,14 @@ def test_rules_that_match_nothing_are_reported():
 
 
 def test_open_parameters_are_listed_with_rules_to_paste():
-    source = {
-        **SOURCE,
-        "embed.weight": ((4, 2), (4, 2)),
-        "1.qkv.weight": ((6, 2), (6, 2)),
-        "1.mlp.dense_h_to_4h.weight": ((8, 2), (8, 2)),
-        "1.out.weight": ((3, 4), (3, 4)),
-        "1.odd": ((2, 2, 2), (3, 2, 2)),
+    shapes = {
+        "embed.weight": ((4, 2), (8, 2)),
+        "1.qkv.weight": ((6, 2), (12, 2)),
+        "1.mlp.dense_h_to_4h.weight": ((8, 2), (16, 2)),
+        "1.out.weight": ((3, 4), (3, 8)),
     }
-    target = {
-        **TARGET,
-        "embed.weight": ((8, 2),),
-        "1.qkv.weight": ((12, 2),),
-        "1.mlp.dense_h_to_4h.weight": ((16, 2),),
-        "1.out.weight": ((3, 8),),
-        "1.odd": ((20,),),
-    }
+    source = {**SOURCE, **{name: (local,) * 2 for name, (local, _) in shapes.items()}, "1.odd": ((2, 2, 2), (3, 2, 2))}
+    target = {**TARGET, **{name: (full,) for name, (_, full) in shapes.items()}, "1.odd": ((20,),)}
     with pytest.raises(MismatchError) as caught:
         run(from_config([]), source=source, target=target)
     text = str(caught.value)
@@ -289,13 +291,8 @@ def test_open_parameters_are_listed_with_rules_to_paste():
     ids=str,
 )
 def test_attributes(marks, pattern):
-    shapes = {"w": ((6, 12), (6, 12))}
-    rules = from_attributes({"w": marks})
-    if pattern is None:
-        with pytest.raises(MismatchError, match="is not known"):
-            settle(["w"], shapes, None, [rules])
-        return
-    assert settle(["w"], shapes, None, [rules]).patterns["w"] == pattern
+    settled = settling.settle(["w"], {"w": ((6, 12), (6, 12))}, None, [from_attributes({"w": marks})])
+    assert (settled.patterns.get("w"), list(settled.open)) == (pattern, [] if pattern else ["w"])
 
 
 def test_attributes_do_not_settle_fused_gates():
