@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 
 import numpy as np
@@ -157,9 +158,7 @@ def test_shards_that_stay_are_one_run():
     ],
 )
 def test_faults_are_found(layout, fault):
-    (found, *_) = find_faults(layout)
-    with pytest.raises(AssertionError, match=fault):
-        raise AssertionError(found)
+    assert re.search(fault, find_faults(layout)[0])
 
 
 def cut_columns(rows, columns, ranks):

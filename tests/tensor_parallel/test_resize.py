@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,6 +56,9 @@ def test_shapes_that_do_not_fit(rule: Resize, saved: Layout, live: tuple[int, ..
 PARTS = {"patterns": ["w"], "shape": (2, -1), "partition_dim": 0}
 INFO = {"universal_checkpoint_version": 0.3, "parameter_with_sub_params": [PARTS]}
 BLOCKS = ShardNC(parts=(4, 4), sized=True).join([(4, 2), (4, 2)])
+sides = pytest.mark.parametrize(
+    ("saved", "live"), [*product((((8, 2),), ((4, 2), (4, 2))), (((12, 2),), ((6, 2), (6, 2))))], ids=str
+)
 FUSED = {
     "rule": from_config([{"match": "w", "pattern": "shard-nc", "parts": [1, 1]}]),
     "rule with a negative dimension": from_config([{"match": "w", "pattern": "shard-nc", "dim": -2, "parts": [1, 1]}]),
@@ -63,8 +67,7 @@ FUSED = {
 }
 
 
-@pytest.mark.parametrize("live", [((12, 2),), ((6, 2), (6, 2))], ids=["whole", "cut"])
-@pytest.mark.parametrize("saved", [((8, 2),), ((4, 2), (4, 2))], ids=["whole", "cut"])
+@sides
 @pytest.mark.parametrize("fused", FUSED)
 def test_parameters_in_parts_get_no_rows(fused: str, saved: Any, live: Any) -> None:
     """New rows at the end would belong to the last part."""
@@ -72,8 +75,7 @@ def test_parameters_in_parts_get_no_rows(fused: str, saved: Any, live: Any) -> N
         settle(["w"], {"w": saved}, {"w": live}, [*from_config({"resize": [{"match": "w"}]}), *FUSED[fused]])
 
 
-@pytest.mark.parametrize("live", [((12, 2),), ((6, 2), (6, 2))], ids=["whole", "cut"])
-@pytest.mark.parametrize("saved", [((8, 2),), ((4, 2), (4, 2))], ids=["whole", "cut"])
+@sides
 def test_a_vocabulary_in_parts_gets_no_padding(saved: Any, live: Any) -> None:
     rule = {"match": "w", "pattern": "shard-nc", "parts": [1, 1], "vocab": True}
     listed = {"parameter_with_2_sub_params_cat_dim_0": ["w"], "vocabulary_parameter_patterns": ["w"]}
