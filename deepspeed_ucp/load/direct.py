@@ -261,6 +261,9 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
     saved = comm.once(lambda: read(index.state_file), find_reader(index.state_file))
     own_file = comm.run(lambda: _find_own_file(index, target))  # may access a store
+    written = index.degrees or (index.topology.tp, index.topology.pp)
+    if comm.rank == 0 and max(written) > 1 and not _has_saved_degrees(index, target):
+        logger.info("%s: all ranks get its client state; those of other ranks are not loaded", index.state_file)
     others: list[dict[str, Any]] = []
     if access.is_partial:
         questions = [] if own_file is None else [(find_reader(own_file), paths.index(own_file))]

@@ -377,14 +377,16 @@ TP2_PP2, ZERO3 = Topology(1, 2, tp=2, pp=2), Topology(3, 2, tp=2)
     ids=lambda t: t.label if isinstance(t, Topology) else "",
 )
 def test_client_states_are_each_ranks_own_at_the_same_degrees(
-    source: Topology, target: Topology, epochs: list[int], tmp_path: Path
+    source: Topology, target: Topology, epochs: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Megatron keeps random states there. Data-parallel ranks have separate files under ZeRO 3."""
+    caplog.set_level(logging.INFO, "deepspeed_ucp")
     held = draw_state(PIPELINE if source.pp > 1 else PLAIN, source)
     held.write(tmp_path)
     number_ranks(tmp_path)
     targets = expect(held, target).make_targets()
     assert load_numbers(open_everywhere(tmp_path, targets), targets, make_config(held.model)) == epochs
+    assert ("those of other ranks are not loaded" in caplog.text) is (source.tp > target.tp or source.pp > target.pp)
 
 
 def test_a_tensor_that_only_one_tensor_parallel_rank_has_is_refused(tmp_path: Path) -> None:
