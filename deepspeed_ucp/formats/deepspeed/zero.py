@@ -151,12 +151,16 @@ def _lay_out(
 def _check_buffers(save: Save, mp: int, groups: int) -> None:
     """Verify that each file of a model-parallel rank has a flat buffer for each group of the model states."""
     for shard in save.shards[mp]:
-        if (buffers := len(shard.require_optim().masters)) != groups:
-            raise CheckpointError(
-                f"has {buffers} flat buffers, the model states list {groups}. The file belongs to another run; put "
-                "the right one back.",
-                path=save.path(shard),
-            )
+        optim = shard.require_optim()
+        fault = f"has {len(optim.masters)} flat buffers"
+        if len(optim.masters) == groups:
+            if len(optim.owners) >= groups:
+                continue
+            fault = f"has {len(optim.owners)} flat buffers in its param groups"
+        raise CheckpointError(
+            f"{fault}, the model states list {groups}. The file belongs to another run; put the right one back.",
+            path=save.path(shard),
+        )
 
 
 def _check_partition(save: Save, stage: int, group: int, share: GroupShare) -> None:
