@@ -176,9 +176,13 @@ def find_mark(place: str, tag: str) -> str:
 
 def _make_mark(folder: str, entries: Mapping[str, Entry]) -> str:
     """Return the mark of a sealed folder with these files."""
-    digest = read_seal(os.path.join(folder, SEAL)).digest
-    files = [(name, str(entry)) for name, entry in sorted(entries.items()) if is_state_file(name)]
-    return hashlib.sha256(json.dumps([digest, files]).encode()).hexdigest()
+    described = [read_seal(os.path.join(folder, SEAL)).digest, sorted(_describe_states(entries).items())]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def _describe_states(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return texts by state file that differ after another write: size, time, and in a store the version."""
+    return {name: str(entry) for name, entry in entries.items() if is_state_file(name)}
 
 
 def has_begun(save: Snapshot, place: str) -> bool:
@@ -234,12 +238,12 @@ class WrittenTag(NamedTuple):
 
     Attributes:
         mark: its mark after it was written (:func:`find_mark`).
-        changed: time of the last change of its state files before its removal began; None if it has not begun.
+        states: its state files when its removal began; None if it has not begun.
         folder: folder of these files, relative to the tag.
     """
 
     mark: str
-    changed: float | None = None
+    states: Mapping[str, str] | None = None
     folder: str = "."
 
 
@@ -270,12 +274,12 @@ def prune_place(
         try:
             folder, entries = list_published(path)
             now = _make_mark(folder, entries) if SEAL in entries else ""
-            changed = max((entry.changed for name, entry in entries.items() if is_state_file(name)), default=0.0)
+            states = _describe_states(entries)
             if now and now == known.mark:
-                remaining[tag] = WrittenTag(now, changed, os.path.relpath(folder, path))
+                remaining[tag] = WrittenTag(now, states, os.path.relpath(folder, path))
                 record(remaining)
                 remove_tag(place, tag)
-            elif not now and known.changed is not None and changed <= known.changed:
+            elif not now and known.states is not None and states.items() <= known.states.items():
                 if known.folder != ".":
                     remove_tree(path, known.folder)
                 remove_tag(place, tag)
