@@ -18,6 +18,7 @@ from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
 from deepspeed_ucp.model.records import FileRef, Record
 from tests.stores.server import BUCKET, serve_bucket
+from tests.support.covering import params
 from tests.support.memory import clear_memory, read_tree
 from tests.support.reads import item, read_of
 
@@ -116,7 +117,7 @@ def test_a_write_between_the_look_and_the_conditional_write(
     assert store.read_small(url) == b"theirs"
 
 
-@pytest.mark.parametrize("size", [0, 1, (8 << 20) - 1, 8 << 20, (20 << 20) + 3])
+@pytest.mark.parametrize("size", params([0, 1, 8 << 20, (20 << 20) + 3], [(8 << 20) - 1]))
 def test_an_upload(size: int, stored: str, tmp_path: Path) -> None:
     path, url = tmp_path / "file", f"{stored}/file"
     path.write_bytes(CONTENT * (size // len(CONTENT)) + CONTENT[: size % len(CONTENT)])
