@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError
 from deepspeed_ucp.export.chunks import Chunk, Planner, cut_chunks
-from deepspeed_ucp.export.dcp import export_dcp
-from deepspeed_ucp.export.statedict import LAYOUTS
+from deepspeed_ucp.export.dcp import export_dcp, make_scaler
+from deepspeed_ucp.export.statedict import LAYOUTS, complete_group
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER
+from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER, SCALER
 from deepspeed_ucp.model.storage import MASTER, AtomKey
 from tests.export import fsdp_run
 from tests.support.exports import MODEL, TOPOLOGIES, check_same, open_model, read_all, save_trained
@@ -211,3 +211,15 @@ def test_weight_decay_of_deepspeeds_adam_follows_its_config(
     groups = read_all(tmp_path / "out")["optim"]["param_groups"]
     assert [group["decoupled_weight_decay"] for group in groups] == [decoupled is not False] * 2
     assert ("does not record whether its Adam decouples" in caplog.text) is (decoupled is None)
+
+
+def test_other_optimizers_keep_their_hyper_parameters() -> None:
+    momentum, amsgrad = {"momentum_buffer": 0}, dict.fromkeys(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+    assert complete_group({"lr": 1}, {"w": momentum}, ["w"]) == {"lr": 1, "initial_lr": 1}
+    assert complete_group({"lr": 1}, {"w": amsgrad}, ["w"])["amsgrad"] is True
+
+
+def test_accelerate_gets_the_loss_scaler(tmp_path: Path) -> None:
+    index = open_model(tmp_path, Topology(2, 2, "fp16"))
+    export_dcp(index, str(tmp_path / "out"), options=OPTIONS, layout="accelerate")
+    assert torch.load(tmp_path / "out" / SCALER, weights_only=True) == make_scaler(index.scaler)

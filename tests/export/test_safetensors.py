@@ -298,11 +298,13 @@ def test_values_that_a_type_cannot_hold_are_recognised(target: str) -> None:
         assert (overflowed == {"x"}) is expected, value
 
 
-def test_extra_states_of_modules_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_are_not_written_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(nest=lambda module: {**module, "layer._extra_state": b"recipe"})
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), run=run)
-    export_safetensors(open_checkpoint(str(path), Comm()), str(tmp_path / "out"))
+    index = replace(open_checkpoint(str(path), Comm()), dropped="a converter omits buffers")
+    export_safetensors(index, str(tmp_path / "out"))
     assert "extra states of modules are not written: layer._extra_state" in caplog.text
+    assert "model_states.pt: a converter omits buffers" in caplog.text
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
