@@ -219,7 +219,7 @@ def replace_inspect(monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> None:
 SECTION = r"\n(\w+):\n((?:  .+\n)+)"
 
 
-def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_groups_the_commands_and_names_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--help"])
     assert end.value.code == 0
@@ -229,9 +229,6 @@ def test_help_groups_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert sections["examine"] == ["list", "inspect", "verify", "diff", "plan"]
     assert "usage: ds_ucp [--version] [-h] COMMAND" in shown and "130" in shown
     assert max(map(len, shown.splitlines())) < 80
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"ds_ucp {deepspeed_ucp.__version__}\n"
