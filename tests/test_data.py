@@ -358,6 +358,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: make_sampler(0, 1, total_batch=6.5), r"total batch of 6\.5"),
     (lambda: make_sampler(0, 1, dataset=11), "fewer than the 12 .* or a smaller total batch"),
     (lambda: make_stream(0, 1, lanes=8), "8 lanes"),
+    (lambda: ElasticStream(["a"], [12, 12], read, BATCH, rank=0, world=1), "2 sizes were passed for 1 shards"),
     (lambda: make_sampler(0, 1, weights=[1, 2, 3]), "3 samples were given for 100"),
     (lambda: make_sampler(0, 1, weights=[0] * 100), "weights must be finite"),
     (lambda: make_sampler(0, 1, weights=[1] * 99 + [-1]), "weights must be finite"),

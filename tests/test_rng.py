@@ -115,7 +115,11 @@ def test_a_missing_tracker_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 @pytest.mark.parametrize(
-    "saved", [{}, [], {"version": 9}, {"version": 1}, {"version": 1, "axes": {"python": (7,)}, "states": {"python": 3}}]
+    "saved",
+    [
+        *({}, [], {"version": 1}, {"version": 1, "axes": {"python": (7,)}, "states": {"python": 3}}),
+        {"version": 9, "seed": 1, "step": 2, "axes": {}, "states": {}},
+    ],
 )
 def test_an_unknown_form_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, 1))

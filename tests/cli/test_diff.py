@@ -97,6 +97,10 @@ def test_settings_of_a_save_are_compared_with_a_file(tmp_path: Path, run_json: A
     printed = capsys.readouterr().out
     assert "hyper-parameter lr: 0.001 ≠ 0.002" in printed
     assert "S3cr3t" not in printed
+    for text, message in (("{", "is no ds_config in JSON"), ("[1]", "an object is wanted")):
+        config.write_text(text)
+        code, found = run_json("diff", "--config", saved, config)
+        assert (code, found["kind"]) == (2, "ConfigError") and message in found["error"]
 
 
 def test_secrets_of_saved_configurations_are_hidden(tmp_path: Path, run_json: Any) -> None:

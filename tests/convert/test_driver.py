@@ -21,10 +21,11 @@ from deepspeed_ucp.convert.outputs import check_paths, list_steps
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.storage import MASTER, ParamKey
+from deepspeed_ucp.model.storage import MASTER, AtomKey, ParamKey
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.convert.conversions import read_bytes
 from tests.support.conversion import convert_checkpoint
 from tests.support.damage import flip_bit
@@ -214,7 +215,8 @@ def test_ranges_must_make_up_the_file() -> None:
     data = os.urandom(40)
     parts = [Written(Range(0, 0, 4), zlib.crc32(data[:16])), Written(Range(0, 4, 6), zlib.crc32(data[16:]))]
     assert join_ranges(parts, [Fake()]) == {0: zlib.crc32(data)}
-    for lacking in (parts[:1], parts[1:], [], [*parts, *parts]):
+    overlapping = [parts[0], Written(Range(0, 2, 6), 0)]
+    for lacking in (parts[:1], parts[1:], [], [*parts, *parts], overlapping):
         with pytest.raises(CheckpointError, match=r"x\.pt"):
             join_ranges(lacking, [Fake()])
 
@@ -250,6 +252,39 @@ def test_a_failed_node_stops_the_others(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / "tag", tmp_path / "out", comm))
     assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_nodes_need_the_same_destination(tmp_path: Path) -> None:
+    held = make_source()
+    index = open_held(held, tmp_path / "tag")
+    with pytest.raises(StorageError, match="is not here; rank 0 has made it"):
+        run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / "tag", tmp_path / f"host{rank}" / "out", comm))
+    assert not list(tmp_path.glob("host*/out"))
+
+
+class Schedule:
+    """A hyper-parameter of a class of the script."""
+
+
+def test_hyper_parameters_that_are_objects_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model((Param("a", (3, 2)),))
+    state = random_state(model, 0)
+    state = replace(state, groups=tuple({**group, "schedule": Schedule()} for group in state.groups))
+    convert_checkpoint(str(write_checkpoint(tmp_path, model, state, Topology(1, 1))), options=OPTIONS)
+    assert "hyper-parameters that are objects are not kept: schedule" in caplog.text
+
+
+def test_states_that_cannot_be_cut_are_refused_and_idle_rules_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = make_source()
+    index = open_held(held, tmp_path / "tag")
+    odd = replace(index, irregular={AtomKey("body.row", "row"): "shape (9,)"})
+    with pytest.raises(UnsupportedError, match="The weights alone can be had with `ds_ucp export`"):
+        convert(odd, held, tmp_path / "tag", tmp_path / "out")
+    rules = (*rules_of(held), *from_config([{"match": "nothing", "pattern": "replicate"}]))
+    convert_index(index, str(tmp_path / "tag"), str(tmp_path / "out"), Comm(), OPTIONS, rules=rules)
+    assert "rules that match no parameter: " in caplog.text and "nothing" in caplog.text
 
 
 def test_names_of_a_stage_0_source_belong_to_the_output(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from deepspeed_ucp.examine import verify
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.formats import latest
 from deepspeed_ucp.formats.deepspeed.files import MANIFEST, SEAL
+from deepspeed_ucp.formats.deepspeed.seal import SealedFile, read_seal
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io import scan
@@ -531,6 +532,19 @@ def test_a_manifest_proves_its_folder(proofs: dict[str, Path], tmp_path: Path) -
     other = convert_checkpoint(str(write(tmp_path / "other", ZERO3, seed=1))).destination
     assert verify_folder(atomic, against=kept) == []
     assert {("seal", MASTER), ("seal", "zero/a.bias/exp_avg.pt")} <= {*verify_folder(Path(other), against=kept)}
+
+
+def test_a_proof_names_missing_files_and_moved_atoms(proofs: dict[str, Path]) -> None:
+    """Files that no header asks for, and atoms whose files are those that the manifest seals."""
+    seal = read_seal(str(proofs["seal"]))
+    more = seal.model_copy(update={"files": {**seal.files, "client/more.pt": SealedFile(size=1, crc=2)}})
+    proofs["seal"].write_bytes(more.dump())
+    assert verify_folder(proofs["folder"], against=str(proofs["seal"])) == [("missing", "client/more.pt")]
+    seal, atomic = read_seal(str(proofs["manifest"])), proofs["manifest"].parent
+    for atom in seal.index["atoms"]:
+        atom[5] += 64 * (atom[:2] == ["a.weight", "fp32"])
+    proofs["manifest"].write_bytes(seal.dump())
+    assert ("seal", MASTER) in verify_folder(atomic)
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[" * 9999])

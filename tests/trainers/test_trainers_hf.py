@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +19,11 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from trainers_hf import Trained
 
-from deepspeed_ucp import CheckpointError, MismatchError, beacon
+from deepspeed_ucp import CheckpointError, beacon
 from deepspeed_ucp.beacon import Listener
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.model.index import SavedJob
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers import hffolders, huggingface
-from deepspeed_ucp.trainers.batches import BatchSizes
 from tests.cli.samples import flip_largest
 from tests.support.covering import params
 
@@ -189,18 +186,6 @@ def test_another_total_batch_is_refused(
 def test_an_order_that_a_resume_cannot_reproduce_is_a_warning(options: Any, warns: bool, caplog: Any) -> None:
     huggingface.warn_order(SimpleNamespace(**options))
     assert ("continues with other samples" in caplog.text) is warns
-
-
-def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
-    sizes = {"train_batch_size": 12.0, "train_micro_batch_size_per_gpu": 3.0, "gradient_accumulation_steps": 2.0}
-    live = BatchSizes.of(SimpleNamespace(**{name: partial(float, size) for name, size in sizes.items()}))
-    assert repr(live) == "BatchSizes(micro=3, accumulation=2, ranks=2)" and live.total == 12
-    assert live.fit("folder", SavedJob(4, 1, 5, 24, 1)) == (3, 4)
-
-
-def test_ranks_that_cannot_share_it_are_refused() -> None:
-    with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Use a number of ranks that divides it"):
-        huggingface.choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", BatchSizes(4, 1, 3), None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""Facts of the saved job that several trainers need, without a trainer."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp import ConfigError, MismatchError, UnsupportedError
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.model.index import SavedJob
+from deepspeed_ucp.trainers import accelerating, lightning
+from deepspeed_ucp.trainers.batches import BatchSizes
+from deepspeed_ucp.trainers.huggingface import choose_batch
+
+
+def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
+    sizes = {"train_batch_size": 12.0, "train_micro_batch_size_per_gpu": 3.0, "gradient_accumulation_steps": 2.0}
+    live = BatchSizes.of(SimpleNamespace(**{name: partial(float, size) for name, size in sizes.items()}))
+    assert repr(live) == "BatchSizes(micro=3, accumulation=2, ranks=2)" and live.total == 12
+    assert live.fit("folder", SavedJob(4, 1, 5, 24, 1)) == (3, 4)
+
+
+def test_ranks_that_cannot_share_it_are_refused() -> None:
+    with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Use a number of ranks that divides it"):
+        choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", BatchSizes(4, 1, 3), None)
+
+
+def load_with_accelerate(folder: str, patch: pytest.MonkeyPatch) -> None:
+    """Load into a prepared engine with a stateful data loader."""
+    engine = SimpleNamespace(_config=SimpleNamespace(ucp_config=UniversalConfig()))
+    loader = SimpleNamespace(use_stateful_dataloader=True)
+    patch.setattr(accelerating, "check_tag", lambda *_: folder)
+    patch.setattr(accelerating, "_list_schedulers", lambda *_: pytest.fail("the position was accepted"))
+    accelerating.load_state(lambda *_: None, SimpleNamespace(_models=[engine], _dataloaders=[loader]), folder)
+
+
+def load_with_lightning(folder: str, patch: pytest.MonkeyPatch) -> None:
+    """Load a checkpoint with the states of data loaders."""
+    engine = SimpleNamespace(_config=SimpleNamespace(ucp_config=UniversalConfig(total_batch="live")))
+    engine.gradient_accumulation_steps = lambda: 1
+    trainer = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn="fit")))
+    strategy = SimpleNamespace(model=engine, deepspeed_engine=engine, lightning_module=trainer)
+    loop = {"state_dict": {"combined_loader": [{"position": 3}]}, "epoch_loop.batch_progress": None}
+    state = {"loops": {"fit_loop": loop}}
+    patch.setattr(lightning, "convert_counts", lambda *_: pytest.fail("the position was accepted"))
+    patch.setattr(lightning, "find_checkpoint", lambda folder: folder)
+    patch.setattr(lightning.BatchSizes, "of", lambda _: BatchSizes(1, 1, 1))
+    lightning.load_checkpoint(lambda *_: state, strategy, folder)
+
+
+@pytest.mark.parametrize(("module", "load"), [(accelerating, load_with_accelerate), (lightning, load_with_lightning)])
+def test_the_position_of_a_stateful_loader_is_refused_in_another_world(
+    module: Any, load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts the batches of one rank, which are other samples on another number of ranks."""
+    (tmp_path / accelerating.OWN).touch()
+    for ranks, error in ((2, UnsupportedError), (1, pytest.fail.Exception)):
+        monkeypatch.setattr(module, "look_at_job", lambda _, ranks=ranks: SavedJob(ranks, 1, 6, 8, 1))
+        monkeypatch.setattr(module, "holds_foreign", lambda _: False)
+        with pytest.raises(error, match="position"):
+            load(str(tmp_path), monkeypatch)
+
+
+def test_a_load_of_accelerate_needs_a_folder_with_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for automatic, words in ((False, "pass a folder, or set automatic_checkpoint_naming"), (True, "has no checkpoint")):
+        project = SimpleNamespace(automatic_checkpoint_naming=automatic)
+        accelerator = SimpleNamespace(project_configuration=project, project_dir=tmp_path)
+        with pytest.raises(ConfigError, match=words):
+            accelerating._find_folder(accelerator, None)
