@@ -115,9 +115,9 @@ def test_a_differing_configuration_is_described(tmp_path: Path, old: bool, live:
     """The shapes are equal."""
     LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
     if old:  # as transformers 4 writes it
-        told = {**LLAMA.to_dict(), "rope_theta": 10000.0}
-        del told["rope_parameters"]
-        (tmp_path / "config.json").write_text(json.dumps(told))
+        config = {**LLAMA.to_dict(), "rope_theta": 10000.0}
+        del config["rope_parameters"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
     index = open_checkpoint(str(tmp_path), Comm())
     notes = describe_config(index, read_config(LlamaForCausalLM(LlamaConfig(**{**SIZES, **live}))))
     assert [odd in note for note in notes] == [True] * bool(odd)

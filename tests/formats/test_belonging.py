@@ -168,7 +168,7 @@ def test_newer_weights_in_the_parent_folder_are_a_warning(file: str, topology: T
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("content", "warns"),
     [
         ('{"global_step": 4}', True),
         ('{"global_step": 3}', False),
@@ -181,11 +181,11 @@ def test_newer_weights_in_the_parent_folder_are_a_warning(file: str, topology: T
         ('{"global_step": "4"}', False),
     ],
 )
-def test_a_trainers_state_of_another_step_is_a_warning(told: str, says: bool, tmp_path: Path) -> None:
+def test_a_trainers_state_of_another_step_is_a_warning(content: str, warns: bool, tmp_path: Path) -> None:
     path = write(tmp_path, make())
-    (tmp_path / "trainer_state.json").write_text(told)
+    (tmp_path / "trainer_state.json").write_text(content)
     found = look(path)
-    assert [finding.kind for finding in found] == ["foreign"] * says
+    assert [finding.kind for finding in found] == ["foreign"] * warns
     assert all(re.search(r"trainer_state.json: counts \d steps, the optimizer 3\.", each.text) for each in found)
 
 

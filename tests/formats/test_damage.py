@@ -94,8 +94,8 @@ def test_equal_findings_of_many_files_are_merged(tmp_path: Path) -> None:
     missing = [Finding("missing", each, f"run/{each} is missing; do.") for each in names]
     cut = [Finding("header", name.format(rank), f"run/{name.format(rank)}: has {rank}0 bytes.") for rank in (3, 4, 7)]
     alone = [Finding("crc", name.format(9), "a"), Finding("inconsistent", "", "1"), Finding("inconsistent", "", "2")]
-    told = [each.text for each in fold_findings([*missing, *cut, *alone])]
-    assert told == [
+    texts = [each.text for each in fold_findings([*missing, *cut, *alone])]
+    assert texts == [
         f"run/{name.format('{0-2,5}')} (4 files) is missing; do.",
         f"run/{name.format(3)}: has 30 bytes. Likewise {name.format('{4,7}')} (2 more files).",
         *("a", "1", "2"),
@@ -103,7 +103,7 @@ def test_equal_findings_of_many_files_are_merged(tmp_path: Path) -> None:
     warning = Finding("missing", name.format(8), f"run/{name.format(8)} is missing; do.", WARNING)
     assert len(fold_findings([*missing, warning])) == 2
     error = make_error([*missing, *cut, warning])
-    assert isinstance(error, CheckpointError) and error.args == tuple(told[:2])
+    assert isinstance(error, CheckpointError) and error.args == tuple(texts[:2])
     assert make_error([warning]) is None
 
 

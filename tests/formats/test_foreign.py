@@ -89,7 +89,7 @@ def check_index(index: AtomicIndex, trained: Any) -> None:
     assert held == {(name, MODULE) for name in saved if name not in names.values()} | {
         (name, state) for name in names.values() for state in (MASTER, "exp_avg", "exp_avg_sq")
     }
-    assert {param.name: told for param, told in index.scalars.items()} == {
+    assert {param.name: scalars for param, scalars in index.scalars.items()} == {
         name: {"step": 3.0} for name in names.values()
     }
     groups = [({names[param] for param in group["params"]}, group["lr"]) for group in optimizer.param_groups]
@@ -444,7 +444,7 @@ def test_a_block_beyond_its_record_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "told"),
+    ("grid", "message"),
     [
         ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2)], "are missing"),
         ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2), (2, 2, 2, 2), (0, 0, 2, 2)], "covered twice"),
@@ -453,12 +453,12 @@ def test_a_block_beyond_its_record_is_refused(tmp_path: Path) -> None:
         ([(0, 0, 4, 3), (0, 2, 4, 2)], "covered twice"),
     ],
 )
-def test_a_grid_with_a_fault_is_refused(tmp_path: Path, grid: list[Any], told: str) -> None:
-    with pytest.raises(CheckpointError, match=told):
+def test_a_grid_with_a_fault_is_refused(tmp_path: Path, grid: list[Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         make_index(*make_tensor(tmp_path, (4, 4), *grid))
 
 
-def test_of_a_store_it_is_the_same(saved: Path) -> None:
+def test_an_index_in_a_store_equals_that_of_a_folder(saved: Path) -> None:
     """Headers are asked for ahead, as pieces of large files."""
     clear_memory()
     put_folder(saved, "memory://foreign/it")

@@ -36,7 +36,7 @@ def tell(**changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("header", "says"),
+    ("header", "message"),
     [
         ({"a": tell(data_offsets=[0, 4])}, "4 bytes for shape"),
         ({"a": tell(data_offsets=[0, 24])}, "truncated"),
@@ -69,10 +69,10 @@ def tell(**changed: Any) -> dict[str, Any]:
         ({"a\x1b[31m\n": tell(dtype="\x1b[2J")}, r"a\\x1b\[31m\\n has elements of type \\x1b\[2J"),
     ],
 )
-def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, says: str) -> None:
+def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, message: str) -> None:
     """Of 20 bytes of data: holes, overlaps, invalid numbers, ambiguous JSON. The message has one line."""
     write_header(tmp_path / "model.safetensors", header, 20)
-    with pytest.raises((CheckpointError, UnsupportedError), match=says) as found:
+    with pytest.raises((CheckpointError, UnsupportedError), match=message) as found:
         open_alone(tmp_path)
     assert str(found.value).isprintable() and len(str(found.value)) < 500
 
@@ -246,8 +246,8 @@ def test_the_model_of_transformers_is_chosen_with_a_warning(
     write_files(tmp_path, *taken, *left)
     index = open_alone(tmp_path)
     assert {Path(file.path).name for file in index.files} == {*taken} - {WEIGHTS}
-    (told,) = [line for line in caplog.messages if "not read" in line]
-    assert all(name in told for name in left if name != WEIGHTS)
+    (message,) = [line for line in caplog.messages if "not read" in line]
+    assert all(name in message for name in left if name != WEIGHTS)
 
 
 def test_a_variant_alone_and_links_of_the_hubs_cache_are_the_model(

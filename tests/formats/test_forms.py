@@ -48,7 +48,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return plain, fast
 
 
-def test_other_ranks_copies_are_told_and_keep_nothing_from_being_loaded(folders: tuple[Path, Path]) -> None:
+def test_other_ranks_copies_are_warnings_even_if_damaged(folders: tuple[Path, Path]) -> None:
     fast = folders[1]
     (fast / f"{STATES}-0.1").write_bytes(b"torn")
     found = verify_checkpoint(str(fast))
@@ -59,7 +59,7 @@ def test_other_ranks_copies_are_told_and_keep_nothing_from_being_loaded(folders:
 
 
 @pytest.mark.parametrize("name", [f"{STATES}-0.2", f"{shard(2)}-1.2"])
-def test_what_is_damaged_is_named(folders: tuple[Path, Path], name: str) -> None:
+def test_a_damaged_file_is_named(folders: tuple[Path, Path], name: str) -> None:
     path = folders[1] / name
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(CheckpointError, match=f"{name}: no zip directory"):
@@ -93,7 +93,7 @@ def test_a_save_into_an_older_tag_says_what_to_do(tmp_path: Path, rows: int, wri
         open_alone(tag)
 
 
-def test_what_is_missing_is_named(folders: tuple[Path, Path]) -> None:
+def test_a_missing_file_is_named(folders: tuple[Path, Path]) -> None:
     (folders[1] / f"{shard(3)}-0.1").unlink()
     with pytest.raises(CheckpointError, match=f"{shard(3)} is missing"):
         open_alone(folders[1])
@@ -184,7 +184,7 @@ def test_the_commands_take_it(tag: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["convert", str(tmp_path), str(tmp_path / "atomic")]) == 0
 
 
-def test_it_is_removed(tag: Path, tmp_path: Path) -> None:
+def test_a_published_tag_is_removed(tag: Path, tmp_path: Path) -> None:
     (tag / "others").write_text("")
     assert is_sealed([str(tmp_path)], tag.name)
     remove_tag(str(tmp_path), tag.name)

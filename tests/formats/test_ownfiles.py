@@ -60,14 +60,14 @@ def test_the_same_engine(files: tuple[str, str]) -> None:
     ],
 )
 def test_differences_are_named(key: str, value: Any, files: tuple[str, str]) -> None:
-    (told,) = compare_own_files(*files, {**LIVE, key: value})
-    assert told.startswith(key)
-    assert "→" in told
+    (text,) = compare_own_files(*files, {**LIVE, key: value})
+    assert text.startswith(key)
+    assert "→" in text
 
 
 def test_a_missing_file_is_named(files: tuple[str, str]) -> None:
-    (told,) = compare_own_files(files[0], files[1].replace("rank_0_", "rank_3_"), LIVE)
-    assert told.endswith("zero_pp_rank_3_mp_rank_00_optim_states.pt is missing")
+    (text,) = compare_own_files(files[0], files[1].replace("rank_0_", "rank_3_"), LIVE)
+    assert text.endswith("zero_pp_rank_3_mp_rank_00_optim_states.pt is missing")
 
 
 def test_stage_0_has_a_file_of_states_for_each_expert_parallel_rank(files: tuple[str, str]) -> None:

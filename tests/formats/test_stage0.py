@@ -80,8 +80,8 @@ def test_states_follow_the_order_of_the_saved_module(
         index = open_for(tmp_path, targets[0])
         check_content(load(index, targets), state)
         if target == wrapper:
-            (told,) = compare(index, targets[0])
-            assert "parameter order" in told
+            (difference,) = compare(index, targets[0])
+            assert "parameter order" in difference
     own = FakeTarget(saved, wrapper, 0)
     assert not compare(open_for(tmp_path, own), own)
 

@@ -92,7 +92,7 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, path: object, tmp
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "number"),
     [
         ({"enabled": True, "dtype": "torch.float16"}, 1),
         ({"enabled": True, "dtype": "half"}, 1),
@@ -103,29 +103,29 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, path: object, tmp
     ],
     ids=str,
 )
-def test_an_unsaved_grad_scaler_is_a_warning(section: dict[str, Any], told: int, tmp_path: Path) -> None:
+def test_an_unsaved_grad_scaler_is_a_warning(section: dict[str, Any], number: int, tmp_path: Path) -> None:
     files = make_files(MODEL, Topology(1, 2))
     write_files(tmp_path, edit("", lambda tree: tree["ds_config"].update(torch_autocast=section))(files))
     findings = survey_checkpoint(str(tmp_path), Comm()).findings
-    assert [finding.kind for finding in findings if finding.warning] == ["unsaved"] * told
+    assert [finding.kind for finding in findings if finding.warning] == ["unsaved"] * number
 
 
 @pytest.mark.parametrize(
-    ("options", "told", "offload"),
+    ("options", "message", "offload"),
     [({"super_offload": True}, "SuperOffload", "superoffload/none"), ({"ratio": 0.5}, "ratio 0.5", "cpu/none")],
     ids=["superoffload", "partial"],
 )
-def test_unsaved_moments_are_irregular(options: dict[str, Any], told: str, offload: str, tmp_path: Path) -> None:
+def test_unsaved_moments_are_irregular(options: dict[str, Any], message: str, offload: str, tmp_path: Path) -> None:
     files = make_files(MODEL, Topology(3, 2), zero={"offload_optimizer": {"device": "cpu", **options}})
     assert open_files(tmp_path / "whole", files).irregular == {}
     index = open_files(tmp_path / "lost", edit("optim_states", lambda tree: find_states(tree)["state"].pop(0))(files))
     assert list(index.irregular) == [AtomKey("a", "moments")]
-    assert told in index.irregular[AtomKey("a", "moments")]
+    assert message in index.irregular[AtomKey("a", "moments")]
     assert index.topology.offload == offload
 
 
 @pytest.mark.parametrize(
-    ("zero", "told"),
+    ("zero", "devices"),
     [
         ({}, "none/none"),
         ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}, "cpu/nvme"),
@@ -136,8 +136,8 @@ def test_unsaved_moments_are_irregular(options: dict[str, Any], told: str, offlo
     ],
     ids=str,
 )
-def test_where_a_configuration_offloads_to(zero: dict[str, Any], told: str) -> None:
-    assert describe_offload(zero) == told
+def test_where_a_configuration_offloads_to(zero: dict[str, Any], devices: str) -> None:
+    assert describe_offload(zero) == devices
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -151,12 +151,12 @@ def test_compression_errors_and_states_of_other_sizes_are_irregular(padding: int
         find_states(tree)["state"] |= {"common": {"rho": 1.0}, "empty": {}}
         find_states(tree)["slow_state"] = {0: torch.ones(3)}
     index = open_files(tmp_path, files)
-    told = "a compression error of rank 0; those of other ranks are not saved"
-    assert index.irregular[AtomKey("a", "worker_error")] == told
+    message = "a compression error of rank 0; those of other ranks are not saved"
+    assert index.irregular[AtomKey("a", "worker_error")] == message
     assert "shape (3,) where the parameter's part has" in index.irregular[AtomKey("a", "row")]
     assert not {"worker_error", "row"} & {key.state for key in index.atoms}
-    told = "a number that differs between ranks, 1.0 on one and nan on another"
-    assert index.irregular[AtomKey("a", "scale")] == told
+    message = "a number that differs between ranks, 1.0 on one and nan on another"
+    assert index.irregular[AtomKey("a", "scale")] == message
     assert AtomKey("a", "fixed") not in index.irregular
     for common in ("common", "slow_state"):  # of the whole optimizer
         assert index.irregular[AtomKey("a", common)] == "a dict of 2 parts"
@@ -227,7 +227,7 @@ def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, 
 
 
 @pytest.mark.parametrize(
-    ("steps", "group", "half", "told"),
+    ("steps", "group", "half", "expected"),
     [
         pytest.param([0, 0, 7, 7], FUSED, "", [7, 7, 7, 7], id="the last one counts for its group"),
         pytest.param([0, 7, None, 5], FUSED, "", [7, 7, None, 5], id="the last one that has states"),
@@ -239,11 +239,11 @@ def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, 
     ],
 )
 def test_steps_of_deepspeeds_fused_adam(
-    steps: list[int | None], group: dict[str, Any], half: str, told: list[int | None], tmp_path: Path
+    steps: list[int | None], group: dict[str, Any], half: str, expected: list[int | None], tmp_path: Path
 ) -> None:
     index = open_steps(tmp_path, steps, group, half=half)
     found = {param.name: held["step"] for param, held in index.scalars.items() if held}
-    assert found == {n: step for n, step in zip("abcd", told, strict=True) if step is not None}
+    assert found == {n: step for n, step in zip("abcd", expected, strict=True) if step is not None}
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -199,6 +199,6 @@ def _read_contents(folder: Path) -> dict[str, Any]:
 
 
 def _find_ranks(name: str) -> tuple[int, int]:
-    """The dp rank and the mp rank in a file's name (0 where it has none)."""
+    """Return the dp rank and the mp rank in a file's name; 0 without one."""
     dp, mp = (re.search(rf"{axis}_rank_(\d+)", name) for axis in ("pp", "mp"))
     return int(dp[1]) if dp else 0, int(mp[1]) if mp else 0

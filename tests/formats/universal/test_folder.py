@@ -102,7 +102,7 @@ def test_several_ranks_share_the_headers(made: Callable[[Topology], Path]) -> No
     assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(made(ZERO3)), comm)) == [alone] * 3
 
 
-def test_of_a_store_one_rank_lists_all_files_once_and_every_rank_knows_their_versions(
+def test_one_rank_lists_a_store_once_and_every_rank_knows_the_versions_of_files(
     made: Callable[[Topology], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of files whose headers another rank has read."""

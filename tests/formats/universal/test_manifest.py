@@ -144,7 +144,7 @@ def test_a_manifest_comes_back() -> None:
     assert [atom.state for atom in again.atoms] == ["exp_avg", "fp32"]
     assert again.groups[0].hyper["betas"] == (0.9, 0.999)
     assert again.patterns["w"]["origin"] == "the user's rules"
-    assert {name: read_pattern(told["pattern"]) for name, told in again.patterns.items()} == PATTERNS
+    assert {name: read_pattern(record["pattern"]) for name, record in again.patterns.items()} == PATTERNS
     assert "flats" not in again.source
     assert again.source["tp"] == 2
     assert again.buffers == ("count", "z")
@@ -293,9 +293,9 @@ def converted(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("column", [5, 6], ids=["offset", "crc"])
 def test_atoms_are_where_the_manifest_says(converted: Path, column: int) -> None:
-    told = json.loads((converted / MANIFEST).read_text())
-    told["index"]["atoms"][0][column] += 1
-    (converted / MANIFEST).write_text(mend(json.dumps(told)))
+    data = json.loads((converted / MANIFEST).read_text())
+    data["index"]["atoms"][0][column] += 1
+    (converted / MANIFEST).write_text(mend(json.dumps(data)))
     (fault,) = verify_checkpoint(str(converted), headers_only=True).faults
     assert (fault.kind, fault.file, fault.names) == ("seal", "zero/a/exp_avg.pt", ("a (exp_avg)",))
 

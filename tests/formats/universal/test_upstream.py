@@ -124,8 +124,8 @@ def test_unsupported_patterns_have_no_keys(pattern):
 
 def test_a_map_is_described_by_its_general_pattern():
     parts = ShardNC(parts=(8, 4), sized=True).join([(6, 2), (6, 2)])
-    told = upstream_keys(Mapped(parts, generalise(parts)), (12, 2))
-    assert told.keys() == {"sub_param_shape"}
+    keys = upstream_keys(Mapped(parts, generalise(parts)), (12, 2))
+    assert keys.keys() == {"sub_param_shape"}
 
 
 INFO = {
@@ -187,5 +187,5 @@ def test_as_upstreams_converter(name, tmp_path, monkeypatch):
 
 def test_the_pickled_class_is_upstreams(tmp_path):
     write_param(tmp_path, draw(24, 2), upstream_keys(ShardNC(parts=(4, 1, 1)), (24, 2), "layers.0.qkv"))
-    told = torch.load(tmp_path / "fp32.pt", weights_only=False)["sub_param_shape"]
-    assert told == SubparamShape(patterns=[r"layers\.0\.qkv"], shape=((16, 4, 4), 2), partition_dim=0)
+    pickled = torch.load(tmp_path / "fp32.pt", weights_only=False)["sub_param_shape"]
+    assert pickled == SubparamShape(patterns=[r"layers\.0\.qkv"], shape=((16, 4, 4), 2), partition_dim=0)
