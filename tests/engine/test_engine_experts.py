@@ -20,7 +20,7 @@ from tests.releases import find_reason
 from tests.support.conversion import convert_checkpoint
 from tests.support.covering import params
 from tests.support.engines import experts
-from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source, choose
+from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved, Source, choose
 from tests.support.engines.experts import BELOW
 from tests.support.engines.ranks import edit
 
@@ -49,7 +49,7 @@ def check_plan(saved: Saved, outcome: Outcome) -> None:
     """Compare the bytes that the resume reports with those that `ds_ucp plan` predicts."""
     if saved.kind.stage == 0:  # its files have no names
         return
-    index, target = open_checkpoint(f"{saved.folder}/global_step3", Comm()), outcome.kind
+    index, target = open_checkpoint(f"{saved.folder}/global_step{STEPS[0]}", Comm()), outcome.kind
     ep = target.ep if isinstance(target.ep, int) else max(target.ep)
     wanted = f"dp={target.world},tp=1,ep={ep},zero={target.stage},precision={target.precision}"
     found = check_resume(index, parse_degrees(wanted, index.topology))

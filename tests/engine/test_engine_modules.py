@@ -18,7 +18,7 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.testing.capture import CapturedParameter
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import Case
-from tests.support.engines.driver import Engines
+from tests.support.engines.driver import STEPS, Engines
 from tests.support.engines.kinds import forget_autocast, take_step
 from tests.support.engines.ranks import Load
 from tests.support.exports import check_same, read_all
@@ -83,7 +83,7 @@ def test_states_are_those_of_their_names(precision: str, engines: Engines, subte
             (local,) = outcome.ranks
             assert local.direct == (name != "same"), local.reason
             assert name != "moved" or "parameter order" in local.reason
-            assert outcome.state.counters["global_steps"] == 3
+            assert outcome.state.counters["global_steps"] == STEPS[0]
             assert len(outcome.state.parameters) == 6
             for name, parameter in outcome.state.parameters.items():
                 found = list_tensors(parameter)

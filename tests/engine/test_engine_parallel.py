@@ -23,7 +23,7 @@ from deepspeed_ucp.tensor_parallel.metadata import Mapped, from_universal_info
 from deepspeed_ucp.testing.compare import compare
 from tests.releases import DEEPSPEED, find_reason
 from tests.support.covering import few, is_exhaustive, turns
-from tests.support.engines.driver import Engines, Outcome, Row, Saved, Source
+from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved, Source
 from tests.support.engines.gpt import LAYERS, MODELS
 from tests.support.engines.parallel import Launch, count_copies, expect, join, pipe, plain, resume
 from tests.synth.megatron import client_state, megatron_args, old_universal_info, universal_info
@@ -176,7 +176,10 @@ class Megatron(Launch):
             "2023-10": old_universal_info(args, 256),
             "none": None,
         }
-        return {release: client_state(args, 3, infos[release]) for release in (RELEASES if is_exhaustive() else EDGES)}
+        return {
+            release: client_state(args, STEPS[0], infos[release])
+            for release in (RELEASES if is_exhaustive() else EDGES)
+        }
 
 
 def make_arguments(launch: Launch) -> Any:

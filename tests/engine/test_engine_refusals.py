@@ -19,7 +19,7 @@ import torch
 
 from tests.support.engines import muon
 from tests.support.engines.cases import Case, make_engine
-from tests.support.engines.driver import Engines, Outcome, Source
+from tests.support.engines.driver import STEPS, Engines, Outcome, Source
 from tests.support.engines.experts import BELOW, Spread
 from tests.support.engines.kinds import Kind
 from tests.support.engines.ranks import Load, edit
@@ -28,7 +28,7 @@ ZERO0, ZERO1, ZERO3 = Case(0, 3), Case(1, 3), Case(3, 3)
 BF16 = Case(2, 3, "bf16")
 TO_ZERO3 = Case(3, 2)
 TARGETS = {0: Case(1, 2), 1: TO_ZERO3, 2: Case(2, 2, "bf16"), 3: Case(2, 2)}
-TAG = "global_step3"
+TAG, LATER = f"global_step{STEPS[0]}", f"global_step{sum(STEPS)}"
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
@@ -76,7 +76,7 @@ class Refused:
     def prepare(self, engines: Engines, root: Path) -> Load:
         model = {"model": "plain"} if isinstance(self.source, Case) else {}
         if self.again:
-            folder = engines.save(self.source, root / str(self), steps=(3, 2), after=0).folder
+            folder = engines.save(self.source, root / str(self), steps=STEPS, after=0).folder
         else:
             folder = engines.saved(self.source, **{**model, **self.saved}).folder
         if self.damage is not None:
@@ -120,7 +120,7 @@ def at(name: str, do: Callable[[Path], object]) -> Callable[[Path, Engines], obj
 
 
 def swap(
-    case: Case, steps: tuple[int, int] = (3, 2), world: int = 0, **options: Any
+    case: Case, steps: tuple[int, int] = STEPS, world: int = 0, **options: Any
 ) -> Callable[[Path, Engines], object]:
     """Return a function that replaces rank 1's shard by another run's."""
     name = find_optim(case, 1)
@@ -187,8 +187,8 @@ def list_foreign() -> list[Refused]:
         first, second = find_optim(case, 1), find_optim(case, 2)
         repeat = at(first, lambda path, second=second: shutil.copy(path, path.with_name(second)))  # type: ignore[misc]
         found.append(Refused("duplicate", case, ("_mp_rank_00_optim_states.pt",), damage=repeat))
-        found.append(Refused("another-step", case, (first,), damage=swap(case, (4, 1))))
-        found += [Refused("another-run", case, (first,), damage=swap(case, (3, 1)))] * (case is not ZERO3)
+        found.append(Refused("another-step", case, (first,), damage=swap(case, (STEPS[0] + 1, 1))))
+        found += [Refused("another-run", case, (first,), damage=swap(case, (STEPS[0], 1)))] * (case is not ZERO3)
         found += [Refused("another-size", case, (first,), damage=swap(case, world=2))] * (case is not BF16)
     return found
 
@@ -265,7 +265,7 @@ def list_experts() -> list[Refused]:
     degrees = ("several such degrees", "load_optimizer_states=False")
     found = [Refused("degrees", two, degrees, "MismatchError", target=to) for to in (two, two.but(stage=1))]
     # At stage 0 in fp32 no other file has the states of the experts' optimizer, nor the residual's masters.
-    copy = lambda folder, _: shutil.copy(folder / "global_step5" / later, folder / TAG / later)  # noqa: E731
+    copy = lambda folder, _: shutil.copy(folder / LATER / later, folder / TAG / later)  # noqa: E731
     words: tuple[str, ...] = (f"{later}: the optimizer's step differs",)
     again = {"arguments": {"tag": TAG}, "damage": copy, "again": True}
     found.append(

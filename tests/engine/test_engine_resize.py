@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from tests.support.covering import is_exhaustive
 from tests.support.engines.cases import Case
-from tests.support.engines.driver import Engines, Outcome, Saved
+from tests.support.engines.driver import STEPS, Engines, Outcome, Saved
 from tests.support.engines.kinds import ON_CPU, allow_fp16_on_cpu, forget_autocast, take_step
 from tests.support.engines.parallel import Launch, plain
 from tests.support.engines.ranks import Load
@@ -124,7 +124,7 @@ def check(state: CapturedEngine, wanted: Mapping[str, Mapping[str, Tensor]], pre
     for name, each in state.parameters.items():
         check_same(list_states(each), dict(wanted[name]))
         check_same({"value": each.value}, {"value": wanted[name]["fp32"].to(DTYPES[precision])})
-        assert each.scalars["step"] == 3
+        assert each.scalars["step"] == STEPS[0]
 
 
 def make_kinds(rows: int, new: str, **rule: Any) -> list[Vocabulary]:

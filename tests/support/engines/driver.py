@@ -16,7 +16,7 @@ from tests.support.engines.cases import build_op
 from tests.support.engines.kinds import Kind
 from tests.support.engines.ranks import Load, Local, load_each, save
 
-STEPS = (3, 2)
+STEPS = (2, 2)
 """Steps before and after a save, or after a load: the second loss depends on restored optimizer states."""
 
 OPERATORS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "cpu_lion": "CPULionBuilder"}
