@@ -369,6 +369,7 @@ def test_changes_are_counted_over_param_groups(takes_saved: bool, words: str) ->
     assert "saved: lr 0.25 → 0.5, weight_decay 0 → 0.1 (1 of 2 param groups); " in text and words in text
     live.param_groups[0]["lr"] = torch.tensor(0.1)  # in float32
     assert list_changes(live, {**saved, "lr": 0.1}, takes_saved=takes_saved) == ""
+    assert "lr 0.1001 → 0.1" in list_changes(live, {**saved, "lr": 0.1001}, takes_saved=takes_saved)
 
 
 def test_values_that_deepspeeds_own_load_replaces() -> None:
