@@ -317,7 +317,8 @@ def test_one_rank_to_a_map():
     [
         ({"scale": 0.5}, "scales a piece by 0.5"),
         ({"source": [0, [1, 3]]}, "not row-major blocks"),
-        ({"source": [9, [3, 1]]}, "not a tiling|reach beyond"),
+        ({"source": [9, [3, 1]]}, "reach beyond"),
+        ({"source": [3, [3, 1]]}, "not a tiling: the shards have 9 of 12 elements"),
         ({"dest": [3, [3, 1]]}, "reach beyond|leave gaps"),
     ],
     ids=str,
