@@ -366,11 +366,22 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
     """``Trainer._load_optimizer_and_scheduler``: with load_lr_scheduler_states=False, advance this run's schedule.
 
     Raises:
+        MismatchError: the saved schedule has more param groups, such as that of a run without an adapter.
         UnsupportedError: the schedule cannot be advanced.
     """
     config = find_options(trainer)
-    if config is None or checkpoint is None or config.arguments.get("load_lr_scheduler_states", True):
+    if config is None or checkpoint is None:
         original(trainer, checkpoint)
+        return
+    if config.arguments.get("load_lr_scheduler_states", True):
+        try:
+            original(trainer, checkpoint)
+        except IndexError as error:  # of torch's list of functions
+            raise MismatchError(
+                f"{checkpoint}: its schedule has more param groups than this run's. Set "
+                '"arguments": {"load_lr_scheduler_states": false} to continue with the schedule of this run, or '
+                '{"load_module_only": true} to start anew from the weights.'
+            ) from error
         return
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     steps = int(read_trainer_state(checkpoint).get("global_step", 0))  # transformers 4 has not read it yet

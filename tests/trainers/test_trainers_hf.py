@@ -17,9 +17,10 @@ import trainers_common
 import trainers_hf
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
+from torch.optim.lr_scheduler import LambdaLR
 from trainers_hf import Trained
 
-from deepspeed_ucp import CheckpointError, beacon
+from deepspeed_ucp import CheckpointError, MismatchError, beacon
 from deepspeed_ucp.beacon import Listener
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.testing import WorldPool
@@ -247,6 +248,22 @@ def test_the_schedule_of_the_script_continues(
     assert any("load_lr_scheduler_states=False" in text and "caller" in text for text in rest.warnings)
     assert rest.rates[7] == pytest.approx(4e-2 * fraction)
     assert not any("hyper-parameters of this run" in text for text in rest.warnings)
+
+
+class Rise:
+    """A schedule with a state, like the functions of transformers."""
+
+    def __call__(self, step: int) -> float:
+        return 1.0 + step
+
+
+def test_a_schedule_of_more_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, a run that continues under PEFT has one group."""
+    optimizers = [torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(count)], lr=1.0) for count in (2, 1)]
+    saved, live = (LambdaLR(each, [Rise() for _ in each.param_groups]) for each in optimizers)
+    monkeypatch.setattr(huggingface, "find_options", lambda _: UniversalConfig())
+    with pytest.raises(MismatchError, match="more param groups than this run's.*load_lr_scheduler_states"):
+        huggingface.load_scheduler(lambda *_: live.load_state_dict(saved.state_dict()), None, "checkpoint-2")
 
 
 def test_a_folder_of_save_only_model_has_only_weights(tmp_path: Path) -> None:
