@@ -238,11 +238,13 @@ class WrittenTag(NamedTuple):
 
     Attributes:
         mark: its mark after it was written (:func:`find_mark`).
+        number: number of its save if ``latest`` was to name it, else 0.
         states: its state files when its removal began; None if it has not begun.
         folder: folder of these files, relative to the tag.
     """
 
     mark: str
+    number: int
     states: Mapping[str, str] | None = None
     folder: str = "."
 
@@ -276,7 +278,7 @@ def prune_place(
             now = _make_mark(folder, entries) if SEAL in entries else ""
             states = _describe_states(entries)
             if now and now == known.mark:
-                remaining[tag] = WrittenTag(now, states, os.path.relpath(folder, path))
+                remaining[tag] = WrittenTag(now, known.number, states, os.path.relpath(folder, path))
                 record(remaining)
                 remove_tag(place, tag)
             elif not now and known.states is not None and states.items() <= known.states.items():

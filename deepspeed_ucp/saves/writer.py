@@ -230,7 +230,7 @@ class PlaceWriter(threading.Thread):
             named = replace(save, latest=save.latest and not self._is_overtaken(save))
             mark = write_save(named, self.folder, self.writer.wait)
             if save.node == 0:  # the save is complete when the first node has sealed it
-                self._add_written(save.tag, mark)
+                self._add_written(save, mark)
             with self.writer.lock:
                 save.note("done", {self.folder: mark})
             if save.node == 0:
@@ -253,17 +253,21 @@ class PlaceWriter(threading.Thread):
         return True
 
     def _is_overtaken(self, save: Snapshot) -> bool:
-        """Return True if ``latest`` of the destination has named a later save."""
-        with self.writer.lock:
-            later = [other for other in self.job.list_saves() if other.latest and other.number > save.number]
-            return any(other.read("done").get(self.folder) for other in later)
+        """Return True if ``latest`` of the destination has named a later save, which memory may not hold any more."""
+        return any(entry.number > save.number for entry in self._list_written().values())
 
-    def _add_written(self, tag: str, mark: str) -> None:
+    def _list_written(self) -> dict[str, WrittenTag]:
+        """Return the tags that this job has written, in the order of writing."""
         if not self._written:
             recorded = self.job.read("written").get(self.folder, {})
-            self._written = {known: WrittenTag(*entry) for known, entry in recorded.items()}
-        self._written.pop(tag, None)
-        self._record_written({**self._written, tag: WrittenTag(mark)})
+            self._written = {tag: WrittenTag(*entry) for tag, entry in recorded.items()}
+        return self._written
+
+    def _add_written(self, save: Snapshot, mark: str) -> None:
+        written = dict(self._list_written())
+        former = written.pop(save.tag, WrittenTag("", 0))
+        number = save.number if save.latest else former.number
+        self._record_written({**written, save.tag: WrittenTag(mark, number)})
 
     def _record_written(self, written: dict[str, WrittenTag]) -> None:
         self._written = written
