@@ -243,13 +243,14 @@ def test_an_engine_that_replaces_the_save_of_another_one_is_reported(
 # -- the writer --------------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_that_cannot_be_started_stops_no_training(
-    training: Training, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_writer_that_does_not_run_stops_no_training(
+    is_started: bool, training: Training, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The save is written by the writer that is started at the next save or at the end."""
-    with without_writer():
-        assert training.save()
-    assert "no process" in caplog.text
+    """The next one writes the save. One that ends at once is not waited for."""
+    with mock.patch.object(sys, "executable", "/bin/false") if is_started else without_writer():
+        assert training.save() and not training.saver.finish()
+    assert f"still to be written: {TAG}" in caplog.text and ("no process" in caplog.text) is not is_started
     assert training.saver.finish() and training.is_whole(TAG)
 
 
@@ -274,16 +275,6 @@ def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
     training.saver.writer.close()
     wait_until(lambda: not is_locked(training.job))
     assert not os.path.exists(training.job.spare)
-
-
-def test_a_writer_that_ends_at_once_is_not_waited_for(
-    training: Training, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "executable", "/bin/false")
-        assert training.save()
-        assert not training.saver.finish() and f"still to be written: {TAG}" in caplog.text
-    assert training.saver.finish() and training.is_whole(TAG)
 
 
 def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
