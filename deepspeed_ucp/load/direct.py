@@ -37,9 +37,11 @@ from ..engine.finish import (
     restore_scaler,
 )
 from ..engine.guard import guard_engine, mark
+from ..engine_state import KEY
 from ..errors import MismatchError, Objections, UnsupportedError, pluralize, shorten
 from ..extensions.registry import find_for_load, name_active
 from ..formats.deepspeed.ownfiles import find_state_file
+from ..formats.deepspeed.save import DEEPSPEEDS
 from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..model.index import AtomicIndex
@@ -261,9 +263,12 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
     saved = comm.once(lambda: read(index.state_file), find_reader(index.state_file))
     own_file = comm.run(lambda: _find_own_file(index, target))  # may access a store
-    written = index.degrees or (index.topology.tp, index.topology.pp)
-    if comm.rank == 0 and max(written) > 1 and not _has_saved_degrees(index, target):
-        logger.info("%s: all ranks get its client state; those of other ranks are not loaded", index.state_file)
+    client = saved.keys() - {*DEEPSPEEDS, KEY, EXTRA_STATES}
+    if comm.rank == 0 and client and _leaves_files(index, target):
+        logger.info(
+            "%s: other ranks' client states are not loaded if this run has no rank at their place: %s",
+            *(index.state_file, shorten(sorted(map(str, client)), 3)),
+        )
     others: list[dict[str, Any]] = []
     if access.is_partial:
         questions = [] if own_file is None else [(find_reader(own_file), paths.index(own_file))]
@@ -300,6 +305,14 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
         return None
     place = target.place
     return find_state_file(index, place.mp_rank, place.dp_rank if place.dp == index.topology.dp else 0)
+
+
+def _leaves_files(index: AtomicIndex, target: Target) -> bool:
+    """Return True if some rank's state file has no rank at its place in this run. ZeRO 3 has a file for each rank."""
+    written, topology = index.degrees or (index.topology.tp, index.topology.pp), index.topology
+    if topology.zero_stage == 3 and topology.dp not in (1, target.place.dp):
+        return True
+    return max(written) > 1 and not _has_saved_degrees(index, target)
 
 
 def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:

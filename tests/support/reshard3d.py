@@ -322,11 +322,14 @@ def refuse(folder: Path, wanted: Held, config: UniversalConfig, kind: type[Excep
     return message
 
 
-def number_ranks(folder: Path) -> None:
+def number_ranks(folder: Path) -> set[int]:
     """Number the ranks in their client states: tens for the data-parallel, ones for the model-parallel rank."""
+    numbers = set()
     for path in folder.glob("*mp_rank_*model_states.pt"):
         data, model = (int(number) for number in re.findall(r"rank_(\d+)", f"rank_0_{path.name}")[-2:])
-        torch.save({**torch.load(path, weights_only=False), "number": 10 * data + model}, path)
+        numbers.add(number := 10 * data + model)
+        torch.save({**torch.load(path, weights_only=False), "number": number}, path)
+    return numbers
 
 
 def load_numbers(index: AtomicIndex, targets: Sequence[FakeTarget], config: UniversalConfig) -> list[int]:
