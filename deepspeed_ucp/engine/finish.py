@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
 from ..comm import Comm
+from ..errors import MismatchError, pluralize
 from ..model.index import HELPERS, AtomicIndex
 from ..model.storage import strip_compiled
 from .base import Target
@@ -55,6 +56,24 @@ def find_helpers(engine: Any) -> dict[str, Any]:
     """Return the live objects of :data:`~deepspeed_ucp.model.index.HELPERS` by key, or None."""
     random_ltd = engine.random_ltd_scheduler if engine.random_ltd_enabled() else None
     return dict(zip(HELPERS, (engine.lr_scheduler, random_ltd, find_data_sampler(engine)), strict=True))
+
+
+def check_scheduler(engine: Any, saved: Mapping[str, Any]) -> None:
+    """Compare the numbers of param groups of saved and live scheduler.
+
+    Raises:
+        MismatchError: they differ, so that torch's schedulers would use the rates of other groups.
+    """
+    state = saved.get("lr_scheduler")
+    rates = (
+        state.get("base_lrs") if isinstance(state, Mapping) else None,
+        getattr(engine.lr_scheduler, "base_lrs", None),
+    )
+    if all(isinstance(group_rates, list) for group_rates in rates) and len(rates[0]) != len(rates[1]):
+        raise MismatchError(
+            f"The saved lr_scheduler has {pluralize(len(rates[0]), 'param group')}, this run's has {len(rates[1])}. "
+            "Use the saved run's param groups, or continue with this run's schedule by load_lr_scheduler_states=False."
+        )
 
 
 def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bool) -> list[str]:

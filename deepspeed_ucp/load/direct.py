@@ -28,6 +28,7 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..engine.base import Target
 from ..engine.finish import (
+    check_scheduler,
     find_extra_states,
     pick_client_state,
     restore_clip,
@@ -173,6 +174,8 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
             comm.run(partial(extension.refuse, job, index, target))
     with objections:
         saved = _read_saved(job, index, target)
+        if job.load_lr_scheduler_states and not job.load_module_only:
+            comm.run(lambda: check_scheduler(job.engine, saved))
     with objections, job.report.phase("plan"), pause_collection():
         work = prepare(job, index, target, with_states=with_states)
     objections.settle()

@@ -8,15 +8,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.engine.finish import (
+    check_scheduler,
     find_extra_states,
     list_scaling_changes,
     refresh_after_own_load,
     restore_clip,
 )
 from deepspeed_ucp.engine.optimizer import probe_optimizer, restore_scalar
+from deepspeed_ucp.errors import MismatchError
 
 
 @pytest.mark.parametrize(("engine", "refreshed"), [({"is_pipe_parallel": True}, True), ({}, False)])
@@ -59,6 +62,15 @@ def test_other_clipping_and_loss_scaling_is_logged(wrapped: Any, clip: Any, scal
     restore_clip(target.wrapped, clip)
     is_taken = any(text.startswith("gradient_clipping") and "saved value" in text for text in found)
     assert getattr(target.wrapped, "clip_grad", None) == (clip if is_taken else wrapped.get("clip_grad"))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_schedule_of_another_number_of_param_groups_is_refused(count: int) -> None:
+    saved, live = (
+        StepLR(torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(n)], lr=1.0), 2) for n in (2, count)
+    )
+    with pytest.raises(MismatchError, match=f"has 2 param groups, this run's has {count}.*load_lr_scheduler_states"):
+        check_scheduler(SimpleNamespace(lr_scheduler=live), {"lr_scheduler": saved.state_dict()})
 
 
 class Peak(torch.optim.SGD):
