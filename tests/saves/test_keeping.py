@@ -85,6 +85,12 @@ def test_an_incomplete_folder_does_not_replace_another(
     assert remove(str(tmp_path / "b"))
 
 
+def test_a_folder_that_is_being_written_does_not_replace_another(make: Callable[..., str], written: set[str]) -> None:
+    """Although it holds an older save."""
+    written.add(locate(make("c")))
+    assert not remove(make("a"))
+
+
 def test_a_folder_that_lacks_a_save_stays_until_it_is_written(make: Callable[..., str], written: set[str]) -> None:
     """Otherwise the writer would create it again."""
     make("a")
