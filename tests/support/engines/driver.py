@@ -185,7 +185,7 @@ class Engines:
         **options: Any,
     ) -> Saved:
         """Save a run of `kind` into `folder`, by default a new one; with several steps once after each."""
-        self.build(options.get("optimizer"))
+        self.build(options.get("optimizer") or kind.operator)
         place = Path(str(folder)) if folder else self._make_folder()
         training = kind.training(seed, str(place), **options)
         more = {"after": after, "client_states": kind.client_states, "plugin": plugin, "read": kind.read}
@@ -217,7 +217,7 @@ class Engines:
             arguments: of `load_checkpoint` for all loads of folders.
             options: of the kind's ``make``.
         """
-        self.build(options.get("optimizer"))
+        self.build(options.get("optimizer") or kind.operator)
         made = [each if isinstance(each, Load) else self.make_load(each, arguments) for each in loads]
         training = (kind.live() if plugin else kind).training(77, str(self._make_folder()), **options)
         more = {"read": kind.read, "read_before": read_before, "catch": True}

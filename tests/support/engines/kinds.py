@@ -85,6 +85,11 @@ class Kind:
             **self.config,
         }
 
+    @property
+    def operator(self) -> str:
+        """Optimizer whose operator DeepSpeed compiles for the engine; empty for none."""
+        return "fused_adam" if self.ds_config.get("optimizer", {}).get("type") == "Muon" else ""
+
     def but(self, **changes: Any) -> Any:
         return replace(self, **changes)
 
