@@ -65,14 +65,12 @@ def check_scheduler(engine: Any, saved: Mapping[str, Any]) -> None:
         MismatchError: they differ, so that torch's schedulers would use the rates of other groups.
     """
     state = saved.get("lr_scheduler")
-    rates = (
-        state.get("base_lrs") if isinstance(state, Mapping) else None,
-        getattr(engine.lr_scheduler, "base_lrs", None),
-    )
-    if all(isinstance(group_rates, list) for group_rates in rates) and len(rates[0]) != len(rates[1]):
+    old = state.get("base_lrs") if isinstance(state, Mapping) else None
+    new = getattr(engine.lr_scheduler, "base_lrs", None)
+    if isinstance(old, list) and isinstance(new, list) and len(old) != len(new):
         raise MismatchError(
-            f"The saved lr_scheduler has {pluralize(len(rates[0]), 'param group')}, this run's has {len(rates[1])}. "
-            "Use the saved run's param groups, or continue with this run's schedule by load_lr_scheduler_states=False."
+            f"The saved lr_scheduler has {pluralize(len(old), 'param group')}, this run's has {len(new)}. Use "
+            "the saved run's param groups, or continue with this run's schedule by load_lr_scheduler_states=False."
         )
 
 
