@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from deepspeed_ucp.extensions.experts.names import (
     name_experts,
 )
 from deepspeed_ucp.formats.deepspeed.headers import Piece
+from deepspeed_ucp.model.storage import are_alike
 from deepspeed_ucp.model.view import EngineView
 from deepspeed_ucp.plan.match import Match, match_parameters
 from deepspeed_ucp.torchsave.records import FileRecord
@@ -191,6 +193,27 @@ def test_the_routers_second_name_is_an_alias_if_the_bytes_are_equal() -> None:
     }
     pairs = ((f"m.0.mlp.gate.gate.{end}", f"m.0.mlp.router.gate.{end}") for end in ("weight", "bias"))
     assert find_router_aliases(["m.0.mlp.experts."], module) == dict(pairs)
+
+
+@pytest.mark.parametrize(
+    ("piece", "is_alias"),
+    [
+        (Piece(FileRecord("0", 0, 72, None), 0, (6, 3), "float32"), True),
+        (Piece(FileRecord("1", 72, 72, None), 0, (6, 3), "float32"), False),
+    ],
+)
+def test_a_module_beside_the_router_is_no_alias_without_checksums(piece: Piece, is_alias: bool) -> None:
+    router = Piece(FileRecord("0", 0, 72, None), 0, (6, 3), "float32")
+    aliases = find_router_aliases(["m.experts."], {"m.router.gate.weight": router, "m.gate.gate.weight": piece})
+    assert bool(aliases) is is_alias
+
+
+def test_other_strides_are_other_contents() -> None:
+    """A transposed tensor with the same bytes and shape has the elements in another order."""
+    plain = Piece(FileRecord("0", 0, 36, 1), 0, (3, 3), "float32")
+    transposed = replace(plain, fault="its memory is not contiguous (shape (3, 3), strides (1, 3))")
+    assert are_alike((plain.contents, plain.contents))
+    assert not are_alike((plain.contents, transposed.contents))
 
 
 # -- another number of experts is one fault for each block ------------------------------------------------------------

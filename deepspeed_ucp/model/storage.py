@@ -424,11 +424,12 @@ def _list_states(shards: Iterable[ParamStorage]) -> dict[str, None]:
     return dict.fromkeys(state for shard in shards for state in shard.states)
 
 
-def are_alike(tensors: Iterable[tuple[tuple[int, ...], str, int, int, int | None]]) -> bool:
+def are_alike(tensors: Iterable[tuple[object, ...]]) -> bool:
     """Return True if checksums prove that tensors have the same bytes; False if a checksum is missing.
 
     Args:
-        tensors: (shape, dtype, byte offset in its record, bytes of the record, CRC32 of the record or None) of each.
+        tensors: (shape, dtype, byte offset in its record, bytes of the record, CRC32 of the record or None) of each,
+            and further values that equal tensors have in common.
     """
     distinct = set(tensors)
     return len(distinct) == 1 and None not in distinct.pop()

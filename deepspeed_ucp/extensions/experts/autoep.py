@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ...formats.deepspeed.headers import Piece
-from ...model.storage import strip_compiled
+from ...model.storage import are_alike, strip_compiled
 from ...plan.derive import MOST_FUSED
 
 Placement = tuple[tuple[int, ...], ...]
@@ -95,7 +95,7 @@ def _read_map(affine: Mapping[str, Any]) -> Placement:
 def find_router_aliases(layers: Iterable[str], module: Mapping[str, Piece]) -> dict[str, str]:
     """Return the aliases of AutoEP's router, which has a second name for recorders of outputs.
 
-    A sibling module is an alias if its tensors are those of the router, to the byte.
+    A sibling module is an alias if its tensors are those of the router, to the byte (by their checksums).
 
     Args:
         layers: prefixes of the experts' names.
@@ -110,10 +110,11 @@ def find_router_aliases(layers: Iterable[str], module: Mapping[str, Piece]) -> d
                 children_by_block[block][child][rest] = piece
     aliases = {}
     for block, children in children_by_block.items():
-        contents = {
-            child: {rest: piece.contents for rest, piece in tensors.items()} for child, tensors in children.items()
-        }
-        for child, child_contents in contents.items():
-            if child != "router" and child_contents == contents.get("router"):
-                aliases.update({f"{block}{child}.{rest}": f"{block}router.{rest}" for rest in child_contents})
+        router = children.pop("router", {})
+        for child, tensors in children.items():
+            if tensors.keys() == router.keys() and all(
+                tensors[rest] == piece or are_alike((tensors[rest].contents, piece.contents))
+                for rest, piece in router.items()
+            ):
+                aliases.update({f"{block}{child}.{rest}": f"{block}router.{rest}" for rest in tensors})
     return aliases

@@ -45,9 +45,9 @@ class Piece:
         return count(self.shape)
 
     @property
-    def contents(self) -> tuple[Shape, str, int, int, int | None]:
-        """Fields that :func:`~deepspeed_ucp.model.are_alike` compares."""
-        return self.shape, self.dtype, self.offset, self.record.nbytes, self.record.crc
+    def contents(self) -> tuple[Shape, str, int, int, int | None, str]:
+        """Fields that :func:`~deepspeed_ucp.model.are_alike` compares; other strides are other elements."""
+        return self.shape, self.dtype, self.offset, self.record.nbytes, self.record.crc, self.fault
 
 
 @dataclass(frozen=True, slots=True)
