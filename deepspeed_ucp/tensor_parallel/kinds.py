@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
+from math import gcd
 from typing import ClassVar
 
 from ..errors import MismatchError
@@ -301,7 +302,41 @@ class ShardNC(Pattern):
                 f"parts {list(self.parts)} do not follow from the ranks' widths {list(locals_)} along dimension "
                 f"{dim}: the parts' shares are not whole. Give each part's width on each rank (widths)"
             )
-        return [[size // weight for size in part] for part in sizes]
+        measured = [[size // weight for size in part] for part in sizes]
+        if self.unit == 1 and (others := _find_other_widths(measured)):
+            raise MismatchError(
+                f"parts {list(self.parts)} can be cut in two ways into the ranks' widths {list(locals_)} along "
+                f"dimension {dim}: {measured} or {others}. Give each part's width on each rank (widths), or the size "
+                "of a head that stays together (unit)"
+            )
+        return measured
+
+
+def _find_other_widths(measured: list[list[int]]) -> list[list[int]] | None:
+    """Return other widths of parts on ranks, with the same sum on each rank, if whole heads could be dealt like that.
+
+    Heads are dealt evenly, or in equal numbers to all ranks but the last. Without heads this gives other sums, unless
+    all parts are equal.
+    """
+    sizes, ranks = [sum(part) for part in measured], len(measured[0])
+    if len(set(sizes)) == 1 or all(len(set(part)) == 1 for part in measured):
+        return None
+    sums, common = [sum(rank) for rank in zip(*measured, strict=True)], gcd(*sizes)
+    for head in (head for head in range(1, common + 1) if common % head == 0):
+        for deal in (_deal_evenly, _deal_first):
+            dealt = [[head * heads for heads in deal(size // head, ranks)] for size in sizes]
+            if dealt != measured and [sum(rank) for rank in zip(*dealt, strict=True)] == sums:
+                return dealt
+    return None
+
+
+def _deal_evenly(total: int, ranks: int) -> list[int]:
+    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+
+
+def _deal_first(total: int, ranks: int) -> list[int]:
+    most = -(-total // ranks)
+    return [min(most, max(total - rank * most, 0)) for rank in range(ranks)]
 
 
 @dataclass(frozen=True, slots=True)

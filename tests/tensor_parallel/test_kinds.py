@@ -108,6 +108,23 @@ def test_recorded_widths_are_for_their_own_degree():
         pattern.join([(5,), (4,)])
 
 
+def test_uneven_parts_without_heads_are_refused_if_heads_could_be_dealt():
+    """Ten query and five key/value heads of 4 rows on three ranks: [4, 3, 3] and [2, 2, 1] heads, or in proportion."""
+    shapes = [(32,), (28,), (20,)]
+    with pytest.raises(MismatchError, match=r"in two ways .*\[\[16, 14, 10\], .*or \[\[16, 12, 12\], \[8, 8, 4\]"):
+        ShardNC(parts=(40, 20, 20), sized=True).join(shapes)
+    for widths, second in (
+        (((16, 14, 10), (8, 7, 5), (8, 7, 5)), ((16, 30), (48, 55), (68, 75))),
+        (((16, 12, 12), (8, 8, 4), (8, 8, 4)), ((16, 28), (48, 56), (68, 76))),
+    ):
+        assert ShardNC(parts=(40, 20, 20), sized=True, widths=widths).join(shapes).shards[1][0] == second
+    with pytest.raises(MismatchError, match="not whole units of 4"):
+        ShardNC(parts=(40, 20, 20), sized=True, unit=4).join(shapes)
+    pairs = ShardNC(parts=(40, 20, 20), sized=True, unit=4).join([(32,), (32,), (16,)])  # whole groups of heads
+    assert pairs.shards[2][0] == ((32, 40), (56, 60), (76, 80))
+    assert ShardNC(parts=(10, 5, 5)).join([(8,), (8,), (4,)]).shards[2][0] == ((8, 10), (14, 15), (19, 20))
+
+
 LOGICAL = r"logical shape \(8, 3\) in the checkpoint, \(8, 2\) in the model"
 
 
