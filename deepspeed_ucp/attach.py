@@ -72,6 +72,9 @@ TABLE += [
     Wrapped(_HF, _HF, "Trainer._finalize_training", "trainers.huggingface", "finalize_training", newer=True),
     Wrapped(_HF, _HF, "rotate_checkpoints", "trainers.huggingface", "rotate_checkpoints", newer=True),
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator._prepare_deepspeed", "trainers.accelerating", "prepare_deepspeed"),
+    Wrapped(
+        _ACCELERATE, _ACCELERATE, "Accelerator.prepare_data_loader", "trainers.accelerating", "prepare_data_loader"
+    ),
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.save_state", "trainers.accelerating", "save_state"),
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.load_state", "trainers.accelerating", "load_state"),
     Wrapped(_ACCELERATE, _SCHEDULER, "AcceleratedScheduler.step", "trainers.accelerating", "step_scheduler"),

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..comm import connect
 from ..config import UniversalConfig
+from ..data import Order
 from ..engine.references import replace_method
 from ..engine_state import get_config
 from ..errors import CheckpointError, ConfigError, pluralize
@@ -83,6 +84,23 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
     if engine.gradient_accumulation_steps() != accelerator.gradient_accumulation_steps:
         accelerator.gradient_accumulation_steps = to_integer(engine.gradient_accumulation_steps())
     return prepared
+
+
+def prepare_data_loader(original: Callable[..., Any], accelerator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.prepare_data_loader``: the Trainer's data loaders are prepared by it, too.
+
+    Raises:
+        ConfigError: the samples would be split over the ranks twice.
+    """
+    owners = loader, getattr(loader, "batch_sampler", None)
+    orders = [getattr(owner, name, None) for owner in owners for name in ("sampler", "dataset")]
+    wrong = next((order for order in orders if isinstance(order, Order) and order.world > 1), None)
+    if wrong is not None and accelerator.num_processes > 1:
+        raise ConfigError(
+            f"Accelerate splits the samples of an {type(wrong).__name__} over the ranks a second time. Make it with "
+            "rank=0, world=1, or leave its data loader out of accelerator.prepare."
+        )
+    return original(accelerator, loader, *args, **kwargs)
 
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:

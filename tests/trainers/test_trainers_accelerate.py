@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
 from trainers_hf import Net, Samples
 
+from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
 from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.model.index import SavedJob
 from deepspeed_ucp.testing import WorldPool
@@ -209,6 +210,21 @@ def save_twice(folder: str, ds_config: dict[str, Any]) -> str:
     return ""
 
 
+def split(kind: type[Order], world: int) -> list[int]:
+    """Return the samples that this rank gets from an order of ``world`` ranks, in a data loader of Accelerate."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    with choose_gloo():
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=make_config(1)))
+        place: dict[str, Any] = {"rank": accelerator.process_index % world, "world": world, "shuffle": False}
+        if kind is ElasticSampler:
+            loader = torch.utils.data.DataLoader(range(16), 2, sampler=ElasticSampler(16, 8, **place))
+        else:
+            stream = ElasticStream([0], [16], lambda _, begin: range(begin, 16), 8, **place)
+            loader = torch.utils.data.DataLoader(stream, 2)
+        return [sample for batch in accelerator.prepare(loader) for sample in batch.tolist()]
+
+
 # --- tests
 
 
@@ -331,6 +347,14 @@ def test_preserved_batches_apply_to_the_loop(saved: tuple[Path, list[Trained]], 
     options: dict[str, Any] = {"micro": 4, "accumulation": 1, "resume": str(saved[0] / "five")}
     rest = ucp_worlds.get(1).run(train, str(saved[0]), config, **options)
     agree(saved[1], rest, 6)
+
+
+@pytest.mark.parametrize("kind", [ElasticSampler, ElasticStream])
+def test_samples_are_split_over_the_ranks_once(kind: type[Order], ucp_worlds: WorldPool) -> None:
+    first, second = ucp_worlds.get(2).run(split, kind, 1)
+    assert sorted(first + second) == list(range(16))
+    for error in ucp_worlds.get(2).run(trainers_common.attempt, split, kind, 2):
+        assert error.startswith("ConfigError") and "Make it with rank=0, world=1" in error
 
 
 @pytest.mark.parametrize("stages", list(itertools.product((1, 2, 3), repeat=2)), ids=str)
