@@ -16,7 +16,8 @@ from ..engine.engines import open_target
 from ..engine.finish import list_scaling_changes
 from ..engine.guard import check_states
 from ..engine.known import list_unknown
-from ..errors import CheckpointError, UnsupportedError, shorten
+from ..engine.parallel import live_universal_info
+from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..extensions.registry import name_active
 from ..formats.deepspeed.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
 from ..formats.deepspeed.naming import CHANGING, Naming
@@ -27,7 +28,9 @@ from ..io.paths import is_url
 from ..model.index import AtomicIndex, to_integer
 from ..model.storage import number_layer
 from ..model.topology import find_differences, list_undescribed, number_groups
+from ..plan.settling import list_shapes, settle_index
 from ..stream.reader import verify_records
+from ..tensor_parallel.metadata import from_universal_info
 from ..tensor_parallel.rules import find_renamed, from_config
 from .client import check_trusted
 from .context import LoadContext
@@ -190,9 +193,25 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
         }
         doubts += [name for name, is_asked in asked.items() if is_asked]
         doubts += list_unknown(target, index)
-    if target is not None and index is not None and job.with_states:
-        doubts += target.find_other_kinds(index)
+    if target is not None and index is not None:
+        doubts += list_other_orders(job, target, index)
+        doubts += target.find_other_kinds(index) if job.with_states else ()
     return [f"DeepSpeed's own load is not known to be right with: {shorten(doubts)}"] if doubts else []
+
+
+def list_other_orders(job: LoadContext, target: Target, index: AtomicIndex) -> list[str]:
+    """Describe shards whose elements the checkpoint and the live engine order differently; the direct load refuses."""
+    info = live_universal_info(target.engine) if target.place.tp > 1 else None
+    if info is None:
+        return []
+    saved, shapes = {name: index.resolve(name) for name in target.params}, list_shapes(index)
+    held = {name: shapes[name] for name in saved.values() if name in shapes}
+    try:
+        live = from_universal_info(info, by="target").follow(saved)
+        settled = settle_index(index, from_config(job.config.patterns), held, [live])
+    except (MismatchError, UnsupportedError):  # one side's description cannot be read, so that none contradicts
+        return []
+    return [f"another order of elements in {shorten(settled.wrong)}"] if settled.wrong else []
 
 
 def _trust_own_files(job: LoadContext, folder: str, why: str) -> Choice:

@@ -18,7 +18,8 @@ from deepspeed_ucp.engine.coverage import UnknownLayoutError
 from deepspeed_ucp.engine.known import _list_other_frozen
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
-from deepspeed_ucp.load.choice import choose_loader, find_damage, find_own_differences
+from deepspeed_ucp.load.choice import choose_loader, find_damage, find_own_differences, list_other_orders
+from tests.plan.matching import make_index
 from tests.support.damage import flip
 from tests.support.direct import UpstreamEngine, make_job
 from tests.support.ranks import run_ranks
@@ -106,6 +107,25 @@ def test_parameters_that_were_not_frozen_in_the_save(tmp_path: Path) -> None:
     thawed = FakeTarget(Model((Param("a", (7, 13), frozen=True), Param("frozen", (4, 3)))), topology, 0)
     assert found == {"saved": [], "shape": ["frozen, which was saved in another shape"]}
     assert list(_list_other_frozen(thawed, index)) == ["a, which was not saved as a parameter without optimizer"]
+
+
+def test_equal_shards_whose_elements_the_model_orders_differently() -> None:
+    """DeepSpeed's load takes the shards as they are: halves, or halves of two parts."""
+    index = make_index({"w": (4, 3), "v": (4,)}, tp=2)
+    halves, parts = ({key: ["w"]} for key in ("vocabulary_parameter_patterns", "parameter_with_2_sub_params_cat_dim_0"))
+
+    def ask(live: Any, saved: Any = halves, tp: int = 2, **config: Any) -> list[str]:
+        engine = UpstreamEngine()
+        engine.module = SimpleNamespace(universal_checkpoint_info=live)
+        target: Any = SimpleNamespace(engine=engine, place=SimpleNamespace(tp=tp), params=dict.fromkeys(("w", "v")))
+        found = replace(index, hints={"universal_checkpoint_info": saved} if saved else {})
+        return list_other_orders(make_job(engine, Comm(), **config), target, found)
+
+    assert ask(parts) == ask(halves, parts) == ["another order of elements in w"]
+    alike = [ask(halves), ask(None), ask(parts, tp=1), ask(parts, None)]
+    alike.append(ask(parts, patterns=[{"match": "w", "pattern": "shard-v"}]))
+    alike.append(ask(parts, {"affine_map": {"version": 9}}))
+    assert alike == [[]] * len(alike)
 
 
 # -- engines that only DeepSpeed's load knows --------------------------------------------------------------------------
