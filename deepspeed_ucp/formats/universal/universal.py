@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ...comm import Comm
@@ -509,13 +510,14 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
     """Add buffers that are equal on all tensor-parallel ranks by their checksums; return the missing names."""
     ranks = [part.save.model(tp).module or {} for tp in range(part.save.tp)]
     buffers = set(part.save.model(0).buffers)
-    missing = [name for name in part.save.model(0).frozen_shapes if name not in others]
-    for name, piece in ranks[0].items():
+    frozen = chain.from_iterable(part.save.model(tp).frozen_shapes for tp in range(part.save.tp))
+    missing = [name for name in dict.fromkeys(frozen) if name not in others]
+    for name in dict.fromkeys(chain(*ranks)):
         if name in others or (part.save.is_sharded and name not in buffers):
             continue
         pieces = [rank[name] for rank in ranks if name in rank]
         if name in buffers and len(pieces) == len(ranks) and are_alike(piece.contents for piece in pieces):
-            builder.add(SavedRank(), name, MODULE, part.save.main, piece)
+            builder.add(SavedRank(), name, MODULE, part.save.main, pieces[0])
         elif name not in missing:
             missing.append(name)
     return missing
@@ -542,11 +544,13 @@ def _describe_copies(part: UniversalHeaders) -> list[str]:
 def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, ...]:
     """Return param groups with their parameters; empty if a pipeline's stages have different groups."""
     hypers = part.optim.groups
-    if len(hypers) > 1 and None in part.flats.values():
+    most = 0 if part.save.is_sharded else max(len(model.param_shapes or ()) for model in part.save.first_models)
+    if max(len(hypers), most) > 1 and None in part.flats.values():
         differing = sorted({key for hyper in hypers for key in hyper if any(o.get(key) != hyper[key] for o in hypers)})
+        known = f"the saved groups differ in {shorten(differing) or 'nothing'}" if hypers[1:] else "it has one group"
         notes.append(
             "the converter kept the param groups of the first pipeline stage alone, other stages have others: the "
-            f"hyper-parameters of this run are kept (the saved groups differ in {shorten(differing) or 'nothing'})"
+            f"hyper-parameters of this run are kept ({known})"
         )
         return ()
     owners = part.optim.owners

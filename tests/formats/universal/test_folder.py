@@ -278,6 +278,19 @@ def test_tensor_parallel_sources_say_how_they_were_joined(tmp_path: Path, caplog
     assert masters == {"body.column": (12, 5), "body.row": (5, 12), "body.norm": (7,)}
 
 
+def test_tensors_that_one_rank_alone_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held = draw_state(make_plain(["column", "norm"]), Topology(2, 2, tp=2))
+    held.write(tmp_path / "tag", Run(client_state={"universal_checkpoint_info": INFO}))
+    path = tmp_path / "tag" / "mp_rank_01_model_states.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["module"]["body.alone"] = torch.ones(3)
+    saved["buffer_names"] += ["body.alone"]
+    torch.save(saved, path)
+    index = open_alone(to_universal(tmp_path / "tag", tmp_path / "universal"))
+    assert not index.find("body.alone", "module")
+    assert "shards of frozen parameters and buffers: body.alone" in caplog.text
+
+
 @pytest.mark.parametrize("target", [Topology(1, 1, tp=4), Topology(3, 3)], ids=lambda t: f"→{t.label}")
 @pytest.mark.parametrize("source", [Topology(2, 2, "bf16", tp=2), Topology(3, 2, tp=2)], ids=lambda t: t.label)
 def test_tensor_parallel_sources_load(source: Topology, target: Topology, tmp_path: Path) -> None:
@@ -316,15 +329,24 @@ def test_a_trained_parameter_is_never_taken_for_a_dropped_one(tmp_path: Path) ->
     assert note.startswith("0.column was trained in the saved run")
 
 
-def test_different_groups_of_stages_are_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The converter keeps the first stage's; the second one has matrices alone."""
-    model = make_pipeline([["column", "norm"], ["row"]], tied=False)
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        ([["column", "norm"], ["row"]], "the saved groups differ in lr"),
+        ([["row"], ["column", "norm"]], "it has one group"),
+    ],
+)
+def test_different_groups_of_stages_are_not_guessed(
+    kinds: list[list[str]], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The converter keeps the first stage's; one stage has matrices alone."""
+    model = make_pipeline(kinds, tied=False)
     held, folder = convert_parallel(model, Topology(1, 1, pp=2), tmp_path)
     with caplog.at_level(logging.WARNING, "deepspeed_ucp"):
         index, ranks = load_all(
             folder, replace(held, topology=Topology(1, 2)).make_targets(), UniversalConfig(threads=1)
         )
     assert index.groups == ()
-    assert "the hyper-parameters of this run are kept (the saved groups differ in lr" in caplog.text
+    assert f"the hyper-parameters of this run are kept ({text}" in caplog.text
     for rank in ranks:
         assert {group["lr"] for group in rank.target.wrapped.param_groups} == {LIVE_LR}
