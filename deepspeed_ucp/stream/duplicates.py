@@ -116,6 +116,12 @@ def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: 
                     f"elements compared differ; {first[file]}). {advice}",
                     path=path,
                 )
+            if count:
+                logger.warning(
+                    "%s: %d of %d elements compared differ from the model states (%s); the fp32 weights count, the "
+                    "others only for load_optimizer_states=False or load_module_only=True",
+                    *(index.files[file].path, count, compared[file], first[file]),
+                )
 
     compare_pairs(index, pairs, judge, comm)
     comm.run(check_shares)

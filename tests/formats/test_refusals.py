@@ -297,11 +297,15 @@ def test_files_of_another_run_at_the_same_step_are_recognised_by_their_values(
         check_samples(index, index.atoms, Comm())
 
 
-def test_a_few_edited_weights_pass(tmp_path: Path) -> None:
+def test_a_few_edited_weights_pass_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = make_files(MODEL, Topology(1, 2))
-    files[STATES]["module"]["a"].detach()[0, 0] += 1
-    index = open_live(tmp_path, files)
+    index = open_live(tmp_path / "whole", files)
     check_samples(index, index.atoms, Comm())
+    assert not caplog.text
+    files[STATES]["module"]["a"].detach()[0, 0] += 1
+    index = open_live(tmp_path / "edited", files)
+    check_samples(index, index.atoms, Comm())
+    assert f"{shard(0)}: 1 of " in caplog.text and "differ from the model states (a[0] is " in caplog.text
 
 
 @pytest.mark.parametrize(
