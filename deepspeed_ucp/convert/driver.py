@@ -37,7 +37,7 @@ from ..tensor_parallel.rules import RuleSet
 from ..version import __version__
 from .identity import identify
 from .outputs import CONVERSION, OutputFile, check_paths, find_formless, list_files, list_steps
-from .states import write_states
+from .states import find_dropped_client, find_dropped_extra, write_states
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -114,8 +114,7 @@ def convert_index(
     with report.timed(), ExitStack() as stack:
         with report.phase("plan"):
             work = comm.run(lambda: _plan(index, comm, options, report, rules, live))
-            if comm.rank == 0:
-                _warn_losses(index, work.full)
+            comm.once(lambda: _warn_losses(index, work.full))
         comm.run(lambda: stack.enter_context(work.staging.scratch()))
         report.reused = comm.once(lambda: _begin(work, stack))
         if not report.reused:
@@ -156,6 +155,10 @@ def _warn_losses(index: AtomicIndex, full: FullTensors) -> None:
         )
     if unplain := find_unplain(index):
         logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
+    if extra := find_dropped_extra(index):
+        logger.warning("extra states of modules in a pipeline's layer files are not kept: %s", shorten(extra, 3))
+    if client := find_dropped_client(index):
+        logger.info("client states of data-parallel ranks other than the first are not kept: %s", shorten(client, 3))
 
 
 def _begin(work: _Conversion, stack: ExitStack) -> bool:

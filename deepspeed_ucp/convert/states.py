@@ -12,12 +12,15 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from ..engine_state import KEY
 from ..formats.deepspeed.files import CLIENT, sort_names
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..formats.deepspeed.reading import select_extra_states
+from ..formats.deepspeed.save import DEEPSPEEDS
 from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import STATE_FILE, is_plain
 from ..io.disk import explain_full
+from ..io.paths import choose_map
 from ..model.index import AtomicIndex, GroupInfo
 from ..model.wrappers import STAGE, WRAPPERS
 from ..torchsave.objects import Global, PickledObject, make_instance, pack_scalar
@@ -60,6 +63,25 @@ def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
             OPTIMIZER_STATE: _save(file, common, os.path.join(folder, OPTIMIZER_STATE), added),
             **dict(_write_client_states(index, folder)),
         }
+
+
+def find_dropped_client(index: AtomicIndex) -> list[str]:
+    """Return the keys of the client state if each data-parallel rank has its own (ZeRO 3): the first rank's is kept."""
+    if index.format or index.topology.zero_stage != 3 or index.topology.dp == 1:
+        return []
+    return sorted(map(str, _as_dict(read_header(index.state_file).tree).keys() - {*DEEPSPEEDS, KEY}))
+
+
+def find_dropped_extra(index: AtomicIndex) -> list[str]:
+    """Return the extra states of modules in the layer files of a pipeline, which are not kept."""
+    if index.format:
+        return []
+    paths = {os.path.basename(file.path): file.path for file in index.files}
+    listed = sort_names(os.path.dirname(index.state_file), paths.keys())[0]["layer"]
+    layers = {layer: paths[name] for (layer, _), name in sorted(listed.items(), reverse=True)}  # of the first rank
+    trees = choose_map(index.state_file)(lambda path: read_header(path).tree, list(layers.values()))
+    found = zip(layers, trees, strict=True)
+    return [f"{layer}.{key}" for layer, tree in found for key in select_extra_states({"module": tree})][::-1]
 
 
 def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes]) -> SealedFile:
@@ -115,11 +137,12 @@ def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any
     if index.topology.is_atomic:
         file = read_header(os.path.join(folder, OPTIMIZER_STATE))
         return file, file.tree
-    listed = sort_names(folder, {os.path.basename(file.path) for file in index.files})[0]["optim"]
+    paths = {os.path.basename(file.path): file.path for file in index.files}  # in any of several places
+    listed = sort_names(folder, paths.keys())[0]["optim"]
     if not listed:
         return main, _as_dict(main.tree).get("optimizer")
     first = min(listed, key=lambda key: key[1:])
-    file = read_header(os.path.join(folder, listed[first]))
+    file = read_header(paths[listed[first]])
     return file, _as_dict(file.tree).get("optimizer_state_dict")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,11 +32,12 @@ from tests.support.conversion import convert_checkpoint
 from tests.support.damage import flip_bit
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
-from tests.support.reshard3d import Held, draw_state, make_plain, open_held, rules_of, trips
+from tests.support.reshard3d import Held, draw_state, make_pipeline, make_plain, open_held, rules_of, trips
 from tests.support.wholes import check_atoms
-from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 OPTIONS = ConvertOptions(workers=2)
+MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1)))
 
 
 def make_source(tp: int = 1, topology: Topology | None = None, seed: int = 0) -> Held:
@@ -272,6 +274,37 @@ def test_hyper_parameters_that_are_objects_are_a_warning(tmp_path: Path, caplog:
     state = replace(state, groups=tuple({**group, "schedule": Schedule()} for group in state.groups))
     convert_checkpoint(str(write_checkpoint(tmp_path, model, state, Topology(1, 1))), options=OPTIONS)
     assert "hyper-parameters that are objects are not kept: schedule" in caplog.text
+
+
+def test_dropped_states_of_modules_and_ranks_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Extra states in layer files, and the client states of other data-parallel ranks under ZeRO 3."""
+    held = draw_state(make_pipeline([["column"], ["row", "norm"]], tied=False), Topology(1, 1, pp=2))
+    held.write(tmp_path / "pipeline")
+    for number in (0, 1):
+        path = tmp_path / f"pipeline/layer_{number:02d}-model_states.pt"
+        torch.save({**torch.load(path), "norm._extra_state": {"scale": torch.ones(2)}}, path)
+    convert_checkpoint(str(tmp_path / "pipeline"), options=OPTIONS)
+    assert "layer files are not kept: 0.norm._extra_state, 1.norm._extra_state" in caplog.text
+    state, run = random_state(MODEL, 0), Run(client_state={"epoch": 3})
+    for topology in (Topology(2, 2), Topology(3, 1), Topology(3, 2)):
+        assert "client states" not in caplog.text
+        source = write_checkpoint(tmp_path / topology.label, MODEL, state, topology, run=run)
+        with caplog.at_level(logging.INFO, "deepspeed_ucp"):
+            convert_checkpoint(str(source), options=OPTIONS)
+    assert "client states of data-parallel ranks other than the first are not kept: epoch" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_of_the_source_may_be_in_several_places(stage: int, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "src", MODEL, random_state(MODEL, 0), Topology(stage, 2))
+    convert_checkpoint(str(source), str(tmp_path / "one"), options=OPTIONS)
+    (further := tmp_path / "further" / Path(source).name).mkdir(parents=True)
+    for path in Path(source).glob("*optim_states.pt"):
+        path.rename(further / path.name)
+    index = open_checkpoint(str(source), Comm(), also=[str(further)])
+    convert_index(index, str(source), str(tmp_path / "two"), Comm(), OPTIONS)
+    one, two = (read_bytes(tmp_path / name) for name in ("one", "two"))
+    assert one == two
 
 
 def test_states_that_cannot_be_cut_are_refused_and_idle_rules_named(
