@@ -164,13 +164,36 @@ class _LayerFiles:
         chosen: dict[int, int] = {}
         for layer, fitting in stages.items():
             if len(fitting) == 1:
-                chosen.setdefault(min(fitting), layer)
+                stage = min(fitting)
+                if stage in chosen:
+                    self._compare(key, stage, chosen[stage], layer)
+                chosen[stage] = layer  # the last one counts, as in DeepSpeed's load
         unsure = [layer for layer, fitting in stages.items() if len(fitting) > 1]
         for stage, layer in chosen.items():
             self._add_copies(key, layer, stage)
         if unsure and not self._are_alike(key, list(stages)):
             self._skip_ambiguous(unsure[0], key)
         self._add_others(key, list(stages)[:1] if unsure else [chosen[stage] for stage in sorted(chosen)])
+
+    def _compare(self, key: str, stage: int, one: int, other: int) -> None:
+        """Compare the parameters in two files of a tied module that one stage has written.
+
+        With ``parallel_write`` two data-parallel ranks write them, whose buffers may differ.
+
+        Raises:
+            CheckpointError: by their checksums they have other values.
+        """
+        for tp, layers in enumerate(self.save.layers):
+            first, second = (layers[layer].layer or {} for layer in (one, other))
+            buffers = {*self.save.model(stage * self.save.tp + tp).buffers}
+            names = {name for name in first.keys() | second.keys() if f"{TIED}{key}.{name}" not in buffers}
+            if odd := sorted(name for name in names if _differ(first.get(name), second.get(name))):
+                raise CheckpointError(
+                    f"holds other values of {shorten(f'{TIED}{key}.{name}' for name in odd)} than "
+                    f"{layers[one].name}, although one module has both. One of the files is of another save or was "
+                    "edited; load another tag.",
+                    path=self.save.path(layers[other]),
+                )
 
     def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
         """Return True if files have the same buffers and frozen parameters, by their checksums."""
@@ -201,3 +224,10 @@ class _LayerFiles:
                     self.builder.add(SavedRank(tp=tp, instances={name: index}), name, MODULE, files[layer], piece)
                     if len(layers) > 1:
                         self.builder.instances[name] = len(layers)
+
+
+def _differ(one: Piece | None, other: Piece | None) -> bool:
+    """Return True if only one tensor exists, or if checksums prove that two are not the same."""
+    if one is None or other is None:
+        return True
+    return None not in (one.record.crc, other.record.crc) and one.contents != other.contents

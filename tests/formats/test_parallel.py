@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, AtomKey, ParamKey
@@ -164,6 +164,22 @@ def test_buffers_of_tied_files_that_may_differ_are_refused(tmp_path: Path, legac
         files["layer_06-model_states.pt"]["scale"] += 1
     with pytest.raises(UnsupportedError, match=r"layer_00-model_states.pt: holds fixed, scale of a tied module"):
         open_files(tmp_path, files, legacy=legacy)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tied_files_of_one_stage_are_compared(tp: int, tmp_path: Path) -> None:
+    """DeepSpeed's load takes the last file. Its buffers may differ: `parallel_write` is of several ranks."""
+    axis = "" if tp == 1 else "-model_01"
+    for key in ("col", "fixed", "scale"):
+        files = make_files(TWICE, Topology(1, 2, "bf16", tp=tp))
+        files[f"layer_06{axis}-model_states.pt"][key] += 1
+        if key == "scale":
+            index = open_files(tmp_path / key, files, Naming(TWICE.live_groups))
+            found = read_atom(index, index.atoms[AtomKey("tied_modules.embed.scale", MODULE)], tp - 1)
+            assert found.equal(TWICE.buffers["tied_modules.embed.scale"] + 1)
+            continue
+        with pytest.raises(CheckpointError, match=rf"layer_06.*values of tied_modules.embed.{key} than layer_00"):
+            open_files(tmp_path / key, files, Naming(TWICE.live_groups))
 
 
 def test_a_layer_of_frozen_parameters_alone_is_kept(tmp_path: Path) -> None:
