@@ -86,8 +86,9 @@ TABLE += [
     Wrapped(_TRAINING, _TRAINING, "_create_ds_config_dict", "trainers.megatron", "create_ds_config", newer=True),
 ]
 
-for _package in ("lightning.pytorch", "pytorch_lightning"):
+for _package, _fabric in (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")):
     _STRATEGY, _LOOP = f"{_package}.strategies.deepspeed", f"{_package}.loops.training_epoch_loop"
+    _FABRIC = f"{_fabric}.fabric"
     _PRECISION = f"{_package}.plugins.precision.deepspeed"
     TABLE += [
         Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.load_checkpoint", "trainers.lightning", "load_checkpoint"),
@@ -96,6 +97,7 @@ for _package in ("lightning.pytorch", "pytorch_lightning"):
         Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.teardown", "trainers.lightning", "teardown"),
         Wrapped(_PRECISION, _PRECISION, "DeepSpeedPrecision.backward", "trainers.lightning", "backward"),
         Wrapped(_LOOP, _LOOP, "_TrainingEpochLoop.on_run_start", "trainers.lightning", "on_run_start"),
+        Wrapped(_FABRIC, _FABRIC, "Fabric._setup_dataloader", "trainers.lightning", "setup_dataloader"),
     ]
 
 _originals: dict[tuple[Any, str], Any] = {}

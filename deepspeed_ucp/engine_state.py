@@ -83,6 +83,7 @@ class EngineState:
         broken: error message if the engine holds only a part of a checkpoint and must not be used; else empty.
         half_states: a broken engine's optimizer states may be mixed; loading weights alone does not repair them.
         accumulation: under Lightning, the accumulation of the run's first launch if this launch has another one.
+        loaders_restored: under Lightning, the checkpoint has the positions of stateful data loaders.
         save_size: bytes of a save on this node, estimated for saves into memory.
         saver: the :class:`~deepspeed_ucp.saves.saver.Saver` of saves into memory, after the first one.
         snapshots: the automatic :class:`~deepspeed_ucp.snapshots.Snapshots`, or None.
@@ -95,6 +96,7 @@ class EngineState:
     broken: str = ""
     half_states: bool = False
     accumulation: int | None = None
+    loaders_restored: bool = False
     save_size: int = 0
     saver: Any = None
     snapshots: Any = None

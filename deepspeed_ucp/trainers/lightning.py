@@ -67,7 +67,8 @@ def load_checkpoint(
     if not fitting:
         return state
     loop = state["loops"]["fit_loop"]
-    if loop["state_dict"].get(_LOADERS):
+    find_state(engine).loaders_restored = bool(loop["state_dict"].get(_LOADERS))
+    if find_state(engine).loaders_restored:
         refuse_loader_position(folder, job)
     live = to_integer(engine.gradient_accumulation_steps())
     rest = convert_counts(loop["epoch_loop.batch_progress"], job.accumulation, live)
@@ -188,20 +189,29 @@ def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> 
     trainer = loop.trainer
     if get_config(trainer.strategy.model) is not None:
         loaders = trainer.fit_loop._combined_loader.flattened
-        samplers = (getattr(loader, "sampler", None) for loader in loaders)
-        if any(isinstance(getattr(getattr(sampler, "dataset", None), "_sampler", None), Order) for sampler in samplers):
-            raise ConfigError(
-                "Lightning splits the samples of an ElasticSampler over the ranks a second time. Set "
-                "Trainer(use_distributed_sampler=False)."
-            )
+        _refuse_split(loaders, "Set Trainer(use_distributed_sampler=False)")
         if trainer.global_rank == 0:
             _warn_data(loop, loaders)
     return original(loop, data_fetcher)
 
 
+def setup_dataloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``Fabric._setup_dataloader``: as :func:`on_run_start`."""
+    loader = original(*args, **kwargs)
+    _refuse_split([loader], "Pass setup_dataloaders use_distributed_sampler=False")
+    return loader
+
+
+def _refuse_split(loaders: list[Any], advice: str) -> None:
+    samplers = (getattr(loader, "sampler", None) for loader in loaders)
+    if any(isinstance(getattr(getattr(sampler, "dataset", None), "_sampler", None), Order) for sampler in samplers):
+        raise ConfigError(f"Lightning splits the samples of an ElasticSampler over the ranks a second time. {advice}.")
+
+
 def _warn_data(loop: Any, loaders: list[Any]) -> None:
     done, trainer = loop.batch_progress.current.ready, loop.trainer
-    if loop.restarting and done and not all(map(_is_positioned, loaders)):
+    restored = find_state(trainer.strategy.model).loaders_restored
+    if loop.restarting and done and not all(_is_positioned(loader, restored=restored) for loader in loaders):
         logger.warning(
             f"Lightning continues after batch {done} of the epoch, but its data starts again: it repeats the epoch's "
             f"first batches, and skips its last {done}. Use deepspeed_ucp.data.ElasticSampler, or checkpoints from the "
@@ -216,8 +226,12 @@ def _warn_data(loop: Any, loaders: list[Any]) -> None:
         )
 
 
-def _is_positioned(loader: Any) -> bool:
-    """Return True if a loader starts at the position of the run."""
+def _is_positioned(loader: Any, *, restored: bool) -> bool:
+    """Return True if a loader starts at the position of the run.
+
+    Args:
+        restored: the checkpoint has the states of stateful loaders.
+    """
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     orders = (getattr(loader, name, None) for name in ("sampler", "dataset"))
-    return stateful or any(isinstance(order, Order) and order.follows for order in orders)
+    return (stateful and restored) or any(isinstance(order, Order) and order.follows for order in orders)

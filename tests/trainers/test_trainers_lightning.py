@@ -17,6 +17,7 @@ from tests.support.covering import params
 
 pytest.importorskip("lightning")
 
+import trainers_common
 import trainers_lightning
 
 if TYPE_CHECKING:
@@ -77,9 +78,15 @@ def test_batches_are_counted_in_whole_steps_of_this_run(
 def test_a_sampler_that_follows_no_engine_begins_anew() -> None:
     sampler = ElasticSampler(10, 2, rank=0, world=1)
     loader, engine = SimpleNamespace(sampler=sampler), SimpleNamespace(global_samples=4, train_batch_size=lambda: 2)
-    assert not _is_positioned(loader)
+    assert not _is_positioned(loader, restored=True)
     sampler.follow(engine)
-    assert _is_positioned(loader)
+    assert _is_positioned(loader, restored=False)
+
+
+def test_a_stateful_loader_without_saved_state_begins_anew() -> None:
+    loader = SimpleNamespace(state_dict=dict, load_state_dict=dict)
+    assert not _is_positioned(loader, restored=False)
+    assert _is_positioned(loader, restored=True)
 
 
 PAIRS = [(2, 1), (1, 2)]
@@ -157,6 +164,8 @@ def test_fabric(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     begun = two.run(train, 1, 4, 3, str(tmp_path / "cut"), load=False)
     (resumed,) = one.run(train, 3, 8, 6, str(tmp_path / "cut"), load=True)
     assert [sum(pair) / 2 for pair in zip(*begun, strict=True)] + resumed == pytest.approx(whole, rel=1e-5)
+    for error in two.run(trainers_common.attempt, trainers_lightning.split_with_fabric):
+        assert error.startswith("ConfigError") and "setup_dataloaders use_distributed_sampler=False" in error
 
 
 @pytest.mark.exhaustive

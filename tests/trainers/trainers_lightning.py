@@ -201,21 +201,11 @@ def _choose_cpu(default_on: Any) -> Iterator[None]:
 
 def train_with_fabric(stage: int, micro: int, steps: int, folder: str, *, load: bool) -> list[float]:
     """Train a model under Fabric; returns the losses. The state has the step."""
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins.environments import LightningEnvironment as Environment
-
     torch.manual_seed(7)
     model: torch.nn.Module = torch.nn.Linear(FEATURES, 1)
     torch.manual_seed(1)
     with _choose_cpu(True):
-        config = {
-            "zero_optimization": {"stage": stage},
-            "train_micro_batch_size_per_gpu": micro,
-            "zero_allow_untested_optimizer": True,
-        }
-        strategy = fabric_deepspeed.DeepSpeedStrategy(config=config, process_group_backend="gloo")
-        fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=[Environment()])
-        fabric.launch()
+        fabric = _launch_fabric(stage, micro)
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         state = {"model": model, "optimizer": optimizer, "step": 0}
         if load:
@@ -230,6 +220,31 @@ def train_with_fabric(stage: int, micro: int, steps: int, folder: str, *, load: 
             state["step"] = step + 1
         fabric.save(folder, state)
     return losses
+
+
+def _launch_fabric(stage: int, micro: int) -> Any:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import LightningEnvironment as Environment
+
+    config = {
+        "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": micro,
+        "zero_allow_untested_optimizer": True,
+    }
+    strategy = fabric_deepspeed.DeepSpeedStrategy(config=config, process_group_backend="gloo")
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=[Environment()])
+    fabric.launch()
+    return fabric
+
+
+def split_with_fabric() -> None:
+    """Give Fabric a data loader of a sampler that splits its samples over the ranks itself."""
+    sampler = ElasticSampler(16, 8, rank=dist.get_rank(), world=dist.get_world_size())
+    with _choose_cpu(True):
+        fabric, loader = _launch_fabric(1, 4), torch.utils.data.DataLoader(range(16), 4, sampler=sampler)  # type: ignore[arg-type,var-annotated]
+        if fabric.setup_dataloaders(loader, use_distributed_sampler=False).sampler is not sampler:
+            raise AssertionError
+        fabric.setup_dataloaders(loader)
 
 
 def rotate(setting: Setting, folder: str, options: dict[str, Any]) -> tuple[list[dict[str, bool]], str]:
