@@ -23,6 +23,7 @@ from ..io.disk import explain_full
 from ..io.paths import choose_map
 from ..model.index import AtomicIndex, GroupInfo
 from ..model.wrappers import STAGE, WRAPPERS
+from ..stream.reader import read_state_file
 from ..torchsave.objects import Global, PickledObject, make_instance, pack_scalar
 from ..torchsave.repickle import PROTOCOL
 from ..torchsave.rewrite import count_bytes, save_parts
@@ -49,7 +50,7 @@ _KEPT_BYTES = 1 << 16  # other entries with larger tensors are partitions of one
 
 def write_states(index: AtomicIndex, folder: str) -> dict[str, SealedFile]:
     """Write the files without atoms; the caller syncs them."""
-    main = _make_empty(index.counters) if index.format else read_header(index.state_file)
+    main = _make_empty(index.counters) if index.format else read_state_file(index, index.state_file)
     saved = _as_dict(main.tree)
     with explain_full(folder):
         client = _save(main, _strip_model(saved), os.path.join(folder, STATE_FILE), {})
@@ -104,7 +105,7 @@ def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str,
     for rank in range(1, tp * pp):
         if (path := find_state_file(index, rank)) is None:
             continue
-        file, name = read_header(path), f"{CLIENT}/mp_rank_{rank:02d}_model_states.pt"
+        file, name = read_state_file(index, path), f"{CLIENT}/mp_rank_{rank:02d}_model_states.pt"
         os.makedirs(os.path.join(folder, CLIENT), exist_ok=True)
         yield name, _save(file, _strip_model(_as_dict(file.tree)), os.path.join(folder, name), {})
 
@@ -135,14 +136,14 @@ def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any
     if index.format:
         return main, None
     if index.topology.is_atomic:
-        file = read_header(os.path.join(folder, OPTIMIZER_STATE))
+        file = read_state_file(index, os.path.join(folder, OPTIMIZER_STATE))
         return file, file.tree
     paths = {os.path.basename(file.path): file.path for file in index.files}  # in any of several places
     listed = sort_names(folder, paths.keys())[0]["optim"]
     if not listed:
         return main, _as_dict(main.tree).get("optimizer")
     first = min(listed, key=lambda key: key[1:])
-    file = read_header(paths[listed[first]])
+    file = read_state_file(index, paths[listed[first]])
     return file, _as_dict(file.tree).get("optimizer_state_dict")
 
 

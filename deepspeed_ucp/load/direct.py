@@ -47,9 +47,8 @@ from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..model.index import AtomicIndex
 from ..model.storage import strip_compiled
-from ..stream.reader import AtomReader, verify_records
+from ..stream.reader import read_state_file, verify_records
 from ..tensor_parallel.rules import from_config
-from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects
 from .context import LoadContext
 from .destinations import Work
@@ -291,13 +290,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
 
 def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> dict[str, Any]:
-    """Read a state file, from a place where its header can be read."""
-    numbers = [number for number, file in enumerate(index.files) if file.path == path and file.places]
-    if numbers:
-        with AtomReader(index) as reader:
-            header = reader.read_file(numbers[0], lambda file: read_header(file.path))
-    else:
-        header = read_header(path)
+    header = read_state_file(index, path)
     checked = config.verify == "crc"
     return make_objects(header, trust_pickle=config.trust_pickle, checked=checked, has_option=True)
 

@@ -24,6 +24,7 @@ from ..model.storage import MASTER
 from ..plan.locate import Want, list_reads
 from ..plan.rounds import BLOCK
 from ..torchsave.records import sum_directory
+from ..torchsave.torchfile import TorchFile, read_header
 
 
 def refuse_scattered(index: AtomicIndex, reason: str) -> None:
@@ -121,6 +122,26 @@ class AtomReader(RecordReader):
 
         torch.frombuffer(data, dtype=dtype).copy_(average(read_shards()))
         return checks
+
+
+def read_state_file(index: AtomicIndex, path: str) -> TorchFile:
+    """Read the header of a checkpoint's file again, from a place where it can be read.
+
+    Raises:
+        CheckpointError: the file is damaged, or another save has replaced it since the index was made.
+    """
+    number = next((number for number, file in enumerate(index.files) if file.path == path), None)
+    if number is None:
+        return read_header(path)
+    known = index.files[number]
+    if known.places:
+        with AtomReader(index) as reader:
+            header = reader.read_file(number, lambda file: read_header(file.path))
+    else:
+        header = read_header(path)
+    if known.header_crc not in (None, header.header_crc):
+        raise CheckpointError("was replaced by another save while this one was read. Try again.", path=path)
+    return header
 
 
 def check_copy(path: str, file: FileRef) -> None:

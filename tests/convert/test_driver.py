@@ -19,6 +19,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import Written, join_ranges
 from deepspeed_ucp.convert.outputs import check_paths, list_steps
+from deepspeed_ucp.convert.states import write_states
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
@@ -292,6 +293,19 @@ def test_dropped_states_of_modules_and_ranks_are_named(tmp_path: Path, caplog: p
         with caplog.at_level(logging.INFO, "deepspeed_ucp"):
             convert_checkpoint(str(source), options=OPTIONS)
     assert "client states of data-parallel ranks other than the first are not kept: epoch" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_state_files_that_a_save_replaces_meanwhile_are_refused(name: str, tmp_path: Path) -> None:
+    """The tensors were read and verified before."""
+    old, new = (
+        write_checkpoint(tmp_path / tag, MODEL, random_state(MODEL, step), Topology(1, 2), run=Run(global_steps=step))
+        for tag, step in (("old", 3), ("new", 4))
+    )
+    index = open_checkpoint(str(old), Comm())
+    os.replace(Path(new) / name, Path(old) / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: was replaced by another save while"):
+        write_states(index, str(tmp_path))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
