@@ -32,6 +32,9 @@ _Reader = tuple[int, int, Iterator[Sample]]
 _LONG = 50
 """Number of batches that are sorted by length together."""
 
+_POSITION = ("seed", "consumed", "epoch")
+"""Keys of a saved state besides :meth:`Order.describe`."""
+
 _RESTART = "To start the data from its beginning, follow the engine after the load."
 
 
@@ -170,7 +173,8 @@ class Order(ABC):
                 f"the engine has trained on {self.consumed} samples, no multiple of the {self.total_batch} of a step: "
                 "a resume continues at the last whole step of the order"
             )
-        return {**self.describe(), "seed": self.seed, "consumed": self.consumed, "epoch": self.epoch}
+        position = self.seed, self.consumed, self.epoch
+        return {**self.describe(), **dict(zip(_POSITION, position, strict=True))}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue a saved run, in its order and with its seed.
@@ -183,13 +187,20 @@ class Order(ABC):
             raise CheckpointError(
                 f"the saved state of the data is a {type(state).__name__}, expected a mapping. {_RESTART}"
             )
-        for name, here in self.describe().items():
-            if state.get(name) != here:
+        described = self.describe()
+        for name in dict.fromkeys((*described, *state)):  # a stream's state has more values than a sampler's
+            saved, here = state.get(name), described.get(name)
+            if name not in _POSITION and saved != here:
                 raise MismatchError(
-                    f"the saved run's data had {name} {state.get(name)}, this run's has {here}: the order of the "
-                    f"samples cannot continue. Keep the saved value. {_RESTART}"
+                    f"the saved run's data had {name} {saved}, this run's has {here}: the order of the samples cannot "
+                    f"continue. Keep the saved value. {_RESTART}"
                 )
-        self.seed, self._start = _read_number(state, "seed"), _read_number(state, "consumed", 0)
+        seed, self._start = _read_number(state, "seed"), _read_number(state, "consumed", 0)
+        if seed != self.seed and self.rank == 0:
+            logger.warning(
+                "the data continues in the order of the saved seed %s, not of this run's %s", seed, self.seed
+            )
+        self.seed = seed
         if self._engine is not None:
             self._offset = _count_samples(self._engine) - self._start
 

@@ -71,7 +71,7 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
         ),
         "numpy": Generator(  # the legacy global generator, which scripts use
             lambda: pack_numpy(np.random.get_state(legacy=True)),  # type: ignore[arg-type]  # noqa: NPY002
-            lambda kind, words, *rest: np.random.set_state((kind, _read_words(words), *rest)),  # noqa: NPY002
+            _write_numpy,
             np.random.seed,
         ),
         "torch": Generator(
@@ -254,6 +254,12 @@ def _unpack(data: bytes) -> torch.Tensor:
 
 def _read_words(words: bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.frombuffer(words, np.uint32)
+
+
+def _write_numpy(kind: str, words: bytes, position: int, *rest: Any) -> None:
+    if not 0 <= position <= len(words) // 4:  # numpy would read behind the words
+        raise ValueError(f"position {position}")
+    np.random.set_state((kind, _read_words(words), position, *rest))  # noqa: NPY002
 
 
 def _draw_with(source: np.random.BitGenerator) -> Generator:

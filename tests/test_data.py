@@ -260,9 +260,19 @@ def test_another_order_is_refused(make: Callable[..., Order], change: dict[str, 
     make(0, 1, **change).set_state(make(0, 3, **change).get_state())
 
 
-def test_a_stream_refuses_the_state_of_a_sampler() -> None:
-    with pytest.raises(MismatchError, match="cannot continue"):
-        make_stream(0, 1).set_state(make_sampler(0, 1, dataset=sum(SIZES)).get_state())
+def test_streams_and_samplers_refuse_each_others_states() -> None:
+    orders = make_stream(0, 1), make_sampler(0, 1, dataset=sum(SIZES))
+    for order, other in (orders, orders[::-1]):
+        with pytest.raises(MismatchError, match="had lanes (None|12), this run's has .* cannot continue"):
+            order.set_state(other.get_state())
+
+
+def test_another_seed_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    state = make_sampler(0, 1).get_state()
+    for seed, rank, world in ((7, 0, 1), (8, 1, 2), (8, 0, 2)):
+        assert not caplog.text
+        make_sampler(rank, world, seed=seed).set_state(state)
+    assert "continues in the order of the saved seed 7, not of this run's 8" in caplog.text
 
 
 def test_a_shard_that_ends_early_is_named() -> None:

@@ -102,6 +102,16 @@ def test_a_generator_goes_on_where_it_stood(name: str) -> None:
     assert [draw(0, 1) if name == "python" else draw() for _ in range(700)] == first
 
 
+@pytest.mark.parametrize("position", [-1, 625, 2**31 - 1])
+def test_a_position_outside_numpys_words_is_refused(position: int) -> None:
+    generator, place = rng.list_generators()["numpy"], Place(0, 1, 0, 1, 0, 1)
+    kind, words, _, *rest = before = generator.read()
+    saved = rng.make_record([(coords_of(place), {"numpy": (kind, words, position, *rest)})], {"numpy": ()}, 1, 2)
+    with pytest.raises(CheckpointError, match=f"numpy cannot be restored.*position {position}"):
+        rng.restore_generators(saved, place, {"numpy": generator})
+    assert generator.read() == before
+
+
 def test_a_missing_tracker_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Such as in a script that loads before it seeds its tensor-parallel ranks."""
     place = Place(0, 1, 0, 1, 0, 1)
