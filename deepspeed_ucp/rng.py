@@ -99,9 +99,11 @@ def follow(engine: Any) -> None:
 
 
 def _restore_and_log(engine: Any, saved: Mapping[str, Any]) -> None:
-    rank, derived = connect().rank, restore(engine, saved)
+    rank, derived, dp = connect().rank, restore(engine, saved), find_place(engine).dp
     if derived:
         logger.info("random states derived instead of restored on rank %d: %s", rank, ", ".join(derived))
+    if rank == 0 and dp > 1 and _read_degrees(saved)[2] == 1:
+        log_copies(dp)
     trackers = {name for name in saved["axes"] if name.startswith(_TRACKER)}
     missing = sorted(trackers.difference(list_generators()))
     if missing and rank == 0:
@@ -115,6 +117,15 @@ def _restore_and_log(engine: Any, saved: Mapping[str, Any]) -> None:
             "the random state of the curriculum sampler was not saved: it draws other samples than the saved run would "
             "have drawn, the same ones at every resume"
         )
+
+
+def log_copies(ranks: int) -> None:
+    """Log that several ranks continue with the states of a single one."""
+    logger.info(
+        "one data-parallel rank saved the random states, with which all %d continue: they draw the same numbers. Seed "
+        "them after the load if they must differ.",
+        ranks,
+    )
 
 
 def capture(engine: Any) -> dict[str, Any]:
@@ -132,7 +143,7 @@ def capture(engine: Any) -> dict[str, Any]:
     axes = {name: find_axes({coords: digests.get(name) for coords, digests, _ in gathered}) for name in states}
     known = [*_gather_data_parallel(engine, (coords, states)), *((coords, states) for coords, _, states in gathered)]
     seed: int = comm.broadcast(torch.initial_seed())
-    return make_record(known, axes, seed, int(engine.global_steps))
+    return make_record(known, axes, seed, int(engine.global_steps)) | {"degrees": (place.pp, place.tp, place.dp)}
 
 
 def make_record(
@@ -184,13 +195,22 @@ def find_state(saved: Mapping[str, Any], name: str, place: Place) -> State | int
 
     A seed has 32 bits (the limit of torch on the CPU), and is unique per coordinates.
     """
-    kept = saved["axes"].get(name, _MODEL_AXES if name.startswith(_TRACKER) else _EVERY_AXIS)
+    is_tracker = name.startswith(_TRACKER)
+    kept = saved["axes"].get(name, _MODEL_AXES if is_tracker else _EVERY_AXIS)
+    if is_tracker and _read_degrees(saved)[1] == 1:  # a single state, but trackers differ along this axis
+        kept = (*kept, 1)
     stage, tensor, data = coords = project(find_coords(place), kept)
     state = saved["states"].get(name, {}).get(coords)
     if state is not None:
         return tuple(state)
     base = hashlib.sha256(f"{saved['seed']} {saved['step']} {name}".encode()).digest()
     return (int.from_bytes(base[:4], "big") + (stage * place.tp + tensor) * place.dp + data) % (1 << 32)
+
+
+def _read_degrees(saved: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the saved numbers of stages, tensor-parallel and data-parallel ranks; None for unknown ones."""
+    degrees = saved.get("degrees")
+    return degrees if isinstance(degrees, tuple) and len(degrees) == 3 else (None, None, None)
 
 
 def find_axes(states: Mapping[Coords, Any]) -> tuple[int, ...]:

@@ -89,6 +89,19 @@ def test_a_tracker_is_kept_by_its_tensor_parallel_rank() -> None:
     assert found == [states[0, 0, 0], states[0, 1, 0]] * 2
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_trackers_of_a_single_tensor_parallel_rank_differ_on_several(known: bool) -> None:
+    """The only axis along which their states are known to differ; other states are shared."""
+    held = {"tracker:a": ("a",), "torch": ("t",)}
+    record = rng.make_record([((0, 0, 0), held)], dict.fromkeys(held, ()), 11, 5)
+    record |= {"degrees": (1, 1, 1)} if known else {}
+    for name, state in held.items():
+        found = [rng.find_state(record, name, place) for place in list_places((1, 2, 2))]
+        assert found[:2] == [state, state]
+        assert (found[2:] == [state, state]) is not (known and name == "tracker:a")
+        assert found[2] == found[3]
+
+
 @pytest.mark.parametrize("name", ["python", "numpy", "torch"])
 def test_a_generator_goes_on_where_it_stood(name: str) -> None:
     draw = {"python": random.gauss, "numpy": np.random.randn, "torch": lambda *_: torch.randn(1).item()}[name]
@@ -122,6 +135,20 @@ def test_a_missing_tracker_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog:
         saved = rng.make_record([(coords_of(place), known)], dict.fromkeys(known, ()), 1, 2)
         rng._restore_and_log(None, saved)
         assert ("tracker:mp" in caplog.text) is (name == "tracker:mp")
+
+
+@pytest.mark.parametrize(
+    ("degrees", "dp", "logs"), [((1, 1, 1), 2, True), ((1, 1, 2), 2, False), ((1, 1, 1), 1, False), (3, 2, False)]
+)
+def test_a_state_that_several_ranks_share_is_logged(
+    degrees: Any, dp: int, logs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "deepspeed_ucp")
+    monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, dp))
+    states = {name: each.read() for name, each in rng.list_generators().items()}
+    saved = rng.make_record([((0, 0, 0), states)], dict.fromkeys(states, ()), 1, 2)
+    rng._restore_and_log(None, {**saved, "degrees": degrees})
+    assert (f"with which all {dp} continue" in caplog.text) is logs
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from ..rng import (
     find_axes,
     find_coords,
     list_generators,
+    log_copies,
     make_record,
     pack_numpy,
     pack_python,
@@ -96,6 +97,8 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
 
     derived = comm.each(restore)
     if comm.rank == 0:
+        if job.ranks == 1 < place.dp:
+            log_copies(place.dp)
         if missing := [str(rank) for rank, by_name in enumerate(digests) if not by_name]:
             logger.warning("%s: the saved random states of ranks %s are missing", folder, shorten(missing))
         if new := [str(rank) for rank, is_derived in enumerate(derived) if is_derived]:
