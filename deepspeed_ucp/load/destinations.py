@@ -216,6 +216,7 @@ class Work:
         match: this rank's names.
         touched: atoms that some rank needs, the same list on every rank once the ranks have exchanged theirs.
         replicated: those of them whose saved shards are replicas that must be equal.
+        overlapping: those of them whose saved shards have parts in common, with the source's layout.
         state_bytes: bytes of all touched atoms.
         averaged, resized: the wants' fields, of all ranks.
         averages: the means of saved rows, [elements of a row], once they are known.
@@ -229,6 +230,7 @@ class Work:
     match: Match = field(default_factory=Match)
     touched: list[AtomKey] = field(default_factory=list)
     replicated: list[AtomKey] = field(default_factory=list)
+    overlapping: list[tuple[AtomKey, Layout]] = field(default_factory=list)
     state_bytes: int = 0
     averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
     resized: dict[str, Resized] = field(default_factory=dict)

@@ -23,6 +23,7 @@ from ..plan.match import Adaptation, Match, lacks_frozen, list_faults, match_gro
 from ..plan.settling import list_names, refuse_stateless, refuse_unreadable, settle_index
 from ..plan.wants import REPLICA, Wants, is_replicated, list_touched, list_wants
 from ..stream.duplicates import check_instances
+from ..tensor_parallel.layout import list_repeats
 from ..tensor_parallel.metadata import from_universal_info
 from ..tensor_parallel.rules import RuleSet, find_renamed, from_attributes, from_config
 from ..tensor_parallel.settle import Settled
@@ -328,6 +329,8 @@ def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work) -> 
     work.resized = {name: how for names, *_ in everyone for name, how in names.items()}
     work.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
     work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
+    sources = [(key, layouts[key.name][0]) for key in cut]
+    work.overlapping = [(key, source) for key, source in sources if any(list_repeats(source))]
 
     def log_all() -> None:  # rank 0 alone
         for text in dict.fromkeys(text for *_, notes, _ in everyone for text in notes):

@@ -37,7 +37,7 @@ from ..plan.rounds import (
     make_plan,
 )
 from ..plan.wants import Wants
-from ..stream.duplicates import check_replicas, check_samples
+from ..stream.duplicates import check_overlaps, check_replicas, check_samples
 from ..stream.reader import AtomReader, verify_reads
 from .destinations import Buffer, Work, choose_uploads
 
@@ -151,6 +151,7 @@ class Transfer:
         index, comm = self.work.index, self.comm
         nbytes = verify_reads(self.checks, index, comm, threads=self.threads) if self.checksum else 0
         check_replicas([index.atoms[key] for key in self.work.replicated], index, comm)
+        check_overlaps([(index.atoms[key], layout) for key, layout in self.work.overlapping], index, comm)
         if self.checksum:
             check_samples(index, self.work.touched, comm)
         return nbytes

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..model.flat import Cut, FlatBuffer, Shape, Span, find_gaps
 from ..model.index import AtomicIndex
-from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamKey
+from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamKey, count
 from ..model.view import EngineBuffer, EngineView
-from ..tensor_parallel.layout import Intervals, Layout, Product, measure
+from ..tensor_parallel.layout import Intervals, Layout, Product, list_repeats, measure
 from ..tensor_parallel.resize import Resized, pad_vocabulary
 from .locate import View, Want, find_shards
 from .match import Match, pick_weight
@@ -245,6 +245,15 @@ def list_touched(index: AtomicIndex, view: EngineView, match: Match, *, with_sta
 def is_replicated(atom: Atom, layouts: tuple[Layout, Layout] | None) -> bool:
     """Return True if the source's shards are replicas that must be equal."""
     return layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1
+
+
+def list_overlaps(atom: Atom, layout: Layout) -> Iterator[tuple[Want, Want]]:
+    """Yield the elements that two of the source's shards have, as wants of both."""
+    source = replace(layout, claims=None)
+    for rank, other, part in list_repeats(layout):
+        sides = (View(source, part, 0, (shard,)) for shard in (rank, other))
+        first, second = (Want(atom, 0, count(part.local_shapes[0]), view=view) for view in sides)
+        yield first, second
 
 
 def find_states(index: AtomicIndex, param: ParamKey) -> dict[str, str]:

@@ -7,6 +7,7 @@ ranks can read.
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,9 @@ from ..model.index import AtomicIndex
 from ..model.records import CopyItem, Read
 from ..model.storage import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomKey, Fragment, Fragments, ParamKey, Storage
 from ..plan.locate import Want, list_reads
-from .reader import AtomReader
+from ..plan.wants import list_overlaps
+from ..tensor_parallel.layout import Layout
+from .reader import AtomReader, describe_overlap
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -258,6 +261,25 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
             f'"patterns": {{"rules": [{{"match": "{key.name}", "pattern": "partial"}}]}}.'
         )
         comm.alike(lambda: raise_first([MismatchError(text)]))
+
+
+def check_overlaps(atoms: Sequence[tuple[Atom, Layout]], index: AtomicIndex, comm: Comm) -> None:
+    """Compare the parts that shards of two tensor-parallel ranks have in common; collective.
+
+    Args:
+        atoms: with the source's layout.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    every = [chunk for atom, layout in atoms for pair in list_overlaps(atom, layout) for chunk in cut_pair(*pair)]
+    pairs = every[comm.rank :: comm.size]
+
+    def judge(number: int, here: bytearray, there: bytearray) -> None:
+        if here != there:
+            raise MismatchError(describe_overlap(*pairs[number]), path=os.path.dirname(index.state_file))
+
+    compare_pairs(index, pairs, judge, comm)
 
 
 def _find_largest_difference(part: Want, first: bytearray, other: bytearray) -> _Difference:

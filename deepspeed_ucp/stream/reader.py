@@ -21,8 +21,9 @@ from ..model.flat import find_gaps
 from ..model.index import AtomicIndex
 from ..model.records import FileRef, Read
 from ..model.storage import MASTER
-from ..plan.locate import Want, list_reads
+from ..plan.locate import View, Want, list_reads
 from ..plan.rounds import BLOCK
+from ..tensor_parallel.layout import list_repeats
 from ..torchsave.records import sum_directory
 from ..torchsave.torchfile import TorchFile, read_header
 
@@ -82,6 +83,8 @@ class AtomReader(RecordReader):
                 checks += self._read_mean(want, data)
             elif want.view is not None and want.view.source.replicated:
                 checks += self._compare_replicas(want, data)
+            elif want.view is not None and want.view.source.claims is not None:
+                checks += self._compare_overlaps(want, want.view, data)
         return checks
 
     def read_want(self, want: Want) -> bytearray:
@@ -106,6 +109,20 @@ class AtomReader(RecordReader):
                 raise MismatchError(
                     _describe_difference(want, shard, data, other), path=os.path.dirname(self.index.state_file)
                 )
+        return checks
+
+    def _compare_overlaps(self, want: Want, view: View, data: memoryview) -> list[Checked]:
+        """Read the parts that a second shard has too, and compare them."""
+        checks: list[Checked] = []
+        other = Scratch().take(data.nbytes)
+        for rank, shard, part in list_repeats(view.source):
+            other[:] = data
+            claims = tuple(part.shards[0] if at == shard else held for at, held in enumerate(view.source.shards))
+            again = replace(want, view=replace(view, source=replace(view.source, claims=claims), shards=(shard,)))
+            checks += self.read(list_reads([again]), [MemorySink(other, want.itemsize)])
+            if other != data:
+                first, second = (replace(want, view=replace(view, shards=(at,))) for at in (rank, shard))
+                raise MismatchError(describe_overlap(first, second), path=os.path.dirname(self.index.state_file))
         return checks
 
     def _read_mean(self, want: Want, data: memoryview) -> list[Checked]:
@@ -161,6 +178,16 @@ def check_copy(path: str, file: FileRef) -> None:
         raise CheckpointError(
             f"its directory has CRC32 {crc:08x}, the save's {file.header_crc:08x}; it is another file.", path=path
         )
+
+
+def describe_overlap(one: Want, other: Want) -> str:
+    """Describe a part of an atom that differs between the shards of two wants."""
+    ranks = " and ".join(str(want.view.shards[0]) for want in (one, other) if want.view is not None)
+    return (
+        f"{one.atom.name} ({one.atom.state}): tensor-parallel ranks {ranks} have a part in common by its affine map, "
+        "but saved different values of it. A file is of another run or step, or the ranks have diverged in training; "
+        "with the saved tensor-parallel degree each rank keeps its values."
+    )
 
 
 def _describe_difference(want: Want, shard: int, data: memoryview, other: memoryview) -> str:

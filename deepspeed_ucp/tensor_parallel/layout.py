@@ -172,6 +172,18 @@ def _find_cover_faults(layout: Layout) -> list[str]:
     return faults
 
 
+def list_repeats(layout: Layout) -> Iterator[tuple[int, int, Layout]]:
+    """Yield the parts that two ranks have: the rank that claims it, the other rank, and the part as a single shard.
+
+    Replicated layouts have no claims and yield nothing.
+    """
+    claims = enumerate(layout.claims or ())
+    for (rank, claim), (other, shard) in product(claims, enumerate(layout.shards)):
+        part = tuple(tuple(overlap(*axes)) for axes in zip(claim, shard, strict=True))
+        if rank != other and all(part):
+            yield rank, other, Layout(layout.shape, layout.view, (part,), ((_product_numel(part),),))
+
+
 def overlap(some: Intervals, others: Intervals) -> Iterator[tuple[int, int]]:
     """Yield the intersections of two interval lists."""
     for low, high in some:

@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.model.storage import AtomKey
+from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
+from deepspeed_ucp.stream.reader import AtomReader
 from tests.support.contents import check_content, check_reads
 from tests.support.reshard3d import (
+    KINDS,
+    Kind,
     draw_state,
     edit,
     expect,
@@ -63,6 +70,56 @@ def test_replicas_that_differ_are_refused_with_the_largest_difference(
     text = rf"body\.{param} \({state}\) is replicated .* ranks 0 and 1 .*largest difference is 2\.500e-01 at element 4"
     message = refuse(folder, expect(source, target), make_config(source.model), MismatchError, text)
     assert '"pattern": "partial"' in message
+
+
+def read_whole(folder: Path, name: str, state: str) -> torch.Tensor:
+    """Read a whole tensor, in one range and by rows, as conversions do."""
+    index = open_checkpoint(str(folder), Comm())
+    tensor = assemble_full_tensors(index).tensors[AtomKey(name, state)]
+    made = torch.empty(tensor.shape)
+    width = made[0].numel()
+    memory = memoryview(made.view(-1).numpy()).cast("B")
+    with AtomReader(index) as reader:
+        for step in (tensor.numel, width):
+            starts = range(0, tensor.numel, step)
+            wants = [tensor.want(start, step) for start in starts]
+            reader.read_tensors(wants, [memory[start * 4 :][: step * 4] for start in starts])
+    return made
+
+
+@pytest.fixture
+def shared_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A kind of parameter whose last four rows every rank has, and the affine maps of a model with it."""
+    affine = pytest.importorskip("deepspeed.checkpoint.affine", reason="DeepSpeed before 0.19 has no affine maps")
+    maps = {
+        "shared": affine.segmented_map((10, 3), [(6, False), (4, True)], 0, 2, [[3, 3]]),
+        "column": affine.contiguous_split_map((12, 5), [6, 6], 0),
+    }
+
+    def cut(tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+        return torch.cat([tensor[:6].chunk(tp)[rank], tensor[6:]])
+
+    monkeypatch.setitem(KINDS, "shared", Kind((10, 3), cut, {}))
+    params = {rf"^body\.{name}$": each.to_dict() for name, each in maps.items()}
+    return {"universal_checkpoint_info": {"affine_map": {"version": 1, "params": params}}}
+
+
+@pytest.mark.parametrize("state", ["fp32", "exp_avg"])
+def test_parts_in_common_that_differ_are_refused(state: str, shared_rows: dict[str, Any], tmp_path: Path) -> None:
+    """DeepSpeed's own conversion refuses them too. With the saved degree each rank keeps its values."""
+    source, run = draw_state(make_plain(["column", "shared"]), Topology(1, 2, tp=2)), Run(client_state=shared_rows)
+    config, wanted = UniversalConfig(threads=1), expect(source, Topology(2, 3))
+    source.write(tmp_path / "equal", run)
+    load_wanted(tmp_path / "equal", wanted, config)
+    assert read_whole(tmp_path / "equal", "body.shared", state).equal(source.state.atoms["body.shared"][state])
+    held = source.locals
+    held[1].state.atoms["body.shared"][state][4, 2] += 1  # row 7 of the whole
+    write_files(tmp_path / "drifted", build_local_files(held, source.topology, run))
+    text = rf"body\.shared \({state}\): tensor-parallel ranks 0 and 1 have a part in common"
+    refuse(tmp_path / "drifted", wanted, config, MismatchError, text)
+    with pytest.raises(MismatchError, match=text):
+        read_whole(tmp_path / "drifted", "body.shared", state)
+    load_all(tmp_path / "drifted", expect(source, Topology(2, 3, tp=2)).make_targets(), config)
 
 
 def test_ranks_that_stay_keep_their_own_values(tmp_path: Path) -> None:
