@@ -189,6 +189,15 @@ def test_contents_next_to_a_state_dict_are_ignored_with_a_warning(
     assert [text in line for line in caplog.messages] == [True]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_extra_states_are_no_weights(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of Transformer Engine, which are tensors."""
+    saved = {"a": torch.ones(2), "a._extra_state": torch.zeros(3, dtype=torch.uint8)}
+    (save_file if name.endswith(".safetensors") else torch.save)(saved, tmp_path / name)
+    assert [key.name for key in open_alone(tmp_path).atoms] == ["a"]
+    assert "not loaded by the engine, since it is an extra state of a module: a._extra_state." in caplog.text
+
+
 def test_ties_of_a_state_dict(tmp_path: Path) -> None:
     """A tensor may have an empty name."""
     weight = torch.randn(3, 2)

@@ -17,7 +17,7 @@ from ...io.paths import join_path
 from ...model.index import AtomicIndex
 from ..deepspeed.files import scan_if_there
 from ..deepspeed.gather import find_late_files, find_other_step
-from ..deepspeed.reading import explain_form
+from ..deepspeed.reading import EXTRA_STATE, explain_form
 from ..findings import WARNING, Finding
 from ..latest import find_tags
 from ..places import FileTable
@@ -62,6 +62,11 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
         contents = weights.add_states(contents, where, comm)
     contents = adapter.name_as_live(contents)
+    extra = sorted(name for name in {*contents.weights, *contents.aliases} if name.endswith(EXTRA_STATE))
+    findings += list_ignored(extra, "an extra state of a module", where.path(contents.head), contents.head)
+    weights_alone = {name: tensor for name, tensor in contents.weights.items() if name not in extra}
+    aliases = {alias: name for alias, name in contents.aliases.items() if alias not in extra}
+    contents = replace(contents, weights=weights_alone, aliases=aliases)
 
     def build() -> AtomicIndex:
         if not contents.weights:
