@@ -97,13 +97,16 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
         foreign: the folder may be a checkpoint of another format.
 
     Raises:
-        CheckpointError: there are checkpoints without such a file, or the file names no tag.
+        CheckpointError: there are checkpoints without such a file, or later ones than it names; or it names no tag.
     """
     for name in (UNIVERSAL, LATEST) if universal else (LATEST, UNIVERSAL):
         try:
-            return read_tag(os.path.join(load_dir, name))
+            tag = read_tag(os.path.join(load_dir, name))
         except FileNotFoundError:
             continue
+        if name == UNIVERSAL and not universal:
+            _refuse_later(load_dir, tag)
+        return tag
     if is_checkpoint(load_dir):
         return os.path.basename(normalize(load_dir))
     tags = find_tags(load_dir)
@@ -118,6 +121,18 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
         f"{os.path.join(load_dir, LATEST)} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming "
         "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), or write it into that file."
     )
+
+
+def _refuse_later(load_dir: str, converted: str) -> None:
+    """Raise if there are tags of later steps than the atomic checkpoint that is taken because ``latest`` is missing."""
+    step = find_age([os.path.join(load_dir, converted)]).step
+    tags = find_tags(load_dir) if step >= 0 else []
+    if later := [tag for tag in tags if find_age([os.path.join(load_dir, tag)]).step > step]:
+        raise CheckpointError(
+            f"{os.path.join(load_dir, LATEST)} is missing, and {UNIVERSAL} names {converted} of step {step}, but there "
+            f"are later checkpoints: {shorten(later)}. Name one (tag=… of load_checkpoint, or its folder), or write it "
+            "into that file."
+        )
 
 
 def _read_tracked(folder: str) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedError
 from deepspeed_ucp.formats import check_tag, find_tags, read_latest
@@ -153,6 +154,19 @@ def test_latest_names_the_tag(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("global_step3\n")
     assert read_latest(str(tmp_path)) == "global_step3"
     assert check_tag(str(tmp_path), "global_step3") == str(tmp_path / "global_step3")
+
+
+def test_a_conversion_does_not_hide_later_tags(tmp_path: Path) -> None:
+    """DeepSpeed writes no `latest` with save_latest=False, and a conversion its own."""
+    for tag, step in (("early", 3), ("converted", 3), ("late", 4)):
+        (tmp_path / tag).mkdir()
+        torch.save({"global_steps": step, "module": {}, "dp_world_size": 1}, tmp_path / tag / STATES)
+    (tmp_path / "latest_universal").write_text("converted")
+    with pytest.raises(CheckpointError, match="names converted of step 3, but there are later checkpoints: late. Name"):
+        read_latest(str(tmp_path))
+    assert read_latest(str(tmp_path), universal=True) == "converted"
+    (tmp_path / "late" / STATES).unlink()
+    assert read_latest(str(tmp_path)) == "converted"
 
 
 @pytest.mark.parametrize(
