@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 
 from ..comm import connect
@@ -59,11 +60,21 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
     try:
         states = {name: pack(saved[keys[name]]) for name, pack in _PACK.items()}
         state = saved.get(keys["accelerator"].format(device)) if device != "cpu" else None
-        if state is not None:
-            states["accelerator"] = pack_torch(state[rank % len(state)] if isinstance(state, list) else state)
+        if state is not None and len(state):
+            states["accelerator"] = pack_torch(_choose_device(state, rank) if isinstance(state, list) else state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"has random states of an unknown form ({error!r}).", path=path) from error
     return states
+
+
+def _choose_device(states: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Choose the state of the device that a rank used, from those of all devices that it saw.
+
+    A CUDA state is a seed and an offset of 8 bytes each. Only a device that has drawn numbers has an offset.
+    Nodes may have more devices than ranks, so the rank alone does not determine the device.
+    """
+    drawn = [state for state in states if state.numel() == 16 and state[8:].any()]
+    return drawn[0] if len(drawn) == 1 else states[rank % len(states)]
 
 
 def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int], States]) -> None:

@@ -118,3 +118,23 @@ def test_an_accelerator_without_saved_state_gets_a_derived_one(
     ((seeds, heard),) = ucp_worlds.get(1).run(restore_accelerator, str(tmp_path), kind)
     assert len(seeds) == 1 and any("random states derived instead of restored on ranks 0" in text for text in heard)
     assert ucp_worlds.get(1).run(restore_accelerator, str(tmp_path), kind)[0][0] == seeds
+
+
+@pytest.mark.parametrize(("offsets", "rank", "chosen"), [((0, 4, 0, 0), 3, 1), ((4, 4, 0, 0), 3, 3), ((0, 0), 3, 1)])
+def test_an_accelerators_state_is_that_of_the_rank(
+    kind: str, offsets: tuple[int, ...], rank: int, chosen: int, tmp_path: Path
+) -> None:
+    """Of a node's devices, more of which are visible than ranks run on it."""
+    save(str(tmp_path), kind, 4)
+    (path,) = (path for path in tmp_path.iterdir() if f"_{rank}." in path.name)
+    states = [
+        torch.tensor([device, *[0] * 7, offset, *[0] * 7], dtype=torch.uint8) for device, offset in enumerate(offsets)
+    ]
+    key = "cuda" if kind == "hf" else "torch_cuda_manual_seed"
+    torch.save({**torch.load(path, weights_only=False), key: states}, path)
+    with mock.patch.object(randomness, "get_accelerator", return_value=SimpleNamespace(device_name=lambda: "cuda")):
+        if kind == "hf":
+            found = huggingface.read_random(str(tmp_path), 4, rank)
+        else:
+            found = accelerating.read_random(str(tmp_path), rank)
+    assert found["accelerator"] == (bytes(states[chosen].tolist()),)
