@@ -231,7 +231,8 @@ def _match_extra_states(
             )
         job.warn("load_module_strict=False, passing over extra states that one side lacks: %s", shorten(odd))
     common = {plain[key]: live[key] for key in live if key in plain}
-    if common and index.topology.tp > 1 and not _has_saved_degrees(index, target):
+    written_by = index.degrees or (index.topology.tp, index.topology.pp)  # of an atomic checkpoint's source
+    if common and written_by[0] > 1 and not _has_saved_degrees(index, target):
         text = "%s: modules of all tensor-parallel ranks get the extra states of the first saved rank: %s"
         job.warn(text, index.state_file, shorten(common, 3))
     return common

@@ -297,11 +297,14 @@ def test_extra_states_that_are_not_restored_as_they_were_are_logged(
     module = torch.nn.ModuleDict({"layer": WithExtraState()})
     module["layer"].amax = 1
     job = LoadContext(SimpleNamespace(module=module), Comm(), UniversalConfig(), LoadReport(True, ""), **options)
-    index: Any = SimpleNamespace(format="", state_file="x.pt", degrees=(tp, 1), topology=SimpleNamespace(tp=tp))
     target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
-    found = _match_extra_states(job, index, target, {f"{name}._extra_state": 3 for name in saved})
-    assert len(found) == restored
-    assert (text in caplog.text) if text else not caplog.text
+    for degrees, of_topology in ((None, tp), ((tp, 1), 1)):  # a normal checkpoint, and its conversion
+        caplog.clear()
+        topology = SimpleNamespace(tp=of_topology, pp=1)
+        index: Any = SimpleNamespace(format="", state_file="x.pt", degrees=degrees, topology=topology)
+        found = _match_extra_states(job, index, target, {f"{name}._extra_state": 3 for name in saved})
+        assert len(found) == restored
+        assert (text in caplog.text) if text else not caplog.text
 
 
 @pytest.mark.parametrize("verify", ["crc", "off"])
