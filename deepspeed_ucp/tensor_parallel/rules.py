@@ -61,6 +61,10 @@ _AMBIGUOUS = (
 _MAYBE_GATED = (
     "its attributes give the dimension, but not whether gate and up are fused in it; name a family or give a rule"
 )
+_MAYBE_EXPERTS = (
+    "its attributes give the dimension, but not whether it joins experts that are cut one by one; name a family or "
+    "give a rule (shard-nc with blocks)"
+)
 _SECOND = {"dense_h_to_4h": "dense_4h_to_h.weight", "linear_fc1": "linear_fc2.weight"}
 """First matrix of a feed-forward layer in Megatron's names → the second, whose width shows whether a gate is fused."""
 
@@ -212,7 +216,7 @@ class Rule:
 _ANY = re.compile(".*", re.DOTALL)
 
 
-def name_rule(name: str, pattern: Pattern) -> Rule:
+def name_rule(name: str, pattern: Pattern | Spec) -> Rule:
     """Make a rule for one parameter (for ``RuleSet.literal``, which is faster than an expression for each name)."""
     return Rule(name, _ANY.fullmatch, pattern)
 
@@ -504,6 +508,11 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
         pattern = _read_attributes(marks)
         if isinstance(pattern, ShardH) and FUSED_QKV.search(name):
             hints[name] = _AMBIGUOUS
+        elif isinstance(pattern, ShardH) and _GATE_UP.search(name):
+            hints[name] = _MAYBE_GATED
+        elif isinstance(pattern, ShardH) and _joins_experts(name, pattern.dim):
+            hints[name] = _MAYBE_EXPERTS
+            literal[name] = (name_rule(name, Spec(match=name, pattern="shard-h", dim=pattern.dim, dims=3)),)
         elif pattern == ShardV() and (match := _FIRST.fullmatch(name)):
             hints[name] = _MAYBE_GATED
             second = f"sibling({_SECOND[match['first']]!r}, 1)"
@@ -512,6 +521,19 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
         elif pattern is not None:
             literal[name] = (name_rule(name, pattern),)
     return RuleSet("the live parameters' attributes", literal=literal, hints=hints)
+
+
+_GATE_UP = re.compile(r"gate_?(?:and_?)?up|up_?gate|(?:^|[._])w13(?:[._]|$)", re.IGNORECASE)
+"""Names of fused gate and up projections. [gate; up] per rank and blocks of the whole have the same shapes."""
+
+_EXPERTS = re.compile(r"(?:^|\.)experts\.(?:mlp\.)?(?:weight1|w1|w3|v1|(?P<second>weight2|w2))(?:\.weight)?$")
+"""Names of all experts' matrices in one parameter; with two dimensions each expert is cut separately."""
+
+
+def _joins_experts(name: str, dim: int) -> bool:
+    """Return True if a cut along ``dim`` may go through every expert of one parameter: not if they are its rows."""
+    match = _EXPERTS.search(name)
+    return match is not None and not (match["second"] and dim == 1)
 
 
 _FIRST = re.compile(rf"(?P<stem>.*\.)(?P<first>{'|'.join(_SECOND)})\.(?:weight|bias)")

@@ -309,6 +309,47 @@ def test_attributes_do_not_settle_fused_gates():
     assert settled.patterns[first] == ShardNC(parts=(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("name", "dim"), [("1.mlp.gate_up_proj.weight", 0), ("1.mlp.w13", 0), ("1.experts.gate_up", 1)]
+)
+def test_attributes_do_not_settle_names_of_fused_gates(name, dim):
+    """Unless they have the number of parts, or the name is that of another projection."""
+    marks, shapes = {"tensor_model_parallel": True, "partition_dim": dim}, ((6, 6), (6, 6))
+    with pytest.raises(MismatchError, match="whether gate and up are fused"):
+        settle([name], {name: shapes}, None, [from_attributes({name: marks})])
+    settled = settle([name], {name: shapes}, None, [from_attributes({name: {**marks, "partition_stride": 2}})])
+    assert settled.patterns[name] == ShardNC(parts=(1, 1), dim=dim)
+    for other in ("1.mlp.up_proj.weight", "1.mlp.gate_proj.weight", "1.mlp.w1.weight"):
+        settled = settle([other], {other: shapes}, None, [from_attributes({other: marks})])
+        assert settled.patterns[other] == (ShardV() if dim == 0 else ShardH(dim=dim))
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "dims", "is_settled"),
+    [
+        ("1.mlp.experts.weight1", 0, 2, False),
+        ("1.mlp.experts.weight1", 1, 2, False),  # [in, experts × out]
+        ("1.mlp.experts.mlp.w1", 0, 2, False),
+        ("1.mlp.experts.weight2", 0, 2, False),
+        ("1.mlp.experts.weight2", 1, 2, True),  # [experts × in, out]
+        ("1.mlp.experts.w1", 1, 3, True),
+        ("1.mlp.experts.0.w1.weight", 0, 2, True),
+        ("1.mlp.shared_experts.w1.weight", 0, 2, True),
+    ],
+)
+def test_attributes_do_not_settle_fused_experts(name, dim, dims, is_settled):
+    marks, shapes = {"tensor_model_parallel": True, "partition_dim": dim}, {name: ((6,) * dims,) * 2}
+    rules = from_attributes({name: marks})
+    if is_settled:
+        pattern = ShardV() if dim == 0 else ShardH(dim=dim)
+        assert settle([name], shapes, None, [rules]).patterns[name] == pattern
+        return
+    with pytest.raises(MismatchError, match="whether it joins experts that are cut one by one"):
+        settle([name], shapes, None, [rules])
+    settled = settle([name], shapes, None, [from_attributes({name: {**marks, "partition_stride": 3}})])
+    assert settled.patterns[name] == ShardNC(parts=(1, 1, 1), dim=dim)
+
+
 def test_attributes_do_not_settle_fused_attention():
     """Unless they have the number of parts."""
     name, marks = "1.self_attention.query_key_value.weight", {"tensor_model_parallel": True, "partition_dim": 0}
