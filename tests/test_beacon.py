@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -352,6 +352,24 @@ def test_timers_are_sent_rarely_or_never(
         take_step()
     ends = timers.read()
     assert len([each for each in ends if each is not None]) == sent and bool(ends) is bool(sent)
+
+
+def test_an_agent_that_stalls_gets_later_timers(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
+    """Without them it would kill the rank once it reads again."""
+    take_step()
+    with ExitStack() as stack:
+        filler = os.open(os.environ["TORCHELASTIC_TIMER_FILE"], os.O_WRONLY | os.O_NONBLOCK)
+        stack.callback(os.close, filler)
+        stack.enter_context(suppress(BlockingIOError))
+        while True:
+            os.write(filler, b"\n" * 4096)
+    take_step()
+    pass_through("save")
+    while len(os.read(timers.pipe, 1 << 16)) == 1 << 16:
+        pass
+    take_step()
+    assert timers.read()
+    assert not caplog.messages
 
 
 def test_an_agent_that_has_ended_is_a_warning(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:

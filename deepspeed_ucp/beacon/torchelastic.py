@@ -93,7 +93,8 @@ class FileTimer(Listener):
         requests = [self.request(pid, _SCOPE, expiration, number) for pid, number in targets.items()]
         pipe = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
         try:
-            os.write(pipe, "".join(f"{request.to_json()}\n" for request in requests).encode())
+            with contextlib.suppress(BlockingIOError):  # a stalled agent has not read the last ones; later ones follow
+                os.write(pipe, "".join(f"{request.to_json()}\n" for request in requests).encode())
         finally:
             os.close(pipe)
 

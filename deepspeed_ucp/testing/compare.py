@@ -41,7 +41,11 @@ def compare(saved: CapturedEngine, loaded: CapturedEngine, *, optimizer_states: 
         got = loaded.buffers[name]
         differences += _difference(f"buffer {name}", saved.buffers[name].to(got.dtype), got)
     differences += _compare_mappings("counter", saved.counters, loaded.counters)
-    if saved.scheduler is not None and loaded.scheduler is not None:
+    if saved.scheduler is None or loaded.scheduler is None:
+        differences += _names(
+            "lr", *({"scheduler": 1} if each.scheduler is not None else {} for each in (saved, loaded))
+        )
+    else:
         # Releases of torch add and drop fields (`verbose`, `_is_initial`): ignore fields that were not saved.
         known = {key: value for key, value in loaded.scheduler.items() if key in saved.scheduler}
         differences += _compare_mappings("lr scheduler", saved.scheduler, known)
