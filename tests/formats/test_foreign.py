@@ -333,6 +333,22 @@ def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
         open_alone(tmp_path)
 
 
+def test_states_that_are_no_tensors(tmp_path: Path) -> None:
+    """Some optimizers keep the step as a number; other values cannot be given to the live optimizer."""
+    tree = make_tree(PLAIN, random_state(PLAIN, 0))
+    for held in tree["optim"]["state"].values():
+        held |= {"step": 7, "unset": None}
+    write_dcp(tmp_path, tree, lambda tensor: [1] * tensor.dim())
+    index = open_alone(tmp_path)
+    assert {param.name: scalars for param, scalars in index.scalars.items()} == {
+        name: {"step": 7} for name in tree["optim"]["state"]
+    }
+    assert (index.counters, index.stateless) == ({"global_steps": 7}, "")
+    tree["optim"]["state"]["a.weight"]["mode"] = "fast"
+    write_dcp(tmp_path, tree, lambda tensor: [1] * tensor.dim())
+    assert "neither tensors nor numbers: optim.state.a.weight.mode. Load only" in open_alone(tmp_path).stateless
+
+
 def test_contradictory_trees_are_refused(tmp_path: Path) -> None:
     """Groups without numbers; metadata files of two folders that describe one tensor."""
     tree = {"a": torch.ones(2), "optim.param_groups.x.params": ["a"], "optim.state.a.exp_avg": torch.ones(2)}

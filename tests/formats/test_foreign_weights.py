@@ -164,7 +164,11 @@ REFUSED: list[tuple[type[UcpError], dict[str, Any], str]] = [
     # other contents
     *((CheckpointError, {name: {}}, f"{name}: {EMPTY}") for name in ("adapter_model.safetensors", "pytorch_model.bin")),
     (UnsupportedError, {"one.safetensors": ONE, "other.safetensors": ONE}, "several models"),
+    (UnsupportedError, {"model-1-of-1.safetensors": ONE, "model-1-of-2.safetensors": OTHER,
+                        "model-2-of-2.safetensors": {"c": OTHER["b"]}}, "holds several models"),
     (UnsupportedError, {"model.pt": {**ONE, "b": object()}}, "no state dict"),
+    (CheckpointError, {"model.safetensors": ONE, "optimizer.bin": {"state": {}, "param_groups": [
+        {"params": ["a"], "lr": 1}, {"params": ["a"], "lr": 2}]}}, "holds a in several param groups"),
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -193,6 +194,10 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     for name, tensor in contents.weights.items():
         state = COPY if MASTER in contents.states.get(name, ()) else MASTER if name in trained else MODULE
         maker.add(strip_compiled(name), state, tensor)
+    members = Counter(name for names, _ in contents.groups for name in names)
+    if several := sorted(name for name, number in members.items() if number > 1):
+        text = f"holds {shorten(several)} in several param groups, or twice in one; it is damaged."
+        raise CheckpointError(text, path=where.path(contents.head))
     irregular: dict[AtomKey, str] = {}
     for name, states in contents.states.items():
         weight = contents.weights.get(contents.aliases.get(name, name))

@@ -70,6 +70,11 @@ _UNNAMED = (
     "torch.distributed.checkpoint.state_dict.get_state_dict, or load only the weights (load_optimizer_states=False)"
 )
 
+_ODD = (
+    "its optimizer keeps values that are neither tensors nor numbers: {0}. Load only the weights "
+    "(load_optimizer_states=False)"
+)
+
 _MEGATRON = "param_to_group_meta."
 _BY_MEGATRON = (
     "its optimizer states are those of Megatron-FSDP (fsdp_dtensor), which are not read. Load only the weights "
@@ -108,9 +113,11 @@ class _Interpreter:
         )
         self.roots = {key: begin for key, begin in begins if begin in roots}  # of several the shortest
         self.names: dict[str, tuple[str, str]] = {}
-        for key in metadata.tensors:
-            if (root := self.roots.get(key)) is not None and key[len(root) :].startswith(_STATE):
-                self.names[key] = self._split(key, root)
+        self.values: dict[str, tuple[str, str]] = {}
+        for named, listed in ((self.names, metadata.tensors), (self.values, metadata.values)):
+            for key in listed:
+                if (root := self.roots.get(key)) is not None and key[len(root) :].startswith(_STATE):
+                    named[key] = self._split(key, root)
 
     def make(self) -> tuple[Contents, list[Finding]]:
         """Return the contents, and warnings of ignored contents."""
@@ -130,17 +137,20 @@ class _Interpreter:
         numbered = bool(unnamed) and all(name.isdecimal() for name in unnamed)
         if numbered:
             self.names.clear()
+            self.values.clear()
             groups.clear()
-        if twice := {name for (name, _), number in Counter(self.names.values()).items() if number > 1}:
+        counted = Counter([*self.names.values(), *self.values.values()])
+        if twice := {name for (name, _), number in counted.items() if number > 1}:
             raise UnsupportedError(
                 f"several optimizers in it hold states of {shorten(sorted(twice))}. Save one of them alone.",
                 path=self.where.path(self.head),
             )
         states, scalars, dtypes = self._read_states(weights)
+        odd = self._read_values(scalars)
         steps = [values["step"] for values in scalars.values() if "step" in values]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
         by_megatron = any(_MEGATRON in key for key in (*self.metadata.tensors, *self.metadata.values))
-        reason = _UNNAMED if numbered else _BY_MEGATRON if by_megatron else ""
+        reason = _UNNAMED if numbered else _BY_MEGATRON if by_megatron else _ODD.format(shorten(odd)) if odd else ""
         contents = Contents(
             DCP,
             self.head,
@@ -176,6 +186,21 @@ class _Interpreter:
             else:
                 states[name][state] = self.make_tensor(key)
         return states, scalars, dtypes
+
+    def _read_values(self, scalars: dict[str, dict[str, Any]]) -> list[str]:
+        """Add the numbers that are no tensors to ``scalars``; return the keys of other values except None."""
+        odd = []
+        for key, (name, state) in self.values.items():
+            try:
+                value = self.find_value(key)
+            except UnsupportedError:
+                odd.append(key)
+                continue
+            if isinstance(value, (int, float)):
+                scalars[name][state] = value
+            elif value is not None:
+                odd.append(key)
+        return odd
 
     def _split(self, key: str, root: str) -> tuple[str, str]:
         """Return the parameter and the state of an optimizer's key."""

@@ -109,15 +109,18 @@ def _read_index(path: str, ending: str) -> dict[str, str]:
 
 def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> None:
     numbers = [match for name in files if (match := _NUMBERED.fullmatch(name))]
-    wanted = list(files)
-    if not indexes and len({(first, last) for first, _, last, _ in map(re.Match.groups, numbers)}) == 1:
+    wanted, totals = list(files), defaultdict[str, set[str]](set)
+    for first, _, last, _ in map(re.Match.groups, numbers):
+        totals[first].add(last)
+    is_several = any(len(ends) > 1 for ends in totals.values())
+    if not indexes and len(totals) == 1 and not is_several:
         first, number, last, total = numbers[0].groups()
         if int(total) > len(files):
             wanted += [f"{first}{at:0{len(number)}}{last}" for at in range(1, min(int(total), len(files) + 8) + 1)]
     missing = [name for name in wanted if name not in where.entries]
     if missing:
         raise CheckpointError(f"{shorten(missing)} missing, of the model's files. Copy it here.", path=where.folder)
-    if len(indexes) > 1 or (not indexes and len(files) > 1 and len(numbers) < len(files)):
+    if len(indexes) > 1 or (not indexes and (is_several or 1 < len(files) > len(numbers))):
         raise UnsupportedError(
             f"holds several models ({shorten(indexes or files)}). Move the wanted one into a separate folder.",
             path=where.folder,
