@@ -216,9 +216,10 @@ def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set
     ties = {alias: matched[name] for alias, name in ties.items() if not index.find(alias, MASTER)}
     same: dict[str, bool | None] = {}
     for alias in sorted(saved & ties.keys() - {*matched.values()}):
-        one, other = (pick_weight(index, ParamKey(name), True, True) for name in (ties[alias], alias))
-        same[alias] = are_same(index, one, other)
-    if index.is_weights_alone and (unknown := [alias for alias, is_same in same.items() if is_same is None]):
+        other = pick_weight(index, ParamKey(alias), False, True)
+        found = {are_same(index, index.find(ties[alias], state), other) for state in (MASTER, MODULE, COPY)}
+        same[alias] = next((is_same for is_same in (True, False) if is_same in found), None)
+    if unknown := [alias for alias, is_same in same.items() if is_same is None]:
         match.notes.append(f"{shorten(unknown)}: tied in the model to another name, whose saved values are used")
     saved -= {alias for alias, is_same in same.items() if is_same is not False}
     extra = sorted(saved - set(matched.values()))

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.model.records import Record
-from deepspeed_ucp.model.storage import MODULE, Atom, Fragment, Fragments
+from deepspeed_ucp.model.storage import COPY, MODULE, Atom, Fragment, Fragments
 from deepspeed_ucp.plan.match import are_same
 from tests.plan import planning
 from tests.plan.matching import match
@@ -55,6 +55,19 @@ def test_a_record_that_holds_more_tells_nothing() -> None:
     atoms = make_atoms([(0, 4, 0, 0)], [(0, 4, 1, 0)])
     assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=16)), *atoms) is False
     assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=20)), *atoms) is None
+
+
+@pytest.mark.parametrize(("crc", "texts"), [(5, []), (6, ["saved with other values"]), (None, ["values are used"])])
+def test_a_former_tensor_of_16_bits_is_compared_with_the_copy(crc: int | None, texts: list[str]) -> None:
+    """The master of the tensor that replaces it has another dtype, and is in a flat buffer with others."""
+    held = [
+        planning.make_atom("embed", 4, (0, 4, 0, 0)),
+        planning.make_atom("embed", 4, (0, 4, 1, 0), dtype="bfloat16", state=COPY),
+        planning.make_atom("head", 4, (0, 4, 2, 0), dtype="bfloat16", state=MODULE),
+    ]
+    records = [Record(0, 0, 80, 1), Record(0, 80, 8, 5), Record(0, 88, 8, crc)]
+    found = match(planning.make_index(held, records), {"embed": (4,)}, {}, aliases={"head": "embed"}, strict=False)
+    assert all(text in note for text, note in zip(texts, [*map(str, found.skipped), *found.notes], strict=True))
 
 
 def test_a_live_tie_whose_copies_differ_is_refused() -> None:
