@@ -113,7 +113,10 @@ def _install_handler(number: int, *, logs: bool) -> None:
     if former is _handlers.get(number) and number in _arrived:
         return
     if getattr(type(getattr(former, "__self__", None)), "__module__", None) == _JIT and logs:
-        logger.warning("SIGTERM: this save replaces the Trainer's (enable_jit_checkpoint)")
+        logger.warning(
+            "SIGTERM: this save replaces the Trainer's (enable_jit_checkpoint). It has no state of the Trainer, which "
+            "resumes from its last checkpoint-N."
+        )
 
     def handle(arrived: int, frame: FrameType | None) -> None:
         if arrived in _arrived:
