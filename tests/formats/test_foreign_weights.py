@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
-from deepspeed_ucp.model.storage import MODULE
+from deepspeed_ucp.model.storage import MODULE, ParamKey
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.formats.atoms import read_whole
@@ -200,6 +200,21 @@ def test_extra_states_are_no_weights(name: str, tmp_path: Path, caplog: pytest.L
     (save_file if name.endswith(".safetensors") else torch.save)(saved, tmp_path / name)
     assert [key.name for key in open_alone(tmp_path).atoms] == ["a"]
     assert "not loaded by the engine, since it is an extra state of a module: a._extra_state." in caplog.text
+
+
+def test_contents_of_an_optimizers_file_that_are_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Values that the live optimizer cannot be given do not keep the weights from being loaded."""
+    torch.save(ONE, tmp_path / "pytorch_model.bin")
+    groups = [{"params": ["a"], "lr": 1e-3}]
+    for state, text in (({"unset": None}, ""), ({"mode": "fast"}, "numbers: a.mode ('fast'). Load only the weights")):
+        held = {"step": 2, "exp_avg": torch.ones(2), **state}
+        torch.save({"state": {"a": held}, "param_groups": groups, "extra": 1}, tmp_path / "optimizer.bin")
+        index = open_alone(tmp_path)
+        assert index.scalars == {ParamKey("a"): {"step": 2}}
+        assert text in index.stateless and bool(text) == bool(index.stateless)
+        assert "optimizer.bin: not loaded by the engine, since it is neither states nor param groups: 'extra'." in (
+            caplog.text
+        )
 
 
 def test_ties_of_a_state_dict(tmp_path: Path) -> None:

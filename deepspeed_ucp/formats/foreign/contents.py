@@ -48,6 +48,11 @@ _MOST_RUNS = 1 << 22
 """Maximum number of runs of elements in all tensors that are not cut into a grid."""
 
 NEITHER = "neither model nor optimizer"
+ODD_STATES = (
+    "its optimizer keeps values that are neither tensors nor numbers: {0}. Load only the weights "
+    "(load_optimizer_states=False)"
+)
+"""Reason why optimizer states cannot be loaded; ``{0}``: the states."""
 
 
 def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:

@@ -34,6 +34,7 @@ from ..findings import Finding
 from ..places import FileTable
 from .contents import (
     NEITHER,
+    ODD_STATES,
     Contents,
     StoredTensor,
     TensorBlock,
@@ -68,11 +69,6 @@ _STEP = "train_state.step"
 _UNNAMED = (
     "its optimizer states have numbers, not names, so their parameters are unknown. Save with "
     "torch.distributed.checkpoint.state_dict.get_state_dict, or load only the weights (load_optimizer_states=False)"
-)
-
-_ODD = (
-    "its optimizer keeps values that are neither tensors nor numbers: {0}. Load only the weights "
-    "(load_optimizer_states=False)"
 )
 
 _MEGATRON = "param_to_group_meta."
@@ -150,7 +146,9 @@ class _Interpreter:
         steps = [values["step"] for values in scalars.values() if "step" in values]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
         by_megatron = any(_MEGATRON in key for key in (*self.metadata.tensors, *self.metadata.values))
-        reason = _UNNAMED if numbered else _BY_MEGATRON if by_megatron else _ODD.format(shorten(odd)) if odd else ""
+        reason = (
+            _UNNAMED if numbered else _BY_MEGATRON if by_megatron else ODD_STATES.format(shorten(odd)) if odd else ""
+        )
         contents = Contents(
             DCP,
             self.head,

@@ -60,7 +60,8 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     chosen = where.choose(taken.__contains__)
     contents, findings = READERS[kind](chosen, comm)
     if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
-        contents = weights.add_states(contents, where, comm)
+        contents, ignored = weights.add_states(contents, where, comm)
+        findings += ignored
     contents = adapter.name_as_live(contents)
     extra = sorted(name for name in {*contents.weights, *contents.aliases} if name.endswith(EXTRA_STATE))
     findings += list_ignored(extra, "an extra state of a module", where.path(contents.head), contents.head)

@@ -20,6 +20,7 @@ from ..deepspeed.reading import read_hyper
 from ..findings import Finding
 from ..places import FileTable
 from .contents import (
+    ODD_STATES,
     Contents,
     StoredTensor,
     TensorBlock,
@@ -258,33 +259,41 @@ def _list_tensors(tree: Any, path: str) -> tuple[list[tuple[str, TensorRef]], li
     return tensors, list(map(describe, others))
 
 
-def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
-    """Add the states of the optimizer's file to contents; collective."""
+def add_states(contents: Contents, where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
+    """Return the contents with the states of the optimizer's file, and warnings of ignored contents; collective."""
 
-    def parse(path: str) -> Contents:
+    def parse(path: str) -> tuple[Contents, list[str]]:
         file = torchfile.read_header(path)
         tree = file.tree
         if not (isinstance(tree, dict) and isinstance(tree.get("state"), dict) and "param_groups" in tree):
             raise UnsupportedError(f"holds {describe(tree)}, not an optimizer's state dict.", path=path)
+        others = [describe(key) for key in tree if key not in ("state", "param_groups")]
         members = (name for group in tree["param_groups"] for name in group["params"])
         if any(isinstance(name, int) for name in (*tree["state"], *members)):
-            return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}.")
-        return _take_apart(contents, tree, file, path)
+            return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}."), others
+        return _take_apart(contents, tree, file, path), others
 
-    return read_once(parse, where, OPTIMIZER, comm)
+    added, others = read_once(parse, where, OPTIMIZER, comm)
+    return added, list_ignored(others, "neither states nor param groups", where.path(OPTIMIZER), OPTIMIZER)
 
 
 def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.TorchFile, path: str) -> Contents:
     states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     scalars: dict[str, dict[str, Any]] = defaultdict(dict)
-    dtypes: dict[str, str] = {}
+    dtypes, odd = dict[str, str](), list[str]()
     for name, values in tree["state"].items():
         weight = contents.weights.get(name)
         for state, value in values.items():
             if isinstance(value, TensorRef) and not is_number(state, value.shape, weight.shape if weight else None):
                 states[name][state] = _store_tensor(f"{name}: {state}", value, file.storages, OPTIMIZER, path)
                 continue
-            scalars[name][state] = _read_number(value)
+            if value is None:
+                continue
+            number = to_number(value)
+            if not (isinstance(number, float) or is_short(number)):
+                odd.append(f"{name}.{state} ({describe(value)})")
+                continue
+            scalars[name][state] = number
             dtypes |= {state: value.dtype} if isinstance(value, TensorRef) else {}
     groups = [
         (
@@ -294,11 +303,13 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
         for group in tree["param_groups"]
     ]
     counters = count_steps(values["step"] for values in scalars.values() if "step" in values)
-    return replace(contents, states=states, scalars=scalars, groups=groups, counters=counters, scalar_dtypes=dtypes)
-
-
-def _read_number(value: Any) -> int | float:
-    number = to_number(value)
-    if not (isinstance(number, float) or is_short(number)):
-        raise ValueError(f"{describe(value)} for a number of the optimizer's")
-    return number  # type: ignore[no-any-return]
+    stateless = f"{path}: {ODD_STATES.format(shorten(odd))}." if odd else ""
+    return replace(
+        contents,
+        states=states,
+        scalars=scalars,
+        groups=groups,
+        counters=counters,
+        scalar_dtypes=dtypes,
+        stateless=stateless,
+    )
