@@ -319,6 +319,16 @@ def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:
     assert [key.name for key in open_alone(tmp_path).atoms] == ["base_model.model.q.lora_A.default.weight"]
 
 
+def test_ties_of_an_adapter(tmp_path: Path) -> None:
+    """As PEFT writes an embedding and a tied head that are both in modules_to_save, without safetensors."""
+    weight = torch.ones(2, 3)
+    saved = {f"base_model.model.{name}.lora_A.weight": weight for name in ("q", "v")}
+    torch.save(saved, tmp_path / "adapter_model.bin")
+    index = open_alone(tmp_path)
+    first, other = (f"base_model.model.{name}.lora_A.default.weight" for name in ("q", "v"))
+    assert ([key.name for key in index.atoms], index.aliases) == ([first], {other: first})
+
+
 def test_states_by_number_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As the Trainer leaves them without FSDP."""
     write_files(tmp_path, "model.safetensors")

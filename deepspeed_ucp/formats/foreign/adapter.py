@@ -28,13 +28,15 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     """Read the header of the file and rename its tensors as in a live model; collective."""
     file = next(name for name in where.entries if holds(ADAPTER, name, heads=True))
     read, _ = where.once(file, lambda: read_tensors(where, file), comm)
-    tensors, _ = split_ties(read)
+    tensors, ties = split_ties(read)
 
     def rename() -> Contents:
-        weights = {name_live(name, tensors): tensor for name, tensor in tensors.items()}
-        if len(weights) < len(tensors):
+        live = {name: name_live(name, read) for name in read}
+        if len({*live.values()}) < len(live):
             raise CheckpointError("two of its tensors are one in a live model; it is damaged.", path=where.path(file))
-        return Contents(ADAPTER, file, weights, dropped=_DROPPED)
+        weights = {live[name]: tensor for name, tensor in tensors.items()}
+        aliases = {live[alias]: live[name] for alias, name in ties.items()}
+        return Contents(ADAPTER, file, weights, aliases=aliases, dropped=_DROPPED)
 
     return comm.alike(rename), []
 
