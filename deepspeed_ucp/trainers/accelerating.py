@@ -255,7 +255,17 @@ def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int
     if _is_scaled(inner, saved, was, now):
         steps = saved["last_epoch"] // was
         return inner, {"last_epoch": steps * now, "_step_count": steps * now + 1, _RATE: now}
+    if not isinstance(inner, LambdaLR) and _holds_functions(inner) and connect().rank == 0:
+        logger.warning(
+            f"{type(inner).__name__} has functions of this script. It continues with {was} steps per optimizer step as "
+            f"in the saved run, so they must not be made for the {now} of this number of ranks."
+        )
     return inner, {_RATE: was}
+
+
+def _holds_functions(scheduler: Any) -> bool:
+    """Return True if a scheduler, or one inside it, takes rates from functions, which are not saved."""
+    return hasattr(scheduler, "lr_lambdas") or any(map(_holds_functions, getattr(scheduler, "_schedulers", ())))
 
 
 def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool:

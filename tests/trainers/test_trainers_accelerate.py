@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import trainers_common
+from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR
 from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
 from trainers_hf import Net, Samples
@@ -63,8 +64,6 @@ STEPS, SIZE, TOTAL = 12, 32, 8
 def make_scheduler(kind: str, optimizer: Any, ranks: int) -> Any:
     """``scaled`` counts as Accelerate steps it, ``plain`` as two ranks step it, ``cosine`` is saved whole, ``betas``
     holds references."""
-    from torch.optim import lr_scheduler
-
     most = STEPS * (ranks if kind in ("scaled", "one-cycle") else 2)
     if kind == "betas":
         return MovesBetas(optimizer)
@@ -298,6 +297,27 @@ def test_an_ambiguous_learning_rate_is_a_warning(
     _, changes = accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), 2)
     assert (changes["last_epoch"], changes["_ucp_rate"]) == (10, 2)
     assert ("both" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(
+    ("make", "warns"),
+    [
+        (lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9), True),
+        (lambda optimizer: lr_scheduler.ChainedScheduler([LambdaLR(optimizer, wait_then_decay)]), True),
+        (lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 2)]), False),
+    ],
+    ids=["multiplicative", "inside", "none"],
+)
+def test_functions_that_the_saved_rate_cannot_check_are_a_warning(
+    make: Callable[[Any], Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = make(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=False)
+    for ranks in (4, 2):
+        assert not caplog.text
+        _, changes = accelerating._convert(wrapped, inner.state_dict(), SavedJob(4, 1, 5, 8, 1), ranks)
+        assert changes == ({"_ucp_rate": 4} if ranks == 2 else {})
+    assert ("has functions of this script" in caplog.text) is warns
 
 
 @pytest.mark.parametrize(("scheduler", "ranks"), all_turns(["plain", "cosine", "one-cycle"], [(2, 1), (1, 2)], 1, str))
