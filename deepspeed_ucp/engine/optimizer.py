@@ -212,7 +212,10 @@ def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
-    """Convert a saved scalar to the optimizer's form: a one-element tensor or a number; a fraction stays a float."""
+    """Convert a saved scalar to the optimizer's form: a one-element tensor or a number; a fraction stays a float.
+
+    If the form is not known, whole numbers stay whole, and others become tensors that have the same value.
+    """
     example, is_whole = kept.scalars.get(name) if kept else None, float(value).is_integer()
     if isinstance(example, torch.Tensor):
         dtype = example.dtype if is_whole or example.is_floating_point() else torch.float32
@@ -221,4 +224,5 @@ def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
         return bool(value)
     if isinstance(example, (int, float)):
         return type(example)(value) if is_whole else float(value)
-    return torch.tensor(float(value))
+    made = torch.tensor(float(value))
+    return value if isinstance(value, int) or made.item() != value else made

@@ -28,8 +28,9 @@ from .context import LoadContext
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 
 _NEW = (
-    "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
-    "makes Adam's first updates of them larger than at a start. In a separate param group they would start at step 0."
+    "{}: new or thawed; their optimizer states are zero under the step count of the others in their buffer or group, "
+    "which makes Adam's first updates of them larger than at a start. In a separate param group they would start at "
+    "step 0."
 )
 _STATELESS = "{}: no optimizer state was saved for these parameters; it starts from zero"
 _ELSEWHERE = "no optimizer state was saved for the parameters that are trained here: the states of {} start from zero"
@@ -235,8 +236,16 @@ class OptimizerMatch:
         return notes
 
     def _list_new(self, flat: EngineBuffer) -> list[str]:
-        """List parameters without saved states in a flat buffer whose step count is restored for others."""
+        """List parameters without saved states under a step count that is restored for others.
+
+        Others are in the same flat buffer, or in the param group if it has the count (FusedAdam).
+        """
         stepped = {param for param in self.saved_params(flat) if self.index.scalars.get(param)}
+        if not stepped and self.match.hyper.get(flat.group, {}).get("step"):
+            saved = (
+                param for number in self.match.groups.get(flat.group, ()) for param in self.index.groups[number].members
+            )
+            stepped = {param for param in saved if find_states(self.index, param)}
         return [name for name in flat.names if stepped and self.match.params.get(name) not in stepped]
 
     def _has_states(self, flat: EngineBuffer) -> bool:

@@ -294,6 +294,9 @@ def test_scalars_take_the_form_that_the_optimizer_keeps() -> None:
     assert type(restore_scalar("step", 3.0, lion)) is int
     assert restore_scalar("flag", True, None) is True
     assert float(restore_scalar("step", 7, None)) == 7.0
+    for value in ((1 << 24) + 1, 0.1):  # a float32 tensor has other values
+        assert float(restore_scalar("ema", value, None)) == value
+    assert isinstance(restore_scalar("step", 7.0, None), torch.Tensor)
 
 
 def test_flat_states_are_refused_by_an_optimizer_that_factors_whole_parameters(tmp_path: Path) -> None:

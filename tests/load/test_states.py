@@ -134,6 +134,29 @@ def test_new_parameters_start_under_the_step_of_the_others(live: Topology, tmp_p
     assert len(notes) == (1 if live.stage else 0)
 
 
+class Counting(torch.optim.AdamW):
+    """AdamW with its step count in the param groups, as DeepSpeed's FusedAdam has it."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[param].setdefault(name, torch.zeros_like(param))
+
+
+@pytest.mark.parametrize("live", [Topology(1), Topology(0)], ids=lambda t: t.label)
+@pytest.mark.parametrize("step", [3, 0])
+def test_new_parameters_start_under_the_step_of_their_group(live: Topology, step: int, tmp_path: Path) -> None:
+    model = Model((*MODEL.params, Param("new", (3,))))
+    target = FakeTarget(model, live, 0, Counting)
+    files = build_files(MODEL, random_state(MODEL, 0, step=None), Topology(2, 2), Run())
+    write_files(tmp_path, change_groups(files, step=step))
+    rank = prepare_rank(open_for(tmp_path, target), target, Comm(), Options(strict=False))
+    notes = [note for note in rank.work.match.notes if "new or thawed" in note]
+    assert [note.split(":")[0] for note in notes] == ["new"] * bool(step)
+
+
 def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) -> None:
     saved = Model((Param("a", (7, 3)), Param("b", (5,), frozen=True)))
     live = Model((Param("a", (7, 3)), Param("b", (5,))))
