@@ -60,7 +60,7 @@ class Snapshots:
     steps: int | None
     seconds: float
     client_state: Callable[[], Mapping[str, Any]] | None
-    at_once: bool
+    at_once: bool = False
     since: int = 0
     begun: float = 0.0
     due: int = 0
@@ -108,10 +108,9 @@ def follow(
     if config is None or config.save is None:
         raise ConfigError(f'snapshots need saves into memory. Add "{SECTION}": {{"save": true}} to the ds_config.')
     steps, seconds = _read_every(every)
-    at_once = find_data_sampler(engine) is not None  # the next batch moves it, and the engine saves it
     if find_state(engine).snapshots is None:
         engine.register_forward_pre_hook(lambda *_: _begin_forward(engine))
-    state = Snapshots(os.fspath(save_dir), steps, seconds, client_state, at_once)
+    state = Snapshots(os.fspath(save_dir), steps, seconds, client_state)
     state.restart(engine.global_steps, _FIRST)
     find_state(engine).snapshots = state
 
@@ -153,7 +152,8 @@ def end_step(engine: Any) -> None:
         _warn(state, engine, error)
         state.restart(engine.global_steps)
     else:
-        if state.at_once:
+        # The next batch moves a data sampler, which the engine saves.
+        if state.at_once or find_data_sampler(engine) is not None:
             _take(engine, state, state.prepared)
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
 from deepspeed_ucp import snapshots
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
@@ -85,3 +86,13 @@ def test_a_load_restarts_the_interval(engine: Engine) -> None:
     assert find_state(engine).snapshots.prepared is not None and engine.saves == []
     step(engine)
     assert [tag for tag, _ in engine.saves] == ["snapshot_step12"]
+
+
+def test_a_data_sampler_that_the_script_adds_is_saved_before_it_moves(engine: Engine) -> None:
+    snapshots.follow(engine, "folder", every=1)
+    step(engine)
+    assert engine.saves == []
+    sampler = object.__new__(DeepSpeedDataSampler)
+    engine.training_dataloader = SimpleNamespace(data_sampler=sampler)
+    step(engine)
+    assert [tag for tag, _ in engine.saves] == ["snapshot_step1", "snapshot_step2"]
