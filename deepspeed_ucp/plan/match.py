@@ -133,6 +133,7 @@ def match_parameters(
     shapes, thawed = _match_names(index, live, match, with_states=with_states, rules=rules)
     saved, extra = _note_extra(index, live, match)
     match.notes += [_describe_thawed(names, is_thawed) for is_thawed, names in thawed.items() if names]
+    match.notes += _describe_untied(live, match)
     faults = [*_note_shapes(match, shapes), *_find_conflicts(live, match)]
     if saved and not match.params:
         match.fault = _describe_no_match(list(match.missing), extra)
@@ -319,6 +320,16 @@ def _describe_thawed(names: Sequence[str], thawed: bool) -> str:
     if thawed:
         return f"{listed} {is_} trained here and {was} not trained in the saved run: {rest} states start from zero"
     return f"{listed} {was} trained in the saved run and {is_} not trained here: {rest} states are left out"
+
+
+def _describe_untied(live: EngineView, match: Match) -> list[str]:
+    """Describe trained parameters that were one in the saved run, if they are several here."""
+    taking: dict[ParamKey, list[str]] = defaultdict(list)
+    for name, param in match.params.items():
+        if name in live.owned:
+            taking[param].append(name)
+    untied = [" and ".join(names) for names in taking.values() if len(names) > 1]
+    return [f"{shorten(untied)}: tied in the saved run and separate here; all take the saved values"] if untied else []
 
 
 def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:

@@ -213,6 +213,14 @@ def test_live_groups_keep_their_hyper_parameters_for_any_saved_groups() -> None:
         match_groups(index, {0: ("a", "b")}, joined, keep_live=True)
 
 
+def test_a_former_tie_is_noted() -> None:
+    index = make_index({"a": (2,), "embed": (4,)}, {"b": (2,)}, aliases={"head": "embed", "c": "b"})
+    found = match(index, {"a": (2,), "embed": (4,), "head": (4,)}, {"b": (2,), "c": (2,)})
+    assert found.saved["head"] == "embed"
+    assert found.notes == ["embed and head: tied in the saved run and separate here; all take the saved values"]
+    assert match(index, {"a": (2,), "embed": (4,)}, {"b": (2,)}, aliases={"head": "embed", "c": "b"}).notes == []
+
+
 def test_extra_names_are_found_if_the_files_hold_copies_alone() -> None:
     """A folder without the optimizer's files, from which the weights are loaded."""
     index = make_index({"a": (2,), "gone": (1,)})
