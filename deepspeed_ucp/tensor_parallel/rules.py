@@ -523,7 +523,7 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
     return RuleSet("the live parameters' attributes", literal=literal, hints=hints)
 
 
-_GATE_UP = re.compile(r"gate_?(?:and_?)?up|up_?gate|(?:^|[._])w13(?:[._]|$)", re.IGNORECASE)
+_GATE_UP = re.compile(r"(?<![a-z])(?:gate_?(?:and_?)?up|up_?gate|w13)(?![a-z0-9])", re.IGNORECASE)
 """Names of fused gate and up projections. [gate; up] per rank and blocks of the whole have the same shapes."""
 
 _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:mlp\.)?(?:weight1|w1|w3|v1|(?P<second>weight2|w2))(?:\.weight)?$")

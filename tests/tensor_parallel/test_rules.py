@@ -319,7 +319,7 @@ def test_attributes_do_not_settle_names_of_fused_gates(name, dim):
         settle([name], {name: shapes}, None, [from_attributes({name: marks})])
     settled = settle([name], {name: shapes}, None, [from_attributes({name: {**marks, "partition_stride": 2}})])
     assert settled.patterns[name] == ShardNC(parts=(1, 1), dim=dim)
-    for other in ("1.mlp.up_proj.weight", "1.mlp.gate_proj.weight", "1.mlp.w1.weight"):
+    for other in ("1.mlp.up_proj.weight", "1.mlp.gate_proj.weight", "1.mlp.w1.weight", "aggregate_update"):
         settled = settle([other], {other: shapes}, None, [from_attributes({other: marks})])
         assert settled.patterns[other] == (ShardV() if dim == 0 else ShardH(dim=dim))
 
