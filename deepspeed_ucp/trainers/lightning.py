@@ -51,7 +51,7 @@ def load_checkpoint(
         finish_folders(config, os.path.dirname(os.path.abspath(checkpoint_path)), connect())
     fitting = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
     if config is None or not os.path.isdir(checkpoint_path):
-        return original(strategy, checkpoint_path, *args, **kwargs)
+        return _note_loaders(strategy, original(strategy, checkpoint_path, *args, **kwargs))
     engine, folder = strategy.deepspeed_engine, os.fspath(checkpoint_path)
     is_foreign = connect().once(lambda: holds_foreign(folder))
     if not (fitting or is_foreign):
@@ -63,12 +63,11 @@ def load_checkpoint(
         refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder) in on_fit_start")
         _check_total_batch(engine, folder, job, config)
         warn_unknown_batch(job, folder, BatchSizes.of(engine).total)
-    state = original(strategy, checkpoint_path, *args, **kwargs)
+    state = _note_loaders(strategy, original(strategy, checkpoint_path, *args, **kwargs))
     if not fitting:
         return state
     loop = state["loops"]["fit_loop"]
-    find_state(engine).loaders_restored = bool(loop["state_dict"].get(_LOADERS))
-    if find_state(engine).loaders_restored:
+    if find_state(strategy.model).loaders_restored:
         refuse_loader_position(folder, job)
     live = to_integer(engine.gradient_accumulation_steps())
     rest = convert_counts(loop["epoch_loop.batch_progress"], job.accumulation, live)
@@ -83,6 +82,14 @@ def load_checkpoint(
                 "was no multiple of accumulate_grad_batches, or steps were skipped. Schedules and max_steps follow "
                 "Lightning's count."
             )
+    return state
+
+
+def _note_loaders(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Record whether a checkpoint has the positions of stateful data loaders; returns the checkpoint."""
+    loop = (state.get("loops") or {}).get("fit_loop") or {}
+    if get_config(strategy.model) is not None:
+        find_state(strategy.model).loaders_restored = bool((loop.get("state_dict") or {}).get(_LOADERS))
     return state
 
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.data import ElasticSampler
+from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.trainers.lightning import _is_positioned, convert_counts
+from deepspeed_ucp.trainers.lightning import _is_positioned, convert_counts, load_checkpoint
 from tests.support.covering import params
 
 pytest.importorskip("lightning")
@@ -87,6 +89,25 @@ def test_a_stateful_loader_without_saved_state_begins_anew() -> None:
     loader = SimpleNamespace(state_dict=dict, load_state_dict=dict)
     assert not _is_positioned(loader, restored=False)
     assert _is_positioned(loader, restored=True)
+
+
+@pytest.mark.parametrize(
+    ("loops", "saved"),
+    [
+        ({"fit_loop": {"state_dict": {"combined_loader": [{}]}}}, True),
+        ({"fit_loop": {"state_dict": {"combined_loader": []}}}, False),
+        *((loops, False) for loops in ({"fit_loop": {}}, {}, None)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_in_a_file_may_have_the_positions_of_loaders(loops: object, saved: bool, tmp_path: Path) -> None:
+    """Such as full weights (``load_full_weights``), which Lightning loads itself."""
+    engine = SimpleNamespace(_config=SimpleNamespace(ucp_config=UniversalConfig()))
+    fitting = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn="fit")))
+    strategy = SimpleNamespace(model=engine, lightning_module=fitting)
+    state = {"loops": loops}
+    assert load_checkpoint(lambda *_: state, strategy, tmp_path / "file.ckpt") is state
+    assert find_state(engine).loaders_restored is saved
 
 
 PAIRS = [(2, 1), (1, 2)]
