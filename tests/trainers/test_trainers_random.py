@@ -81,6 +81,8 @@ def test_one_rank_grows(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> Non
     """A single rank has no axis along which states differ, so all ranks take its state."""
     save(str(tmp_path), kind, 1)
     assert ucp_worlds.get(2).run(restore, str(tmp_path), kind, 1) == [expect(1, 0)] * 2
+    for rank, (_, heard) in enumerate(ucp_worlds.get(2).run(restore_accelerator, str(tmp_path), kind)):
+        assert any("with which all 2 continue" in text for text in heard) is (rank == 0)
 
 
 def test_a_missing_state_is_derived(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
