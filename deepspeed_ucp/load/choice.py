@@ -30,7 +30,7 @@ from ..model.storage import number_layer
 from ..model.topology import find_differences, list_undescribed, number_groups
 from ..plan.settling import list_shapes, settle_index
 from ..stream.reader import verify_records
-from ..tensor_parallel.metadata import from_universal_info
+from ..tensor_parallel.metadata import INFO, from_universal_info
 from ..tensor_parallel.rules import find_renamed, from_config
 from .client import check_trusted
 from .context import LoadContext
@@ -199,10 +199,15 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
     return [f"DeepSpeed's own load is not known to be right with: {shorten(doubts)}"] if doubts else []
 
 
+_OF_EXPERTS = ("ds_autoep_layers", "expert_parameter_patterns")
+"""Keys that a save adds to the model's ``universal_checkpoint_info``."""
+
+
 def list_other_orders(job: LoadContext, target: Target, index: AtomicIndex) -> list[str]:
     """Describe shards whose elements the checkpoint and the live engine order differently; the direct load refuses."""
     info = live_universal_info(target.engine) if target.place.tp > 1 else None
-    if info is None:
+    known = index.hints.get(INFO) or {}
+    if info is None or {key: known[key] for key in known if key not in _OF_EXPERTS} == info:
         return []
     saved, shapes = {name: index.resolve(name) for name in target.params}, list_shapes(index)
     held = {name: shapes[name] for name in saved.values() if name in shapes}

@@ -122,7 +122,8 @@ def test_equal_shards_whose_elements_the_model_orders_differently() -> None:
         return list_other_orders(make_job(engine, Comm(), **config), target, found)
 
     assert ask(parts) == ask(halves, parts) == ["another order of elements in w"]
-    alike = [ask(halves), ask(None), ask(parts, tp=1), ask(parts, None)]
+    assert ask(parts, {**halves, "ds_autoep_layers": []}) == ["another order of elements in w"]
+    alike = [ask(halves), ask(halves, {**halves, "other": 1}), ask(None), ask(parts, tp=1), ask(parts, None)]
     alike.append(ask(parts, patterns=[{"match": "w", "pattern": "shard-v"}]))
     alike.append(ask(parts, {"affine_map": {"version": 9}}))
     assert alike == [[]] * len(alike)
