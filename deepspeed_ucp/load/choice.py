@@ -21,7 +21,7 @@ from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..extensions.registry import name_active
 from ..formats.deepspeed.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
 from ..formats.deepspeed.naming import CHANGING, Naming
-from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals
+from ..formats.deepspeed.ownfiles import compare_own_files, list_own_globals, read_own_hints
 from ..formats.open import survey_checkpoint
 from ..io.memory import identify_host
 from ..io.paths import is_url
@@ -206,8 +206,7 @@ _OF_EXPERTS = ("ds_autoep_layers", "expert_parameter_patterns")
 def list_other_orders(job: LoadContext, target: Target, index: AtomicIndex) -> list[str]:
     """Describe shards whose elements the checkpoint and the live engine order differently; the direct load refuses."""
     info = live_universal_info(target.engine) if target.place.tp > 1 else None
-    known = index.hints.get(INFO) or {}
-    if info is None or {key: known[key] for key in known if key not in _OF_EXPERTS} == info:
+    if info is None or _is_same_info(index.hints.get(INFO), info):
         return []
     saved, shapes = {name: index.resolve(name) for name in target.params}, list_shapes(index)
     held = {name: shapes[name] for name in saved.values() if name in shapes}
@@ -217,6 +216,10 @@ def list_other_orders(job: LoadContext, target: Target, index: AtomicIndex) -> l
     except (MismatchError, UnsupportedError):  # one side's description cannot be read, so that none contradicts
         return []
     return [f"another order of elements in {shorten(settled.wrong)}"] if settled.wrong else []
+
+
+def _is_same_info(saved: dict[str, Any] | None, live: dict[str, Any]) -> bool:
+    return {key: value for key, value in (saved or {}).items() if key not in _OF_EXPERTS} == live
 
 
 def _trust_own_files(job: LoadContext, folder: str, why: str) -> Choice:
@@ -247,7 +250,12 @@ def find_own_differences(job: LoadContext, folder: str, target: Target | None = 
 
     def compare() -> list[str]:
         try:
-            differing = compare_own_files(*describe_own_files(job.engine, folder))
+            model, optim, facts = describe_own_files(job.engine, folder)
+            differing = compare_own_files(model, optim, facts)
+            if target is not None and int(job.engine.mp_world_size) > 1 and not differing:
+                info, saved = live_universal_info(job.engine), read_own_hints(model).get(INFO)
+                if info is not None and saved and not _is_same_info(saved, info):
+                    differing.append("another universal_checkpoint_info")  # the direct load compares the orders
         except CheckpointError as error:
             if target is None:
                 raise

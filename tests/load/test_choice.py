@@ -178,6 +178,23 @@ def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
     assert choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))[1:] == (target, None)
 
 
+def test_own_files_with_other_metadata_are_left_to_the_direct_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the shapes of all ranks, and compares the orders of their elements."""
+    monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: [])
+    info, target, found = {"vocabulary_parameter_patterns": ["weight"]}, object(), []
+    other = {"tp_replicated_parameter_patterns": ["weight"]}
+    for saved, degree in ((info, 2), (other, 2), ({}, 2), ({**info, "ds_autoep_layers": []}, 2), (other, 1)):
+        engine = NodeLocalEngine()
+        engine.mp_world_size = degree
+        engine.module.universal_checkpoint_info = info
+        tree = {**EMPTY_STATES, "mp_world_size": degree, "universal_checkpoint_info": saved}
+        torch.save(tree, tmp_path / STATES)
+        found.append(find_own_differences(make_job(engine, Comm()), str(tmp_path), target))  # type: ignore[arg-type]
+    assert found == [[], ["another universal_checkpoint_info"], [], [], []]
+
+
 @pytest.mark.parametrize("number", [0, -1])
 def test_damage_is_looked_for_in_the_files_that_deepspeed_reads(number: int, tmp_path: Path) -> None:
     """These are the first place's, even if another place is nearer. torch.load does not look at checksums."""

@@ -18,6 +18,7 @@ from ...model.topology import find_precision
 from ...torchsave.objects import to_member
 from ...torchsave.torchfile import read_header
 from .files import CLIENT, ZERO, scan_folder
+from .hints import read_hints
 from .reading import as_list, explain_form, list_globals, normalize_zero
 
 _STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
@@ -83,6 +84,12 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
     return moved + [
         f"{key} {_show(saved.get(key))} → {_show(value)}" for key, value in facts.items() if saved.get(key) != value
     ]
+
+
+def read_own_hints(model: str) -> dict[str, Any]:
+    """Return the plain data about the model in a rank's model states (:func:`.hints.read_hints`)."""
+    with explain_form(model):
+        return read_hints(read_header(model).tree)
 
 
 def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
