@@ -13,7 +13,9 @@ SWITCH = "DEEPSPEED_UCP"
 OFF = ("", "0", "false", "off")
 """Values of the switch with which nothing is to be done, in small letters."""
 
-LIBRARIES = ("deepspeed", "accelerate", "lightning", "megatron", "pytorch_lightning", "transformers")
+LIBRARIES = (
+    *("deepspeed", "accelerate", "lightning", "lightning_fabric", "megatron", "pytorch_lightning", "transformers"),
+)
 """Packages with something that the plugin wraps (:data:`deepspeed_ucp.attach.TABLE`)."""
 
 

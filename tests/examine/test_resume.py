@@ -19,7 +19,7 @@ from deepspeed_ucp.examine.degrees import Degrees, parse_degrees
 from deepspeed_ucp.examine.resume import DEEPSPEED, OURS, check_resume
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.storage import AtomKey
+from deepspeed_ucp.model.storage import AtomKey, count
 from deepspeed_ucp.model.topology import Topology as Saved
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.expertmodels import expert_trips
@@ -146,7 +146,12 @@ def test_it_reads_what_a_load_of_experts_reads(fused: bool, data: st.DataObject)
         targets = make_targets(source.model, target)
         index, read, state = measure_load(source.write(folder), targets, Options(config=PATIENT))
         found = check_resume(index, degrees_of(target))
-    assert (found.loader, found.read, found.state) == (OURS, read, state) or any("ep=" in e for e in found.obstacles)
+    if any("ep=" in text for text in found.obstacles):
+        return
+    # Without checksums only a live engine shows that a router has two names.
+    again = sum(count(param.shape) for param in source.model.params if param.untold) if source.legacy else 0
+    assert found.loader == OURS and found.read - read == found.state - state
+    assert found.read - read in (0, 2 * again, 4 * again)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
