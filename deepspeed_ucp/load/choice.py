@@ -100,7 +100,7 @@ def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
         groups, hyper, order = join_groups(groups for *_, groups in answers)
     else:
         groups, hyper, order = target.live_groups(), target.live_hyper(), target.list_names()
-    has_masters = any(has for has, *_ in answers)  # a pipeline stage may have none
+    has_masters = any(has for has, *_ in answers)  # a pipeline stage may lack masters
     naming = Naming(
         groups,
         hyper,
@@ -180,7 +180,7 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
 
     Args:
         target: this rank's; None if only DeepSpeed can load into the engine.
-        index: the checkpoint; None if each rank knows only its own files.
+        index: the checkpoint; None if each rank knows its files alone.
     """
     doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and job.with_states)
     doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in from_config(job.config.patterns))

@@ -126,7 +126,7 @@ def _undo_on_error(engine: Any, transfer: Transfer, *, with_states: bool) -> Ite
 
 
 def _read(job: LoadContext, transfer: Transfer) -> None:
-    """Read and verify everything; the engine changes only where it can be recomputed (collective)."""
+    """Read and verify everything; only values that can be recomputed change in the engine (collective)."""
     report = job.report
     with report.phase("read"):
         report.count(transfer.read())
@@ -203,7 +203,7 @@ def _log_unchecked(job: LoadContext, index: AtomicIndex) -> None:
 
 
 def has_masters(target: Target, comm: Comm) -> bool:
-    """Return True if some rank's optimizer owns parameters; a pipeline stage may have none (collective)."""
+    """Return True if some rank's optimizer has parameters; a pipeline stage may lack them (collective)."""
     return any(comm.gather(bool(target.flats)))
 
 
@@ -212,7 +212,7 @@ def _match_extra_states(
 ) -> dict[str, torch.nn.Module]:
     """Return the modules whose extra state is restored, by key; warnings name those that are not, or not by rank.
 
-    With a foreign checkpoint or a ``custom_load_fn`` none is restored.
+    With a foreign checkpoint or a ``custom_load_fn`` they are not restored.
 
     Raises:
         MismatchError: one side has extra states that the other lacks.
@@ -241,8 +241,8 @@ def _match_extra_states(
 def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Read and check everything in the state file but the model's tensors (collective).
 
-    At the saved tensor- and pipeline-parallel degrees every rank reads its own file (Megatron's random states), else
-    all take the content of the first rank's. A foreign checkpoint has counters alone.
+    At the saved tensor- and pipeline-parallel degrees every rank reads the file of its place (Megatron's random states),
+    else all take the content of the first rank's. A foreign checkpoint has counters alone.
 
     Raises:
         CheckpointError: the file is damaged.

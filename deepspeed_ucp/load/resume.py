@@ -2,7 +2,7 @@
 
 The order of calls:
 
-1. :func:`.tags.find_tag` finds the tag. If there is none, :func:`.tags.report_absent` logs this, and DeepSpeed loads.
+1. :func:`.tags.find_tag` finds the tag. Without one, :func:`.tags.report_absent` logs this, and DeepSpeed loads.
 2. :func:`.choice.choose_loader` opens the engine (:func:`~deepspeed_ucp.engine.engines.open_target`).
 3. :func:`~deepspeed_ucp.formats.open.survey_checkpoint` reads the headers of all files: an index and its findings.
 4. :func:`.choice.choose_loader` compares both topologies and chooses DeepSpeed's load, which ends the resume, or

@@ -1,4 +1,4 @@
-"""Find the tag to load: the content of ``latest``, on any node and in any place; report that there is none."""
+"""Find the tag to load: the content of ``latest``, on any node and in any place; report that it is missing."""
 
 from __future__ import annotations
 
