@@ -241,7 +241,7 @@ def _match_extra_states(
 def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Read and check everything in the state file but the model's tensors (collective).
 
-    At the saved tensor- and pipeline-parallel degrees every rank reads the file of its place (Megatron's random states),
+    At the saved tensor- and pipeline-parallel degrees each rank reads the file of its place (Megatron's random states),
     else all take the content of the first rank's. A foreign checkpoint has counters alone.
 
     Raises:
