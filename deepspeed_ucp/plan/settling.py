@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..model.index import AtomicIndex
-from ..model.storage import COPY, MASTER, MODULE, Atom, are_alike
+from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, are_alike
 from ..model.view import Shapes
 from ..tensor_parallel.metadata import INFO, from_universal_info
 from ..tensor_parallel.recorded import from_recorded
@@ -66,12 +66,12 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
 def list_weights(index: AtomicIndex) -> dict[str, Atom]:
     """Return one atom per name: its master, else the module's tensor, else any."""
     order = {MASTER: 0, MODULE: 1, COPY: 2}
-    best: dict[str, Atom] = {}
-    for key, atom in index.atoms.items():
+    best: dict[str, AtomKey] = {}
+    for key in index.atoms:
         known = best.get(key.name)
         if known is None or order.get(key.state, 3) < order.get(known.state, 3):
-            best[key.name] = atom
-    return best
+            best[key.name] = key
+    return {name: index.atoms[key] for name, key in best.items()}
 
 
 def list_names(index: AtomicIndex) -> set[str]:
