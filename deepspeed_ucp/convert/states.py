@@ -101,7 +101,7 @@ def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[tuple[str,
     """Write the client states of the other model-parallel ranks, with a script's random states."""
     if index.format:
         return
-    tp, pp = index.degrees or (index.topology.tp, index.topology.pp)
+    tp, pp = index.written_degrees
     for rank in range(1, tp * pp):
         if (path := find_state_file(index, rank)) is None:
             continue

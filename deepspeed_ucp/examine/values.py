@@ -121,22 +121,17 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
         client, more = _compare_clients(read_header(left.state_file), read_header(right.state_file))
         client += _compare_other_clients(left, right, client)
         differences, notes = differences + client, notes + more
-        if _find_degrees(left) != _find_degrees(right):
+        if left.written_degrees != right.written_degrees:
             notes.append("client states of other model-parallel ranks than the first are not compared")
     return differences, notes
-
-
-def _find_degrees(index: AtomicIndex) -> tuple[int, int]:
-    """Return the tensor- and pipeline-parallel degrees of the run, also for an atomic checkpoint."""
-    return index.degrees or (index.topology.tp, index.topology.pp)
 
 
 def _compare_other_clients(
     left: AtomicIndex, right: AtomicIndex, known: Sequence[ValueDifference]
 ) -> Iterator[ValueDifference]:
     """Compare the client states of further model-parallel ranks at equal degrees; ``known``: those of the first."""
-    tp, pp = _find_degrees(left)
-    for rank in range(1, tp * pp if _find_degrees(right) == (tp, pp) else 1):
+    tp, pp = left.written_degrees
+    for rank in range(1, tp * pp if right.written_degrees == (tp, pp) else 1):
         paths = find_state_file(left, rank), find_state_file(right, rank)
         if paths[0] and paths[1]:
             found, _ = _compare_clients(read_header(paths[0]), read_header(paths[1]))

@@ -213,7 +213,7 @@ def list_other_orders(job: LoadContext, target: Target, index: AtomicIndex) -> l
     try:
         live = from_universal_info(info, by="target").follow(saved)
         settled = settle_index(index, from_config(job.config.patterns), held, [live])
-    except (MismatchError, UnsupportedError):  # one side's description cannot be read, so that none contradicts
+    except (MismatchError, UnsupportedError):  # one side's metadata cannot be read: no contradiction is known
         return []
     return [f"another order of elements in {shorten(settled.wrong)}"] if settled.wrong else []
 

@@ -231,8 +231,7 @@ def _match_extra_states(
             )
         job.warn("load_module_strict=False, passing over extra states that one side lacks: %s", shorten(odd))
     common = {plain[key]: live[key] for key in live if key in plain}
-    written_by = index.degrees or (index.topology.tp, index.topology.pp)  # of an atomic checkpoint's source
-    if common and written_by[0] > 1 and not _has_saved_degrees(index, target):
+    if common and index.written_degrees[0] > 1 and not _has_saved_degrees(index, target):
         text = "%s: modules of all tensor-parallel ranks get the extra states of the first saved rank: %s"
         job.warn(text, index.state_file, shorten(common, 3))
     return common
@@ -306,15 +305,14 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
 
 def _leaves_files(index: AtomicIndex, target: Target) -> bool:
     """Return True if some rank's state file has no rank at its place in this run. ZeRO 3 has a file for each rank."""
-    written, topology = index.degrees or (index.topology.tp, index.topology.pp), index.topology
-    if topology.zero_stage == 3 and topology.dp not in (1, target.place.dp):
+    if index.topology.zero_stage == 3 and index.topology.dp not in (1, target.place.dp):
         return True
-    return max(written) > 1 and not _has_saved_degrees(index, target)
+    return max(index.written_degrees) > 1 and not _has_saved_degrees(index, target)
 
 
 def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:
     """Return True if tensor- and pipeline-parallel degrees are those of the ranks that wrote the state files."""
-    return (target.place.tp, target.place.pp) == (index.degrees or (index.topology.tp, index.topology.pp))
+    return (target.place.tp, target.place.pp) == index.written_degrees
 
 
 def _restore_others(

@@ -227,6 +227,11 @@ class AtomicIndex:
         return self.format or self.topology.describe()
 
     @property
+    def written_degrees(self) -> tuple[int, int]:
+        """Tensor- and pipeline-parallel degrees of the ranks that wrote the client states, before a conversion too."""
+        return self.degrees or (self.topology.tp, self.topology.pp)
+
+    @property
     def configured(self) -> dict[str, Any]:
         """The kept part of the ``optimizer`` section of the saved ds_config; empty without one."""
         return {"type": self.optimizer, "params": self.optimizer_params} if self.optimizer else {}

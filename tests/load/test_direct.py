@@ -18,6 +18,8 @@ from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.direct import _match_extra_states
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.topology import Topology as SavedTopology
 from tests.support.curriculum import make_sampler
 from tests.support.damage import write_checksums
 from tests.support.direct import (
@@ -300,8 +302,8 @@ def test_extra_states_that_are_not_restored_as_they_were_are_logged(
     target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
     for degrees, of_topology in ((None, tp), ((tp, 1), 1)):  # a normal checkpoint, and its conversion
         caplog.clear()
-        topology = SimpleNamespace(tp=of_topology, pp=1)
-        index: Any = SimpleNamespace(format="", state_file="x.pt", degrees=degrees, topology=topology)
+        topology = SavedTopology(1, "zero12", "float32", tp=of_topology)
+        index = AtomicIndex.of((), (), (), topology, "x.pt", degrees=degrees)
         found = _match_extra_states(job, index, target, {f"{name}._extra_state": 3 for name in saved})
         assert len(found) == restored
         assert (text in caplog.text) if text else not caplog.text
