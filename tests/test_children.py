@@ -12,25 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.support.covering import is_exhaustive
+from tests.support.interpreter import ROOT, run_python
 from tests.support.until import wait_until
 
-ROOT = Path(__file__).parents[1]
-METHODS = ("fork", "spawn", "forkserver")
 
-
-def run(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_only_the_parent_ends_a_protected_child(method: str) -> None:
-    found = json.loads(run("-m", "tests.support.signaled", method))
+    done = run_python("-m", "tests.support.signaled", method)
+    found = json.loads(done.stdout)
     held = found.pop("held")
+    assert not done.stderr
     wait_until(lambda: not os.path.exists(f"/proc/{held}"))
     assert found == {
         "unprotected": 2 if method == "forkserver" else 1,  # the child, and the fork server

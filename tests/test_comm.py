@@ -19,14 +19,6 @@ from deepspeed_ucp.errors import ConfigError, MismatchError, RemoteError, Storag
 from tests.support.mpi import needs_mpi, run_mpi, run_torch
 from tests.support.ranks import World, run_ranks
 
-
-def test_one_rank_alone() -> None:
-    comm = connect()
-    assert (comm.rank, comm.size) == (0, 1)
-    assert comm.gather("x") == ["x"]
-    assert comm.broadcast("x") == "x"
-
-
 METHODS = ("run", "each", "once")
 
 
@@ -42,9 +34,10 @@ def test_results_of_work() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_rank_alone_gets_the_result_itself(method: str) -> None:
-    result = object()
-    found = getattr(Comm(), method)(lambda: result)
+    comm, result = connect(), object()
+    found = getattr(comm, method)(lambda: result)
     assert (found[0] if method == "each" else found) is result
+    assert (comm.rank, comm.size, comm.gather("x"), comm.broadcast("x")) == (0, 1, ["x"], "x")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -109,36 +102,23 @@ def test_other_errors_become_text(method: str, error: BaseException, kind: type[
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_tables_reach_their_ranks(size: int) -> None:
-    """Tables of any length, including empty ones."""
-
-    def work(rank: int, comm: Comm) -> list[Any]:
-        tables = [np.full(((rank + other) % 3, 2), 10 * rank + other, np.int32) for other in range(size)]
-        return [table.tolist() for table in comm.swap_tables(tables)]
-
-    for rank, found in enumerate(run_ranks(size, work)):
-        assert found == [[[10 * other + rank] * 2] * ((rank + other) % 3) for other in range(size)]
-
-
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.int32, np.int64], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3)], ids=str)
-def test_tables_keep_dtype_and_shape(dtype: Any, shape: tuple[int, ...]) -> None:
-    rows = np.arange(4 * int(np.prod(shape))).reshape(4, *shape).astype(dtype)
+def test_tables_reach_their_ranks(size: int, dtype: Any, shape: tuple[int, ...]) -> None:
+    """With dtype and shape, of any length, even if they are not contiguous."""
 
-    def work(_: int, comm: Comm) -> list[Any]:
-        return comm.swap_tables([rows[:2], rows[2:3], rows[3:3]])
+    def make_table(rank: int, other: int) -> np.ndarray:
+        rows = np.arange(6 * int(np.prod(shape))).reshape(6, *shape) + 10 * rank + other
+        return rows.astype(dtype)[::2][: (rank + other) % 3]
 
-    for rank, tables in enumerate(run_ranks(3, work)):
-        expected = (rows[:2], rows[2:3], rows[3:3])[rank]
-        for table in tables:
-            assert (table.dtype, table.shape) == (rows.dtype, expected.shape)
+    def work(rank: int, comm: Comm) -> list[Any]:
+        return comm.swap_tables([make_table(rank, other) for other in range(size)])
+
+    for rank, tables in enumerate(run_ranks(size, work)):
+        for other, table in enumerate(tables):
+            expected = make_table(other, rank)
+            assert (table.dtype, table.shape) == (expected.dtype, expected.shape)
             assert (table == expected).all()
-
-
-def test_tables_need_not_be_contiguous() -> None:
-    rows = np.arange(12).reshape(3, 4)
-    (found,) = Comm().swap_tables([rows[:, ::2]])
-    assert found.tolist() == [[0, 2], [4, 6], [8, 10]]
 
 
 def test_masks_are_joined() -> None:

@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed_ucp import elastic_agent
+from tests.support.interpreter import ROOT, run_python
 from tests.support.until import wait_until
-
-ROOT = Path(__file__).parents[1]
 
 RANK = """
 import os, pathlib, signal, subprocess, sys, time
@@ -109,10 +108,7 @@ def test_the_agent_kills_hung_ranks_and_restarts_them(tmp_path: Path) -> None:
     ids=["no torchrun", "rank", "child of a rank"],
 )
 def test_only_ranks_are_bound(variables: dict[str, str], number: int) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    environment |= {"PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run([sys.executable, "-c", SETTING], env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout) == number
+    assert int(run_python("-c", SETTING, **variables).stdout) == number
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from deepspeed_ucp.extensions import registry
 from deepspeed_ucp.extensions.registry import SpecialCase
 from deepspeed_ucp.formats import open_checkpoint
 from tests.support.direct import PLAIN, run_load
+from tests.support.interpreter import run_python
 from tests.support.ports import find_port
 from tests.support.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -42,10 +41,7 @@ print(*sorted(name for name in sys.modules if name.startswith("deepspeed_ucp.ext
 @pytest.mark.engine
 def test_a_plain_resume_imports_no_extension(tmp_path: Path) -> None:
     place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_port()}
-    environment = {**os.environ, **{key: str(value) for key, value in place.items()}}
-    command = [sys.executable, "-c", RESUME, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", RESUME, str(tmp_path), **{key: str(value) for key, value in place.items()})
     assert done.stdout.splitlines()[-2:] == ["True ()", "deepspeed_ucp.extensions.registry"]
 
 

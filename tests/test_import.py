@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import subprocess
 import sys
 import textwrap
 from types import ModuleType
@@ -13,15 +12,12 @@ import pytest
 
 import deepspeed_ucp
 from deepspeed_ucp import attach
+from tests.support.interpreter import FAKE, run_python
 
 
 def run(code: str) -> str:
     """Run code in a new interpreter; returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_python("-c", textwrap.dedent(code)).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -71,40 +67,6 @@ def test_every_module_imports() -> None:
             imported = importlib.import_module(module.name)
             assert [name for name in getattr(imported, "__all__", ()) if not hasattr(imported, name)] == []
 
-
-# A stand-in for DeepSpeed, which takes seconds to import.
-FAKE = """
-import sys, types, importlib.abc, importlib.machinery, threading, time
-
-SOURCES = {
-    "deepspeed": "import fake_hooks; fake_hooks.early(); from . import runtime; from .runtime import engine",
-    "deepspeed.runtime": "",
-    "deepspeed.runtime.config": "class DeepSpeedConfig:\\n    def _configure_train_batch_size(self): return 'own'",
-    "deepspeed.runtime.engine": "import fake_hooks; from . import config; fake_hooks.inner()\\n"
-        "class DeepSpeedEngine:\\n    def load_checkpoint(self): return 'own'\\n"
-        "    def _check_for_duplicates(self): pass\\n    save_checkpoint = _take_model_step = load_checkpoint\\n"
-        "    _configure_checkpointing = forward = backward = load_checkpoint\\n"
-        "fake_hooks.late()",
-}
-hooks = sys.modules["fake_hooks"] = types.ModuleType("fake_hooks")
-hooks.early = hooks.inner = hooks.late = lambda: None
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name in SOURCES:
-            package = name in ("library", "deepspeed", "deepspeed.runtime")
-            return importlib.machinery.ModuleSpec(name, self, is_package=package)
-    def exec_module(self, module):
-        exec(SOURCES[module.__name__], module.__dict__)
-
-sys.meta_path.insert(0, Finder())
-
-def show():
-    engine = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
-    config = sys.modules["deepspeed.runtime.config"].DeepSpeedConfig
-    methods = engine.load_checkpoint, config._configure_train_batch_size
-    print([hasattr(method, "__wrapped__") for method in methods], getattr(engine, "ucp_report", "absent"))
-"""
 
 ORDERS = {
     "ours-first": "import deepspeed_ucp, deepspeed; show()",
@@ -167,6 +129,7 @@ SOURCES.update({
         "class Trainer(Base):\\n    def train(self, steps): return 'own %d' % steps",
 })
 from deepspeed_ucp import attach
+from tests.support.interpreter import FAKE, run_python
 replaced = sys.modules["deepspeed_ucp.trainers.replaced"] = types.ModuleType("replaced")
 replaced.call = lambda original, *args, **kwargs: "ours, " + original(*args, **kwargs)
 for name in ("Trainer.train", "Trainer.save", "load", "Trainer.of_another_release", "Gone.train"):

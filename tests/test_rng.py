@@ -75,20 +75,6 @@ def test_saved_ranks_keep_their_states() -> None:
     assert all(isinstance(state, int) for state in found[2:])
 
 
-def test_new_ranks_share_the_state_of_ranks_that_drew_alike() -> None:
-    states = make_states((1, 1, 2), ())
-    found = [rng.find_state(make_file(states, 0, 0), "torch", place) for place in list_places((1, 2, 4))]
-    assert found == [states[0, 0, 0]] * 8
-
-
-def test_a_tracker_is_kept_by_its_tensor_parallel_rank() -> None:
-    states = make_states((1, 2, 2), (1,))
-    held = [(coords, {"tracker:a": state}) for coords, state in states.items()]
-    record = rng.make_record(held, {"tracker:a": rng.find_axes(states)}, 11, 5)
-    found = [rng.find_state(record, "tracker:a", place) for place in list_places((2, 2, 1))]
-    assert found == [states[0, 0, 0], states[0, 1, 0]] * 2
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_trackers_of_a_single_tensor_parallel_rank_differ_on_several(known: bool) -> None:
     """The only axis along which their states are known to differ; other states are shared."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import deepspeed_ucp_startup as startup
 from deepspeed_ucp import attach, config
-from tests.test_import import FAKE
+from tests.support.interpreter import FAKE, ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 START = f"import site, sys; site.addsitedir({str(ROOT)!r})\n"
 """The start of Python with the ``.pth`` file of this checkout, which an installation has in site-packages."""
 SHOW = "print([name for name in ('deepspeed_ucp_startup', 'deepspeed_ucp') if name in sys.modules])\n"
@@ -22,12 +18,7 @@ SHOW = "print([name for name in ('deepspeed_ucp_startup', 'deepspeed_ucp') if na
 
 def run(code: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run code after the start of Python; an installed ``.pth`` file does not see the variables, which are set late."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DEEPSPEED_UCP")}
-    seen = f"import os\nos.environ.update({variables!r})\n"
-    command = [sys.executable, *flags, "-c", seen + FAKE + START + code]
-    done = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
+    return run_python(*flags, "-c", f"import os\nos.environ.update({variables!r})\n" + FAKE + START + code)
 
 
 def test_without_the_variable_nothing_is_imported() -> None:
