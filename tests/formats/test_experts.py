@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.extensions.experts.files import (
     NO_LAYER,
     ROLES,
@@ -218,6 +218,51 @@ def test_a_placement_that_does_not_fit_the_files(counts: tuple[int, ...], ranks:
     save = make_save(counts, [["dense"], ["m.experts.w1"]], placements={"m.experts.": ranks})
     with pytest.raises(CheckpointError, match="m.experts.w1 of shape .2, 3. is spread over"):
         deal(save, 0)
+
+
+# -- a layer of experts with a second name --------------------------------------------------------------------------
+
+LAYERS = {layer: f"{layer}.deepspeed_moe.experts.deepspeed_experts." for layer in ("a", "b", "again")}
+
+
+def find_ties(crcs: dict[str, tuple[int, int]], shared: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the ties of a layer's second name.
+
+    Args:
+        crcs: layer → CRC32 of the weight and the bias of its expert.
+    """
+
+    def make(layer: str) -> dict[str, Piece]:
+        ends = zip(("w", "b"), crcs[layer], strict=True)
+        pieces = {end: Piece(FileRecord(end, 64, 24, crc), 0, (2, 3), "float32") for end, crc in ends}
+        return {f"{LAYERS[layer]}0.{end}": piece for end, piece in pieces.items()}
+
+    extension = SavedExperts()
+    extension.files = {(number, 0, 0): make_expert(make(layer)) for number, layer in enumerate("ab")}
+    save = SimpleNamespace(model=lambda _: SimpleNamespace(shared=shared or {}, facts={}, module={}), path=str)
+    header = SimpleNamespace(model=None)
+    return extension.find_ties(save, header, make("again"))  # type: ignore[arg-type]
+
+
+def name_ties(layer: str) -> dict[str, str]:
+    return {f"{LAYERS['again']}0.{end}": f"{LAYERS[layer]}0.{end}" for end in ("w", "b")}
+
+
+def test_equal_biases_do_not_make_a_tie() -> None:
+    """Two layers have biases of zero: the second name belongs to the layer with all of its tensors."""
+    assert find_ties({"a": (1, 9), "b": (2, 9), "again": (2, 9)}) == name_ties("b")
+
+
+def test_a_layer_with_a_part_of_the_bytes_is_no_tie() -> None:
+    with pytest.raises(UnsupportedError, match="no layer of experts has the same bytes"):
+        find_ties({"a": (1, 9), "b": (2, 8), "again": (2, 9)})
+
+
+def test_layers_with_equal_values_are_ambiguous_unless_the_tie_is_recorded() -> None:
+    crcs = {"a": (1, 9), "b": (1, 9), "again": (1, 9)}
+    with pytest.raises(UnsupportedError, match=r"the experts of a\..*, b\..* have the same bytes"):
+        find_ties(crcs)
+    assert find_ties(crcs, shared=name_ties("b")) == {}
 
 
 # -- compact headers of files that differ only in offsets -------------------------------------------------------------

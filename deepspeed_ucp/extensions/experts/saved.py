@@ -220,30 +220,32 @@ class SavedExperts(ExpertFiles, SaveExtension):
         """Find the ties of AutoEP's router, and of experts in model states.
 
         Model states keep the experts of a layer with a second name. They belong to the first expert-parallel rank,
-        whose numbers are valid for the whole layer.
+        whose numbers are valid for the whole layer. ``shared_params`` lacks a second name below the same parent.
 
         Raises:
-            UnsupportedError: no file of an expert has the same bytes.
+            UnsupportedError: not exactly one layer has the same bytes in its experts' files.
         """
-        numbered = {name: read.number for name in module if (read := read_name(name))} if self.files else {}
-        files = [(key[1], expert_header.layer or {}) for key, expert_header in self.files.items()] if numbered else []
         model = header.model or save.model(0)
         ties = find_router_aliases(model.facts.get("placements", ()), model.module or {})
-        for name, number in numbered.items():
-            twins = [
-                key
-                for expert, tensors in files
-                for key, piece in tensors.items()
-                if expert == number and cut_number(key)[1] == cut_number(name)[1]
-                if are_alike((piece.contents, module[name].contents))
-            ]
-            if not twins:
+        named: dict[str, dict[str, Piece]] = defaultdict(dict)
+        for name, piece in module.items() if self.files else ():
+            if name not in save.model(0).shared and (read := read_name(name)):
+                named[read.layer][name.removeprefix(read.layer)] = piece
+        saved: dict[str, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+        for expert in self.files.values() if named else ():
+            for name, piece in (expert.layer or {}).items():
+                layer = cut_number(name)[0]
+                saved[layer][name.removeprefix(layer)].append(piece)
+        for layer, pieces in named.items():
+            twins = [twin for twin, parts in saved.items() if _are_same(pieces, parts)]
+            if len(twins) != 1:
+                fault = f"the experts of {', '.join(twins)} have" if twins else "no layer of experts has"
                 raise UnsupportedError(
-                    f"holds {name}, which by its name is an expert's, but no file of a single expert has the same "
-                    "bytes. DeepSpeed itself can resume it in the topology that wrote it.",
+                    f"holds {layer}{next(iter(pieces))}, which by its name is an expert's, but {fault} the same bytes. "
+                    "DeepSpeed itself can resume it in the topology that wrote it.",
                     path=save.path(header),
                 )
-            ties[name] = twins[0]
+            ties |= {f"{layer}{rest}": f"{twins[0]}{rest}" for rest in pieces}
         return ties
 
     def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
@@ -342,6 +344,14 @@ def _share_experts(save: Save, counts: Mapping[str, int], totals: Mapping[str, i
                 path=save.path(save.main),
             )
     return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in counts}
+
+
+def _are_same(pieces: Mapping[str, Piece], saved: Mapping[str, Sequence[Piece]]) -> bool:
+    """Return True if each tensor has the bytes of a saved one of its name."""
+    return all(
+        any(are_alike((piece.contents, other.contents)) for other in saved.get(name, ()))
+        for name, piece in pieces.items()
+    )
 
 
 def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
