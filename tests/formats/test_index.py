@@ -11,9 +11,12 @@ from hypothesis import given
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.headers import Piece
+from deepspeed_ucp.formats.deepspeed.module import drop_ties
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
+from deepspeed_ucp.torchsave.records import FileRecord
 from tests.formats.atoms import check_atom, check_index
 from tests.formats.saves import STATES, edit, make_files, open_alone, open_files
 from tests.support.cases import Case, cases
@@ -47,6 +50,13 @@ def check_topology(index: AtomicIndex, case: Case) -> None:
         assert [f.numels for f in found.flats] == [
             tuple(index.atoms[AtomKey(n, MASTER)].numel for n in h.names) for h in held
         ]
+
+
+def test_views_of_other_dtypes_are_no_ties() -> None:
+    pieces = {dtype: Piece(FileRecord("data/0", 64, 24, 7), 0, (6,), dtype) for dtype in ("float32", "int32")}
+    aliases: dict[str, str] = {}
+    assert dict(drop_ties({**pieces, "again": pieces["int32"]}, aliases)) == pieces
+    assert aliases == {"again": "int32"}
 
 
 SMALL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)))

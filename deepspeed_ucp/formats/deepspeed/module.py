@@ -155,7 +155,7 @@ def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable
     for name, piece in tensors.items():
         if name in aliases:
             continue
-        view = (piece.record, piece.offset, piece.shape, piece.fault)  # other strides are another view
+        view = (piece.record, piece.offset, piece.shape, piece.dtype, piece.fault)  # other strides are another view
         first = seen.setdefault(view, name) if piece.numel else name
         if first != name:
             aliases[name] = first
