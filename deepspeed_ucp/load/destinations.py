@@ -75,6 +75,11 @@ class Buffer:
         return self._memory
 
     @property
+    def is_separate(self) -> bool:
+        """Whether the memory is not the tensor's."""
+        return self._memory is not self.tensor
+
+    @property
     def bytes(self) -> memoryview:
         """The bytes of the memory, which must be the host's."""
         if self._bytes is None:
@@ -92,7 +97,7 @@ class Buffer:
 
         This holds before the first step: masters equal their copies to the bit, and states are zero.
         """
-        if self._memory is not self.tensor or not self.tensor.numel():
+        if self.is_separate or not self.tensor.numel():
             return False
         zeros = self.tensor.new_zeros(1).expand(self.tensor.numel())
         self._origin = next((made for made in ([zeros], self._copies) if _is_made_from(self.tensor, made)), ())
@@ -123,7 +128,7 @@ class Buffer:
 
     def commit(self) -> None:
         """Copy the filled memory to the tensor, and free it if it is separate."""
-        if self._memory is not None and self._memory is not self.tensor:
+        if self._memory is not None and self.is_separate:
             self.tensor.copy_(self._memory.view(self.tensor.shape))
             self._memory = self._bytes = None
 

@@ -383,8 +383,11 @@ def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_
 
 def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
     """Return True if each machine has room for separate live buffers, new ones, and the window (collective)."""
-    in_memory = [buffer for buffer in buffers if not buffer.in_file]
-    hosted = [buffer for buffer in in_memory if not buffer.uncommitted or buffer.tensor.device.type == "cpu"]
+    hosted = [
+        buffer
+        for buffer in buffers
+        if not buffer.in_file and (buffer.is_separate or not buffer.uncommitted or buffer.tensor.device.type == "cpu")
+    ]
     answers = comm.gather(
         (identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available())
     )

@@ -170,6 +170,14 @@ def test_free_memory_counts_for_all_ranks_of_a_machine(monkeypatch: pytest.Monke
     assert run_ranks(3, decide) == [False] * 3
 
 
+def test_separate_memory_of_tensors_on_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is not flat is filled in the host's memory, wherever it is itself."""
+    flat, other = (Buffer(torch.empty(shape, device="meta"), uncommitted=True) for shape in (10, (2, 5)))
+    monkeypatch.setattr(transfer, "measure_available", lambda: 10)
+    assert transfer.has_memory([flat], 1, Comm())
+    assert not transfer.has_memory([other], 1, Comm())
+
+
 def test_free_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     for path, text in {
