@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from .engine_state import Carried, carry
-from .errors import CheckpointError, ConfigError, MismatchError
+from .errors import CheckpointError, ConfigError, MismatchError, pluralize
 from .model.index import to_integer
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -41,6 +44,17 @@ _RESTART = "To start the data from its beginning, follow the engine after the lo
 def _digest(values: Sequence[float] | Ids | None) -> str | None:
     """Return a digest, equal for equal numbers."""
     return None if values is None else hashlib.sha256(np.asarray(values, np.float64).tobytes()).hexdigest()[:16]
+
+
+def _find_fetched(caller: FrameType | None) -> int | None:
+    """Return the samples in a batch, if ``caller`` is the frame in which a ``DataLoader``'s worker fetches one.
+
+    Another dataset between them may take more samples for a batch.
+    """
+    if caller is None or caller.f_code is not _IterableDatasetFetcher.fetch.__code__:
+        return None
+    batch = caller.f_locals.get("possibly_batched_index", ())
+    return 1 if batch is None else len(batch) or None
 
 
 def _check_place(rank: int, world: int) -> None:
@@ -392,8 +406,8 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()
         at, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        if workers > 1 and self.batch_size is None:
-            raise ConfigError("a DataLoader with several workers is used: pass its batch_size to ElasticStream.")
+        if workers > 1:
+            self._check_batch_size(_find_fetched(sys._getframe().f_back))
         readers: dict[int, _Reader[Sample]] = {}
         epoch, steps = self._walk()
         order, ends = self._order_shards(epoch)
@@ -407,6 +421,20 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
                 if count // (self.batch_size or 1) % workers == at:
                     yield self._read_sample(readers, slot // width, shard, place)
                 count += 1
+
+    def _check_batch_size(self, fetched: int | None) -> None:
+        """Refuse a batch size with which the workers would not yield the samples in order.
+
+        Args:
+            fetched: samples in a batch of the ``DataLoader``; None if unknown.
+        """
+        if self.batch_size is None:
+            raise ConfigError("a DataLoader with several workers is used: pass its batch_size to ElasticStream.")
+        if fetched not in (None, self.batch_size):
+            raise ConfigError(
+                f"a DataLoader's workers make batches of {pluralize(fetched, 'sample')}, but ElasticStream has "
+                f"batch_size={self.batch_size}: the samples would not be in order. Pass the DataLoader's batch_size."
+            )
 
     def _read_sample(self, readers: dict[int, _Reader[Sample]], lane: int, shard: int, place: int) -> Sample:
         current, position, samples = readers.get(lane, (-1, 0, iter(())))

@@ -281,9 +281,17 @@ def test_a_shard_that_ends_early_is_named() -> None:
         list(stream)
 
 
-def test_several_workers_need_the_batch_size() -> None:
-    loader: DataLoader[int] = DataLoader(make_stream(0, 1), batch_size=2, num_workers=2)
-    with pytest.raises(ConfigError, match="batch_size"):
+@pytest.mark.parametrize(
+    ("given", "of_loader", "message"),
+    [
+        (None, 2, "pass its batch_size"),
+        (2, 3, "of 3 samples, but ElasticStream has batch_size=2"),
+        (2, None, "of 1 sample,"),
+    ],
+)
+def test_several_workers_need_the_batch_size(given: int | None, of_loader: int | None, message: str) -> None:
+    loader: DataLoader[int] = DataLoader(make_stream(0, 1, batch_size=given), batch_size=of_loader, num_workers=2)
+    with pytest.raises(ConfigError, match=message):
         list(loader)
 
 
