@@ -53,7 +53,7 @@ _RANDOM = {
 """Keys of ``random_states_N.pkl``."""
 
 _RATE = "_ucp_rate"
-"""Attribute of a torch scheduler, and key of its state: steps per optimizer step, if not the number of ranks."""
+"""Attribute of a torch scheduler, and key of its state: steps per optimizer step."""
 
 
 def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig] | None:
@@ -104,19 +104,23 @@ def prepare_data_loader(original: Callable[..., Any], accelerator: Any, loader: 
 
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.save_state``: warn if accumulated gradients are lost (collective).
+    """``Accelerator.save_state``: record how schedulers are stepped, warn of lost gradients (collective).
 
     Training continues while a new folder is written. In a folder with an older save, the state and Accelerate's files
     would come from different saves meanwhile.
     """
+    engine_and_config = find_engine(accelerator)
     rest = accelerator.step % accelerator.gradient_accumulation_steps
-    if rest and find_engine(accelerator) is not None and accelerator.is_main_process:
+    if rest and engine_and_config is not None and accelerator.is_main_process:
         logger.warning(
             f"saving after {rest} of the {accelerator.gradient_accumulation_steps} micro batches of a step: their "
             "gradients are not saved, so a resume must repeat these micro batches. Save when "
             "accelerator.sync_gradients is true."
         )
-    engine_and_config = find_engine(accelerator)
+    if engine_and_config is not None:
+        for scheduler in _list_plain(accelerator):
+            if scheduler.step_with_optimizer:
+                vars(scheduler.scheduler).setdefault(_RATE, _count_steps(scheduler, accelerator.num_processes))
     if engine_and_config is None or engine_and_config[1].save is None:
         return original(accelerator, *args, **kwargs)
     module = sys.modules["accelerate.accelerator"]
@@ -230,26 +234,41 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         logger.warning(f"{kept}: gradient accumulation {was} → {fit[1]}")
 
 
-def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:
-    """List the schedulers that Accelerate saves, with their saved states; the engine restores DeepSpeed's."""
+def _list_plain(accelerator: Any) -> list[Any]:
+    """List the schedulers that Accelerate saves; the engine saves DeepSpeed's."""
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
-    plain = [scheduler for scheduler in accelerator._schedulers if not isinstance(scheduler, DeepSpeedSchedulerWrapper)]
+    return [scheduler for scheduler in accelerator._schedulers if not isinstance(scheduler, DeepSpeedSchedulerWrapper)]
+
+
+def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:
+    """List the schedulers that Accelerate saves, with their saved states."""
+    plain = _list_plain(accelerator)
     names = (f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(plain)))
     paths = [os.path.join(folder, name) for name in names]
     return [(scheduler, read_objects(path, trust_pickle=False)) for scheduler, path in zip(plain, paths, strict=True)]
 
 
+def _count_steps(scheduler: Any, ranks: int) -> int:
+    """Return the steps of a scheduler per optimizer step, on a number of ranks."""
+    return 1 if scheduler.split_batches or not scheduler.step_with_optimizer else ranks
+
+
 def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int) -> tuple[Any, dict[str, Any]]:
     """Return a torch scheduler, and the attributes to change after its saved state has been loaded.
 
-    Accelerate steps a scheduler once per rank at every optimizer step. A saved schedule keeps its number of steps per
-    optimizer step. The functions of a LambdaLR come from this script: if the saved learning rate shows that they are
-    made for this number of ranks, the steps are converted.
+    Accelerate steps a scheduler once per rank at every optimizer step, or once with ``split_batches``. A saved schedule
+    keeps its number of steps per optimizer step. The functions of a LambdaLR come from this script: if the saved
+    learning rate shows that they are made for this number of steps, the steps are converted.
     """
-    inner = scheduler.scheduler
-    by_rank = scheduler.step_with_optimizer and not scheduler.split_batches
-    was, now = (int(saved.get(_RATE, job.ranks)), ranks) if by_rank else (1, 1)
+    inner, assumed, now = scheduler.scheduler, _count_steps(scheduler, job.ranks), _count_steps(scheduler, ranks)
+    was = int(saved.get(_RATE, assumed)) if scheduler.step_with_optimizer else 1
+    other = job.ranks if scheduler.split_batches else 1
+    if _RATE not in saved and was != other and saved.get("last_epoch") == job.steps * other and connect().rank == 0:
+        logger.warning(
+            f"{type(inner).__name__} has taken {other} steps per optimizer step in the saved run, as with another "
+            f"split_batches, and continues with {now}. Use the split_batches of the saved run."
+        )
     if was == now:
         return inner, {}
     if _is_scaled(inner, saved, was, now):
@@ -258,7 +277,7 @@ def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int
     if not isinstance(inner, LambdaLR) and _holds_functions(inner) and connect().rank == 0:
         logger.warning(
             f"{type(inner).__name__} has functions of this script. It continues with {was} steps per optimizer step as "
-            f"in the saved run, so they must not be made for the {now} of this number of ranks."
+            f"in the saved run, so they must not be made for the {now} of this run."
         )
     return inner, {_RATE: was}
 
@@ -305,9 +324,10 @@ def _differ_later(functions: Sequence[Callable[[int], float]], step: int, was: i
 
 def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """``AcceleratedScheduler.step``: take as many steps per optimizer step as the saved run."""
-    inner, by_rank = scheduler.scheduler, scheduler.step_with_optimizer and not scheduler.split_batches
-    rate = getattr(inner, _RATE, None) if by_rank and scheduler.gradient_state.sync_gradients else None
-    if rate is None:
+    inner, is_split = scheduler.scheduler, scheduler.split_batches
+    is_step = scheduler.step_with_optimizer and scheduler.gradient_state.sync_gradients
+    rate = getattr(inner, _RATE, None) if is_step else None
+    if rate is None or (rate == 1 and is_split):
         original(scheduler, *args, **kwargs)
         return
     scheduler.split_batches = True  # one step
@@ -316,7 +336,7 @@ def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **k
             if not hasattr(inner, "total_steps") or inner._step_count <= inner.total_steps:
                 original(scheduler, *args, **kwargs)
     finally:
-        scheduler.split_batches = False
+        scheduler.split_batches = is_split
 
 
 def read_random(folder: str, rank: int) -> States:

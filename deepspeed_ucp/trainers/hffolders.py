@@ -10,12 +10,13 @@ import logging
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from ..comm import Comm, connect
 from ..config import UniversalConfig
-from ..errors import CheckpointError, OutOfReachError, shorten
+from ..errors import CheckpointError, OutOfReachError, UcpError, shorten
 from ..examine.verify import verify_checkpoint
 from ..formats.foreign.names import NUMBERED, TRAINER_STATE
 from ..formats.open import look_at_job
@@ -24,6 +25,8 @@ from ..io.store import exists
 from ..load.client import read_objects
 from ..load.tags import find_folders, find_tag, suggest_fallback
 from ..model.index import SavedJob
+from ..torchsave.objects import PickledObject
+from ..torchsave.torchfile import read_header
 from .batches import complete_job
 from .randomness import States, read_states
 
@@ -206,6 +209,16 @@ def read_trainer_state(folder: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"missing: the save was interrupted before it wrote this. {advice}", path=path) from None
     return state
+
+
+def read_arguments(folder: str) -> Mapping[str, Any]:
+    """Read the saved run's arguments, without running code of the file; empty if they are unknown."""
+    try:
+        tree: Any = read_header(os.path.join(folder, "training_args.bin")).tree
+    except (OSError, UcpError):  # the trainer does not need the file
+        return {}
+    state = tree.state if isinstance(tree, PickledObject) else None
+    return state if isinstance(state, dict) else {}
 
 
 def read_random(folder: str, ranks: int, rank: int) -> States:

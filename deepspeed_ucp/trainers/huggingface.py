@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove
 from ..saves.saver import finish_saves
 from ..uncaught import shorten_uncaught
 from .batches import LIVE, BatchSizes, complete_job, warn_unknown_batch
-from .hffolders import RANDOM_FILES, choose_folder, find_job, read_random, read_trainer_state
+from .hffolders import RANDOM_FILES, choose_folder, find_job, read_arguments, read_random, read_trainer_state
 from .randomness import restore_ranks
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -121,7 +121,7 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, _restore_requested(trainer)
     if folder:
         show_decisions()
-        warn_order(trainer.args)
+        warn_order(trainer.args, os.fspath(folder))
         state.resumed = os.fspath(folder) if config.total_batch == "saved" else None
         micro = call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
     elif trainer.args.auto_find_batch_size:  # the trainer leaves the first attempt's size in the ds_config
@@ -145,16 +145,34 @@ def _count_replicas(trainer: Any) -> int:
     return int(trainer.get_total_train_batch_size(args) // step)
 
 
-def warn_order(args: Any) -> None:
-    """Warn about an order of samples that a resume cannot reproduce."""
-    legacy = "group_by_length" if getattr(args, "group_by_length", False) else None  # before transformers 5
-    strategy = getattr(args, "train_sampling_strategy", legacy)
-    if strategy == "group_by_length" and connect().rank == 0:
+def warn_order(args: Any, folder: str) -> None:
+    """Warn about an order of samples that a resume cannot reproduce, or that is not the saved run's."""
+    if connect().rank:
+        return
+    strategy, seed = _describe_order(vars(args))
+    if strategy == "group_by_length":
         logger.warning(
             "group_by_length orders an epoch by batch sizes of this world and random numbers at its begin, which a "
             "resume does not have: a partial epoch continues with other samples, and repeats some. Resume from the end "
             "of an epoch, or use a reproducible order: random, sequential."
         )
+    saved = read_arguments(folder)
+    before = _describe_order(saved) if saved else (strategy, seed)
+    changes = describe_changes(("train_sampling_strategy", before[0], strategy), ("seed", before[1], seed))
+    if changes and not args.ignore_data_skip:
+        logger.warning(
+            f"{folder}: the samples have another order than in the saved run ({changes}), so a partial epoch repeats "
+            "some and omits others. Keep the saved values of seed, data_seed and train_sampling_strategy."
+        )
+
+
+def _describe_order(args: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the strategy of a trainer's arguments, and the seed if the order depends on it."""
+    legacy = "group_by_length" if args.get("group_by_length") else "random"  # before transformers 5
+    strategy, seed = args.get("train_sampling_strategy", legacy), args.get("data_seed")
+    if strategy == "sequential":
+        return strategy, None
+    return strategy, args.get("seed") if seed is None else seed
 
 
 def find_options(trainer: Any) -> UniversalConfig | None:

@@ -81,17 +81,19 @@ def train(
     micro: int,
     accumulation: int = 1,
     scheduler: str = "scaled",
+    split: bool = False,
     save: dict[int, str] | None = None,
     resume: str | None = None,
 ) -> Trained:
     """Train in a loop like that of Accelerate's users, which continues at the restored step.
 
     Args:
+        split: `split_batches`.
         save: by micro batch (of all epochs, from 1 on) a folder.
     """
     record = Trained()
     with choose_gloo(), listen(record.warnings):
-        accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler)
+        accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler, split)
         if resume is not None:
             accelerator.load_state(resume)
         _train(record, accelerator, count, net, *prepared, save or {})
@@ -102,7 +104,7 @@ def train(
 
 
 def _prepare(
-    ds_config: dict[str, Any], micro: int, accumulation: int, scheduler: str
+    ds_config: dict[str, Any], micro: int, accumulation: int, scheduler: str, split: bool = False
 ) -> tuple[Any, Count, Net, tuple[Any, ...]]:
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
     from accelerate.utils import set_seed
@@ -111,11 +113,12 @@ def _prepare(
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, split_batches=split),
     )
     net, count = Net(), Count()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    loader = torch.utils.data.DataLoader(Samples(SIZE), batch_size=micro, shuffle=True)
+    batch = micro * accelerator.num_processes if split else micro
+    loader = torch.utils.data.DataLoader(Samples(SIZE), batch_size=batch, shuffle=True)
     made = make_scheduler(scheduler, optimizer, accelerator.num_processes)
     prepared = accelerator.prepare(net, optimizer, loader, made)
     accelerator.register_for_checkpointing(count)
@@ -318,6 +321,38 @@ def test_functions_that_the_saved_rate_cannot_check_are_a_warning(
         _, changes = accelerating._convert(wrapped, inner.state_dict(), SavedJob(4, 1, 5, 8, 1), ranks)
         assert changes == ({"_ucp_rate": 4} if ranks == 2 else {})
     assert ("has functions of this script" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(
+    ("split", "saved", "changes", "warns"),
+    [
+        (True, {"_ucp_rate": 4}, {"_ucp_rate": 4}, False),
+        (False, {"_ucp_rate": 1}, {"_ucp_rate": 1}, False),
+        (True, {"_ucp_rate": 1}, {}, False),
+        (False, {}, {}, False),
+        (True, {"last_epoch": 20}, {}, True),  # not recorded: 4 × 5 steps
+        (False, {"last_epoch": 5}, {}, True),
+        (True, {"last_epoch": 5}, {}, False),
+    ],
+    ids=str,
+)
+def test_a_schedule_keeps_its_steps_if_split_batches_changes(
+    split: bool, saved: dict[str, int], changes: dict[str, int], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), 2)
+    wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=split)
+    state = {**inner.state_dict(), **saved}
+    assert accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), 4) == (inner, changes)
+    assert ("another split_batches" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(("split", "scheduler"), all_turns([True, False], ["plain", "cosine"], 1, str))
+def test_split_batches_may_change(split: bool, scheduler: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In the same world, whose numbers do not show the change."""
+    world, saved = ucp_worlds.get(2), str(tmp_path / "four")
+    options: dict[str, Any] = {"micro": 4, "scheduler": scheduler}
+    whole = world.run(train, str(tmp_path), make_config(2), split=split, save={4: saved}, **options)
+    agree(whole, world.run(train, str(tmp_path), make_config(2), split=not split, resume=saved, **options), 5)
 
 
 @pytest.mark.parametrize(("scheduler", "ranks"), all_turns(["plain", "cosine", "one-cycle"], [(2, 1), (1, 2)], 1, str))

@@ -174,19 +174,31 @@ def test_another_total_batch_is_refused(
         assert '"checkpoint.universal": {"total_batch": "live"}' in error
 
 
+LENGTH, STRATEGY = "group_by_length orders an epoch", "train_sampling_strategy"
+
+
 @pytest.mark.parametrize(
-    ("options", "warns"),
+    ("saved", "live", "warning"),
     [
-        ({"train_sampling_strategy": "group_by_length"}, True),
-        ({"group_by_length": True}, True),
-        ({"train_sampling_strategy": "random"}, False),
-        ({"group_by_length": False}, False),
+        ({}, {STRATEGY: "group_by_length"}, LENGTH),
+        ({}, {"group_by_length": True}, LENGTH),
+        ({}, {STRATEGY: "random", "seed": 4}, ""),  # the saved arguments are unknown
+        ({"seed": 3}, {"seed": 4}, "seed 3 → 4"),
+        ({"seed": 3}, {"seed": 3, "data_seed": 7}, "seed 3 → 7"),
+        ({"seed": 3, "data_seed": 7}, {"seed": 4, "data_seed": 7}, ""),
+        ({"seed": 3}, {"seed": 4, "ignore_data_skip": True}, ""),
+        ({STRATEGY: "random", "seed": 3}, {STRATEGY: "sequential", "seed": 3}, f"{STRATEGY} random → sequential"),
+        ({STRATEGY: "sequential", "seed": 3}, {STRATEGY: "sequential", "seed": 4}, ""),
     ],
     ids=str,
 )
-def test_an_order_that_a_resume_cannot_reproduce_is_a_warning(options: Any, warns: bool, caplog: Any) -> None:
-    huggingface.warn_order(SimpleNamespace(**options))
-    assert ("continues with other samples" in caplog.text) is warns
+def test_another_order_of_samples_is_a_warning(
+    saved: dict[str, Any], live: dict[str, Any], warning: str, tmp_path: Path, caplog: Any
+) -> None:
+    if saved:
+        torch.save(SimpleNamespace(**saved), tmp_path / "training_args.bin")
+    huggingface.warn_order(SimpleNamespace(**{"ignore_data_skip": False, **live}), str(tmp_path))
+    assert warning in caplog.text and len(caplog.records) == bool(warning)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +207,9 @@ def test_an_order_that_a_resume_cannot_reproduce_is_a_warning(options: Any, warn
         (True, {}, (4, 2, 8), "total batch 8 kept on 1 rank: gradient accumulation 1 → 2$"),
         ({"total_batch": "live"}, {}, (4, 1, 4), "sample 24 of its data, but the saved run had reached sample 48,"),
         (True, {"size": 80, "ignore_data_skip": True}, (4, 2, 8), "had 5 steps, this one's has 10: epochs are counted"),
+        (True, {"seed": 4}, (4, 2, 8), r"another order than in the saved run \(seed 3 → 4\)"),
     ],
-    ids=["kept", "live", "other-data"],
+    ids=["kept", "live", "other-data", "other-seed"],
 )
 def test_changes_are_warnings(
     universal: Any, options: Any, sizes: tuple[int, ...], warning: str, saved: Saved, ucp_worlds: WorldPool
