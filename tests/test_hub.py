@@ -23,9 +23,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
-    MixtralConfig,
     MixtralForCausalLM,
-    Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     T5Config,
     T5EncoderModel,
@@ -41,9 +39,9 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import strip_compiled
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
-from tests.stream import test_full_tensors
 from tests.support.exports import check_same
-from tests.support.hub import SIZES
+from tests.support.hub import MIXTRAL, QWEN, SIZES, TIED
+from tests.support.wholes import read_whole
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 pytest.importorskip("transformers", minversion="5.0", reason="before 5.0 names in memory are those of the files")
@@ -51,9 +49,6 @@ pytest.importorskip("transformers", minversion="5.0", reason="before 5.0 names i
 GPT2 = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8)
 BERT = BertConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 LLAMA = LlamaConfig(**SIZES)
-TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
-MIXTRAL = MixtralConfig(**SIZES, num_local_experts=3)
-QWEN = Qwen2MoeConfig(**SIZES, num_experts=12, moe_intermediate_size=6, shared_expert_intermediate_size=6)
 GRANITE = GraniteMoeConfig(**SIZES, num_local_experts=3)
 T5 = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
 
@@ -80,7 +75,7 @@ def read_tensors(index: AtomicIndex) -> dict[str, torch.Tensor]:
     full = assemble_full_tensors(index)
     with AtomReader(index) as reader:
         held = {key.name: full.tensors[key] for key in index.atoms}
-        return {name: test_full_tensors.read_whole(reader, tensor) for name, tensor in held.items()}
+        return {name: read_whole(reader, tensor) for name, tensor in held.items()}
 
 
 def check_read(found: dict[str, torch.Tensor], wanted: torch.nn.Module, *alone: str) -> None:
@@ -150,7 +145,7 @@ def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None
         for each in ("fp32", "exp_avg"):
             parts = [[state.atoms[f"{name}.{e}.{p}_proj.weight"][each] for p in ("gate", "up")] for e in range(12)]
             key = next(key for key in full.tensors if key.name == f"{name}.gate_up_proj" and key.state == each)
-            found = test_full_tensors.read_whole(reader, full.tensors[key])
+            found = read_whole(reader, full.tensors[key])
             check_same({each: found}, {each: torch.stack([*map(torch.cat, parts)])})
 
 

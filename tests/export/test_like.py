@@ -22,8 +22,8 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.tensor_parallel.rename import Rename
 from tests.support.exports import check_same, load_all, make_gpt2
+from tests.support.hub import MIXTRAL, QWEN, TIED
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
-from tests.test_hub import MIXTRAL, QWEN, TIED
 
 
 def save(folder: Path, model: torch.nn.Module, **shapes: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,21 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.model.storage import ITEMSIZE
 from deepspeed_ucp.plan.locate import locate
-from tests.load.test_reshard_atomic import PIPELINE as CONVERTED_PIPELINE
-from tests.load.test_reshard_atomic import PIPELINE_PAIRS, PLAIN_PAIRS, convert
-from tests.load.test_reshard_atomic import PLAIN as CONVERTED_PLAIN
-from tests.load.test_reshard_experts import FUSED, NATIVES
-from tests.load.test_swapped import MODEL as SWAPPED
-from tests.load.test_swapped import SwappedTarget
+from tests.support import atomic
 from tests.support.cases import AWKWARD, KINDS, pair_id
 from tests.support.covering import few, params
+from tests.support.expertmodels import FUSED, NATIVES
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, Loaded, Options, make_targets, open_for, plan, prepare_rank
 from tests.support.reshard3d import PIPELINE, PIPELINES, PLAIN, PLAINS, draw_state, expect, load_all, make_config
+from tests.support.swapped import MODEL as SWAPPED
+from tests.support.swapped import SwappedTarget
 from tests.synth import Model, Topology, random_state, write_checkpoint
 
 RECORD = Path(__file__).with_name("recorded.json.gz")
 Found = tuple[AtomicIndex, list[Loaded]]
+Run = tuple[str, str, int, int, int, str]
+"""Record, buffer, first byte, first element, number of bytes, dtype in the file."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def load_converted(model: Model) -> Callable[[Topology, Topology, Path], Found]:
 
     def load(source: Topology, target: Topology, folder: Path) -> Found:
         held = draw_state(model, source)
-        _, atomic = convert(held.write(folder / "tag"), held.make_targets(), make_config(model))
-        return load_all(atomic, expect(held, target).make_targets(), Options().config)
+        _, out = atomic.convert_run(held, folder)
+        return load_all(out, expect(held, target).make_targets(), Options().config)
 
     return load
 
@@ -107,8 +107,9 @@ def list_pairs() -> Iterator[Pair]:
         yield Pair(kind, Topology(1, 4, "bf16", ep=(2,)), Topology(2, 2, ep=(1,)), load_3d(model))
     yield Pair("experts", Topology(1, 4, tp=2, ep=(2,)), Topology(0, 4, ep=(4,)), load_3d(NATIVES))
     yield Pair("NVMe", Topology(1, 3), Topology(3, 2), load_swapped)
-    yield Pair("converted", *PIPELINE_PAIRS[0], load_converted(CONVERTED_PIPELINE))
-    yield Pair("converted", *PLAIN_PAIRS[1], load_converted(CONVERTED_PLAIN))
+    source, target = Topology(1, 2, "bf16", tp=2, pp=2), Topology(0, 1, tp=3)
+    yield Pair("converted", source, target, load_converted(atomic.PIPELINE))
+    yield Pair("converted", Topology(2, 2, "bf16", tp=4), Topology(3, 3, "bf16"), load_converted(atomic.PLAIN))
 
 
 PAIRS = {pair.name: pair for pair in list_pairs()}
@@ -152,8 +153,7 @@ def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
         buffer, stored = wants.sinks[item.destination]
         for offset, element in list_runs(item, ITEMSIZE[stored]):
             runs.append((records[item.record], names[buffer], offset, element, item.run, stored))
-    runs.sort()
-    for name, buffer, low, element, nbytes, stored in join_runs(runs):
+    for name, buffer, low, element, nbytes, stored in join_runs(sorted(runs)):
         yield f"{name} {low:06} {nbytes} {stored} → {buffer} {element}"
 
 
@@ -172,21 +172,21 @@ def list_runs(item: CopyItem, itemsize: int) -> Iterator[tuple[int, int]]:
         yield item.offset + number * item.step, item.position + number * (item.stride or item.run // itemsize)
 
 
-def join_runs(runs: Sequence[tuple[str, str, int, int, int, str]]) -> Iterator[tuple[str, str, int, int, int, str]]:
+def join_runs(runs: Iterable[Run]) -> list[Run]:
     """Join runs that follow each other in the file and in the destination."""
-    last: tuple[str, str, int, int, int, str] | None = None
-    for each in runs:
-        name, buffer, low, element, nbytes, stored = each
-        if last is not None:
-            size = ITEMSIZE[stored]
-            follows = (last[0], last[1], last[2] + last[4], last[3] + last[4] // size, stored)
-            if follows == (name, buffer, low, element, last[5]):
-                last = (*last[:4], last[4] + nbytes, stored)
-                continue
-            yield last
-        last = each
-    if last is not None:
-        yield last
+    joined: list[Run] = []
+    for record, buffer, low, element, nbytes, stored in runs:
+        last = joined[-1] if joined else None
+        if last and (record, buffer, low, element, stored) == (*last[:2], last[2] + last[4], find_end(last), last[5]):
+            joined[-1] = (*last[:4], last[4] + nbytes, stored)
+        else:
+            joined.append((record, buffer, low, element, nbytes, stored))
+    return joined
+
+
+def find_end(run: Run) -> int:
+    """Return the element behind a run."""
+    return run[3] + run[4] // ITEMSIZE[run[5]]
 
 
 def list_values(target: FakeTarget) -> list[str]:

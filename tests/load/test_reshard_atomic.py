@@ -20,11 +20,11 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY
-from deepspeed_ucp.tensor_parallel.rules import from_config
+from tests.support.atomic import PIPELINE, PLAIN, convert, convert_run
 from tests.support.cases import AWKWARD, pair_id
 from tests.support.contents import check_load
 from tests.support.ranks import World, run_ranks
-from tests.support.reshard import FakeTarget, examples, make_targets, open_everywhere, temporary_folder
+from tests.support.reshard import PATIENT, examples, make_targets, temporary_folder
 from tests.support.reshard3d import (
     Held,
     Trip,
@@ -42,27 +42,12 @@ from tests.support.reshard3d import (
 )
 from tests.synth import Model, Param, Topology, build_files, random_state, write_files
 
-PATIENT = UniversalConfig(threads=1)
-"""No patterns: the manifest has them."""
 
-
-def convert(source: Path, targets: list[FakeTarget], config: UniversalConfig = PATIENT) -> tuple[AtomicIndex, Path]:
-    """Convert a checkpoint whose parameters live ranks name, if needed; returns its index, and the output."""
-    index = open_everywhere(source, targets)
-    out = source.parent / "atomic"
-    convert_index(index, str(source), str(out), Comm(), ConvertOptions(workers=1), rules=from_config(config.patterns))
-    return index, out
-
-
-def resume(source: Held, topology: Topology, folder: Path, config: UniversalConfig = PATIENT) -> AtomicIndex:
+def resume(source: Held, topology: Topology, folder: Path) -> AtomicIndex:
     """Convert a run's checkpoint and load it into another topology; check every byte."""
-    path = source.write(folder / "tag")
-    _, out = convert(path, source.make_targets(), make_config(source.model))
-    return load_wanted(out, expect(source, topology), config)[0]
+    _, out = convert_run(source, folder)
+    return load_wanted(out, expect(source, topology), PATIENT)[0]
 
-
-PIPELINE = make_pipeline([["column", "norm", "router", "row"], ["qkv", "experts"], ["gate_up", "bias"]])
-PLAIN = make_plain(["column", "norm", "router", "qkv_uneven", "few", "word", "row"], frozen=["router", "row"])
 
 PIPELINE_PAIRS = [
     (Topology(1, 2, "bf16", tp=2, pp=2), Topology(0, 1, tp=3)),
@@ -116,7 +101,7 @@ def test_every_wrapper_is_converted_and_loaded(source: Topology, tmp_path: Path)
 def test_an_atomic_index_says_what_the_source_says(tmp_path: Path) -> None:
     """Everything but the location of the bytes."""
     held = draw_state(PIPELINE, Topology(1, 2, "bf16", tp=2, pp=2))
-    index, out = convert(held.write(tmp_path / "tag"), held.make_targets(), make_config(held.model))
+    index, out = convert_run(held, tmp_path)
     found = open_checkpoint(str(out), Comm())
     same = ("scalars", "groups", "aliases", "buffers", "counters", "scaler", "clip_grad", "optimizer", "instances")
     for field in (*same, "hints", "scalar_dtypes", "dropped"):
@@ -133,7 +118,7 @@ def test_an_atomic_index_says_what_the_source_says(tmp_path: Path) -> None:
 
 def test_several_ranks_open_a_folder_together(tmp_path: Path) -> None:
     held = draw_state(PLAIN, Topology(1, 2, tp=2))
-    _, out = convert(held.write(tmp_path / "tag"), held.make_targets(), make_config(held.model))
+    _, out = convert_run(held, tmp_path)
     alone = open_checkpoint(str(out), Comm())
     assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(out), comm)) == [alone] * 3
 
@@ -142,7 +127,7 @@ def test_the_users_patterns_come_before_the_manifests(tmp_path: Path) -> None:
     """A wrong one is taken at its word, and contradicts the shapes."""
     held = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
     wrong = UniversalConfig(threads=1, patterns=[{"match": ".*", "pattern": "shard-h"}])
-    _, out = convert(held.write(tmp_path / "tag"), held.make_targets(), make_config(held.model))
+    _, out = convert_run(held, tmp_path)
     with pytest.raises(MismatchError, match=r"logical shape \(12, 5\) in the checkpoint, \(3, 20\) in the model"):
         load_all(out, expect(held, Topology(1, 1, tp=4)).make_targets(), wrong)
 
@@ -210,8 +195,7 @@ def test_client_states_are_each_ranks_own_at_the_same_degrees(again: bool, tmp_p
     held = draw_state(make_pipeline([["column", "norm"], ["row", "bias"]]), Topology(1, 2, tp=2, pp=2))
     source = held.write(tmp_path / "source")
     number_ranks(source)
-    first = expect(held, Topology(1, 1, tp=2, pp=2)).make_targets()
-    _, out = convert(source, first, make_config(held.model))  # type: ignore[arg-type]
+    _, out = convert(source, expect(held, Topology(1, 1, tp=2, pp=2)).make_targets(), make_config(held.model))
     if again:
         index = open_checkpoint(str(out), Comm())
         out = tmp_path / "again"

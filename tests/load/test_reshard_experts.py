@@ -19,7 +19,7 @@ from tests.properties.samples import run_cli
 from tests.support.cases import keep_what_travels, resume
 from tests.support.contents import check_content, collect
 from tests.support.conversion import convert_checkpoint
-from tests.support.expertmodels import expert_trips, expert_trips_3d, make_router
+from tests.support.expertmodels import FUSED, NATIVE, NATIVES, expert_trips, expert_trips_3d, make_router
 from tests.support.reshard import examples, make_targets, open_for, temporary_folder
 from tests.support.reshard3d import draw_state, expect, load_all, load_wanted, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
@@ -97,9 +97,6 @@ def test_conversions_of_experts(fused: bool, data: st.DataObject) -> None:
         load_wanted(atomic, wanted, config, chunk=trip.chunk)
 
 
-NATIVE = ".deepspeed_moe.experts.deepspeed_experts."
-
-
 @pytest.mark.parametrize("round_robin", [False, True], ids=["in order", "round robin"])
 def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) -> None:
     """From the contents that each rank's file records; with round robin from the experts' files."""
@@ -127,10 +124,6 @@ OLD_KEYS = {
     *("module", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
     *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts"),
 }
-NATIVES = Model(
-    (Param("0.column", (12, 5)), *(Param(f"body{NATIVE}{n}.w", (4, 3)) for n in range(4))),
-    experts=(ExpertLayer("body", 4),),
-)
 
 
 def make_older(path: Path) -> None:
@@ -168,12 +161,6 @@ def test_a_missing_optimizer_of_older_releases_is_named(tmp_path: Path) -> None:
     (path / expert_optim_file(1)).unlink()
     with pytest.raises(CheckpointError, match=f"{expert_optim_file(1)} is missing"):
         open_and_compare(path)
-
-
-FUSED = Model(
-    (Param("0.column", (12, 5)), *(Param(f"0.mlp.experts.{w}.{n}", (4, 3)) for w in ("w1", "w2") for n in range(4))),
-    experts=(ExpertLayer("0.mlp", 4, fused=True),),
-)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -23,6 +23,16 @@ from tests.synth import (
 from tests.synth.files import list_model_writers
 from tests.synth.stages import Placement
 
+NATIVE = ".deepspeed_moe.experts.deepspeed_experts."
+NATIVES = Model(
+    (Param("0.column", (12, 5)), *(Param(f"body{NATIVE}{n}.w", (4, 3)) for n in range(4))),
+    experts=(ExpertLayer("body", 4),),
+)
+FUSED = Model(
+    (Param("0.column", (12, 5)), *(Param(f"0.mlp.experts.{w}.{n}", (4, 3)) for w in ("w1", "w2") for n in range(4))),
+    experts=(ExpertLayer("0.mlp", 4, fused=True),),
+)
+
 SHAPES = st.sampled_from([(2,), (3, 2), (5,), (1,), (4, 3), (2, 1, 3)])
 
 
