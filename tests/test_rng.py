@@ -1,9 +1,11 @@
-"""Random states in another topology."""
+"""Random states in another topology, also of the curriculum sampler."""
 
 from __future__ import annotations
 
+import copy
 import random
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp import rng
+from deepspeed_ucp.engine.coverage import has_drawn
+from deepspeed_ucp.engine.finish import restore_helpers
 from deepspeed_ucp.engine.parallel import Place
+from deepspeed_ucp.engine_state import KEY, collect, hand_out
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.load.client import read_objects
+from tests.support.curriculum import SIZES, draw, make_engine, make_sampler, make_trained
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, 1))
+
 
 Degrees = tuple[int, int, int]
 DEGREES = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5))
@@ -111,14 +124,12 @@ def test_a_position_outside_numpys_words_is_refused(position: int) -> None:
     assert generator.read() == before
 
 
-def test_a_missing_tracker_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_tracker_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Such as in a script that loads before it seeds its tensor-parallel ranks."""
-    place = Place(0, 1, 0, 1, 0, 1)
-    monkeypatch.setattr(rng, "find_place", lambda engine: place)
     states = {name: each.read() for name, each in rng.list_generators().items()}
     for name in ("python", "accelerator", "tracker:mp"):
         known = {name: (b"",), **states}
-        saved = rng.make_record([(coords_of(place), known)], dict.fromkeys(known, ()), 1, 2)
+        saved = rng.make_record([((0, 0, 0), known)], dict.fromkeys(known, ()), 1, 2)
         rng._restore_and_log(None, saved)
         assert ("tracker:mp" in caplog.text) is (name == "tracker:mp")
 
@@ -144,7 +155,83 @@ def test_a_state_that_several_ranks_share_is_logged(
         {"version": 9, "seed": 1, "step": 2, "axes": {}, "states": {}},
     ],
 )
-def test_an_unknown_form_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, 1))
+def test_an_unknown_form_is_refused(saved: Any) -> None:
     with pytest.raises(CheckpointError, match="random state"):
         rng.restore(None, saved)
+
+
+# -- the curriculum sampler --------------------------------------------------------------------------------------------
+
+
+def read_numpy() -> Any:
+    """The state of numpy's global generator."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    return state[1].tolist()
+
+
+def restore(engine: Any, saved: dict[str, Any]) -> None:
+    """Restore a state file as a load does."""
+    restore_helpers(engine, saved, with_scheduler=True)
+    hand_out(engine, saved)
+
+
+def test_a_resumed_sampler_draws_what_the_uninterrupted_run_would(tmp_path: Path) -> None:
+    """Beyond the end of a cluster, which is then shuffled."""
+    sampler, path = make_trained(tmp_path), str(tmp_path / "states.pt")
+    engine = make_engine(sampler)
+    rng.follow(engine)
+    torch.save({**collect(engine, {}), "data_sampler": sampler.state_dict(), "global_steps": 1}, path)
+    clusters = {each: each.read_bytes() for each in tmp_path.glob("cluster_*")}
+    expected = [draw(sampler) for _ in range(4)]
+    for each, data in clusters.items():
+        each.write_bytes(data)
+    resumed = make_sampler(tmp_path)
+    engine = make_engine(resumed)
+    rng.follow(engine)
+    restore(engine, read_objects(path, trust_pickle=False))
+    assert [draw(resumed) for _ in range(4)] == expected
+
+
+def test_random_states_without_the_samplers_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As from earlier releases; each resume draws the same, but not as at the begin of the run."""
+    plain, drawn = make_engine(None), list[float]()
+    rng.follow(plain)
+    saved = collect(plain, {})
+    for _ in range(2):
+        engine = make_engine(make_sampler(tmp_path))
+        rng.follow(engine)
+        assert not caplog.text
+        hand_out(engine, dict(saved))
+        assert "curriculum sampler was not saved" in caplog.text
+        caplog.clear()
+        drawn.append(engine.training_dataloader.data_sampler.np_rng.random())
+    assert drawn[0] == drawn[1] != make_sampler(tmp_path).np_rng.random()
+    assert "data_sampler" not in saved[KEY]["random_states"]["states"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_leaves_no_clusters_of_before_and_numpys_generator_alone(rank: int, tmp_path: Path) -> None:
+    saved = {"data_sampler": copy.deepcopy(make_trained(tmp_path).state_dict()), "global_steps": 1}
+    sampler, before = make_sampler(tmp_path, rank), np.random.get_state()  # noqa: NPY002
+    np.random.seed(8405)  # noqa: NPY002
+    try:
+        for _ in range(2):
+            expected = read_numpy()
+            restore(make_engine(sampler), copy.deepcopy(saved))
+            assert read_numpy() == expected
+            assert sampler.data_cluster_current_position == saved["data_sampler"]["data_cluster_current_position"]
+            assert getattr(sampler, "data_cluster_sizes", None) == (None if rank else list(SIZES))
+            assert len(getattr(sampler, "data_clusters", ())) == (0 if rank else len(SIZES))
+            np.random.rand()  # noqa: NPY002
+    finally:
+        np.random.set_state(before)  # noqa: NPY002
+
+
+def test_deepspeeds_load_would_add_clusters(tmp_path: Path) -> None:
+    trained = make_trained(tmp_path)
+    assert has_drawn(make_engine(trained))
+    for sampler in (make_sampler(tmp_path), make_sampler(tmp_path, 1), None):
+        assert not has_drawn(make_engine(sampler))
+    saved = copy.deepcopy(trained.state_dict())
+    trained.load_state_dict(saved)
+    assert trained.data_cluster_sizes == [*SIZES, *SIZES], "DeepSpeed has fixed it: remove the warning"

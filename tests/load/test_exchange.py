@@ -1,9 +1,11 @@
-"""The exchange of a round: the bytes sent at once, and the reads that a pass needs."""
+"""The exchange of a round: between ranks of a machine by shared memory, between machines by messages."""
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +14,21 @@ import numpy as np
 import pytest
 import torch
 
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.engine.engines import _pass_around
+from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.io import memory
+from deepspeed_ucp.io.memory import share_memory
 from deepspeed_ucp.load import transfer
+from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.records import STAGE, Read
 from deepspeed_ucp.plan.rounds import LoadPlan, Round
 from tests.support.contents import check_load
 from tests.support.covering import all_turns
+from tests.support.descriptors import list_open
+from tests.support.ranks import run_ranks
 from tests.support.reads import item, read_of
+from tests.support.reshard import load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 
@@ -53,17 +63,16 @@ def test_direct_reads_hold_up_no_exchange_between_machines(one_machine: bool, sh
     assert transfer.Transfer._share_out(one, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def machines() -> Iterator[None]:
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every rank a separate machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "identify_host", lambda: str(threading.get_ident()))
-        yield
+    monkeypatch.setattr(memory, "identify_host", lambda: str(threading.get_ident()))
 
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
 
 
+@pytest.mark.usefixtures("machines")
 @pytest.mark.parametrize(("size", "share"), all_turns([2, 5, 8], [64, 128, 256, 1 << 20], 1))
 def test_bytes_for_many_replicas_are_sent_in_parts(
     size: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,3 +115,138 @@ def test_only_reads_with_sends_are_kept() -> None:
     assert plan.filter_for_sinks([], [first, first], whole=True).reads == reads
     assert plan.filter_for_sinks([]).reads == reads
     assert plan.filter_for_sinks([], [first & ~first] * 2).reads == []
+
+
+# -- memory of neighbours ----------------------------------------------------------------------------------------------
+
+
+def place(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Callable[[int, Comm], Any]:
+    """Place ranks on machines; each numbers the last of its 100 bytes and returns those that it sees."""
+    found = threading.local()
+    monkeypatch.setattr(memory, "identify_host", lambda: found.host)
+
+    def work(rank: int, comm: Comm) -> list[int | None]:
+        found.host = hosts[rank]
+        memory = share_memory(100, rank, comm.gather)
+        own = memory[rank]
+        assert own is not None and own.nbytes == 100
+        own[99] = rank + 1
+        comm.gather(None)
+        return [None if each is None else each[99] for each in memory]
+
+    return work
+
+
+def test_ranks_of_a_machine_see_each_others_memory_and_close_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list_open("memfd:deepspeed_ucp")
+    assert run_ranks(3, place(monkeypatch, "a", "b", "a")) == [[1, None, 3], [None, 2, None], [1, None, 3]]
+    assert {*list_open("memfd:deepspeed_ucp")} <= {*before}
+
+
+@pytest.mark.parametrize("fault", ["no memfd", "no room", "not seen", "another process's"])
+def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of another machine share theirs all the same."""
+    see = memory._map
+
+    def fail_to_see(path: str, token: bytes, nbytes: int) -> Any:
+        return see(path, token if calls.append(path) or len(calls) > 1 else bytes(16), nbytes)
+
+    calls: list[str] = []
+    work = place(monkeypatch, "a", "a", "b", "b")
+    if fault == "no memfd":
+        monkeypatch.delattr(os, "memfd_create")
+    elif fault == "no room":
+        monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
+    else:
+        monkeypatch.setattr(memory, "_map", fail_to_see if fault == "not seen" else lambda p, t, n: see(p, b"x", n))
+    result = run_ranks(4, work)
+    alone = [rank for rank, row in enumerate(result) if row == [rank + 1 if at == rank else None for at in range(4)]]
+    assert len(alone) == (2 if fault == "not seen" else 4)
+
+
+def test_a_rank_without_memory_is_an_error_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fallback for a file in memory may be too large as well."""
+    make, ranks = mmap.mmap, threading.local()
+
+    def fail(fileno: int, length: int, **more: Any) -> Any:
+        if ranks.number == 1:
+            raise OSError(12, "Cannot allocate memory")
+        return make(fileno, length, **more)
+
+    def work(rank: int, comm: Comm) -> Any:
+        ranks.number = rank
+        try:
+            share_memory(3 << 20, rank, comm.gather)
+        except RemoteError as error:
+            return str(error), error.shared, error.echo
+
+    monkeypatch.setattr("mmap.mmap", fail)
+    start = "[rank 1] out of memory: 3 MiB to exchange bytes in cannot be allocated. Use a smaller window, or fewer"
+    results = run_ranks(3, work)
+    assert [(shared, echo) for _, shared, echo in results] == [(True, False), (True, True), (True, True)]
+    assert all(text.startswith(start) for text, *_ in results)
+
+
+@pytest.mark.parametrize("name", ["list_claims", "make_owner_plan", "make_plan"])
+def test_lack_of_memory_in_a_plan_is_an_error_of_all_ranks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = random_state(MODEL, 0)
+    targets = make_targets(MODEL, Topology(0, 2))
+    index = open_for(write_checkpoint(tmp_path, MODEL, state, Topology(1, 3)), targets[0])
+    work, calls = getattr(transfer, name), list[int]()
+
+    def fail(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:  # the second rank's
+            raise MemoryError
+        return work(*args)
+
+    monkeypatch.setattr(transfer, name, fail)
+    with pytest.raises(RemoteError, match=r"^\[rank 1\] out of memory"):
+        load(index, targets)
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 8, 50])
+def test_partitions_are_passed_around(width: int) -> None:
+    """In slices of 8 bytes."""
+    ranks = 3
+    shared_memory = [memoryview(bytearray(16)) for _ in range(ranks)]
+    whole = np.arange(ranks * width, dtype=np.uint8).reshape(ranks, width)
+
+    def work(rank: int, comm: Comm) -> np.ndarray:
+        parts = np.full((ranks, width), 255, np.uint8)
+        parts[rank] = whole[rank]
+        _pass_around(parts, rank, shared_memory, lambda: comm.gather(None))
+        return parts
+
+    for parts in run_ranks(ranks, work):
+        assert (parts == whole).all()
+
+
+@pytest.mark.parametrize("hosts", ["aaaa", "abab", "aabc"])
+@pytest.mark.parametrize("share", [64, 1 << 20])
+def test_only_bytes_for_other_machines_travel(
+    hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank of stage 0 wants everything; staging memory is reused two steps later."""
+    sent, swap = set[tuple[int, int]](), Transfer._swap
+
+    def note(self: Any, packed: Any, sends: Any, claims: Any, into: Any) -> Any:
+        sent.update((self.comm.rank, peer) for peer, one in enumerate(sends) if one)
+        return swap(self, packed, sends, claims, into)
+
+    monkeypatch.setattr(Transfer, "_swap", note)
+    numbers = threading.local()
+    share_all = share_memory
+
+    def share_by_rank(nbytes: int, rank: int, gather: Any) -> Any:
+        numbers.host = hosts[rank]
+        return share_all(nbytes, rank, gather)
+
+    monkeypatch.setattr(memory, "identify_host", lambda: numbers.host)
+    monkeypatch.setattr("deepspeed_ucp.load.transfer.share_memory", share_by_rank)
+    state = random_state(MODEL, 0)
+    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    check_load(path, MODEL, Topology(0, 4), state, window=4 * share)
+    assert {(hosts[one], hosts[two]) for one, two in sent} == {(x, y) for x in hosts for y in hosts if x != y}

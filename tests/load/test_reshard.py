@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,11 @@ import torch
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from deepspeed_ucp.errors import CheckpointError, MismatchError
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError
+from deepspeed_ucp.extensions.custom_load import CustomLoad, assemble_module
+from deepspeed_ucp.load.context import LoadContext, LoadReport
 from tests.support.cases import (
     AWKWARD,
     KINDS,
@@ -26,7 +32,9 @@ from tests.support.cases import (
 from tests.support.contents import check_content, check_load, collect, saved_buffers, touched_records
 from tests.support.covering import all_turns, params
 from tests.support.damage import flip, write_checksums
+from tests.support.ranks import World
 from tests.support.reshard import (
+    PATIENT,
     examples,
     load,
     make_targets,
@@ -48,7 +56,7 @@ from tests.synth import (
     write_files,
 )
 
-# -- invariants 1 to 4 over everything --------------------------------------------------------------------------------
+# -- invariants 1 to 4 over everything ------------------------------------------------------------------------------
 
 
 @examples(350)
@@ -108,7 +116,7 @@ def test_states_of_another_precision_are_converted(dtype: torch.dtype, tmp_path:
     check_load(path, model, Topology(2, 2), replace(state, atoms=fp32))
 
 
-# -- invariant 2 ------------------------------------------------------------------------------------------------------
+# -- invariant 2 ----------------------------------------------------------------------------------------------------
 
 
 @examples(80)
@@ -124,7 +132,7 @@ def test_there_and_back_again(case: Case, there: Topology) -> None:
         check_content(again, keep_what_travels(saved, held, case, there))
 
 
-# -- checksums --------------------------------------------------------------------------------------------------------
+# -- checksums ------------------------------------------------------------------------------------------------------
 
 
 @examples(60)
@@ -146,7 +154,7 @@ def test_a_flipped_bit_anywhere_in_a_needed_record_is_found(data: st.DataObject,
             load(index, targets)
 
 
-# -- what a load is asked for -----------------------------------------------------------------------------------------
+# -- what a load is asked for ---------------------------------------------------------------------------------------
 
 
 @examples(60)
@@ -248,3 +256,41 @@ def test_saved_buffers_see_every_state(tmp_path: Path) -> None:
     assert [entry.keys() for entry in saved_buffers(files, ranks[1], held)] == [
         {"fp32", "exp_avg", "exp_avg_sq", "step"}
     ] * 3
+
+
+# -- the whole module as a state dict, for users' own load functions ---------------------------------------------------
+
+
+@examples(60)
+@given(case=cases(max_dp=5))
+def test_the_module_is_assembled_in_the_dtypes_that_it_had(case: Case) -> None:
+    with temporary_folder() as folder:
+        path = case.write(folder)
+        saved = read_state(path, case.model, case.topology)
+        tensors = assemble_module(open_for(path, make_targets(case.model, case.topology)[0]), PATIENT)
+    for param in case.model.params:
+        value = saved.atoms[param.alias_of or param.name]["fp32"]
+        trained_zero3 = case.topology.stage == 3 and param.trains and param.group is not None
+        expected = value if trained_zero3 else value.to(case.topology.dtype)
+        found = tensors[param.name]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        assert torch.equal(found, expected)
+    for name, value in case.model.buffers.items():
+        assert torch.equal(tensors[name], value)
+    assert set(tensors) == {param.name for param in case.model.params} | set(case.model.buffers)
+
+
+def test_one_rank_without_memory_for_its_masters_ends_all_ranks() -> None:
+    def run(rank: int, comm: Comm) -> None:
+        def refresh() -> None:
+            if rank == 1:
+                raise MemoryError
+
+        target: Any = SimpleNamespace(
+            whole_parameters=nullcontext, engine=SimpleNamespace(module=None), refresh_masters=refresh, list_keys=dict
+        )
+        report, work = LoadReport(direct=True, reason=""), SimpleNamespace(touched=[])
+        job = LoadContext(None, comm, UniversalConfig(), report, custom_load_fn=lambda src, dst: None)
+        CustomLoad().change_engine(job, target, work)
+
+    assert [type(each) for each in World(3).run(run)] == [RemoteError] * 3
