@@ -266,9 +266,7 @@ def test_nvrx_has_one_client(monitor: Any) -> None:
     assert ours.calls[-1] == "end" and late.calls == []
 
 
-def test_nvrx_without_its_monitor_or_library_is_a_warning(
-    monitor: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nvrx_out_of_reach(monitor: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "nowhere")
     monitor.server.close()
     take_step()

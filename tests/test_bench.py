@@ -62,9 +62,7 @@ def test_a_command_that_fails_leaves_its_errors(bench: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_the_floor_reads_every_byte_once(
-    bench: Any, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_floor_reads_bytes_once(bench: Any, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     floor = bench.floor
     if not direct:
         monkeypatch.setattr(floor.os, "O_DIRECT", 0)

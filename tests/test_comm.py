@@ -285,9 +285,7 @@ class Joined(Comm):
     ],
     ids=str,
 )
-def test_the_launcher_is_found_by_its_environment(
-    environment: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launchers_by_environment(environment: dict[str, str], kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm_module, "MpiComm", Joined)
     assert type(join_launch(environment)) is kind
 

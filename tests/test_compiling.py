@@ -27,9 +27,7 @@ HOLD = "import sys; from torch.utils.file_baton import FileBaton; b = FileBaton(
     ],
     ids=["first", "compiled", "killed", "killed-again"],
 )
-def test_one_line_if_the_operator_takes_long(
-    files: list[str], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_compilation_is_logged(files: list[str], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in files:
         (tmp_path / name).touch()
     report_compilation(NAME, str(tmp_path))

@@ -350,9 +350,7 @@ def hand_out_on_ranks(
     run_ranks(len(ranks), work)
 
 
-def test_ranks_that_read_no_data_need_carry_none(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ranks_without_data_need_carry_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Such as the middle stages of a pipeline: at the save, at the load, or at both."""
     loaded: list[Any] = []
     some, none = (["data"], {"data": 1}), ((), None)

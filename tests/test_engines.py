@@ -49,27 +49,15 @@ NEUTRAL = {
         stage3_module_granularity_threshold stage3_prefetch_bucket_size stage3_use_all_reduce_for_fetch_params
         use_multi_rank_bucket_allreduce
     """,
-    "zero_optimization.offload_param": """
-        buffer_count buffer_size max_in_cpu nvme_path pin_memory
-    """,
+    "zero_optimization.offload_param": "buffer_count buffer_size max_in_cpu nvme_path pin_memory",
     "zero_optimization.offload_optimizer": """
         buffer_count cpuadam_cores_perc fast_init nvme_path pin_memory pipeline_read pipeline_write
     """,
-    "bf16": """
-        check_grad_overflow immediate_grad_update
-    """,
-    "checkpoint": """
-        tag_validation
-    """,
-    "checkpoint.writer": """
-        io_buffer_double io_buffer_size show_statistics
-    """,
-    "tensor_parallel": """
-        keep_module_on_host kernel_inject tp tp_overlap_comm vocab_parallel_ce_backend
-    """,
-    "tensor_parallel.tp": """
-        mpu tp_group
-    """,
+    "bf16": "check_grad_overflow immediate_grad_update",
+    "checkpoint": "tag_validation",
+    "checkpoint.writer": "io_buffer_double io_buffer_size show_statistics",
+    "tensor_parallel": "keep_module_on_host kernel_inject tp tp_overlap_comm vocab_parallel_ce_backend",
+    "tensor_parallel.tp": "mpu tp_group",
     "expert_parallel": """
         async_split_plan combine_impl comm_backend comm_max_tokens_per_rank comm_num_sm comm_qp_margin
         disable_triton_grouped_mm expert_activation gate_up_impl num_expert_groups num_limited_groups route_norm

@@ -292,9 +292,7 @@ def test_an_adapter_goes_into_the_only_one_of_a_model(tmp_path: Path) -> None:
 # -- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_id_of_the_hub_in_place_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_id_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A run that was to begin with a model does not begin from scratch without a word."""
     snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)

@@ -152,9 +152,7 @@ def test_deepspeed_loads_an_atomic_checkpoint_into_an_uncovered_engine_with_load
     assert "load_universal is on" in reason and "of the future" in reason
 
 
-def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeed_loads_the_own_files_of_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, folder, target = make_job(NodeLocalEngine(), Comm()), str(tmp_path), object()
     unknown, known = ["Muon's momentum"], "DeepSpeed's own load is not known to be right with: "
     monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: unknown)
@@ -178,9 +176,7 @@ def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
     assert choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))[1:] == (target, None)
 
 
-def test_own_files_with_other_metadata_are_left_to_the_direct_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_files_with_other_metadata_load_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the shapes of all ranks, and compares the orders of their elements."""
     monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: [])
     info, target, found = {"vocabulary_parameter_patterns": ["weight"]}, object(), []
@@ -259,9 +255,7 @@ EMPTY_STATES = {"ds_config": {}, "mp_world_size": 1}
         ("zero/layer.weight/fp32.pt", True),
     ],
 )
-def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(
-    name: str, upstream: bool, tmp_path: Path
-) -> None:
+def test_code_in_files_that_only_deepspeed_reads_is_refused(name: str, upstream: bool, tmp_path: Path) -> None:
     """Also in files of an atomic checkpoint (upstream)."""
     (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
     torch.save(EMPTY_STATES, tmp_path / STATES)

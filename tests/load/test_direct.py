@@ -55,9 +55,7 @@ from tests.synth import Model, Param, Run, State, Topology
 
 @pytest.mark.parametrize("verify", ["crc", "off"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_report_of_a_load_into_live_states(
-    passes: int, verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_of_a_load(passes: int, verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have_memory(monkeypatch, passes == 1)
     path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
@@ -156,10 +154,8 @@ def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
 
 @pytest.mark.parametrize("kept", ["saved", "live"])
 @pytest.mark.parametrize("owned", [True, False])
-def test_edited_hyper_parameters_are_logged_once(
-    kept: Any, owned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Both values are logged, except those of a learning rate that a scheduler of this run sets."""
+def test_edits_are_logged_once(kept: Any, owned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of hyper-parameters: both values, except those of a learning rate that a scheduler of this run sets."""
     path, _ = write(tmp_path, ZERO1)
 
     def work(number: int, comm: Comm) -> None:
@@ -236,9 +232,7 @@ def test_a_lenient_load_skips_parameters_and_logs_them(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("source", [Topology(1, 2, "bf16"), Topology(2, 3), Topology(3, 2)], ids=lambda t: t.label)
-def test_a_save_without_frozen_parameters_leaves_them_as_they_are(
-    source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_without_frozen_parameters(source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """``save_checkpoint(exclude_frozen_parameters=True)``, as for adapters."""
     path, state = write(tmp_path, source)
 
@@ -447,9 +441,7 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 
 
-def test_memory_that_is_filled_for_the_first_time_gets_large_pages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_memory_gets_large_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(transfer.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
     path, _, rank = start(tmp_path)

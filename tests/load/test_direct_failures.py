@@ -48,9 +48,7 @@ from tests.synth import Run, Topology
 )
 @pytest.mark.parametrize("topology", [Topology(0), Topology(2), Topology(3)], ids=lambda t: t.label)
 @pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
-def test_a_damaged_record_leaves_the_engine_as_it_was(
-    trained: bool, topology: Topology, name: str, state: str, tmp_path: Path
-) -> None:
+def test_damage_changes_nothing(trained: bool, topology: Topology, name: str, state: str, tmp_path: Path) -> None:
     path, _ = write(tmp_path, ZERO1)
     rank = FakeTarget(PLAIN, topology, 0)
     if trained:
@@ -187,9 +185,7 @@ def list_tensors(target: FakeTarget) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_file_that_changes_after_verification(
-    passes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_after_verification(passes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single pass has read everything; a second pass detects the change."""
     have_memory(monkeypatch, passes == 1)
     path, state, rank = start(tmp_path)
@@ -249,12 +245,11 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
                 take_a_step(target.wrapped)
         before = keep_values(targets)
         engines = [FakeEngine(target, steps=int(trained)) for target in targets]
-        failing = FailingReads(monkeypatch, number, once=True)
-        failing.arm()
-        results = World(2).run(lambda rank, comm: run_load(index, targets[rank], comm, config, engine=engines[rank]))  # noqa: B023
-        monkeypatch.undo()
-        have_memory(monkeypatch, much)
-        monkeypatch.setattr(transfer, "_ATTEMPTS", 1)
+        with monkeypatch.context() as patch:
+            failing = FailingReads(patch, number, once=True)
+            failing.arm()
+            work = lambda rank, comm: run_load(index, targets[rank], comm, config, engine=engines[rank])  # noqa: B023, E731
+            results = World(2).run(work)
         if failing.count < number:
             break
         texts = {str(result) for result in results}
@@ -268,9 +263,7 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
     assert number > 8 and (marked <= few) == much
 
 
-def test_the_second_pass_retries_a_failed_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_read_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     have_memory(monkeypatch, False)
     path, state = write(tmp_path, ZERO1)
     targets = make_targets(PLAIN, Topology(3, 2))
@@ -298,9 +291,7 @@ def test_a_failed_read_releases_its_memory_before_the_next_attempt(monkeypatch: 
         assert not list(attempts)
 
 
-def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_loaded_engine_is_usable_after_the_next_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     index, engine = open_for(path, rank), FakeEngine(rank)
@@ -317,24 +308,21 @@ def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
     check_loaded([rank], state)
 
 
-def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [(FakeTarget, "refresh_copies", KeyboardInterrupt), (Transfer, "undo", ZeroDivisionError)],
+)
+def test_an_engine_is_marked_if_its_end_or_an_undo_fails(
+    owner: type, name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
     path, _, rank = start(tmp_path)
     index, engine = open_for(path, rank), FakeEngine(rank)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(rank, "refresh_copies", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_load(index, rank, engine=engine)
-    assert "must not be used" in find_state(engine).broken
-
-
-def test_an_undo_that_fails_marks_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _, rank = start(tmp_path)
-    index, engine = open_for(path, rank), FakeEngine(rank)
-    flip_bit(index, "a", "fp32")
-    monkeypatch.setattr(Transfer, "undo", lambda _: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
+    if owner is Transfer:
+        flip_bit(index, "a", "fp32")
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(error):
         run_load(index, rank, engine=engine)
     assert "must not be used" in find_state(engine).broken

@@ -74,9 +74,7 @@ MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": tor
 
 @pytest.mark.usefixtures("machines")
 @pytest.mark.parametrize(("size", "share"), all_turns([2, 5, 8], [64, 128, 256, 1 << 20], 1))
-def test_bytes_for_many_replicas_are_sent_in_parts(
-    size: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_are_sent_in_parts(size: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank of stage 0 wants everything, and a block of 64 bytes for all of them exceeds the smallest share.
 
     In a step two ranks' parts may be sent together, each at most as large as the share.
@@ -188,9 +186,7 @@ def test_a_rank_without_memory_is_an_error_of_all_ranks(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["list_claims", "make_owner_plan", "make_plan"])
-def test_lack_of_memory_in_a_plan_is_an_error_of_all_ranks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lack_of_memory_in_a_plan_ends_all_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = random_state(MODEL, 0)
     targets = make_targets(MODEL, Topology(0, 2))
     index = open_for(write_checkpoint(tmp_path, MODEL, state, Topology(1, 3)), targets[0])
@@ -226,9 +222,7 @@ def test_partitions_are_passed_around(width: int) -> None:
 
 @pytest.mark.parametrize("hosts", ["aaaa", "abab", "aabc"])
 @pytest.mark.parametrize("share", [64, 1 << 20])
-def test_only_bytes_for_other_machines_travel(
-    hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_other_machines_get_bytes(hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank of stage 0 wants everything; staging memory is reused two steps later."""
     sent, swap = set[tuple[int, int]](), Transfer._swap
 

@@ -54,21 +54,19 @@ from tests.synth import State, Topology, read_state
 # -- several places ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make folders named `nvme` nearer than all others."""
     monkeypatch.setattr("deepspeed_ucp.formats.places.measure_distance", lambda path: int("nvme" not in path))
 
 
-def two_places(tmp_path: Path, source: Topology) -> tuple[Path, Path, State]:
-    """Write a save in the first place, and copy it to one that is nearer."""
+def two_places(tmp_path: Path, source: Topology, second: str = "nvme") -> tuple[Path, Path, State]:
+    """Write a save in the first place, and copy it to a second one, which is nearer by default."""
     save = write(tmp_path / "shared", source)
-    nvme = tmp_path / "nvme"
-    shutil.copytree(save, nvme)
-    return save, nvme, read_state(save, MODEL, source)
+    shutil.copytree(save, tmp_path / second)
+    return save, tmp_path / second, read_state(save, MODEL, source)
 
 
-@pytest.mark.usefixtures("near")
 def test_each_file_is_read_in_the_nearest_place_that_has_it(tmp_path: Path) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     (nvme / shard(1)).unlink()
@@ -79,7 +77,6 @@ def test_each_file_is_read_in_the_nearest_place_that_has_it(tmp_path: Path) -> N
     assert {shard(0), shard(2)} < {Path(path).name for path in paths if "nvme" in path}
 
 
-@pytest.mark.usefixtures("near")
 def test_a_place_may_have_all_files_alone(tmp_path: Path) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     shutil.rmtree(save)
@@ -87,11 +84,8 @@ def test_a_place_may_have_all_files_alone(tmp_path: Path) -> None:
     assert look_at_job(str(save), also=[str(nvme)]).ranks == 3
 
 
-@pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("damage", ["other", "longer", "gone", "truncated"])
-def test_an_invalid_file_in_a_nearer_place_is_skipped(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_nearer_file_is_skipped(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of another size or content; or changed after its header was read."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     spoil = nvme / shard(1)
@@ -117,7 +111,6 @@ def test_an_invalid_file_in_a_nearer_place_is_skipped(
     assert len(warnings) <= 2, "one warning per place and rank"
 
 
-@pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("form", ["legacy", "zip"])
 def test_without_checksums_an_earlier_save_in_a_nearer_place_is_not_taken(form: str, tmp_path: Path) -> None:
     """It has the same names and sizes, and other bytes."""
@@ -188,7 +181,6 @@ def test_a_rank_that_sees_no_file_joins_those_that_do(tmp_path: Path) -> None:
     assert run_ranks(2, ask) == [False, False]
 
 
-@pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("live", [False, True], ids=["pass 1", "pass 2"])
 def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
     live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -221,7 +213,6 @@ def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
     assert "taken from another place" in caplog.text
 
 
-@pytest.mark.usefixtures("near")
 def test_the_last_error_is_raised_if_no_place_is_left(tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 2))
     targets = make_targets(MODEL, Topology(1, 1))
@@ -232,16 +223,13 @@ def test_the_last_error_is_raised_if_no_place_is_left(tmp_path: Path) -> None:
         load_rank(index, targets[0], Comm(), Options())
 
 
-def test_a_header_that_cannot_be_read_is_taken_from_the_next_place(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save, nvme, saved = two_places(tmp_path, Topology(1, 2))
+def test_an_unreadable_header_is_taken_from_the_next_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save, other, saved = two_places(tmp_path, Topology(1, 2), "other")
     os.truncate(save / shard(1), 1000)
-    check_content(load_scattered([save], MODEL, Topology(2, 3), nvme), saved)
+    check_content(load_scattered([save], MODEL, Topology(2, 3), other), saved)
     assert "is taken from another place" in caplog.text
 
 
-@pytest.mark.usefixtures("near")
 def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
     """A new node has no files; the second place alone has the files of a lost node."""
     save = write(tmp_path / "all", Topology(1, 4))
@@ -265,7 +253,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("name", [shard(1), STATES])
 def test_a_damaged_copy_is_refused_and_verify_tells_which_it_is(name: str, tmp_path: Path) -> None:
     """After it is deleted, as the message says, the next place is read."""
@@ -287,7 +274,6 @@ def test_a_damaged_copy_is_refused_and_verify_tells_which_it_is(name: str, tmp_p
     check_content(run_ranks(2, load), saved)
 
 
-@pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_conversions_and_exports_refuse_a_damaged_copy(nodes: int, tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 3))
@@ -364,9 +350,7 @@ def make_copies(folder: Path, count: int, nbytes: int = 10) -> Any:
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), None])
-def test_a_failing_place_is_tried_for_a_few_files_only(
-    error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_place_is_given_up(error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may take minutes to fail; wrong bytes in one file are no sign of a failing place."""
     index, tried = make_copies(tmp_path, 8), list[str]()
 
@@ -433,9 +417,7 @@ def test_commands_take_further_places(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["missing", "dangling"])
-def test_a_copy_is_later_than_its_save_and_no_other_one(
-    link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_copy_is_later_than_its_save(link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The CRC32s of the common files are the same."""
     save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
     shutil.copytree(save, near)

@@ -29,9 +29,9 @@ from tests.support.cases import (
     resume,
     topologies,
 )
-from tests.support.contents import check_content, check_load, collect, saved_buffers, touched_records
+from tests.support.contents import check_content, check_load, collect, touched_records
 from tests.support.covering import all_turns, params
-from tests.support.damage import flip, write_checksums
+from tests.support.damage import flip
 from tests.support.ranks import World
 from tests.support.reshard import (
     PATIENT,
@@ -229,12 +229,6 @@ def test_the_index_that_ranks_open_together_is_the_same(target: Topology, tmp_pa
     assert open_everywhere(path, targets) == open_for(path, targets[0])
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_files_without_checksums_load_all_the_same(tmp_path: Path, legacy: bool) -> None:
-    with write_checksums(False):
-        resume(Case(AWKWARD, Topology(1, 3), random_state(AWKWARD, 0), legacy), Topology(3, 2), tmp_path)
-
-
 def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:
     model = Model((Param("a", (3,)), Param("b", (5,))))
     files = build_files(model, random_state(model, 0), Topology(0), Run())
@@ -246,16 +240,6 @@ def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:
     raw = make_targets(model, Topology(0))
     (rank,) = load(open_for(tmp_path, raw[0]), raw)
     assert [float(rank.target.wrapped.state[flat.tensor]["step"]) for flat in raw[0].flats] == [3.0, 5.0]
-
-
-def test_saved_buffers_see_every_state(tmp_path: Path) -> None:
-    """The check itself compares everything that the target's files hold."""
-    ranks = resume(Case(AWKWARD, Topology(1, 2), random_state(AWKWARD, 0), False), Topology(3, 2), tmp_path)[1]
-    files = build_files(AWKWARD, random_state(AWKWARD, 0), Topology(3, 2))
-    held = random_state(AWKWARD, 0)
-    assert [entry.keys() for entry in saved_buffers(files, ranks[1], held)] == [
-        {"fp32", "exp_avg", "exp_avg_sq", "step"}
-    ] * 3
 
 
 # -- the whole module as a state dict, for users' own load functions ---------------------------------------------------

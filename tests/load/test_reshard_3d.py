@@ -21,7 +21,7 @@ from tests.support.contents import check_content
 from tests.support.covering import all_turns
 from tests.support.direct import check_loaded, run_load, run_refused
 from tests.support.ranks import run_ranks
-from tests.support.reshard import LIVE_LR, examples, groups_of, open_everywhere, temporary_folder
+from tests.support.reshard import examples, groups_of, open_everywhere, temporary_folder
 from tests.support.reshard3d import (
     KINDS,
     PIPELINE,
@@ -103,20 +103,15 @@ def test_any_topology_loads_into_any_other(trip: Trip) -> None:
 DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (4, 4)]
 
 
+HYBRIDS = [("hybrid4", (1, 4)), ("hybrid4", (4, 1)), ("hybrid2", (2, 1)), ("hybrid2", (1, 2))]
+
+
 @pytest.mark.parametrize(
-    ("kind", "degrees"), all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 1)
+    ("kind", "degrees"), [*all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 1), *HYBRIDS]
 )
 def test_every_pattern(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
     source, target = (Topology(2, 2, tp=tp) for tp in degrees)
     resume(draw_state(make_plain(["column", kind] if kind != "column" else [kind]), source), target, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("kind", "degrees"), [("hybrid4", (1, 4)), ("hybrid4", (4, 1)), ("hybrid2", (2, 1)), ("hybrid2", (1, 2))]
-)
-def test_shards_along_two_dimensions(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
-    source, target = (Topology(1, 1, tp=tp) for tp in degrees)
-    resume(draw_state(make_plain([kind]), source), target, tmp_path)
 
 
 # -- there and back again ---------------------------------------------------------------------------------------------
@@ -247,9 +242,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize(("saved", "live"), [(a, b) for a in STAGES for b in STAGES], ids=str)
-def test_every_stage_gets_its_own_copy_back(
-    saved: int, live: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_stage_gets_its_copy_back(saved: int, live: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With fewer stages the first stage's copy is taken, with a warning: DeepSpeed ties only ``tied_weight_attr``."""
     caplog.set_level(logging.WARNING, "deepspeed_ucp")
     source = draw_state(TIED3, STAGES[saved])
@@ -351,12 +344,6 @@ def test_the_loaders_own_flow(source: Topology, target: Topology, verify: str, t
     check_loaded(targets, wanted.state, wanted.locals)
     assert {client["epoch"] for _, _, client in results} == {4}
     assert len({report.state_bytes for _, report, _ in results}) == 1
-    read = sum(report.bytes_read for _, report, _ in results)
-    needed = [atom for atom in index.atoms.values() if atom.state != "copy"]
-    records = {
-        fragment.record for atom in needed for shard in atom.shards for fragment in shard.list_fragments(atom.state)
-    }
-    assert 0 < read <= sum(index.records[record].nbytes for record in records)
 
 
 TP2_PP2, ZERO3 = Topology(1, 2, tp=2, pp=2), Topology(3, 2, tp=2)
@@ -394,15 +381,3 @@ def test_a_tensor_that_only_one_tensor_parallel_rank_has_is_refused(tmp_path: Pa
     index = open_everywhere(more.write(tmp_path), more.make_targets())
     kind, text = run_refused(index, [more.make_targets()[0], fewer.make_targets()[1]], make_config(more.model))
     assert kind is MismatchError and "Tensor-parallel ranks hold different tensors: body.norm are not on" in text
-
-
-def test_weights_alone(tmp_path: Path) -> None:
-    """``load_optimizer_states=False`` leaves optimizers as they are and reads no states."""
-    source = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
-    wanted = expect(source, Topology(1, 2, "bf16"))
-    weights = {name: {"fp32": states["fp32"]} for name, states in wanted.state.atoms.items()}
-    wanted = replace(wanted, state=State(weights, {}, ({"lr": LIVE_LR},) * len(wanted.state.groups)))
-    _, ranks = load_wanted(source.write(tmp_path), wanted, make_config(source.model), with_states=False)
-    for rank in ranks:
-        assert not rank.target.wrapped.state
-        assert {key.state for key in rank.work.touched} <= {"fp32", "module", "copy"}

@@ -34,9 +34,9 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [False, True], ids=["load", "refresh"])
-def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fails(
-    after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_marks_the_engine(after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In DeepSpeed's own load, or in the refresh after it."""
+
     class Engine(SimpleNamespace):
         load_universal_checkpoint = staticmethod(lambda: False)
 
@@ -123,9 +123,7 @@ def test_the_collective_end_of_a_load_does_not_wait_for_a_rank_that_failed_alone
 
 
 @pytest.mark.parametrize("arguments", [{"load_module_only": True}, {"load_optimizer_states": False}])
-def test_weights_alone_do_not_mend_an_engine_whose_optimizer_is_half_loaded(
-    arguments: dict[str, bool], tmp_path: Path
-) -> None:
+def test_weights_alone_do_not_mend_half_loaded_optimizer_states(arguments: dict[str, bool], tmp_path: Path) -> None:
     (tmp_path / "tag").mkdir()
     (tmp_path / "tag" / STATES).touch()
     (tmp_path / "latest").write_text("tag")
@@ -243,9 +241,7 @@ def test_a_checkpoints_own_folder_is_loaded(
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_deepspeeds_load_is_given_the_tag_and_must_find_it(
-    found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeeds_load_must_find_the_given_tag(found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself it would look for ``latest``, and begin from scratch without it."""
     (tmp_path / "tag").mkdir()
     (tmp_path / "tag" / STATES).touch()
@@ -264,9 +260,7 @@ def test_deepspeeds_load_is_given_the_tag_and_must_find_it(
         resume(engine, str(tmp_path), None, {}, UniversalConfig(), load)
 
 
-def test_a_tag_without_a_seal_is_passed_over_by_name(
-    falling_back: FallingBack, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tag_without_a_seal(falling_back: FallingBack, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its save was cut off; if no tag has a seal, seals were off."""
     assert falling_back.load(seal=True) == "global_step3"
     for tag in ("global_step1", "global_step2"):
@@ -307,9 +301,7 @@ def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_marked(falli
     assert falling_back.load() == "global_step2"
 
 
-def test_a_failed_load_releases_its_memory_before_an_older_tag_is_loaded(
-    falling_back: FallingBack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_load_releases_its_memory(falling_back: FallingBack, monkeypatch: pytest.MonkeyPatch) -> None:
     with without_collector() as failing:
 
         def load(_job: LoadContext, tag: str) -> tuple[str, None]:
@@ -328,10 +320,8 @@ def test_an_error_that_is_no_fault_of_the_files_is_raised(kind: type[Exception],
     assert falling_back.tried == ["global_step3"]
 
 
-def test_a_further_place_out_of_reach_is_an_error_only_if_older_tags_are_needed(
-    falling_back: FallingBack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may hold the newest of them."""
+def test_a_place_out_of_reach(falling_back: FallingBack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is an error only if older tags are needed, because it may hold the newest of them."""
     there, scan = str(tmp_path / "there"), os.scandir
 
     def look(path: str) -> Any:
@@ -349,9 +339,7 @@ def test_a_further_place_out_of_reach_is_an_error_only_if_older_tags_are_needed(
 
 
 @pytest.mark.parametrize("name", ["", STATES], ids=["folder", "file"])
-def test_files_out_of_reach_keep_their_kind_up_to_the_load(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_out_of_reach_keep_their_kind(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model((Param("a", (3, 5)),))
     for place in ("first", "other"):
         write_checkpoint(tmp_path / place, model, random_state(model, 0), Topology(1, 2), tag="tag")

@@ -153,9 +153,7 @@ def check_weights(held: Held, rank: FakeTarget, flat: EngineBuffer, files: tuple
 
 
 @pytest.mark.parametrize("source", LOST[:2], ids=lambda each: each.label)
-def test_weights_alone_need_no_complete_set_of_states(
-    source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_need_no_whole_states(source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One of the unused files is missing; a load with states is refused."""
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0, precision=source.precision), source))
     next(tmp_path.glob("*zero_pp_rank_1_*optim_states.pt")).unlink()

@@ -176,9 +176,7 @@ def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) 
 
 @pytest.mark.parametrize("topology", [Topology(0), Topology(1), Topology(3)], ids=lambda t: t.label)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, Eager])
-def test_a_separate_thawed_group_restarts_in_a_trained_engine(
-    optimizer: Any, topology: Topology, tmp_path: Path
-) -> None:
+def test_a_separate_thawed_group_restarts_in_a_used_engine(optimizer: Any, topology: Topology, tmp_path: Path) -> None:
     """Its next step equals that of a fresh engine, even if the optimizer creates states only at construction."""
     keys = ("exp_avg", "exp_avg_sq") if optimizer is torch.optim.AdamW else ("sum",)
     saved = Model((Param("a", (7, 3)), Param("b", (5,), None, frozen=True)))

@@ -140,9 +140,7 @@ def test_files_of_a_killed_load_are_removed(tmp_path: Path) -> None:
     assert list(left.iterdir()) == []
 
 
-def test_an_error_while_files_are_put_in_place_marks_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_while_files_are_replaced_marks_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     replace, done = os.replace, []
 

@@ -153,9 +153,8 @@ def test_a_tags_folder_given_as_load_dir_is_found_below_further_places(ranks: in
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_a_node_that_cannot_list_the_folder_takes_the_tag_of_the_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
-) -> None:
+def test_a_node_that_cannot_list_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
+    """It takes the tag of the others."""
     closed = str(folder.parent / "closed")
     for function, path in (("scandir", closed), ("stat", f"{closed}/latest")):
         monkeypatch.setattr(os, function, partial(refuse_path, getattr(os, function), path))
@@ -175,9 +174,7 @@ def test_places_behind_the_one_that_has_the_tag_are_not_asked(folder: Path, monk
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_one_rank_asks_a_store_whether_it_has_the_tag(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
-) -> None:
+def test_one_rank_asks_a_store_for_the_tag(folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
     """Another rank may lack a module for the store, and its error would leave the others in a collective."""
     (folder / "latest").write_text("global_step7")
     look, asked = tags._look, list[str]()

@@ -142,9 +142,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
 
 
 @pytest.mark.parametrize("target", [Topology(1, 2), Topology(0, 2), Topology(3, 3)], ids=lambda each: each.label)
-def test_memory_is_lent_again_when_its_bytes_have_arrived(
-    late: SimpleNamespace, target: Topology, tmp_path: Path
-) -> None:
+def test_memory_is_lent_again_once_its_bytes_arrived(late: SimpleNamespace, target: Topology, tmp_path: Path) -> None:
     """Direct reads and staged ones, by several threads."""
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))

@@ -56,9 +56,7 @@ def resume(folder: Path, source: Topology, target: Topology) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda topology: topology.label if topology else "itself")
-def test_its_saves_load_everywhere_and_all_saves_into_it(
-    tmp_path: Path, made_up: Wrapper, other: Topology | None
-) -> None:
+def test_its_saves_load_everywhere_and_others_into_it(tmp_path: Path, made_up: Wrapper, other: Topology | None) -> None:
     resume(tmp_path / "from", make_topology(made_up, 2), other or make_topology(made_up, 4))
     resume(tmp_path / "into", other or make_topology(made_up, 4), make_topology(made_up, 3))
 
