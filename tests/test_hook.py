@@ -73,29 +73,21 @@ def test_an_error_of_deepspeeds_load_gets_notes_if_the_plugin_would_help(
     config: dict[str, Any], folder: str, ranks: int, notes: bool | str, tmp_path: Path
 ) -> None:
     write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="tag")
-    engine = FakeEngine(_config=SimpleNamespace(**config))
-    found = _fail(engine, tmp_path / folder, {"data-parallel ranks": ranks})
-    if notes:
-        assert "data-parallel ranks 2 → 3" in found and '"checkpoint": {"universal": true}' in found
-        assert ("made before deepspeed_ucp was imported" in found) is (notes is not True)
-    else:
-        assert not found
-
-
-def _fail(engine: FakeEngine, folder: Path, facts: dict[str, Any]) -> str:
-    """Return the notes of the error of a failing load, in an engine with these facts."""
-
-    def original(*_: Any, **__: Any) -> None:
-        raise AssertionError("its own words")
-
+    engine, facts = FakeEngine(_config=SimpleNamespace(**config)), {"data-parallel ranks": ranks}
+    fail = mock.Mock(side_effect=AssertionError("its own words"))
     names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     own = lambda _, tag: (*(str(Path(tag) / name) for name in names), facts)  # noqa: E731
     with (
         mock.patch("deepspeed_ucp.load.resume.describe_own_files", own),
         pytest.raises(AssertionError, match="its own words") as raised,
     ):
-        hook._load_checkpoint(original, engine, str(folder), "tag")
-    return "".join(getattr(raised.value, "__notes__", []))
+        hook._load_checkpoint(fail, engine, str(tmp_path / folder), "tag")
+    found = "".join(getattr(raised.value, "__notes__", []))
+    if notes:
+        assert "data-parallel ranks 2 → 3" in found and '"checkpoint": {"universal": true}' in found
+        assert ("made before deepspeed_ucp was imported" in found) is (notes is not True)
+    else:
+        assert not found
 
 
 def test_deepspeed_handles_a_folder_without_checkpoint(tmp_path: Path) -> None:

@@ -84,18 +84,13 @@ def read_given(path: str) -> Any:
         return megatron.create_ds_config(lambda *_: {})
 
 
-def write(reader: str, folder: Path, document: bytes) -> str:
-    name, _ = READERS[reader]
-    put = put_header if name == "model.safetensors" else Path.write_bytes
-    put(folder / name, document)
-    return name
-
-
 def is_refused(reader: str, folder: Path, document: bytes) -> bool:
     """Return True if a reader raises an error of the package; it must name the file."""
-    name = write(reader, folder, document)
+    name, read = READERS[reader]
+    put = put_header if name == "model.safetensors" else Path.write_bytes
+    put(folder / name, document)
     try:
-        READERS[reader][1](str(folder))
+        read(str(folder))
     except UcpError as error:
         assert name in str(error)  # noqa: PT017 - some documents are read
         return True

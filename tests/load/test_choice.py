@@ -30,14 +30,6 @@ STATES = "mp_rank_00_model_states.pt"
 MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
 
 
-def find(folder: Path, stage: int, optimizer: Any) -> list[str]:
-    """Describe how an optimizer differs from the saved one."""
-    topology = Topology(stage)
-    path = write_checkpoint(folder, MODEL, random_state(MODEL, 0), topology)
-    target = FakeTarget(MODEL, topology, 0, optimizer)
-    return list(target.find_other_kinds(open_for(path, target)))
-
-
 def test_files_of_another_writer_or_save(tmp_path: Path) -> None:
     """Other writers' files have other names, or DeepSpeed's load does not read them. It counts an older save's files,
     of more tensor-parallel ranks.
@@ -75,7 +67,9 @@ OPEN = (
     ],
 )
 def test_an_optimizer_of_another_kind(optimizer: Any, expected: list[str], tmp_path: Path) -> None:
-    assert find(tmp_path, 1, optimizer) == expected
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
+    target = FakeTarget(MODEL, Topology(1), 0, optimizer)
+    assert list(target.find_other_kinds(open_for(path, target))) == expected
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5")

@@ -26,10 +26,11 @@ from deepspeed_ucp.plan.rounds import LoadPlan, Round
 from tests.support.contents import check_load
 from tests.support.covering import all_turns
 from tests.support.descriptors import list_open
+from tests.support.direct import write
 from tests.support.ranks import run_ranks
 from tests.support.reads import item, read_of
 from tests.support.reshard import load, make_targets, open_for
-from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+from tests.synth import Model, Param, Topology
 
 
 def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
@@ -93,8 +94,7 @@ def test_replicas_are_sent_in_parts(size: int, share: int, tmp_path: Path, monke
 
     monkeypatch.setattr(transfer, "_pack", note_sent)
     monkeypatch.setattr(transfer, "_split_received", note_received)
-    state = random_state(MODEL, 0)
-    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    path, state = write(tmp_path, Topology(1, 3), MODEL)
     _, ranks = check_load(path, MODEL, Topology(0, size), state, window=4 * share)
     assert 0 < max(sizes) <= 2 * share
     plans = [rank.plan.rounds for rank in ranks if rank.plan]
@@ -187,9 +187,8 @@ def test_a_rank_without_memory_is_an_error_of_all_ranks(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["list_claims", "make_owner_plan", "make_plan"])
 def test_lack_of_memory_in_a_plan_ends_all_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = random_state(MODEL, 0)
     targets = make_targets(MODEL, Topology(0, 2))
-    index = open_for(write_checkpoint(tmp_path, MODEL, state, Topology(1, 3)), targets[0])
+    index = open_for(write(tmp_path, Topology(1, 3), MODEL)[0], targets[0])
     work, calls = getattr(transfer, name), list[int]()
 
     def fail(*args: Any) -> Any:
@@ -240,7 +239,6 @@ def test_only_other_machines_get_bytes(hosts: str, share: int, tmp_path: Path, m
 
     monkeypatch.setattr(memory, "identify_host", lambda: numbers.host)
     monkeypatch.setattr("deepspeed_ucp.load.transfer.share_memory", share_by_rank)
-    state = random_state(MODEL, 0)
-    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    path, state = write(tmp_path, Topology(1, 3), MODEL)
     check_load(path, MODEL, Topology(0, 4), state, window=4 * share)
     assert {(hosts[one], hosts[two]) for one, two in sent} == {(x, y) for x in hosts for y in hosts if x != y}

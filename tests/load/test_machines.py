@@ -39,13 +39,7 @@ from tests.synth import Model, Param, Run, Topology, random_state, read_state
 
 
 @examples(40)
-@given(
-    data=st.data(),
-    case=cases(max_dp=5),
-    target=topologies(max_dp=5),
-    hosts=st.integers(1, 4),
-    times=st.booleans(),
-)
+@given(data=st.data(), case=cases(max_dp=5), target=topologies(max_dp=5), hosts=st.integers(1, 4), times=st.booleans())
 def test_any_files_on_any_machines(data: st.DataObject, case: Case, target: Topology, hosts: int, times: bool) -> None:
     """Every byte is read once, by a rank that sees its file."""
     with temporary_folder() as folder:

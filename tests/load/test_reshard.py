@@ -19,16 +19,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError
 from deepspeed_ucp.extensions.custom_load import CustomLoad, assemble_module
 from deepspeed_ucp.load.context import LoadContext, LoadReport
-from tests.support.cases import (
-    AWKWARD,
-    KINDS,
-    Case,
-    cases,
-    keep_what_travels,
-    pair_id,
-    resume,
-    topologies,
-)
+from tests.support.cases import AWKWARD, KINDS, Case, cases, keep_what_travels, pair_id, resume, topologies
 from tests.support.contents import check_content, check_load, collect, touched_records
 from tests.support.covering import all_turns, params
 from tests.support.damage import flip
@@ -44,17 +35,7 @@ from tests.support.reshard import (
     take_a_step,
     temporary_folder,
 )
-from tests.synth import (
-    Model,
-    Param,
-    Run,
-    State,
-    Topology,
-    build_files,
-    random_state,
-    read_state,
-    write_files,
-)
+from tests.synth import Model, Param, Run, State, Topology, build_files, random_state, read_state, write_files
 
 # -- invariants 1 to 4 over everything ------------------------------------------------------------------------------
 

@@ -19,19 +19,14 @@ from tests.properties.samples import run_cli
 from tests.support.cases import keep_what_travels, resume
 from tests.support.contents import check_content, collect
 from tests.support.conversion import convert_checkpoint
-from tests.support.expertmodels import FUSED, NATIVE, NATIVES, expert_trips, expert_trips_3d, make_router
+from tests.support.expertmodels import FUSED, NATIVE, NATIVES, expert_trips, expert_trips_3d, make_router, needs_autoep
 from tests.support.reshard import examples, make_targets, open_for, temporary_folder
 from tests.support.reshard3d import draw_state, expect, load_all, load_wanted, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
 from tests.synth.expertfiles import expert_file, expert_optim_file
 from tests.synth.files import optim_file
 
-KINDS = pytest.mark.parametrize("fused", [False, True], ids=["deepspeed", "autoep"])
-
-
-def skip_without_autoep(fused: bool) -> None:
-    if fused:
-        pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
+KINDS = pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_autoep)], ids=["deepspeed", "autoep"])
 
 
 @KINDS
@@ -39,7 +34,6 @@ def skip_without_autoep(fused: bool) -> None:
 @given(data=st.data(), chunk=st.sampled_from((16, 64, 1000)))
 def test_any_placement_of_experts_loads_into_any_other(fused: bool, data: st.DataObject, chunk: int) -> None:
     """Degrees of each layer, stages, wrappers, precisions, orders of ranks and of groups, groups cut by size."""
-    skip_without_autoep(fused)
     case, target = data.draw(expert_trips(fused=fused))
     note(f"{case.topology.label}→{target.label}")
     with temporary_folder() as folder:
@@ -51,7 +45,6 @@ def test_any_placement_of_experts_loads_into_any_other(fused: bool, data: st.Dat
 @given(data=st.data())
 def test_there_and_back_again(fused: bool, data: st.DataObject) -> None:
     """A→B→A: B's state is saved as B would save it and loaded into A: equal to A's first state to the bit."""
-    skip_without_autoep(fused)
     case, there = data.draw(expert_trips(fused=fused).filter(lambda trip: trip[1].stage > 0))
     note(f"{case.topology.label}→{there.label}→{case.topology.label}")
     with temporary_folder() as folder:
@@ -66,7 +59,6 @@ def test_there_and_back_again(fused: bool, data: st.DataObject) -> None:
 @given(data=st.data())
 def test_experts_under_tensor_and_pipeline_parallelism(fused: bool, data: st.DataObject) -> None:
     """Whole experts on all ranks of a stage, cut ones, pipelines of three kinds, both orders of the groups."""
-    skip_without_autoep(fused)
     trip = data.draw(expert_trips_3d(fused=fused))
     wanted, config = trip.wanted, make_config(trip.source.model)
     note(f"{trip.source.topology.label}→{trip.target.label}")
@@ -84,7 +76,6 @@ def test_experts_under_tensor_and_pipeline_parallelism(fused: bool, data: st.Dat
 @given(data=st.data())
 def test_conversions_of_experts(fused: bool, data: st.DataObject) -> None:
     """diff(x, convert(x)) is empty, and a load of the conversion is the load; folded, cut, in pipelines."""
-    skip_without_autoep(fused)
     trip = data.draw(expert_trips_3d(fused=fused).filter(lambda each: each.written and each.source.topology.stage > 0))
     wanted, config = trip.wanted, make_config(trip.source.model)
     note(f"{trip.source.topology.label}→{trip.target.label}")
@@ -163,9 +154,9 @@ def test_a_missing_optimizer_of_older_releases_is_named(tmp_path: Path) -> None:
         open_and_compare(path)
 
 
+@needs_autoep
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_second_name_of_a_router_is_a_tie(stage: int, tmp_path: Path) -> None:
-    skip_without_autoep(fused=True)
     model = replace(FUSED, params=(*make_router("0.mlp", "weight", (4, 2), fused=True), *FUSED.params))
     topology = Topology(stage, 2, ep=(2,))
     path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
@@ -174,8 +165,8 @@ def test_the_second_name_of_a_router_is_a_tie(stage: int, tmp_path: Path) -> Non
     assert {key.name for key in index.atoms} == {param.name for param in model.owners}
 
 
+@needs_autoep
 def test_a_file_of_another_expert_is_refused(tmp_path: Path) -> None:
-    skip_without_autoep(fused=True)
     path = write_checkpoint(tmp_path, FUSED, random_state(FUSED, 0), Topology(1, 2, ep=(2,)))
     first, second = (path / expert_file(0, number) for number in (0, 1))
     torch.save(torch.load(second), first)
@@ -183,9 +174,9 @@ def test_a_file_of_another_expert_is_refused(tmp_path: Path) -> None:
         open_and_compare(path)
 
 
+@needs_autoep
 def test_a_file_of_another_expert_parallel_rank_is_refused(tmp_path: Path) -> None:
     """AutoEP under AutoTP records the ranks in every file."""
-    skip_without_autoep(fused=True)
     path = draw_state(FUSED, Topology(1, 2, tp=2, ep=(4,))).write(tmp_path)
     changed = path / optim_file(Topology(1), 1, 1)
     content = torch.load(changed, weights_only=False)

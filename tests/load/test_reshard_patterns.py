@@ -35,13 +35,8 @@ from tests.support.reshard3d import (
     refuse,
     resume,
 )
-from tests.synth import (
-    Local,
-    Run,
-    Topology,
-    build_local_files,
-    write_files,
-)
+from tests.support.wholes import read_whole
+from tests.synth import Local, Run, Topology, build_local_files, write_files
 
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
@@ -70,19 +65,12 @@ def test_differing_replicas_are_refused(param: str, state: str, target: Topology
     assert '"pattern": "partial"' in message
 
 
-def read_whole(folder: Path, name: str, state: str) -> torch.Tensor:
-    """Read a whole tensor, in one range and by rows, as conversions do."""
+def read_tensor(folder: Path, name: str, state: str) -> list[torch.Tensor]:
+    """Read a whole tensor in one range, and by rows, as conversions do."""
     index = open_checkpoint(str(folder), Comm())
     tensor = assemble_full_tensors(index).tensors[AtomKey(name, state)]
-    made = torch.empty(tensor.shape)
-    width = made[0].numel()
-    memory = memoryview(made.view(-1).numpy()).cast("B")
     with AtomReader(index) as reader:
-        for step in (tensor.numel, width):
-            starts = range(0, tensor.numel, step)
-            wants = [tensor.want(start, step) for start in starts]
-            reader.read_tensors(wants, [memory[start * 4 :][: step * 4] for start in starts])
-    return made
+        return [read_whole(reader, tensor, step) for step in (None, tensor.shape[-1])]
 
 
 @pytest.fixture
@@ -109,14 +97,15 @@ def test_parts_in_common_that_differ_are_refused(state: str, shared_rows: dict[s
     config, wanted = UniversalConfig(threads=1), expect(source, Topology(2, 3))
     source.write(tmp_path / "equal", run)
     load_wanted(tmp_path / "equal", wanted, config)
-    assert read_whole(tmp_path / "equal", "body.shared", state).equal(source.state.atoms["body.shared"][state])
+    for found in read_tensor(tmp_path / "equal", "body.shared", state):
+        assert found.equal(source.state.atoms["body.shared"][state])
     held = source.locals
     held[1].state.atoms["body.shared"][state][4, 2] += 1  # row 7 of the whole
     write_files(tmp_path / "drifted", build_local_files(held, source.topology, run))
     text = rf"body\.shared \({state}\): tensor-parallel ranks 0 and 1 have a part in common"
     refuse(tmp_path / "drifted", wanted, config, MismatchError, text)
     with pytest.raises(MismatchError, match=text):
-        read_whole(tmp_path / "drifted", "body.shared", state)
+        read_tensor(tmp_path / "drifted", "body.shared", state)
     load_all(tmp_path / "drifted", expect(source, Topology(2, 3, tp=2)).make_targets(), config)
 
 
@@ -194,7 +183,6 @@ def test_rules_that_contradict_shapes_are_refused(kind: str, rule: dict[str, Any
 
 
 def test_a_rule_that_matches_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "deepspeed_ucp")
     source = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
     rules = [{"match": r".*\.column", "pattern": "shard-v"}, {"match": r".*\.absent", "pattern": "shard-h"}]
     wanted = expect(source, Topology(1, 2))

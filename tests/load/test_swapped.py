@@ -36,6 +36,7 @@ def check_file(data: bytes, tensor: torch.Tensor) -> None:
 
 
 FEWER = Model(tuple(replace(each, shape=(each.shape[0] - 2, *each.shape[1:])) for each in MODEL.params))
+SOME = Model(tuple(param for param in MODEL.params if param.name in ("a", "small")))
 RESIZED = {"resize": [{"match": "b", "new": "mean"}, {"match": ".*"}]}
 
 
@@ -86,8 +87,7 @@ def test_weights_alone_leave_the_states(tmp_path: Path) -> None:
 
 
 def test_parameters_that_the_checkpoint_lacks_keep_their_values(tmp_path: Path) -> None:
-    fewer = Model(tuple(param for param in MODEL.params if param.name in ("a", "small")))
-    path = write_checkpoint(tmp_path, fewer, state := random_state(fewer, 0), Topology(1, 2))
+    path, state = write(tmp_path, model=SOME), random_state(SOME, 0)
     target = SwappedTarget(tmp_path / "swap", Topology(3))
     before = target.look()
     run_load(open_for(path, target), target, load_module_strict=False)
@@ -98,9 +98,7 @@ def test_parameters_that_the_checkpoint_lacks_keep_their_values(tmp_path: Path) 
 
 
 def test_a_swap_file_that_is_cut_short_is_not_kept(tmp_path: Path) -> None:
-    fewer = Model(tuple(param for param in MODEL.params if param.name in ("a", "small")))
-    path = write_checkpoint(tmp_path, fewer, random_state(fewer, 0), Topology(1, 2))
-    target = SwappedTarget(tmp_path / "swap", Topology(3))
+    path, target = write(tmp_path, model=SOME), SwappedTarget(tmp_path / "swap", Topology(3))
     (target.folder / "0_9.tensor.swp").write_bytes(bytes(100))
     with pytest.raises(UcpError, match=r"0_9.tensor.swp: has 100 bytes, 724 are expected. The swap file is damaged"):
         run_load(open_for(path, target), target, load_module_strict=False)

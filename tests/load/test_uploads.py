@@ -18,9 +18,10 @@ from deepspeed_ucp.io.memory import ScratchPool, allocate_large, find_address
 from deepspeed_ucp.load import destinations, transfer
 from deepspeed_ucp.load.destinations import GpuUploads, TensorSink, Uploads, choose_uploads
 from tests.support.contents import check_load
+from tests.support.direct import write
 from tests.support.ranks import run_ranks
 from tests.support.reshard import load, make_targets, open_for
-from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+from tests.synth import Model, Param, Topology
 
 MODEL = Model((Param("a", (300, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
 
@@ -144,8 +145,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
 @pytest.mark.parametrize("target", [Topology(1, 2), Topology(0, 2), Topology(3, 3)], ids=lambda each: each.label)
 def test_memory_is_lent_again_once_its_bytes_arrived(late: SimpleNamespace, target: Topology, tmp_path: Path) -> None:
     """Direct reads and staged ones, by several threads."""
-    state = random_state(MODEL, 0)
-    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    path, state = write(tmp_path, Topology(1, 3), MODEL)
     _, ranks = check_load(path, MODEL, target, state, window=1 << 12)
     threads = max(rank.transfer.threads for rank in ranks if rank.transfer)
     assert all(made.count <= late.most + 2 * threads for made in late.made)
@@ -155,8 +155,7 @@ def test_memory_is_lent_again_once_its_bytes_arrived(late: SimpleNamespace, targ
 
 @pytest.mark.usefixtures("late")
 def test_an_error_waits_for_copies_in_progress(tmp_path: Path) -> None:
-    state = random_state(MODEL, 0)
-    path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
+    path, _ = write(tmp_path, Topology(1, 3), MODEL)
     targets = make_targets(MODEL, Topology(0, 2))
     index = open_for(path, targets[0])
     Path(index.files[-1].path).write_bytes(b"")

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import gcd
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 from deepspeed_ucp.extensions.experts.names import is_expert
 from tests.support.cases import Case, states
 from tests.support.reshard3d import KINDS, Held, draw_state, expect, make_layer
-from tests.synth import (
-    ExpertLayer,
-    Layer,
-    Model,
-    Param,
-    Topology,
-    contiguous,
-    interleaved,
-)
+from tests.synth import ExpertLayer, Layer, Model, Param, Topology, contiguous, interleaved
 from tests.synth.files import list_model_writers
 from tests.synth.stages import Placement
+
+needs_autoep = pytest.mark.skipif(
+    find_spec("deepspeed.checkpoint.autoep_affine") is None, reason="DeepSpeed before 0.19 has no AutoEP"
+)
 
 NATIVE = ".deepspeed_moe.experts.deepspeed_experts."
 NATIVES = Model(
