@@ -49,7 +49,6 @@ _RESHARDS = [
     test_reshard.test_an_optimizer_that_has_stepped_takes_the_saved_state,
     test_reshard.test_a_flipped_bit_anywhere_in_a_needed_record_is_found,
     test_reshard_3d.test_any_topology_loads_into_any_other,
-    test_reshard_3d.test_there_and_back_again,
     test_reshard_atomic.test_any_topology_by_way_of_an_atomic_checkpoint,
 ]
 

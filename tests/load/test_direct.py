@@ -48,7 +48,7 @@ from tests.support.direct import (
     start,
     write,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import current_rank, run_ranks
 from tests.support.reshard import SENTINEL, FakeTarget, groups_of, make_targets, open_for, take_a_step
 from tests.synth import Model, Param, Run, State, Topology
 
@@ -370,49 +370,48 @@ def test_one_ranks_mismatch_ends_all_ranks(culprit: int, tmp_path: Path) -> None
     assert kind is MismatchError and f"[rank {culprit}]" in text
 
 
-def first_of(owner: Any, *_: object) -> torch.Tensor:
-    return owner.flats[0].data  # type: ignore[no-any-return]
-
-
-OWNER = {
-    "looks at its buffers": (Buffer, "allow_in_place", lambda buffer: buffer.tensor),
-    "looks for its state file": (direct, "_find_own_file", lambda _index, target: first_of(target)),
-    "prepares its reads": (transfer, "choose_uploads", lambda sinks, _threads: sinks[0].buffer.tensor),
-    "reads": (Transfer, "_work", lambda one, *_: one.work.sinks[0].buffer.tensor),
-    "fills its buffers": (Work, "commit", lambda work: work.buffers[0].tensor),
-    "makes its copies": (FakeTarget, "refresh_copies", first_of),
+FAILING = {
+    "looks at its buffers": (Buffer, "allow_in_place"),
+    "looks for its state file": (direct, "_find_own_file"),
+    "lists its claims": (transfer, "list_claims"),
+    "plans its blocks": (transfer, "make_owner_plan"),
+    "plans its reads": (transfer, "make_plan"),
+    "prepares its reads": (transfer, "choose_uploads"),
+    "reads": (Transfer, "_work"),
+    "fills its buffers": (Work, "commit"),
+    "makes its copies": (FakeTarget, "refresh_copies"),
 }
-"""A function of a load, and the tensor among its arguments by which a rank is recognised."""
+"""Functions of a load."""
 COLLECTIVE = {"fills its buffers": "refresh_copies", "makes its copies": "gather_copies"}
 """After the engine has changed: the next collective call of DeepSpeed."""
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize(
-    ("error", "kind", "text"),
+    ("error", "refusal"),
     [
-        (MemoryError(), RemoteError, "out of memory"),
-        (OSError(5, "Input/output error"), StorageError, "a file: Input/output error (EIO)"),
+        (MemoryError(), (RemoteError, "out of memory")),
+        (OSError(5, "Input/output error"), (StorageError, "a file: Input/output error (EIO)")),
     ],
     ids=["memory", "storage"],
 )
-@pytest.mark.parametrize("where", OWNER)
+@pytest.mark.parametrize("where", FAILING)
 def test_one_rank_that_fails_ends_all_ranks(
     where: str,
     error: Exception,
-    kind: type[Exception],
-    text: str,
+    refusal: tuple[type, str],
     culprit: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (owner, name, find_tensor), collective = OWNER[where], COLLECTIVE.get(where, "")
+    kind, text = refusal
+    (owner, name), collective = FAILING[where], COLLECTIVE.get(where, "")
     path, _ = write(tmp_path, ZERO1)
     targets = make_targets(PLAIN, Topology(3, 3))
     index, work, reached = open_for(path, targets[0]), getattr(owner, name), list[int]()
 
     def fail(*args: Any) -> Any:
-        if find_tensor(*args).data_ptr() == first_of(targets[culprit]).data_ptr():
+        if culprit == (args[0].comm.rank if name == "_work" else current_rank()):  # other threads read
             raise error
         return work(*args)
 

@@ -174,22 +174,6 @@ def all_states(optimizer: Any) -> Iterable[torch.Tensor]:
     return (value for state in optimizer.state.values() for key, value in state.items() if key != "step")
 
 
-def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> None:
-    """The first pass discards bytes for live memory (buffers that are not ``uncommitted``)."""
-    case = Case(AWKWARD, Topology(1, 3), random_state(AWKWARD, 0), False)
-    path = case.write(tmp_path)
-    for target in KINDS:
-        targets = make_targets(AWKWARD, target)
-        index = open_for(path, targets[0])
-        for rank in prepare_all(index, targets):
-            live = {flat.data.data_ptr() for flat in rank.target.flats if flat.data.numel()}
-            live |= {extra.data.data_ptr() for extra in rank.extras if extra.data.numel()}
-            work = rank.work
-            filled = [sink.buffer for sink in work.sinks] + [work.buffers[number] for number, _, _ in work.wants.blanks]
-            for buffer in filled:
-                assert buffer.uncommitted == (buffer.tensor.data_ptr() not in live)
-
-
 def test_all_ranks_read_equal_parts_of_shared_bytes(tmp_path: Path) -> None:
     model = Model((Param("a", (1000,)), Param("b", (37,)), Param("f", (500,), frozen=True)))
     _, ranks = resume(Case(model, Topology(1, 4), random_state(model, 0), False), Topology(0, 3), tmp_path)

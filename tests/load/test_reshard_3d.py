@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, note
-from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from tests.support.cases import pair_id
-from tests.support.contents import check_content
 from tests.support.covering import all_turns
 from tests.support.direct import check_loaded, run_load, run_refused
 from tests.support.ranks import run_ranks
@@ -31,11 +29,9 @@ from tests.support.reshard3d import (
     VOCAB,
     Held,
     Trip,
-    collect_locals,
     draw_state,
     edit,
     expect,
-    load_all,
     load_numbers,
     load_wanted,
     make_config,
@@ -55,9 +51,7 @@ from tests.synth import (
     State,
     Topology,
     bidirectional,
-    build_local_files,
     interleaved,
-    write_files,
 )
 
 
@@ -112,49 +106,6 @@ HYBRIDS = [("hybrid4", (1, 4)), ("hybrid4", (4, 1)), ("hybrid2", (2, 1)), ("hybr
 def test_every_pattern(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
     source, target = (Topology(2, 2, tp=tp) for tp in degrees)
     resume(draw_state(make_plain(["column", kind] if kind != "column" else [kind]), source), target, tmp_path)
-
-
-# -- there and back again ---------------------------------------------------------------------------------------------
-
-
-@st.composite
-def round_trips(draw: st.DrawFn) -> Trip:
-    """Trips without loss: one precision, equal copies, padding rows of zeros."""
-    trip = draw(trips())
-    source = trip.source
-    held = draw_state(source.model, source.topology, 1, equal_instances=True)
-    atoms = {name: dict(states) for name, states in held.state.atoms.items()}
-    for name, states in atoms.items():
-        plain = name.partition("#")[0]
-        if plain.endswith("word"):
-            for tensor in states.values():
-                tensor[VOCAB:] = 0
-        elif name != plain and plain.endswith("positions"):
-            atoms[name] = atoms[plain]
-    held = replace(held, state=replace(held.state, atoms=atoms))
-    target = trip.target if trip.target.precision == source.topology.precision else source.topology
-    target = replace(target, tp=trip.target.tp) if fits_all(source.model, trip.target.tp) else target
-    if target.kind == "raw":  # as a source it does not record its stages' layers
-        target = replace(target, placement=None)
-    return Trip(held, target, trip.options)
-
-
-def fits_all(model: Model, tp: int) -> bool:
-    return all(tp in KINDS[param.name.rpartition(".")[2]].degrees for param in model.params)
-
-
-@examples(40)
-@given(trip=round_trips())
-def test_there_and_back_again(trip: Trip) -> None:
-    """A→B→A: B's state is saved as B would save it and loaded into A: equal to A's first state to the bit."""
-    first, there = trip.source, trip.target
-    note(f"{first.topology.label}→{there.label}→{first.topology.label}")
-    with temporary_folder() as folder:
-        _, ranks = resume(first, there, folder / "a", **trip.options)
-        write_files(folder / "b", build_local_files(collect_locals(ranks, there), there, Run(garbage=float("nan"))))
-        back = first.make_targets()
-        _, again = load_all(folder / "b", back, make_config(first.model), **trip.options)
-        check_content(again, first.state, first.locals)
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------

@@ -182,12 +182,7 @@ ADVICE = '"fallback": true loads the newest checkpoint that is complete.'
     ],
 )
 def test_fallback_is_recommended_only_if_it_has_an_effect(
-    fault: str,
-    tag: str | None,
-    options: dict[str, bool],
-    effective: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    fault: str, tag: str | None, options: Any, effective: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = FallingBack(tmp_path, monkeypatch)
     folder.fails = {f"global_step{step}": CheckpointError("cut off.") for step in (1, 2, 3)}

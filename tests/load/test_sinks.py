@@ -14,7 +14,7 @@ from deepspeed_ucp.load.destinations import Buffer, TensorSink, Work
 from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.plan.wants import Mean, Wants
 from tests.plan.planning import make_index
-from tests.support.ranks import run_ranks
+from tests.support.ranks import current_rank, run_ranks
 from tests.support.reads import item
 
 
@@ -140,13 +140,12 @@ def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
 
 def test_free_memory_counts_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks on two machines; each needs 40 bytes and a window of 10."""
-    hosts, free = ("a", "a", "b"), {"a": 134, "b": 67}
+    free = {"a": 134, "b": 67}
+    monkeypatch.setattr(transfer, "identify_host", lambda: "aab"[current_rank()])
+    monkeypatch.setattr(transfer, "measure_available", lambda: free["aab"[current_rank()]])
 
-    def decide(rank: int, comm: Comm) -> bool:
-        buffer = Buffer(torch.ones(10), uncommitted=False)
-        monkeypatch.setattr(transfer, "identify_host", lambda: hosts[comm.rank])
-        monkeypatch.setattr(transfer, "measure_available", lambda: free[hosts[comm.rank]])
-        return transfer.has_memory([buffer], 10, comm)
+    def decide(_rank: int, comm: Comm) -> bool:
+        return transfer.has_memory([Buffer(torch.ones(10), uncommitted=False)], 10, comm)
 
     assert run_ranks(3, decide) == [True] * 3
     free["a"] = 133

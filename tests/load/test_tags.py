@@ -83,16 +83,9 @@ ONE_RANK: list[tuple[str | None, list[str], Any, bool, str | None]] = [
 """Content of `latest`, places, tag, `fallback`, and the tag that is found."""
 
 
-@pytest.mark.parametrize(("latest", "places", "tag", "fallback", "expected"), ONE_RANK)
-def test_the_tag_that_one_rank_finds(
-    latest: str | None,
-    places: list[str],
-    tag: Any,
-    fallback: bool,
-    expected: str | None,
-    folder: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize("row", ONE_RANK)
+def test_the_tag_that_one_rank_finds(row: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    latest, places, tag, fallback, expected = row
     (folder / "latest").unlink()
     if latest is not None:
         (folder / "latest").write_text(latest)

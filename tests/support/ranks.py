@@ -18,6 +18,12 @@ import numpy as np
 from deepspeed_ucp.comm import Comm
 
 _POOL = ThreadPoolExecutor(max_workers=256, thread_name_prefix="rank")
+_here = threading.local()
+
+
+def current_rank() -> int:
+    """Return the rank whose thread this is."""
+    return int(_here.rank)
 
 
 class BrokenWorldError(Exception):
@@ -52,6 +58,7 @@ class World:
 
     def _run_rank(self, work: Callable[[int, Comm], Any], rank: int) -> Any:
         self.turns[rank].get()
+        _here.rank = rank
         result = _try(work, rank, ThreadComm(self, rank))
         self.ended.add(rank)
         if self.pending:

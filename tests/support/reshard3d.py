@@ -20,7 +20,7 @@ from deepspeed_ucp.engine.parallel import Instance, Place
 from deepspeed_ucp.extensions.experts.names import is_expert
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.tensor_parallel.rules import from_config
-from tests.support.contents import check_content, check_reads, collect
+from tests.support.contents import check_content, check_reads
 from tests.support.direct import run_load, run_refused
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, Loaded, Options, load_rank, open_everywhere, open_for
@@ -295,15 +295,6 @@ def resume(source: Held, topology: Topology, folder: Path, **options: Any) -> tu
     source.write(folder)
     wanted = expect(source, topology)
     return wanted, load_wanted(folder, wanted, make_config(source.model), **options)[1]
-
-
-def collect_locals(ranks: Sequence[Loaded], topology: Topology) -> dict[int, Local]:
-    """Return the state of every model-parallel rank after a load, from its buffers."""
-    held: dict[int, list[Loaded]] = {}
-    for rank in ranks:
-        held.setdefault(rank.target.place.mp_rank, []).append(rank)
-    layers = {mp: rank[0].target.layers for mp, rank in held.items()}
-    return {mp: Local(held[mp][0].target.model, collect(held[mp]), layers[mp]) for mp in sorted(held)}
 
 
 def edit(source: Held, change: Callable[[Mapping[int, Local]], None], folder: Path) -> Path:
