@@ -87,9 +87,7 @@ def test_experts_are_distributed_in_the_modules_order(live: int, saved: int) -> 
         names = name_all(2, experts)
         return ["in", "0.gate", *names[:size], "0.norm", "1.gate", *names[size:], "out"]
 
-    ranks = [
-        [range(rank * 4 // degree, (rank + 1) * 4 // degree) for rank in range(degree)] for degree in (live, saved)
-    ]
+    ranks = [[range(low, low + 4 // degree) for low in range(0, 4, 4 // degree)] for degree in (live, saved)]
     for make in (partial(name_all, 2), mix):
         names = list(dict.fromkeys(name for experts in ranks[0] for name in make(experts)))
         assert deal_experts(names, saved) == [make(experts) for experts in ranks[1]]

@@ -176,10 +176,9 @@ def test_transposing_conversions_are_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_incomplete_experts_are_refused(tmp_path: Path) -> None:
-    held = {f"model.layers.0.mlp.experts.{e}.gate_proj.weight": torch.ones(6, 16) for e in range(12)}
-    save_file(
-        {**held, "model.layers.0.mlp.experts.3.up_proj.weight": torch.ones(6, 16)}, tmp_path / "model.safetensors"
-    )
+    names = [*(f"{expert}.gate_proj" for expert in range(12)), "3.up_proj"]
+    held = {f"model.layers.0.mlp.experts.{name}.weight": torch.ones(6, 16) for name in names}
+    save_file(held, tmp_path / "model.safetensors")
     with pytest.raises(MismatchError, match=r"gate_up_proj is made of .*up_proj.weight: only .*0.gate_proj.weight"):
         read(tmp_path, Qwen2MoeForCausalLM(QWEN))
 

@@ -61,15 +61,8 @@ def test_an_installed_one_is_started_by_the_environment(kind: str, tmp_path: Pat
     """In a new virtual environment; an uninstallation removes all files."""
     source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
     shutil.copytree(ROOT / "deepspeed_ucp", source / "deepspeed_ucp", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in (
-        "setup.py",
-        "setup.cfg",
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "deepspeed_ucp_startup.py",
-        *STARTS,
-    ):
+    scripts = ("setup.py", "setup.cfg", "pyproject.toml", "deepspeed_ucp_startup.py")
+    for name in (*scripts, "README.md", "LICENSE", *STARTS):
         shutil.copy(ROOT / name, source)
     wheels.mkdir()
     build = [sys.executable, "-c", BUILD_WHEEL.format(kind, str(wheels))]

@@ -30,10 +30,8 @@ BOTH_WAYS = {
 
 
 def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIndex:
-    held = {name: (instances or {}).get(name, 1) for name in names}
-    atoms = [
-        Atom.of(n, MASTER, [((2,), Fragments("float32", []))], k) for n, count in held.items() for k in range(count)
-    ]
+    shards, counts = [((2,), Fragments("float32", []))], instances or {}
+    atoms = [Atom.of(name, MASTER, shards, number) for name in names for number in range(counts.get(name, 1))]
     return planning.make_index(atoms, instances=instances or {})
 
 
@@ -54,9 +52,8 @@ def test_one_set_of_rules_serves_both_directions(index: AtomicIndex, live: list[
 
 
 def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    rules = from_config(
-        {"rename": [{"from": "nothing", "to": "something"}], "resize": [{"match": "v"}, {"match": "w"}]}
-    )
+    resize = [{"match": "v"}, {"match": "w"}]
+    rules = from_config({"rename": [{"from": "nothing", "to": "something"}], "resize": resize})
     with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
         adaptation = Adaptation(make_index("w"), EngineView(), rules, None, True, make_index("w"), set())
         for extension in (Renames(), ResizedRows()):

@@ -91,9 +91,8 @@ def test_a_factored_state_of_one_row_is_no_other_optimizer(tmp_path: Path) -> No
 def test_parameters_that_were_not_frozen_in_the_save(tmp_path: Path) -> None:
     """DeepSpeed's load only compares the sizes of ZeRO 3's frozen parameters."""
     topology = Topology(3)
-    index = open_for(
-        write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), topology), FakeTarget(MODEL, topology, 0)
-    )
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), topology)
+    index = open_for(path, FakeTarget(MODEL, topology, 0))
     found = {}
     for name, param in {"saved": (4, 3), "shape": (3, 4)}.items():
         target = FakeTarget(Model((MODEL.params[0], Param("frozen", param, frozen=True))), topology, 0)

@@ -206,15 +206,15 @@ COMMON = {
 
 
 def same(left: Any, right: Any) -> bool:
+    if type(left) is not type(right):
+        return False
     if isinstance(right, (torch.Tensor, np.ndarray)):
-        return type(left) is type(right) and left.dtype == right.dtype and left.tolist() == right.tolist()
+        return left.dtype == right.dtype and left.tolist() == right.tolist()
     if isinstance(right, dict):
-        return (
-            type(left) is type(right) and list(left) == list(right) and all(same(left[k], v) for k, v in right.items())
-        )
+        return list(left) == list(right) and all(same(left[key], value) for key, value in right.items())
     if isinstance(right, (list, tuple)):
-        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
-    return type(left) is type(right) and left == right
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
 
 
 def read_trusted(folder: Path, value: Any) -> Any:

@@ -108,9 +108,7 @@ def test_an_atomic_index_says_what_the_source_says(tmp_path: Path) -> None:
         assert getattr(found, field) == getattr(index, field), field
     assert set(found.atoms) == {key for key in index.atoms if key[1] != COPY}
     assert all(len(atom.shards) == 1 for atom in found.atoms.values())
-    assert {key: atom.dtype for key, atom in found.atoms.items()} == {
-        key: index.atoms[key].dtype for key in found.atoms
-    }
+    assert all(atom.dtype == index.atoms[key].dtype for key, atom in found.atoms.items())
     assert all(record.crc is not None for record in found.records)
     assert found.topology.precision == "bfloat16"
     assert found.recorded["tied_modules.embed.word"] == {"kind": "shard-v", "vocab": 11}

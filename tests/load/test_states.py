@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import AdamW, NAdam
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
@@ -29,9 +30,7 @@ def make_files(model: Model = MODEL, topology: Topology | None = None) -> Files:
     return build_files(model, random_state(model, 0), topology or Topology(2, 2), Run())
 
 
-def prepare(
-    folder: Path, files: Files, live: Model = MODEL, optimizer: Any = torch.optim.AdamW, **options: Any
-) -> Loaded:
+def prepare(folder: Path, files: Files, live: Model = MODEL, optimizer: Any = AdamW, **options: Any) -> Loaded:
     """Prepare a load of a single rank."""
     target = FakeTarget(live, Topology(1), 0, optimizer)
     write_files(folder, files)
@@ -40,7 +39,7 @@ def prepare(
 
 def test_a_state_that_the_saved_hyper_parameters_would_switch_off(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="keeps max_exp_avg_sq by its hyper-parameters.*would switch that off"):
-        prepare(tmp_path, make_files(), optimizer=partial(torch.optim.AdamW, amsgrad=True))
+        prepare(tmp_path, make_files(), optimizer=partial(AdamW, amsgrad=True))
 
 
 def change_groups(files: Files, **fields: Any) -> Files:
@@ -51,7 +50,7 @@ def change_groups(files: Files, **fields: Any) -> Files:
     return files
 
 
-class Old(torch.optim.AdamW):
+class Old(AdamW):
     """AdamW as in torch before 2.7."""
 
     def __init__(self, params: Any, lr: float) -> None:
@@ -61,26 +60,16 @@ class Old(torch.optim.AdamW):
 
 
 RULES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
-    "NAdam": (
-        torch.optim.NAdam,
-        {},
-        "like those of Adam, this run.s optimizer is NAdam",
-        "NAdam needs mu_product of each parameter",
-    ),
+    "NAdam": (NAdam, {}, "like those of Adam, this run's optimizer is NAdam", "needs mu_product of each parameter"),
     "RAdam": (torch.optim.RAdam, {}, "like those of Adam, this run's optimizer is RAdam", ""),
-    "AdamW": (torch.optim.AdamW, {"decoupled_weight_decay": False}, "decoupled_weight_decay False → True", ""),
+    "AdamW": (AdamW, {"decoupled_weight_decay": False}, "decoupled_weight_decay False → True", ""),
     "Adam": (torch.optim.Adam, {"decoupled_weight_decay": True}, "True → False .weight_decay 0.01", ""),
-    "maximize": (torch.optim.AdamW, {"maximize": True}, "maximize True → False", ""),
-    "amsgrad": (
-        torch.optim.AdamW,
-        {"amsgrad": True},
-        "amsgrad True → False",
-        "this run's AdamW keeps exp_avg, exp_avg_sq. ",
-    ),
-    "the same": (torch.optim.AdamW, {"decoupled_weight_decay": True, "fused": True, "foreach": False}, "", ""),
-    "older torch": (torch.optim.AdamW, {}, "", ""),
+    "maximize": (AdamW, {"maximize": True}, "maximize True → False", ""),
+    "amsgrad": (AdamW, {"amsgrad": True}, "amsgrad True → False", "this run's AdamW keeps exp_avg, exp_avg_sq. "),
+    "the same": (AdamW, {"decoupled_weight_decay": True, "fused": True, "foreach": False}, "", ""),
+    "older torch": (AdamW, {}, "", ""),
     "to older torch": (Old, {"decoupled_weight_decay": True}, "", ""),
-    "no decay": (torch.optim.AdamW, {"decoupled_weight_decay": False, "weight_decay": 0.0}, "", ""),
+    "no decay": (AdamW, {"decoupled_weight_decay": False, "weight_decay": 0.0}, "", ""),
 }
 
 
@@ -117,13 +106,12 @@ def test_numbers_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -
         tree = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
         for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["norm"] = 0.5 + rank
-    with pytest.raises(
-        MismatchError, match=r"a.norm \(a number that differs between ranks, 0.5 on one and 1.5 on another\)"
-    ):
+    text = r"a.norm \(a number that differs between ranks, 0.5 on one and 1.5 on another\)"
+    with pytest.raises(MismatchError, match=text):
         prepare(tmp_path, files)
 
 
-class Counting(torch.optim.AdamW):
+class Counting(AdamW):
     """AdamW with its step count in the param groups, as DeepSpeed's FusedAdam has it."""
 
     def step(self, closure: Any = None) -> None:
@@ -135,7 +123,7 @@ class Counting(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("live", [Topology(1), Topology(0)], ids=lambda t: t.label)
-@pytest.mark.parametrize(("optimizer", "step"), [(torch.optim.AdamW, 3), (Counting, 3), (Counting, 0)])
+@pytest.mark.parametrize(("optimizer", "step"), [(AdamW, 3), (Counting, 3), (Counting, 0)])
 def test_new_parameters_start_under_the_step_of_the_others(
     optimizer: Any, step: int, live: Topology, tmp_path: Path
 ) -> None:
@@ -167,10 +155,10 @@ def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("topology", [Topology(0), Topology(1), Topology(3)], ids=lambda t: t.label)
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, Eager])
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.Adagrad, Eager])
 def test_a_separate_thawed_group_restarts_in_a_used_engine(optimizer: Any, topology: Topology, tmp_path: Path) -> None:
     """Its next step equals that of a fresh engine, even if the optimizer creates states only at construction."""
-    keys = ("exp_avg", "exp_avg_sq") if optimizer is torch.optim.AdamW else ("sum",)
+    keys = ("exp_avg", "exp_avg_sq") if optimizer is AdamW else ("sum",)
     saved = Model((Param("a", (7, 3)), Param("b", (5,), None, frozen=True)))
     live = Model((Param("a", (7, 3)), Param("b", (5,), 1)))
     state = random_state(saved, 0, keys, step=None if optimizer is Eager else 3)
@@ -192,7 +180,7 @@ def test_a_separate_thawed_group_restarts_in_a_used_engine(optimizer: Any, topol
         }
 
 
-class Closed(torch.optim.AdamW):
+class Closed(AdamW):
     """An optimizer whose step cannot be tried, as that of LBFGS."""
 
     def step(self, closure: Any = None) -> None:
@@ -250,7 +238,7 @@ def test_rounding_is_reported(state: str, stored: str, dtype: str, text: str) ->
 
 @pytest.mark.parametrize(
     ("optimizer", "count"),
-    [(torch.optim.AdamW, 0), (torch.optim.SGD, 0), (torch.optim.Adagrad, 0), (torch.optim.Adafactor, 1)],
+    [(AdamW, 0), (torch.optim.SGD, 0), (torch.optim.Adagrad, 0), (torch.optim.Adafactor, 1)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_step_that_depends_on_the_cut_is_reported(optimizer: Any, count: int, tmp_path: Path) -> None:

@@ -279,9 +279,8 @@ def test_level_and_text(case: Case, require: bool, root: str, caplog: pytest.Log
         return
     report_absent([folder], Comm(), require=False)
     advice = f" {ADVICE}" if case.level == "WARNING" else ""
-    assert [(each.levelname, each.getMessage()) for each in caplog.records] == [
-        (case.level, f"{folder}: {text}{advice}")
-    ]
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (case.level, f"{folder}: {text}{advice}")
 
 
 def test_a_folder_other_than_the_one_that_the_engine_saves_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
