@@ -127,15 +127,6 @@ def test_a_refused_load_leaves_the_engine_as_it_was(
         check_loaded([rank], state)
 
 
-def test_a_file_that_disappears_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
-    path, _, rank = start(tmp_path, Topology(1, 3, "bf16"))
-    index = open_for(path, rank)
-    (path / SHARD).unlink()
-    with pytest.raises(CheckpointError, match=f"{SHARD}: cannot be opened"):
-        run_load(index, rank)
-    check_untouched(rank)
-
-
 def test_a_damaged_client_tensor_is_refused_with_the_path_of_its_copy(tmp_path: Path) -> None:
     path, _, rank = start(tmp_path / "first", run=RNG)
     shutil.copytree(path, tmp_path / "other")

@@ -62,6 +62,16 @@ def test_ranks_that_see_the_same_files_compare_no_content(tmp_path: Path, monkey
         assert all(file.places == () for file in index.files)
 
 
+def test_machines_with_saves_of_equal_names_and_sizes_differ(tmp_path: Path) -> None:
+    """One of them has the save of an older run."""
+    hosts = [tmp_path / f"host{number}" for number in range(2)]
+    ours, theirs = (write(host, Topology(1, 3), seed) for seed, host in enumerate(hosts))
+    sizes = [[(file.name, file.stat().st_size) for file in sorted(save.iterdir())] for save in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+    with pytest.raises(CheckpointError, match=rf"{shard(0)}: is one file on .* the nodes hold different copies"):
+        indices([ours, theirs, theirs])
+
+
 @pytest.mark.parametrize("form", ["zip", "legacy"])
 def test_other_times_on_every_machine_are_one_save(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some file systems report other times. A large file without a directory is identified by its time."""
