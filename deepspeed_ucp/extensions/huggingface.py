@@ -64,11 +64,7 @@ class Reading:
     declared_new: frozenset[str] = frozenset()
 
     def carry_out(self, index: AtomicIndex) -> AtomicIndex:
-        """Return the index under the model's names.
-
-        Raises:
-            MismatchError: as for :func:`.derive`.
-        """
+        """Return the index under the model's names."""
         return derive(index, self.made, self.dropped) if self.made or self.dropped else index
 
     def describe(self) -> str:
@@ -242,10 +238,6 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
     Args:
         saved: shapes of the tensors in the file, by name.
         memory: names in the model.
-
-    Raises:
-        UnsupportedError: a conversion moves elements within a tensor.
-        MismatchError: inputs of a conversion are missing.
     """
     reading = Reading()
     if not _is_pretrained(model):

@@ -174,9 +174,6 @@ class WorkOptions:
         """Return (threads, bytes per read of a thread). A thread holds about three times these bytes.
 
         The window may limit the number of threads.
-
-        Args:
-            source: folder of the source.
         """
         threads = max(min(self.count(source), self.window // (3 * ALIGNMENT)), 1)
         most = self.window // (3 * threads) // ALIGNMENT * ALIGNMENT

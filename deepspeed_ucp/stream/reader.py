@@ -29,14 +29,7 @@ from ..torchsave.torchfile import TorchFile, read_header
 
 
 def refuse_scattered(index: AtomicIndex, reason: str) -> None:
-    """Refuse a checkpoint with files that only other machines have.
-
-    Args:
-        reason: why all files are needed.
-
-    Raises:
-        UnsupportedError: this rank does not find all files.
-    """
+    """Refuse a checkpoint with files that only other machines have."""
     if index.access.is_partial and not all(file.places for file in index.files):
         raise UnsupportedError(
             f"ranks see different files of this checkpoint, and {reason}. Copy all files to a place that every rank "
@@ -65,15 +58,7 @@ class AtomReader(RecordReader):
         return super().open_copy(path, file)
 
     def read_tensors(self, wants: Sequence[Want], memory: Sequence[memoryview]) -> list[Checked]:
-        """Read ranges of full tensors; means of shards are computed, and replicas are compared.
-
-        Args:
-            memory: for each want.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-            MismatchError: replicas differ.
-        """
+        """Read ranges of full tensors; means of shards are computed, and replicas are compared."""
         pairs = list(zip(wants, memory, strict=True))
         sinks = [MemorySink(data, want.itemsize) for want, data in pairs]
         plain = [replace(want, destination=number) for number, want in enumerate(wants) if not want.is_mean]
@@ -88,11 +73,7 @@ class AtomReader(RecordReader):
         return checks
 
     def read_want(self, want: Want) -> bytearray:
-        """Return the bytes of a want.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
+        """Return the bytes of a want."""
         data = bytearray(want.nbytes)
         self.read(list_reads([want]), [MemorySink(memoryview(data), want.itemsize)])
         return data
@@ -165,9 +146,6 @@ def check_copy(path: str, file: FileRef) -> None:
     """Compare a copy of a file with the index.
 
     A copy without a zip directory passes if it is the only one, or if the index has no CRC32 of the directory.
-
-    Raises:
-        CheckpointError: the copy is another file, or cannot be read.
     """
     if file.header_crc is None:
         return
@@ -224,9 +202,6 @@ def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> in
 
     Returns:
         Number of bytes that this rank has read.
-
-    Raises:
-        CheckpointError: a record is damaged; equal on all ranks.
     """
     return verify_reads([Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ())], index, comm)
 
@@ -240,11 +215,7 @@ def send_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> li
 
 
 def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> int:
-    """Read the unread parts of records and compare their CRC32s; returns the number of bytes read.
-
-    Args:
-        received: merged checks of all ranks.
-    """
+    """Read the unread parts of records and compare their CRC32s; returns the number of bytes read."""
     records, gaps, joined = index.records, list[Read](), dict[int, list[Checked]]()
     for number, group in groupby(received, attrgetter("record")):
         if records[number].crc is None:
@@ -268,11 +239,7 @@ def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> 
 
 
 def _describe_damage(index: AtomicIndex, number: int, crc: int) -> CheckpointError:
-    """Describe a damaged record.
-
-    Args:
-        crc: the CRC32 that was found.
-    """
+    """Describe a damaged record."""
     record = index.records[number]
     file = index.files[record.file]
     fact = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"

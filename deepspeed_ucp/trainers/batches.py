@@ -53,11 +53,7 @@ class BatchSizes:
         return config.total_batch == "live" or job.total_batch in (None, self.total)
 
     def fit(self, folder: str, job: SavedJob) -> tuple[int, int]:
-        """Find (micro batch, accumulation) that make the saved total batch.
-
-        Raises:
-            MismatchError: these ranks cannot make it.
-        """
+        """Find (micro batch, accumulation) that make the saved total batch."""
         fitting = adapt_batch(job.total_batch or self.total, self.micro, self.ranks)
         return fitting or self.refuse(folder, job, "Use a number of ranks that divides it")
 
@@ -94,21 +90,13 @@ def warn_unknown_batch(job: SavedJob, folder: str, total: int) -> None:
 
 
 def refuse_weights(job: SavedJob, folder: str, advice: str) -> None:
-    """Refuse to resume from weights alone.
-
-    Raises:
-        CheckpointError: the folder has no optimizer states.
-    """
+    """Refuse to resume from weights alone."""
     if job.weights_alone:
         raise CheckpointError(f"has only weights ({job.format}) and cannot be resumed. {advice}.", path=folder)
 
 
 def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None:
-    """Refuse a stateful data loader's position in another world.
-
-    Raises:
-        UnsupportedError: the world is another one.
-    """
+    """Refuse a stateful data loader's position in another world."""
     ranks = connect().size
     if job.ranks != ranks:
         raise UnsupportedError(

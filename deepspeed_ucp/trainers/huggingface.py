@@ -62,11 +62,7 @@ def find_state(trainer: Any) -> TrainerState:
 
 
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.train``: resume from a complete folder, or start a new run from its weights (collective).
-
-    Raises:
-        CheckpointError: the folder is incomplete, and with ``fallback`` all before it are too.
-    """
+    """``Trainer.train``: resume from a complete folder, or start a new run from its weights (collective)."""
     call, config = inspect.signature(original).bind(trainer, *args, **kwargs), find_options(trainer)
     folder = call.arguments.get("resume_from_checkpoint")
     trainer._ucp_state = TrainerState()
@@ -190,11 +186,6 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
 
     Returns:
         The micro batch to train with.
-
-    Raises:
-        CheckpointError: the folder has no engine state.
-        MismatchError: the script sets another total batch, or these ranks cannot make the saved one.
-        UnsupportedError: ``auto_find_batch_size`` with transformers 4, whose gradients would have another size.
     """
     args, comm = trainer.args, connect()
     by_trial: bool = args.auto_find_batch_size
@@ -290,9 +281,6 @@ def set_initial_training_values(
 
     With ``dataloader_drop_last`` the trainer drops a partial micro batch of all ranks, but not a partial step. With
     accumulation, an epoch may therefore have an additional step.
-
-    Raises:
-        MismatchError: the epoch has another number of steps for another reason.
     """
     values = original(trainer, args, dataloader, *more)
     folder = find_state(trainer).resumed
@@ -367,11 +355,7 @@ def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **
 
 
 def load_engine(original: Callable[..., None], engine: Any, folder: str, load_module_strict: bool = True) -> None:
-    """``deepspeed_load_checkpoint``: load any format, although the original requires folders named ``global_step*``.
-
-    Raises:
-        CheckpointError: the folder has no checkpoint.
-    """
+    """``deepspeed_load_checkpoint``: load any format, although the original requires folders named ``global_step*``."""
     if get_config(engine) is None:
         original(engine, folder, load_module_strict=load_module_strict)
         return
@@ -381,12 +365,7 @@ def load_engine(original: Callable[..., None], engine: Any, folder: str, load_mo
 
 
 def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """``Trainer._load_optimizer_and_scheduler``: with load_lr_scheduler_states=False, advance this run's schedule.
-
-    Raises:
-        MismatchError: the saved schedule has more param groups, such as that of a run without an adapter.
-        UnsupportedError: the schedule cannot be advanced.
-    """
+    """``Trainer._load_optimizer_and_scheduler``: with load_lr_scheduler_states=False, advance this run's schedule."""
     config = find_options(trainer)
     if config is None or checkpoint is None:
         original(trainer, checkpoint)
@@ -410,11 +389,7 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
 
 
 def advance(schedule: Any, steps: int) -> None:
-    """Advance a new schedule by a number of steps.
-
-    Raises:
-        UnsupportedError: the schedule depends on the results of the steps.
-    """
+    """Advance a new schedule by a number of steps."""
     if isinstance(schedule, LambdaLR):
         schedule.last_epoch = steps - 1
         schedule.step()

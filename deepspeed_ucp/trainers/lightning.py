@@ -40,12 +40,7 @@ Both Lightning and DeepSpeed divide each loss by the accumulation, so gradients 
 def load_checkpoint(
     original: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """``DeepSpeedStrategy.load_checkpoint``: load a checkpoint of any world (collective).
-
-    Raises:
-        MismatchError: it has another total batch.
-        UnsupportedError: it has the position of a stateful data loader in another world.
-    """
+    """``DeepSpeedStrategy.load_checkpoint``: load a checkpoint of any world (collective)."""
     config = get_config(strategy.model)
     if config is not None:
         finish_folders(config, os.path.dirname(os.path.abspath(checkpoint_path)), connect())
@@ -98,9 +93,6 @@ def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any)
 
     Args:
         fitting: load the optimizer's states too.
-
-    Raises:
-        CheckpointError: the folder has no state of Lightning.
     """
     path, engine = os.path.join(folder, META), strategy.deepspeed_engine
 
@@ -188,11 +180,7 @@ def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> in
 
 
 def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> Any:
-    """``_TrainingEpochLoop.on_run_start``: warn about data that a resumed epoch repeats or skips.
-
-    Raises:
-        ConfigError: Lightning has wrapped an elastic sampler in its distributed one.
-    """
+    """``_TrainingEpochLoop.on_run_start``: warn about data that a resumed epoch repeats or skips."""
     trainer = loop.trainer
     if get_config(trainer.strategy.model) is not None:
         loaders = trainer.fit_loop._combined_loader.flattened

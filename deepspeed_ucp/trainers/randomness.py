@@ -78,17 +78,7 @@ def _choose_device(states: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
 
 
 def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int], States]) -> None:
-    """Restore this rank's generators from the files of a saved job, as :mod:`deepspeed_ucp.rng` does (collective).
-
-    Args:
-        engine: has loaded the checkpoint.
-        folder: folder of the files, for messages.
-        job: the job that saved them.
-        read: reads the file of a rank.
-
-    Raises:
-        CheckpointError: a file is damaged; the same on every rank.
-    """
+    """Restore this rank's generators from the files of a saved job, as :mod:`deepspeed_ucp.rng` does (collective)."""
     comm, place = connect(), find_place(engine)
     ranks, tensor = range(job.ranks), job.model_ranks
     digests = comm.share(ranks, lambda rank: {name: digest(state) for name, state in read(rank).items()})

@@ -68,11 +68,7 @@ def _read_placement(layer: Mapping[str, Any]) -> Placement:
 
 
 def _read_map(affine: Mapping[str, Any]) -> Placement:
-    """Return the placement in an affine map of ``deepspeed/checkpoint/affine.py``.
-
-    Raises:
-        ValueError: a piece has other elements than those of whole experts.
-    """
+    """Return the placement in an affine map of ``deepspeed/checkpoint/affine.py``."""
     shape = tuple(affine["logical_shape"])
     strides, numel = [prod(shape[dim + 1 :]) for dim in range(len(shape))], prod(shape[1:])
     ranks = {int(rank): entry for rank, entry in affine["ranks"].items()}

@@ -185,9 +185,6 @@ class SavedExperts(ExpertFiles, SaveExtension):
 
         Returns:
             Nothing for a group without experts.
-
-        Raises:
-            CheckpointError: the number of files or AutoEP's placement contradict the group.
         """
         placements, optim = save.model(mp).facts.get("placements", {}), save.shards[mp][0].optim
         counts = optim.partition_count if optim else ()
