@@ -51,6 +51,9 @@ ASKED = "ucp_asked_batch"
 BEGUN = ("ucp_begun_ranks", "ucp_begun_accumulation")
 """Keys of a ds_config: ranks and micro batches per step at the start of the run, if a resume has changed them."""
 
+SHUFFLED = "ucp_shuffled"
+"""Key of a ds_config: 1 + seed of the order of samples, if Accelerate shuffles them."""
+
 
 HELPERS = ("lr_scheduler", "random_ltd", "data_sampler")
 """Keys of a state file: states of the learning-rate scheduler, the random-LTD scheduler and the data sampler."""
@@ -68,6 +71,7 @@ class SavedJob:
         accumulation: micro batches per step; None if unknown.
         asked: value of :data:`ASKED`; None if the job trained on the script's own batch.
         begun: values of :data:`BEGUN`; None if no resume has changed them.
+        shuffled: value of :data:`SHUFFLED`; None if unknown.
         format: name of a foreign format, which records neither ranks nor batch; empty for a DeepSpeed save.
         weights_alone: the checkpoint has no optimizer states.
     """
@@ -81,6 +85,7 @@ class SavedJob:
     begun: tuple[int, int] | None = None
     format: str = ""
     weights_alone: bool = False
+    shuffled: int | None = None
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
@@ -92,7 +97,8 @@ class SavedJob:
         ranks = (numbers.get("dp_world_size") or 1) * model_ranks
         ours, micro = map(numbers.get, BEGUN)
         begun = (ours, micro) if ours and micro else None
-        return cls(ranks, model_ranks, steps, total or None, numbers.get(BATCH_SIZES[2]), numbers.get(ASKED), begun)
+        batch = (total or None, numbers.get(BATCH_SIZES[2]), numbers.get(ASKED), begun)
+        return cls(ranks, model_ranks, steps, *batch, shuffled=numbers.get(SHUFFLED))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from ..errors import CheckpointError, ConfigError, pluralize
 from ..formats.latest import check_tag, holds_foreign
 from ..formats.open import look_at_job
 from ..load.client import read_objects
-from ..model.index import ASKED, BATCH_SIZES, SavedJob, to_integer
+from ..model.index import ASKED, BATCH_SIZES, SHUFFLED, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
 from ..saves.saver import finish_saves
 from .batches import (
@@ -96,7 +96,7 @@ def prepare_data_loader(original: Callable[..., Any], accelerator: Any, loader: 
 
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.save_state``: record how schedulers are stepped, warn of lost gradients (collective).
+    """``Accelerator.save_state``: record schedules and seed, warn of lost gradients (collective).
 
     Training continues while a new folder is written. In a folder with an older save, the state and Accelerate's files
     would come from different saves meanwhile.
@@ -113,6 +113,9 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
         for scheduler in _list_plain(accelerator):
             if scheduler.step_with_optimizer:
                 vars(scheduler.scheduler).setdefault(_RATE, _count_steps(scheduler, accelerator.num_processes))
+        seed = _find_seed(accelerator)
+        if seed is not None and isinstance(engine_and_config[0].config, dict):
+            engine_and_config[0].config[SHUFFLED] = seed + 1
     if engine_and_config is None or engine_and_config[1].save is None:
         return original(accelerator, *args, **kwargs)
     module = sys.modules["accelerate.accelerator"]
@@ -127,6 +130,22 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
         for engine in engines:
             finish_saves(engine, required=True)  # the script may remove older ones next
     return saved
+
+
+def _find_seed(accelerator: Any) -> int | None:
+    """Return the seed of the first data loader that Accelerate shuffles (``use_seedable_sampler``), or None."""
+    samplers = (loader.get_sampler() for loader in accelerator._dataloaders if hasattr(loader, "get_sampler"))
+    return next((sampler.initial_seed for sampler in samplers if hasattr(sampler, "initial_seed")), None)
+
+
+def _warn_order(accelerator: Any, folder: str, job: SavedJob) -> None:
+    """Warn about another order of samples than in the saved run."""
+    seed, saved = _find_seed(accelerator), job.shuffled and job.shuffled - 1
+    if seed is not None and saved not in (None, seed) and accelerator.is_main_process:
+        logger.warning(
+            f"{folder}: the samples have another order than in the saved run (seed {saved} → {seed}), so a partial "
+            "epoch repeats some and omits others. Keep the saved seed (set_seed, or data_seed)."
+        )
 
 
 def _find_parent(accelerator: Any) -> str:
@@ -150,6 +169,7 @@ def load_state(
     job = comm.once(lambda: _find_job(folder, is_foreign=is_foreign))
     if any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders):
         refuse_loader_position(folder, job, ", or skip_first_batches")
+    _warn_order(accelerator, folder, job)
     schedules = comm.run(
         lambda: [_convert(*schedule, job, comm.size) for schedule in _list_schedulers(accelerator, folder)]
     )

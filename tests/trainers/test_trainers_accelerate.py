@@ -82,6 +82,7 @@ def train(
     accumulation: int = 1,
     scheduler: str = "scaled",
     split: bool = False,
+    seed: int = 5,
     save: dict[int, str] | None = None,
     resume: str | None = None,
 ) -> Trained:
@@ -93,7 +94,7 @@ def train(
     """
     record = Trained()
     with choose_gloo(), listen(record.warnings):
-        accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler, split)
+        accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler, split, seed)
         if resume is not None:
             accelerator.load_state(resume)
         _train(record, accelerator, count, net, *prepared, save or {})
@@ -104,12 +105,12 @@ def train(
 
 
 def _prepare(
-    ds_config: dict[str, Any], micro: int, accumulation: int, scheduler: str, split: bool = False
+    ds_config: dict[str, Any], micro: int, accumulation: int, scheduler: str, split: bool = False, seed: int = 5
 ) -> tuple[Any, Count, Net, tuple[Any, ...]]:
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
     from accelerate.utils import set_seed
 
-    set_seed(5)
+    set_seed(seed)
     accelerator = Accelerator(
         gradient_accumulation_steps=accumulation,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config),
@@ -395,6 +396,13 @@ def test_another_total_batch_is_refused(
     options["resume"] = str(saved[0] / "five")
     for error in ucp_worlds.get(ranks).run(trainers_common.attempt, *arguments, **options):
         assert error.startswith("MismatchError") and advice in error
+
+
+def test_another_order_of_samples_is_a_warning(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
+    options: dict[str, Any] = {"micro": 4, "accumulation": 2, "resume": str(saved[0] / "five")}
+    for seed, warns in ((5, False), (6, True)):
+        (rest,) = ucp_worlds.get(1).run(train, str(saved[0]), make_config(2), seed=seed, **options)
+        assert any("another order than in the saved run (seed 5 → 6)" in text for text in rest.warnings) is warns
 
 
 def test_preserved_batches_apply_to_the_loop(saved: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:

@@ -16,7 +16,7 @@ from ...extensions.registry import REGISTRY, find_for_tree
 from ...io.interface import explain_failure
 from ...io.memory import pause_collection
 from ...io.paths import join_path
-from ...model.index import ASKED, BATCH_SIZES, BEGUN, HELPERS, Use, to_integer
+from ...model.index import ASKED, BATCH_SIZES, BEGUN, HELPERS, SHUFFLED, Use, to_integer
 from ...model.storage import ITEMSIZE, strip_compiled
 from ...model.wrappers import SCALER_STATE, STAGE, Form, Wrapper, find_saved
 from ...torchsave.objects import (
@@ -456,7 +456,7 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
 
 def _read_batch(config: Any) -> dict[str, int]:
     """Return the positive counts of a ds_config, which may be a path: batch sizes and the plugin's own keys."""
-    keys = (*BATCH_SIZES, ASKED, *BEGUN)
+    keys = (*BATCH_SIZES, ASKED, *BEGUN, SHUFFLED)
     sizes = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
     return {key: value for key, value in sizes.items() if type(value) is int and is_short(value) and value > 0}
 
