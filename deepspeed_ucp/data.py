@@ -46,6 +46,14 @@ def _digest(values: Sequence[float] | Ids | None) -> str | None:
     return None if values is None else hashlib.sha256(np.asarray(values, np.float64).tobytes()).hexdigest()[:16]
 
 
+def _rank(shards: Sequence[Any]) -> list[int] | None:
+    """Return the order of shards relative to their sorted names, which a moved folder keeps; None without names."""
+    try:
+        return sorted(range(len(shards)), key=shards.__getitem__)
+    except (TypeError, ValueError):
+        return None
+
+
 def _find_fetched(caller: FrameType | None) -> int | None:
     """Return the samples in a batch, if ``caller`` is the frame in which a ``DataLoader``'s worker fetches one.
 
@@ -396,7 +404,11 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         return self.size // self.lanes // (self.total_batch // self.lanes)
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {"lanes": self.lanes, "sizes": _digest(self.sizes)}
+        return super().describe() | {
+            "lanes": self.lanes,
+            "sizes": _digest(self.sizes),
+            "shards": _digest(_rank(self.shards)),
+        }
 
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
         width = self.total_batch // self.lanes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,8 @@ SIZES = (17, 40, 1, 0, 25, 33)
 
 def make_stream(rank: int, world: int, **more: Any) -> ElasticStream[int]:
     options: dict[str, Any] = {"sizes": SIZES, "total_batch": BATCH, "seed": 3, **more}
-    return ElasticStream(range(len(options["sizes"])), options.pop("sizes"), read, rank=rank, world=world, **options)
+    shards = options.pop("shards", range(len(options["sizes"])))
+    return ElasticStream(shards, options.pop("sizes"), read, rank=rank, world=world, **options)
 
 
 def step_ranks(orders: Sequence[Order], steps: int) -> list[list[int]]:
@@ -251,6 +253,7 @@ def test_set_epoch_keeps_the_position_in_an_epoch() -> None:
         *((make_sampler, {"dataset": 101}), (make_sampler, {"total_batch": 24}), (make_sampler, {"shuffle": False})),
         *((make_sampler, {"weights": [1] * 100}), (make_sampler, {"lengths": range(100)})),
         *((make_stream, {"lanes": 6}), (make_stream, {"shuffle": False}), (make_stream, {"sizes": SIZES[::-1]})),
+        (make_stream, {"shards": range(len(SIZES))[::-1]}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
 )
@@ -258,6 +261,17 @@ def test_another_order_is_refused(make: Callable[..., Order], change: dict[str, 
     with pytest.raises(MismatchError, match=f"had {next(iter(change)).replace('dataset', 'size')} .* cannot continue"):
         make(0, 1, **change).set_state(make(0, 1).get_state())
     make(0, 1, **change).set_state(make(0, 3, **change).get_state())
+
+
+def test_a_moved_folder_of_shards_keeps_their_order() -> None:
+    saved, moved, listed = (
+        make_stream(0, 1, shards=[Path(folder, name) for name in names])
+        for folder, names in (("old", "abcdef"), ("new", "abcdef"), ("old", "fedcba"))
+    )
+    moved.set_state(saved.get_state())
+    with pytest.raises(MismatchError, match="had shards"):
+        listed.set_state(saved.get_state())
+    assert make_stream(0, 1, shards=[object() for _ in SIZES]).describe()["shards"] is None
 
 
 def test_streams_and_samplers_refuse_each_others_states() -> None:
