@@ -152,12 +152,10 @@ def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> d
     For example, an encoder's embedding may have been saved under the name of the decoder's.
 
     Args:
-        model: a model of transformers.
         missing: names in the model that the file lacks.
         saved: names in the file that the model lacks.
 
-    Returns:
-        Name in the model → saved name, if exactly one is possible.
+    Returns the name in the model → saved name, if exactly one is possible.
     """
     if not _is_pretrained(model) or not getattr(model.config, "tie_word_embeddings", True):
         return {}  # an untied head has other values
@@ -275,12 +273,7 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
 
 
 def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedParam]:
-    """Invert a mapping: name in files → its parts of the model's tensors.
-
-    Args:
-        reading: mapping of a file's tensors.
-        shapes: shapes of the file's tensors.
-    """
+    """Invert a mapping: name in files → its parts of the model's tensors."""
     parts: dict[str, dict[int, Slice]] = defaultdict(dict)
     for new, made in reading.made.items():
         sizes = [count(shapes[piece.name]) // piece.count for piece in made.slices]

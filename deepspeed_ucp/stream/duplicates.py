@@ -257,11 +257,7 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
 
 
 def check_overlaps(atoms: Sequence[tuple[Atom, Layout]], index: AtomicIndex, comm: Comm) -> None:
-    """Compare the parts that shards of two tensor-parallel ranks have in common; collective.
-
-    Args:
-        atoms: with the source's layout.
-    """
+    """Compare the parts that two tensor-parallel ranks have in common; collective."""
     every = [chunk for atom, layout in atoms for pair in list_overlaps(atom, layout) for chunk in cut_pair(*pair)]
     pairs = every[comm.rank :: comm.size]
 

@@ -108,11 +108,6 @@ def assemble_full_tensors(
 
     Copies of parameters with a master are omitted: a load recreates them.
 
-    Args:
-        rules: the user's rules.
-        states: filter of states.
-        live: rules of a live engine.
-
     Raises:
         MismatchError: patterns are unknown or contradict the shapes; all in one message.
     """

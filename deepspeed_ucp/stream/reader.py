@@ -42,10 +42,6 @@ class AtomReader(RecordReader):
     """Thread-safe reader of a checkpoint.
 
     If a file has copies, each is checked when it is first used: its zip directory must have the CRC32 in the index.
-
-    Args:
-        index: the checkpoint.
-        options: further options of :class:`~..io.read.RecordReader`.
     """
 
     def __init__(self, index: AtomicIndex, **options: Any) -> None:
@@ -182,13 +178,8 @@ def _describe_difference(want: Want, shard: int, data: memoryview, other: memory
 def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
     """Read the unread parts of all records that any rank has read, and compare each CRC32; collective.
 
-    Each rank is responsible for every ``size``-th record among those that it can read.
-
-    Args:
-        read: this rank's reads.
-
-    Returns:
-        Number of bytes that this rank has read in addition.
+    Each rank is responsible for every ``size``-th record among those that it can read. Returns the number of bytes that
+    it has read in addition.
 
     Raises:
         CheckpointError: a record is damaged; equal on all ranks.
@@ -198,11 +189,7 @@ def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, thr
 
 
 def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> int:
-    """Read whole records, each on one rank, and compare their checksums; collective.
-
-    Returns:
-        Number of bytes that this rank has read.
-    """
+    """Read whole records, each on one rank, and compare their checksums; as :func:`verify_reads`."""
     return verify_reads([Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ())], index, comm)
 
 

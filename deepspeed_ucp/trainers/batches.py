@@ -70,8 +70,7 @@ class BatchSizes:
 def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
     """Add the number of ranks to a job whose format does not record it: one per file of random states.
 
-    Args:
-        pattern: pattern of the names of these files, with the rank as group.
+    ``pattern`` is that of the names of these files, with the rank as group.
     """
     if not job.format:
         return job

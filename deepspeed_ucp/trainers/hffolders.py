@@ -45,12 +45,8 @@ _RANDOM = {"python": "python", "numpy": "numpy", "torch": "cpu", "accelerator": 
 def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
     """Choose the folder of a resume; with ``fallback`` the newest complete one (collective).
 
-    Args:
-        args: arguments of the trainer.
-        wanted: a folder, or True for the newest one in the output folder.
-
-    Returns:
-        The folder, or True if there is none: the trainer reports that.
+    ``wanted`` is a folder, or True for the newest one in the output folder. If there is none, the result is True, and
+    the trainer reports that.
     """
     comm = connect()
     folders = comm.once(lambda: _list_folders(args.output_dir) if wanted is True else _list_before(os.fspath(wanted)))

@@ -180,12 +180,7 @@ def find_options(trainer: Any) -> UniversalConfig | None:
 def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalConfig) -> int:
     """Set the accumulation and per-device batch that make a checkpoint's total batch (collective).
 
-    Args:
-        folder: the trainer's ``checkpoint-N``.
-        micro: samples of a micro batch of this run, the upper limit.
-
-    Returns:
-        The micro batch to train with.
+    Returns the micro batch to train with, which has at most ``micro`` samples.
     """
     args, comm = trainer.args, connect()
     by_trial: bool = args.auto_find_batch_size
@@ -263,11 +258,7 @@ def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked
 
 
 def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
-    """Record the ranks and micro batches per step of the run's first launch, in the trainer and its saves.
-
-    Args:
-        now: ranks and micro batches of this launch.
-    """
+    """Record the ranks and micro batches of the run's first launch in its saves."""
     begun = job.begun or (job.ranks // job.model_ranks, job.accumulation or now[1])
     state = find_state(trainer)
     state.begun, state.uses_count = begun if begun != now else None, None
@@ -449,11 +440,7 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
 
 
 def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> float:
-    """Return the factor for losses of a model that ignores the number of items.
-
-    Args:
-        begun: ranks and micro batches per step in the run's first launch.
-    """
+    """Return the factor for losses of a model that ignores the number of items."""
     ranks, accumulation = _count_replicas(trainer), trainer.args.gradient_accumulation_steps
     adds_ranks = getattr(trainer.args, "average_tokens_across_devices", False)
     adds_micro = training and getattr(trainer, "loss_is_scaled_for_ga", None) is not False

@@ -89,11 +89,7 @@ def _note_loaders(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any) -> dict[str, Any]:
-    """Load a folder that Lightning saved under FSDP; returns Lightning's state (collective).
-
-    Args:
-        fitting: load the optimizer's states too.
-    """
+    """Load a folder that Lightning saved under FSDP; return its state (collective)."""
     path, engine = os.path.join(folder, META), strategy.deepspeed_engine
 
     def read() -> dict[str, Any]:
@@ -167,8 +163,7 @@ def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> in
         progress: saved progress of Lightning's loop; is changed.
         was, now: batches per step, in the saved run and in this one.
 
-    Returns:
-        The saved run's batches since its last whole step.
+    Returns the saved run's batches since its last whole step.
     """
     was = was or now
     for part in ("total", "current"):
@@ -222,11 +217,7 @@ def _warn_data(loop: Any, loaders: list[Any]) -> None:
 
 
 def _is_positioned(loader: Any, *, restored: bool) -> bool:
-    """Return True if a loader starts at the position of the run.
-
-    Args:
-        restored: the checkpoint has the states of stateful loaders.
-    """
+    """Return True if a loader starts at the position of the run."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     orders = (getattr(loader, name, None) for name in ("sampler", "dataset"))
     return (stateful and restored) or any(isinstance(order, Order) and order.follows for order in orders)

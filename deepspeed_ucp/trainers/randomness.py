@@ -49,10 +49,6 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
         keys: generator → key in that dict. The accelerator's key has a ``{}`` for the name of the device; its value may
             be a list with one state per device of the node.
         rank: the rank that wrote the file.
-
-    Raises:
-        CheckpointError: the file is damaged, or has another form.
-        UnsupportedError: the file has classes that are not known to be harmless.
     """
     if not os.path.isfile(path):
         return {}
