@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -144,26 +146,47 @@ def _find_name(fd: int) -> str:
         return f"file descriptor {fd}"
 
 
-def write_atomically(path: str, data: bytes, *, temporary: str | None = None) -> None:
-    """Replace a file: after a crash there is the old one or the new one.
+@contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """Context that yields the path of a temporary file in the same folder, and at its end renames it to ``path``.
 
-    Args:
-        temporary: path of the temporary file, for one writer at a time; default: in the same folder.
+    A temporary file that a killed process has left is used again. If another process uses it, the file gets another
+    name. After an error it is deleted.
     """
     folder, name = os.path.split(os.path.abspath(path))
-    aside = temporary or os.path.join(folder, f".{name}.ucp-tmp")
-    try:
-        with explain_full(path):
-            with open_to_write(aside) as fd:
-                write_at(fd, data, 0)  # overwrites: the blocks of an older file may be all that a full disk has
-                os.ftruncate(fd, len(data))
-                os.fsync(fd)
+    usual = os.path.join(folder, f".{name}.ucp-tmp")
+    with explain_full(path), open_to_write(usual) as fd:
+        aside = usual if _lock(fd, usual) else os.path.join(folder, f".{name}.{secrets.token_hex(4)}.ucp-tmp")
+        try:
+            yield aside
             os.replace(aside, path)
-            sync_folder(folder)
-    except DiskFullError:
-        with suppress(FileNotFoundError):
-            os.unlink(aside)
-        raise
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(aside)
+            raise
+
+
+def _lock(fd: int, path: str) -> bool:
+    """Lock an open file; return False if another process has locked or renamed it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def write_atomically(path: str, data: bytes) -> None:
+    """Replace a file: after a crash there is the old one or the new one. Several processes may do so at once."""
+    with replacing(path) as aside, open_to_write(aside) as fd:
+        write_at(fd, data, 0)
+        os.ftruncate(fd, len(data))
+        os.fsync(fd)
+    sync_folder(os.path.dirname(aside))
 
 
 def map_new_file(path: str, nbytes: int) -> memoryview:

@@ -280,8 +280,7 @@ class Staging:
 
     def point_at(self, name: str) -> None:
         """Write a checkpoint's name to ``latest_universal`` in the parent folder, atomically."""
-        temporary = self._name_sibling("latest")  # other outputs with this parent use other names
-        write_atomically(os.path.join(self.parent, LATEST), name.encode(), temporary=temporary)
+        write_atomically(os.path.join(self.parent, LATEST), name.encode())
 
     def _keep_entries(self) -> None:
         """Copy the entries of an output that is replaced which the new one does not write, to the new one."""

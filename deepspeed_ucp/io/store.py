@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from ..errors import CheckpointError
 from .direct import ALIGNMENT, LEAST, REFUSED, align, is_cached, is_worth_passing, reopen
-from .disk import explain_full, sync_file, write_atomically
+from .disk import explain_full, replacing, sync_file, write_atomically
 from .interface import ReadStream, Store, Stored, explain_failure
 from .memory import Scratch, drop_front
 from .paths import FOLDER, Entry, is_url
@@ -189,12 +189,11 @@ class LocalStore(Store):
 
     def put_file(self, path: str, source: str) -> None:
         """Copy its bytes and access rights; the folder is made if needed, and not synced."""
-        aside = f"{path}.ucp-tmp"
         with explain_full(path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
+        with replacing(path) as aside:
             shutil.copy(source, aside)
             sync_file(aside)
-            os.replace(aside, path)
 
     def remove(self, path: str) -> None:
         with suppress(FileNotFoundError):

@@ -204,23 +204,28 @@ def is_sealed(save: Snapshot, place: str) -> bool:
     )
 
 
-def find_fault(save: Snapshot, error: Exception) -> UcpError | None:
-    """Return the fault of a save's own files that no retry of its writing can mend, or None.
+def find_fault(save: Snapshot, error: Exception, *, is_repeated: bool = False) -> UcpError | None:
+    """Return the fault of a save that no retry of its writing can mend, or None.
 
     Args:
         error: raised by :func:`write_save`.
+        is_repeated: the attempt before, after which this node has written its files again, raised the same.
     """
     if isinstance(error, (UnsupportedError, TagTakenError)):
         return error
+    if not isinstance(error, CheckpointError) or isinstance(error, OutOfReachError):
+        return None
     folder = os.path.join(save.folder, save.tag)
     try:
-        for name in filter(is_state_file, os.listdir(folder) if isinstance(error, CheckpointError) else ()):
+        names = list(filter(is_state_file, os.listdir(folder)))
+        for name in names:
             read_file(folder, name)
     except (OutOfReachError, OSError):
         return None
     except UcpError as fault:
         return fault
-    return None
+    others = {finding.file for finding in error.findings if is_state_file(finding.file)}.difference(names)
+    return error if is_repeated and others else None  # another node writes its part only once
 
 
 def end_save(save: Snapshot, place: str) -> None:

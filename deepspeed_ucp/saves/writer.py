@@ -238,8 +238,9 @@ class PlaceWriter(threading.Thread):
                     end_save(save, self.folder)
                 prune_place(self.folder, save.destinations[self.folder], self._written, self._record_written)
         except Exception as error:  # noqa: BLE001 - other saves may still be written there
-            fault = find_fault(save, error)
-            why = str(fault or error) or repr(error)
+            why = str(error) or repr(error)
+            fault = find_fault(save, error, is_repeated=self._logged.get(save.tag) == why)
+            why = str(fault or why)
             if fault is None:
                 self._warn(why, save.tag)
             else:  # the save stays in memory

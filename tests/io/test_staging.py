@@ -449,3 +449,25 @@ def test_large_writes_start_at_once(tmp_path: Path) -> None:
         disk.write_parts(stream.fileno(), [b"head", data, b"tail"], (5 << 30) + 7)
         stream.seek((5 << 30) + 7)
         assert stream.read() == b"head" + data + b"tail"
+
+
+def test_several_writers_of_one_file(tmp_path: Path) -> None:
+    """Each write is whole, and no temporary file stays."""
+    path, texts = tmp_path / "latest", [b"global_step%d" % 10**number for number in range(8)]
+    path.write_bytes(texts[0])
+    seen, faults = set[bytes](), list[BaseException]()
+
+    def write(text: bytes) -> None:
+        try:
+            for _ in range(50):
+                write_atomically(str(path), text)
+                seen.add(path.read_bytes())
+        except OSError as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults and seen <= set(texts) and os.listdir(tmp_path) == ["latest"]

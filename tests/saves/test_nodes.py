@@ -17,7 +17,7 @@ from deepspeed_ucp.saves import budget
 from deepspeed_ucp.saves.memory import Snapshot
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
-from tests.saves.saving import PATIENCE, TAG, Run, begin, fail_save, make_parts, strip, write_both
+from tests.saves.saving import PATIENCE, TAG, Run, begin, fail_save, make_parts, strip, write_both, write_pending
 
 
 @pytest.fixture
@@ -127,3 +127,18 @@ def test_a_node_that_could_not_record_a_written_save_finds_it_in_the_place(nodes
     other.save()
     other.write_save()  # of other weights
     assert not nodes[1].write(wait=0.2)
+
+
+def test_a_part_that_another_node_has_damaged_is_given_up(nodes: list[Run], caplog: pytest.LogCaptureFixture) -> None:
+    """That node has written it and does not write it again."""
+    assert not nodes[0].write(wait=0.2)  # it has begun
+    assert nodes[1].write()
+    (save,), (part,) = nodes[0].job.list_saves(), nodes[1].job.list_saves()
+    (name,) = [Path(path).name for path in part.list_files()][:1]
+    (arrived,) = Path(nodes[0].place).glob(f".*/{name}")
+    os.truncate(arrived, 100)
+    writer = SaveWriter(nodes[0].job, PATIENCE)
+    assert not write_pending(writer)  # its own files may be the damaged ones: it writes them once more
+    assert write_pending(writer)
+    assert f"no retry can mend this: {arrived}" in caplog.text
+    assert save.list_lacking() == [nodes[0].place] and not save.list_pending()  # memory keeps it
