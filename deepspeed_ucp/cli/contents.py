@@ -40,7 +40,7 @@ Parameter: TypeAlias = dict[str, Any]
 """A parameter or buffer, as in the JSON.
 
 * ``instance``: number of the copy, if several pipeline stages hold the parameter
-* ``kind``: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` if no optimizer is known
+* ``kind``: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` if the files do not tell
 * ``shape``: logical shape; None if no pattern is known for its ``shards``, the shapes on each tensor-parallel rank
 * ``dtype``: of the master, or of the module's tensor; ``copy``: of the model's copy of a trained parameter
 * ``states``: state → dtype, masters first, copies left out
@@ -124,7 +124,7 @@ def _describe_parameter(
     why = settled.open[name].suggest() if name in settled.open else {}
     if name in settled.wrong:
         why = {"error": f"{name}: {settled.wrong[name]}"}
-    unowned = FROZEN if _knows_optimizer(index) else WEIGHTS
+    unowned = FROZEN if _knows_frozen(index) else WEIGHTS
     return {
         "name": name,
         "instance": param.instance,
@@ -143,9 +143,9 @@ def _describe_parameter(
     }
 
 
-def _knows_optimizer(index: AtomicIndex) -> bool:
-    """Return whether the files name the parameters that an optimizer owns."""
-    return any(key.state != MODULE for key in index.atoms)
+def _knows_frozen(index: AtomicIndex) -> bool:
+    """Return whether the files tell frozen parameters from trained ones and buffers."""
+    return not index.format and any(key.state != MODULE for key in index.atoms)
 
 
 def _sort_states(states: Mapping[str, Atom]) -> list[str]:
@@ -288,7 +288,7 @@ def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) 
 
 def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
     totals, optimizer, kinds = data["totals"], data["optimizer"], [row["kind"] for row in data["parameters"]]
-    others = "frozen and buffers" if _knows_optimizer(index) else "weights and buffers"
+    others = "frozen and buffers" if _knows_frozen(index) else "weights and buffers"
     parts = {"masters": "masters", "optimizer": "states", others: "module", "model copies": "copies"}
     sizes = [f"{name} {format_bytes(totals[part])}" for name, part in parts.items() if totals[part]]
     elements = "unknown" if totals["elements"] is None else format_count(totals["elements"])

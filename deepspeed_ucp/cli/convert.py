@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 
 from ..errors import pluralize
 from .common import (
@@ -17,6 +18,8 @@ from .common import (
     read_work_options,
 )
 from .printing import OK, emit, format_bytes, format_duration, list_fields
+
+logger = logging.getLogger("deepspeed_ucp")
 
 
 def add_parser(commands: Commands) -> None:
@@ -52,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
     """Convert; collective under mpirun and torchrun."""
     from ..comm import join_launch
     from ..convert import ConvertOptions, convert_index, default_destination
+    from ..tensor_parallel.rules import list_renames
 
     how = ConvertOptions(
         **read_work_options(options, least=16),
@@ -61,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
     )
     with join_launch() as comm:
         rules = comm.run(lambda: read_rules(options))
+        if list_renames(rules) or any(rule.resizes for rule in rules):
+            logger.warning("--patterns: rename and resize rules are for loads; the saved names and shapes are written")
         folders = find_folders(options.source, options.also, comm)
         index = open_index(options, folders, comm)
         destination = options.destination or default_destination(folders[0])

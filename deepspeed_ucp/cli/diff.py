@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     if options.config:
         return _compare_settings(options)
     if not options.tolerance >= 0:
-        raise ConfigError("--tolerance must not be negative.")
+        raise ConfigError("--tolerance must be a number of at least 0.")
     how = DiffOptions(
         **read_work_options(options, least=1),
         only=options.only,

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ConfigError, pluralize
 from ..io.paths import join_path
 from .common import (
     REPORT_KEYS,
@@ -118,10 +118,11 @@ def run(options: argparse.Namespace) -> int:
         only_weights = options.to == "hf" or options.weights_only
         folders = find_folders(options.checkpoint, options.also, comm)
         report = _export(options, open_index(options, folders, comm, weights_only=only_weights), comm)
+        tensors, files = pluralize(report.tensors, "tensor"), pluralize(len(report.files), "file")
         rate = format_bytes(report.bytes_read / max(report.seconds, 1e-9))
         lines = [
-            f"{report.destination}: {report.tensors} tensors ({format_count(report.parameters)} parameters, "
-            f"{'/'.join(report.dtypes)}), {format_bytes(report.bytes_written)} in {len(report.files)} files, in "
+            f"{report.destination}: {tensors} ({format_count(report.parameters)} parameters, "
+            f"{'/'.join(report.dtypes)}), {format_bytes(report.bytes_written)} in {files}, in "
             f"{format_duration(report.seconds)} ({rate}/s read)."
         ]
         if options.to == "hf" and not (options.adapter or exists(join_path(report.destination, CONFIG))):

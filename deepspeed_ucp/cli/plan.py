@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     for needed, names in _NEEDS.items():
         given = [f"--{name}" for name in names if getattr(options, name.replace("-", "_"))]
         if given and getattr(options, needed.replace("-", "_")) is None:
-            raise ConfigError(f"{', '.join(given)}: give {'' if needed == 'checkpoint' else '--'}{needed} too.")
+            raise ConfigError(f"{', '.join(given)}: give {'a ' if needed == 'checkpoint' else '--'}{needed} too.")
     data, lines = _plan_model(options) if options.checkpoint is None else _plan_resume(options)
     emit(options, data, lines)
     return OK if data["possible"] else FAULT

@@ -34,7 +34,8 @@ def add_parser(commands: Commands) -> None:
     text = 'options of "checkpoint": {"universal": …} (docs/guide.md#options): a JSON object, or a file with one'
     parser.add_argument("--config", metavar="JSON", help=text)
     parser.add_argument("script", metavar="SCRIPT", help="the training script")
-    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed to the script")
+    rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed to the script")
+    rest.required = False  # before Python 3.13 argparse asks for it
 
 
 def run(options: argparse.Namespace) -> int:

@@ -65,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
     how = WorkOptions(**read_work_options(options, least=1))
     with join_launch() as comm:
         folder, *also = find_folders(options.checkpoint, options.also, comm)
+        if options.seal:
+            comm.once(lambda: _refuse_seal(folder))
         found = verify_checkpoint(
             folder,
             comm,
@@ -81,6 +83,15 @@ def run(options: argparse.Namespace) -> int:
     sums = {"whole": found.whole, "nbytes": found.nbytes, "unchecked": found.unchecked}
     emit(options, {**list_fields(found), **sums}, _to_text(found, headers_only=options.headers_only))
     return OK if found.whole else FAULT
+
+
+def _refuse_seal(folder: str) -> None:
+    """Raise if a folder cannot have a seal."""
+    from ..formats.deepspeed.files import find_foreign, holds_atoms, list_entries
+
+    entries = list_entries(folder)
+    if holds_atoms(entries) or find_foreign(entries):
+        raise ConfigError(f"--seal: {folder} is no normal checkpoint, and only these have seals. Remove --seal.")
 
 
 def _to_text(found: Verification, *, headers_only: bool) -> list[str]:

@@ -154,7 +154,8 @@ class DiffOptions(WorkOptions):
 
     def wants(self, name: str, state: str = "") -> bool:
         """Return True if an atom (or a parameter, without ``state``) is compared."""
-        return bool(compile_regex(self.only).search(name)) and (not state or not self.states or state in self.states)
+        is_in_states = not state or not self.states or state in self.states
+        return is_in_states and compile_regex(self.only, "--only").search(name) is not None
 
 
 DEFAULT = DiffOptions()
@@ -247,7 +248,11 @@ def _compare_rest(
     else:
         topology = (replace(index.topology, flats=()) for index in (left, right))
         notes = [f"topology: {text}" for text in find_differences(*topology)]
-    notes += [f"{side}: {index.dropped}" for side, index in (("A", left), ("B", right)) if index.dropped]
+    for side, index in (("A", left), ("B", right)):
+        notes += [f"{side}: {index.dropped}"] if index.dropped else []
+        uncut = index.unreadable if weights else {**index.irregular, **index.unreadable}
+        if listed := [f"{key.param} ({key.state})" for key in sorted(uncut) if options.wants(key.name, key.state)]:
+            notes.append(f"{side}: not compared, since they cannot be read as whole tensors: {shorten(listed)}")
     if left.is_weights_alone != right.is_weights_alone:
         notes.append("weights alone are compared, since one side has nothing else")
     if not weights and not options.only and not options.states:

@@ -159,8 +159,9 @@ def _match(
 def _find_partner(
     key: AtomKey, index: AtomicIndex, names: Mapping[str, str], atoms: Mapping[AtomKey, Atom], weights: bool
 ) -> AtomKey | None:
-    states = _WEIGHTS if weights else (key.state,)
     partners = list_partners(key.param, index, names)
+    is_tied_there = partners[-1] != partners[1]  # FSDP saves a tied tensor twice, the second time without states
+    states = _WEIGHTS if weights or (key.state == MODULE and is_tied_there) else (key.state,)
     keys = (AtomKey(param.name, state, param.instance) for param in partners for state in states)
     return next((candidate for candidate in keys if candidate in atoms), None)
 

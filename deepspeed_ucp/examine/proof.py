@@ -51,20 +51,21 @@ def compare_proofs(
         sizes: all files with their bytes.
         listed: the directories of this rank's files.
     """
-    proofs = [report.manifest.seal] if report.manifest else []
+    proofs = {"": report.manifest.seal} if report.manifest else {}
     if against is not None:
-        proofs.append(comm.once(lambda: read_proof(against, of_source=not report.atomic)))
+        named = comm.once(lambda: read_proof(against, of_source=not report.atomic))
+        proofs |= {} if named in proofs.values() else {against: named}
     known = {finding.file for finding in report.findings if finding.kind in ("leftover", "missing", "seal")}
     found = [
-        compare_file(report.folder, name, file.size, file.header_crc, proof)
-        for proof in proofs
+        compare_file(report.folder, name, file.size, file.header_crc, proof, against=path)
+        for path, proof in proofs.items()
         for name, file in listed.items()
         if name not in known
     ]
-    missing = {name for proof in proofs for name in proof.files} - sizes.keys() - known
-    for name in sorted(missing) if comm.rank == 0 else ():
+    proven = {name: path or MANIFEST for path, proof in proofs.items() for name in proof.files}
+    for name in sorted(proven.keys() - sizes.keys() - known) if comm.rank == 0 else ():
         path = os.path.join(report.folder, name)
-        found.append(Finding("missing", name, f"{path} is missing; it is proven."))
+        found.append(Finding("missing", name, f"{path} is missing, but {proven[name]} lists it."))
     if report.manifest:
         found += _compare_atoms(report.manifest, {n: file for n, file in listed.items() if n not in known})
     return [fault for fault in found if fault]

@@ -216,12 +216,17 @@ def _find_frozen(index: AtomicIndex) -> set[str]:
     """Return the parameters that the saved run did not train."""
     atoms = index.atoms
     trained = atoms.list_names((MASTER, COPY))
+    untrained = atoms.list_names((MODULE,)) - trained - index.buffers
+    if index.format and untrained:
+        raise ConfigError(
+            f"{index.state_file}: {index.format} does not record which tensors are frozen parameters. Export all.",
+        )
     if not trained:
         raise ConfigError(
             f"{index.state_file}: does not record which parameters were trained: stage 0 saves no names. Give "
             "them (--groups), or export all."
         )
-    return atoms.list_names((MODULE,)) - trained - index.buffers
+    return untrained
 
 
 def _order_weights(index: AtomicIndex) -> list[AtomKey]:

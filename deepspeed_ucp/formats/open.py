@@ -267,7 +267,7 @@ def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding
         try:
             return build_index(save, naming), []
         except MismatchError as error:
-            unnamed = [] if naming.weights_only else from_error(folder, error)
+            unnamed = [] if naming.weights_only and naming.groups is None else from_error(folder, error)
             return build_index(save, replace(naming, optimizer=False)), unnamed
     except (CheckpointError, UnsupportedError, MismatchError) as error:
         return None, [*unnamed, *from_error(folder, error)]

@@ -33,12 +33,12 @@ _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 }
 
 
-def compile_regex(expression: str) -> re.Pattern[str]:
-    """Compile a regular expression of a user's rule; ConfigError if it is invalid."""
+def compile_regex(expression: str, option: str = "patterns") -> re.Pattern[str]:
+    """Compile a regular expression of an option; ConfigError if it is invalid."""
     try:
         return re.compile(expression)
     except re.error as error:
-        raise ConfigError(f"patterns: {expression!r} is not a regular expression: {error}") from None
+        raise ConfigError(f"{option}: {expression!r} is not a regular expression: {error}") from None
 
 
 class UnknownError(LookupError):

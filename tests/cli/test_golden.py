@@ -75,7 +75,9 @@ LINES = {
         "verify sealed --seal",
         "verify sealed --against sealed/global_step3/ucp_seal.json",
         "verify damaged --against sealed/global_step3/ucp_seal.json",
-        "verify sealed --seal --also good",
+        "verify other --against sealed/global_step3/ucp_seal.json",
+        "verify made --against made/ucp_manifest.json",
+        *("verify sealed --seal --also good", "verify made --seal", "verify foreign --seal"),
         "verify good --window-mb 0",
     ],
     "diff": [
@@ -86,7 +88,7 @@ LINES = {
         "diff good damaged --tolerance inf",
         "diff good damaged --only wte",
         "diff good damaged --states fp32",
-        "diff foreign good",
+        *("diff foreign good", "diff good foreign"),
         "diff exported good",
         "diff good exported",
         "diff exported-bf16 good",
@@ -123,6 +125,7 @@ LINES = {
     ],
     "convert": [
         *("convert good out", "convert good out", "convert other out", "convert other out --overwrite --quiet"),
+        'convert good renamed --patterns {"rename":{"ln_f.*":"x"}}',
         "convert megatron no-out",
     ],
     "export": [
@@ -130,6 +133,8 @@ LINES = {
         "export good weights-out",
         "export good dcp-out --to dcp --dtype bf16",
         "export megatron no-out",
+        "export foreign no-out --exclude-frozen-parameters",
+        "export unnamed no-out --groups module",
         *(f"export good no-out {options}" for options in REFUSED_EXPORTS),
     ],
 }

@@ -22,6 +22,7 @@ from deepspeed_ucp.examine.values import ABSENT
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.storage import AtomKey
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.ranks import run_ranks
@@ -282,6 +283,26 @@ def test_ties_on_one_side(tmp_path: Path, left: AtomicIndex) -> None:
     assert diff_checkpoints(b, a).equal
     found = diff_checkpoints(left, b)
     assert {(atom.name, atom.kind) for atom in found.atoms} == {("c.1", "values")}
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_tensor_may_be_saved_twice(tmp_path: Path, equal: bool) -> None:
+    """FSDP saves the second one without optimizer states."""
+    models = (
+        Model((*MODEL.params[:3], replace(MODEL.params[3], **how))) for how in ({"frozen": True}, {"alias_of": "c.0"})
+    )
+    state = State({**STATE.atoms, "c.1": STATE.atoms["c.0" if equal else "c.1"]}, STATE.scalars, STATE.groups)
+    twice, tied = (save(tmp_path / str(n), Topology(1, 2), state, model=model) for n, model in enumerate(models))
+    assert [atom.kind for atom in diff_checkpoints(twice, tied).atoms] == ([] if equal else ["values"])
+    assert [atom.kind for atom in diff_checkpoints(tied, twice).atoms] == ([] if equal else ["values"])
+
+
+def test_tensors_that_are_not_compared_are_noted(left: AtomicIndex) -> None:
+    row, frozen = AtomKey("a", "row"), AtomKey("b", "module")
+    odd = replace(left, irregular={row: "shape (9,)"}, unreadable={frozen: "quantized"})
+    (note,) = diff_checkpoints(left, odd).notes
+    assert note == "B: not compared, since they cannot be read as whole tensors: a (row), b (module)"
+    assert not diff_checkpoints(odd, left, options=DiffOptions(only="c")).notes
 
 
 def test_names_can_be_translated(tmp_path: Path, left: AtomicIndex) -> None:

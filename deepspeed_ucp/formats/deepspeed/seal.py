@@ -128,23 +128,32 @@ def remove_seal(folder: str) -> None:
     remove(os.path.join(folder, PUBLISHED))
 
 
-def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:
-    """Return a finding if a file is not the one that was sealed, by its size and, if known, its CRC32."""
+def compare_file(
+    folder: str, name: str, size: int, crc: int | None, seal: Seal, *, against: str = ""
+) -> Finding | None:
+    """Return a finding if a file is not the one that was sealed, by its size and, if known, its CRC32.
+
+    Args:
+        against: path of the seal if the user has named it; else it is the folder's own.
+    """
     sealed, path = seal.files.get(name), join_path(folder, name)
-    if sealed is None and seal.is_manifest:
+    source = against or (MANIFEST if seal.is_manifest else SEAL)
+    if sealed is None and seal.is_manifest and not against:
         text = f"{path}: the manifest does not list it; DeepSpeed would load it all the same. Remove it."
         return Finding("extra", name, text)
     if sealed is None:
-        text = f"{path}: is not in {SEAL}; another save wrote it."
+        text = f"{path}: is not in {source}; another save wrote it."
     elif (sealed.size, sealed.crc) != (size, sealed.crc if crc is None else crc):
         checksum = "" if crc is None else f" and CRC32 {crc:08x}"
         text = (
-            f"{path}: has {size} bytes{checksum}, {MANIFEST if seal.is_manifest else SEAL} says {sealed.size} and "
-            f"{sealed.crc:08x}; it is not the file that was sealed."
+            f"{path}: has {size} bytes{checksum}, {source} says {sealed.size} and {sealed.crc:08x}; it is not the file "
+            "that was sealed."
         )
     else:
         return None
     advice = f"Put the right file back; if the whole tag was saved again without a seal, remove {folder}/{SEAL}."
-    if seal.is_manifest:
+    if against:
+        advice = "Put the right file back, or name the seal of this save."
+    elif seal.is_manifest:
         advice = "Copy it again, or convert again."
     return Finding("seal", name, f"{text} {advice}")
