@@ -46,7 +46,10 @@ _EVERY_AXIS, _MODEL_AXES = (0, 1, 2), (0, 1)
 class Generator:
     """A random number generator of this process.
 
-    ``write`` raises an error of torch, numpy or Python if a state is invalid.
+    Attributes:
+        read: returns its state.
+        write: restores a state; raises an error of torch, numpy or Python if it is invalid.
+        seed: seeds it.
     """
 
     read: Callable[[], State]

@@ -38,7 +38,11 @@ class Line(Listener):
 
 
 def find() -> Line | None:
-    """Return the listener on every rank under HyperPod's agent, and on rank 0 if the variable is set."""
+    """Return the listener on every rank under HyperPod's agent, and on rank 0 if the variable is set.
+
+    Raises:
+        ConfigError: the variable is no number of seconds.
+    """
     value, every_rank = os.environ.get(_VARIABLE), _HYPERPOD in os.environ
     try:
         pause = float(value) if value else _PAUSE

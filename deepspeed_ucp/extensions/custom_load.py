@@ -66,6 +66,9 @@ def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, to
 
     ZeRO 3 saves no such copy: the fp32 masters replace it, as in DeepSpeed's own consolidation. Every rank reads and
     holds the whole module, as ``custom_load_fn`` requires; its checksums are verified.
+
+    Raises:
+        CheckpointError: a file is damaged.
     """
     weights: dict[str, Atom] = {}
     for state in (MASTER, COPY, MODULE):  # later ones win

@@ -64,7 +64,11 @@ class Reading:
     declared_new: frozenset[str] = frozenset()
 
     def carry_out(self, index: AtomicIndex) -> AtomicIndex:
-        """Return the index under the model's names."""
+        """Return the index under the model's names.
+
+        Raises:
+            MismatchError: as for :func:`.derive`.
+        """
         return derive(index, self.made, self.dropped) if self.made or self.dropped else index
 
     def describe(self) -> str:
@@ -152,10 +156,12 @@ def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> d
     For example, an encoder's embedding may have been saved under the name of the decoder's.
 
     Args:
+        model: a model of transformers.
         missing: names in the model that the file lacks.
         saved: names in the file that the model lacks.
 
-    Returns the name in the model → saved name, if exactly one is possible.
+    Returns:
+        Name in the model → saved name, if exactly one is possible.
     """
     if not _is_pretrained(model) or not getattr(model.config, "tie_word_embeddings", True):
         return {}  # an untied head has other values
@@ -236,6 +242,10 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
     Args:
         saved: shapes of the tensors in the file, by name.
         memory: names in the model.
+
+    Raises:
+        UnsupportedError: a conversion moves elements within a tensor.
+        MismatchError: inputs of a conversion are missing.
     """
     reading = Reading()
     if not _is_pretrained(model):
@@ -273,7 +283,12 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
 
 
 def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedParam]:
-    """Invert a mapping: name in files → its parts of the model's tensors."""
+    """Invert a mapping: name in files → its parts of the model's tensors.
+
+    Args:
+        reading: mapping of a file's tensors.
+        shapes: shapes of the file's tensors.
+    """
     parts: dict[str, dict[int, Slice]] = defaultdict(dict)
     for new, made in reading.made.items():
         sizes = [count(shapes[piece.name]) // piece.count for piece in made.slices]

@@ -179,6 +179,9 @@ class _LayerFiles:
         """Compare the parameters in two files of a tied module that one stage has written.
 
         With ``parallel_write`` two data-parallel ranks write them, whose buffers may differ.
+
+        Raises:
+            CheckpointError: by their checksums they have other values.
         """
         for tp, layers in enumerate(self.save.layers):
             first, second = (layers[layer].layer or {} for layer in (one, other))

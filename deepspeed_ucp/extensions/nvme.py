@@ -37,7 +37,8 @@ class SwapPlace:
     def make(self, numel: int, state: str = "") -> torch.Tensor:
         """Map ``numel`` elements, 1-D, of a new file; DiskFullError if there is no room.
 
-        ``state`` is empty for the masters or the parameter.
+        Args:
+            state: optimizer state; empty for the masters or the parameter.
         """
         folder, name = os.path.split(self.path)
         path = os.path.join(folder, f"{state}-{name}" if state else name)

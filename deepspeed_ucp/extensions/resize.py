@@ -90,6 +90,9 @@ def average_rows(
 
     Args:
         wanted: how the source cuts each, and how many rows count; the same on every rank.
+
+    Raises:
+        UcpError: a file cannot be read or is damaged; the same on every rank.
     """
     if not wanted:
         return {}

@@ -156,7 +156,11 @@ def _padded_nbytes(save: Save, group: SubGroup) -> int:
 
 
 def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[ParamRange]:
-    """Return the span in the names of each sub-group's files: the only ones that follow an order of parameters."""
+    """Return the span in the names of each sub-group's files: the only ones that follow an order of parameters.
+
+    Raises:
+        CheckpointError: no spans fit, or several do.
+    """
     present = {(begin, end) for _, state, begin, end in save.names["swap"] if not state}
     known = _list_parameters(save)
     trained = {strip_compiled(name) for group in save.model(0).param_shapes or () for name, _ in group}

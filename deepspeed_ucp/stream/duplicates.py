@@ -51,6 +51,9 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     equal, so a differing shard was not saved together with the model states. ZeRO 3 saves no copies.
 
     Repeated fragments (:class:`~deepspeed_ucp.model.index.AtomicIndex`) are compared completely.
+
+    Raises:
+        CheckpointError: a shard is of another run or step.
     """
     keys = list(touched)
     _check_master_samples(index, keys, comm)
@@ -232,7 +235,11 @@ _Difference = tuple[AtomKey, float, int, int]
 
 
 def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
-    """Compare the replicas of tensor-parallel ranks byte by byte; collective."""
+    """Compare the replicas of tensor-parallel ranks byte by byte; collective.
+
+    Raises:
+        MismatchError: replicas differ; the message names the parameter, the ranks and the largest difference.
+    """
     every = list[Pair]()
     for atom in atoms:
         first, *others = [Want(atom, 0, shard.numel, shard=rank) for rank, shard in enumerate(atom.shards)]
@@ -257,7 +264,14 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
 
 
 def check_overlaps(atoms: Sequence[tuple[Atom, Layout]], index: AtomicIndex, comm: Comm) -> None:
-    """Compare the parts that two tensor-parallel ranks have in common; collective."""
+    """Compare the parts that shards of two tensor-parallel ranks have in common; collective.
+
+    Args:
+        atoms: with the source's layout.
+
+    Raises:
+        MismatchError: they differ.
+    """
     every = [chunk for atom, layout in atoms for pair in list_overlaps(atom, layout) for chunk in cut_pair(*pair)]
     pairs = every[comm.rank :: comm.size]
 
@@ -283,6 +297,9 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
 
     Args:
         counts: parameter → number of stages of the live engine that hold it, if several.
+
+    Raises:
+        CheckpointError: copies differ outside of tied modules (bidirectional placements).
     """
     loaded = {key.name for key in touched}
     names = [name for name in index.instances if name in loaded]

@@ -108,6 +108,11 @@ def assemble_full_tensors(
 
     Copies of parameters with a master are omitted: a load recreates them.
 
+    Args:
+        rules: the user's rules.
+        states: filter of states.
+        live: rules of a live engine.
+
     Raises:
         MismatchError: patterns are unknown or contradict the shapes; all in one message.
     """
@@ -169,6 +174,9 @@ class WorkOptions:
         """Return (threads, bytes per read of a thread). A thread holds about three times these bytes.
 
         The window may limit the number of threads.
+
+        Args:
+            source: folder of the source.
         """
         threads = max(min(self.count(source), self.window // (3 * ALIGNMENT)), 1)
         most = self.window // (3 * threads) // ALIGNMENT * ALIGNMENT

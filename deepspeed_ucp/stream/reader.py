@@ -29,7 +29,14 @@ from ..torchsave.torchfile import TorchFile, read_header
 
 
 def refuse_scattered(index: AtomicIndex, reason: str) -> None:
-    """Refuse a checkpoint with files that only other machines have."""
+    """Refuse a checkpoint with files that only other machines have.
+
+    Args:
+        reason: why all files are needed.
+
+    Raises:
+        UnsupportedError: this rank does not find all files.
+    """
     if index.access.is_partial and not all(file.places for file in index.files):
         raise UnsupportedError(
             f"ranks see different files of this checkpoint, and {reason}. Copy all files to a place that every rank "
@@ -42,6 +49,10 @@ class AtomReader(RecordReader):
     """Thread-safe reader of a checkpoint.
 
     If a file has copies, each is checked when it is first used: its zip directory must have the CRC32 in the index.
+
+    Args:
+        index: the checkpoint.
+        options: further options of :class:`~..io.read.RecordReader`.
     """
 
     def __init__(self, index: AtomicIndex, **options: Any) -> None:
@@ -54,7 +65,15 @@ class AtomReader(RecordReader):
         return super().open_copy(path, file)
 
     def read_tensors(self, wants: Sequence[Want], memory: Sequence[memoryview]) -> list[Checked]:
-        """Read ranges of full tensors; means of shards are computed, and replicas are compared."""
+        """Read ranges of full tensors; means of shards are computed, and replicas are compared.
+
+        Args:
+            memory: for each want.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+            MismatchError: replicas differ.
+        """
         pairs = list(zip(wants, memory, strict=True))
         sinks = [MemorySink(data, want.itemsize) for want, data in pairs]
         plain = [replace(want, destination=number) for number, want in enumerate(wants) if not want.is_mean]
@@ -69,7 +88,11 @@ class AtomReader(RecordReader):
         return checks
 
     def read_want(self, want: Want) -> bytearray:
-        """Return the bytes of a want."""
+        """Return the bytes of a want.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
         data = bytearray(want.nbytes)
         self.read(list_reads([want]), [MemorySink(memoryview(data), want.itemsize)])
         return data
@@ -142,6 +165,9 @@ def check_copy(path: str, file: FileRef) -> None:
     """Compare a copy of a file with the index.
 
     A copy without a zip directory passes if it is the only one, or if the index has no CRC32 of the directory.
+
+    Raises:
+        CheckpointError: the copy is another file, or cannot be read.
     """
     if file.header_crc is None:
         return
@@ -178,8 +204,13 @@ def _describe_difference(want: Want, shard: int, data: memoryview, other: memory
 def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
     """Read the unread parts of all records that any rank has read, and compare each CRC32; collective.
 
-    Each rank is responsible for every ``size``-th record among those that it can read. Returns the number of bytes that
-    it has read in addition.
+    Each rank is responsible for every ``size``-th record among those that it can read.
+
+    Args:
+        read: this rank's reads.
+
+    Returns:
+        Number of bytes that this rank has read in addition.
 
     Raises:
         CheckpointError: a record is damaged; equal on all ranks.
@@ -189,7 +220,14 @@ def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, thr
 
 
 def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> int:
-    """Read whole records, each on one rank, and compare their checksums; as :func:`verify_reads`."""
+    """Read whole records, each on one rank, and compare their checksums; collective.
+
+    Returns:
+        Number of bytes that this rank has read.
+
+    Raises:
+        CheckpointError: a record is damaged; equal on all ranks.
+    """
     return verify_reads([Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ())], index, comm)
 
 
@@ -202,7 +240,11 @@ def send_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> li
 
 
 def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> int:
-    """Read the unread parts of records and compare their CRC32s; returns the number of bytes read."""
+    """Read the unread parts of records and compare their CRC32s; returns the number of bytes read.
+
+    Args:
+        received: merged checks of all ranks.
+    """
     records, gaps, joined = index.records, list[Read](), dict[int, list[Checked]]()
     for number, group in groupby(received, attrgetter("record")):
         if records[number].crc is None:
@@ -226,7 +268,11 @@ def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> 
 
 
 def _describe_damage(index: AtomicIndex, number: int, crc: int) -> CheckpointError:
-    """Describe a damaged record."""
+    """Describe a damaged record.
+
+    Args:
+        crc: the CRC32 that was found.
+    """
     record = index.records[number]
     file = index.files[record.file]
     fact = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"

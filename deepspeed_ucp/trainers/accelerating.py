@@ -63,7 +63,11 @@ def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig] | None:
 
 
 def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
-    """``Accelerator._prepare_deepspeed``: apply the changes of ``preserve_batch_size`` to the training loop."""
+    """``Accelerator._prepare_deepspeed``: apply the changes of ``preserve_batch_size`` to the training loop.
+
+    Raises:
+        ConfigError: the micro batch has changed, which the data loader makes.
+    """
     prepared = original(accelerator, *args)
     engine_and_config = find_engine(accelerator)
     if engine_and_config is None:
@@ -83,7 +87,11 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
 
 
 def prepare_data_loader(original: Callable[..., Any], accelerator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.prepare_data_loader``: the Trainer's data loaders are prepared by it, too."""
+    """``Accelerator.prepare_data_loader``: the Trainer's data loaders are prepared by it, too.
+
+    Raises:
+        ConfigError: the samples would be split over the ranks twice.
+    """
     owners = loader, getattr(loader, "batch_sampler", None)
     orders = [getattr(owner, name, None) for owner in owners for name in ("sampler", "dataset")]
     wrong = next((order for order in orders if isinstance(order, Order) and order.world > 1), None)
@@ -156,7 +164,12 @@ def _find_parent(accelerator: Any) -> str:
 def load_state(
     original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """``Accelerator.load_state``: load a checkpoint of any world (collective)."""
+    """``Accelerator.load_state``: load a checkpoint of any world (collective).
+
+    Raises:
+        MismatchError: its total batch cannot be kept.
+        UnsupportedError: it has the position of a stateful data loader in another world.
+    """
     engine_and_config = find_engine(accelerator)
     if engine_and_config is None:
         original(accelerator, input_dir, *args, **kwargs)
@@ -186,7 +199,11 @@ def load_state(
 
 
 def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
-    """Read the job that saved a folder."""
+    """Read the job that saved a folder.
+
+    Raises:
+        CheckpointError: the save was interrupted, or the folder has only weights.
+    """
     job = look_at_job(folder) if is_foreign else None
     if job is not None:
         refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder, load_module_only=True)")

@@ -53,7 +53,11 @@ class BatchSizes:
         return config.total_batch == "live" or job.total_batch in (None, self.total)
 
     def fit(self, folder: str, job: SavedJob) -> tuple[int, int]:
-        """Find (micro batch, accumulation) that make the saved total batch."""
+        """Find (micro batch, accumulation) that make the saved total batch.
+
+        Raises:
+            MismatchError: these ranks cannot make it.
+        """
         fitting = adapt_batch(job.total_batch or self.total, self.micro, self.ranks)
         return fitting or self.refuse(folder, job, "Use a number of ranks that divides it")
 
@@ -70,7 +74,8 @@ class BatchSizes:
 def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
     """Add the number of ranks to a job whose format does not record it: one per file of random states.
 
-    ``pattern`` is that of the names of these files, with the rank as group.
+    Args:
+        pattern: pattern of the names of these files, with the rank as group.
     """
     if not job.format:
         return job
@@ -89,13 +94,21 @@ def warn_unknown_batch(job: SavedJob, folder: str, total: int) -> None:
 
 
 def refuse_weights(job: SavedJob, folder: str, advice: str) -> None:
-    """Refuse to resume from weights alone."""
+    """Refuse to resume from weights alone.
+
+    Raises:
+        CheckpointError: the folder has no optimizer states.
+    """
     if job.weights_alone:
         raise CheckpointError(f"has only weights ({job.format}) and cannot be resumed. {advice}.", path=folder)
 
 
 def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None:
-    """Refuse a stateful data loader's position in another world."""
+    """Refuse a stateful data loader's position in another world.
+
+    Raises:
+        UnsupportedError: the world is another one.
+    """
     ranks = connect().size
     if job.ranks != ranks:
         raise UnsupportedError(

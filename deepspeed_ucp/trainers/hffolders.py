@@ -45,8 +45,15 @@ _RANDOM = {"python": "python", "numpy": "numpy", "torch": "cpu", "accelerator": 
 def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
     """Choose the folder of a resume; with ``fallback`` the newest complete one (collective).
 
-    ``wanted`` is a folder, or True for the newest one in the output folder. If there is none, the result is True, and
-    the trainer reports that.
+    Args:
+        args: arguments of the trainer.
+        wanted: a folder, or True for the newest one in the output folder.
+
+    Returns:
+        The folder, or True if there is none: the trainer reports that.
+
+    Raises:
+        CheckpointError: the folder is incomplete, and with ``fallback`` all before it are too.
     """
     comm = connect()
     folders = comm.once(lambda: _list_folders(args.output_dir) if wanted is True else _list_before(os.fspath(wanted)))
@@ -90,6 +97,9 @@ def _list_before(folder: str) -> list[str]:
 def _find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm) -> str:
     """Describe the fault that prevents a resume from a folder; empty if it is complete (collective).
 
+    Args:
+        args: arguments of the trainer.
+
     Raises:
         UcpError: an error that an older folder would not avoid.
     """
@@ -109,7 +119,11 @@ def _find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm) -> 
 
 
 def _read_trainer_files(folder: str, args: Any, ranks: int, comm: Comm) -> None:
-    """Read this rank's share of the schedule and the random states, as a check."""
+    """Read this rank's share of the schedule and the random states, as a check.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the schedule is missing.
+    """
     if comm.rank == 0:
         schedule, ds_config = os.path.join(folder, _SCHEDULER), args.hf_deepspeed_config.config
         if exists(schedule):
@@ -128,6 +142,9 @@ def find_job(
     Args:
         tag: tag of the engine, if known.
         by_trial: the trainer had found its batch by trial (``auto_find_batch_size``).
+
+    Raises:
+        CheckpointError: the folder has no engine state.
     """
     tag = tag or _find_tag(folder, config, comm)
     places = find_folders([folder, *config.also], tag, comm)
@@ -144,7 +161,11 @@ def find_job(
 
 
 def _complete(job: SavedJob, folder: str) -> SavedJob:
-    """Complete the job of a foreign checkpoint from the trainer's files."""
+    """Complete the job of a foreign checkpoint from the trainer's files.
+
+    Raises:
+        CheckpointError: the checkpoint has no optimizer states.
+    """
     if job.weights_alone:
         _refuse_stateless(folder)
     return complete_job(job, folder, RANDOM_FILES)
@@ -177,7 +198,11 @@ def _refuse_stateless(folder: str) -> NoReturn:
 
 
 def read_trainer_state(folder: str) -> dict[str, Any]:
-    """Read the trainer's state, which is written at the end of a save."""
+    """Read the trainer's state, which is written at the end of a save.
+
+    Raises:
+        CheckpointError: it is missing or cannot be read.
+    """
     path, advice = os.path.join(folder, TRAINER_STATE), "Use an older checkpoint."
     try:
         state: dict[str, Any] = read_json(path, advice=advice)

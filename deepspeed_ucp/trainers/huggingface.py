@@ -62,7 +62,11 @@ def find_state(trainer: Any) -> TrainerState:
 
 
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.train``: resume from a complete folder, or start a new run from its weights (collective)."""
+    """``Trainer.train``: resume from a complete folder, or start a new run from its weights (collective).
+
+    Raises:
+        CheckpointError: the folder is incomplete, and with ``fallback`` all before it are too.
+    """
     call, config = inspect.signature(original).bind(trainer, *args, **kwargs), find_options(trainer)
     folder = call.arguments.get("resume_from_checkpoint")
     trainer._ucp_state = TrainerState()
@@ -180,7 +184,17 @@ def find_options(trainer: Any) -> UniversalConfig | None:
 def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalConfig) -> int:
     """Set the accumulation and per-device batch that make a checkpoint's total batch (collective).
 
-    Returns the micro batch to train with, which has at most ``micro`` samples.
+    Args:
+        folder: the trainer's ``checkpoint-N``.
+        micro: samples of a micro batch of this run, the upper limit.
+
+    Returns:
+        The micro batch to train with.
+
+    Raises:
+        CheckpointError: the folder has no engine state.
+        MismatchError: the script sets another total batch, or these ranks cannot make the saved one.
+        UnsupportedError: ``auto_find_batch_size`` with transformers 4, whose gradients would have another size.
     """
     args, comm = trainer.args, connect()
     by_trial: bool = args.auto_find_batch_size
@@ -258,7 +272,11 @@ def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked
 
 
 def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
-    """Record the ranks and micro batches of the run's first launch in its saves."""
+    """Record the ranks and micro batches per step of the run's first launch, in the trainer and its saves.
+
+    Args:
+        now: ranks and micro batches of this launch.
+    """
     begun = job.begun or (job.ranks // job.model_ranks, job.accumulation or now[1])
     state = find_state(trainer)
     state.begun, state.uses_count = begun if begun != now else None, None
@@ -272,6 +290,9 @@ def set_initial_training_values(
 
     With ``dataloader_drop_last`` the trainer drops a partial micro batch of all ranks, but not a partial step. With
     accumulation, an epoch may therefore have an additional step.
+
+    Raises:
+        MismatchError: the epoch has another number of steps for another reason.
     """
     values = original(trainer, args, dataloader, *more)
     folder = find_state(trainer).resumed
@@ -346,7 +367,11 @@ def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **
 
 
 def load_engine(original: Callable[..., None], engine: Any, folder: str, load_module_strict: bool = True) -> None:
-    """``deepspeed_load_checkpoint``: load any format, although the original requires folders named ``global_step*``."""
+    """``deepspeed_load_checkpoint``: load any format, although the original requires folders named ``global_step*``.
+
+    Raises:
+        CheckpointError: the folder has no checkpoint.
+    """
     if get_config(engine) is None:
         original(engine, folder, load_module_strict=load_module_strict)
         return
@@ -356,7 +381,12 @@ def load_engine(original: Callable[..., None], engine: Any, folder: str, load_mo
 
 
 def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """``Trainer._load_optimizer_and_scheduler``: with load_lr_scheduler_states=False, advance this run's schedule."""
+    """``Trainer._load_optimizer_and_scheduler``: with load_lr_scheduler_states=False, advance this run's schedule.
+
+    Raises:
+        MismatchError: the saved schedule has more param groups, such as that of a run without an adapter.
+        UnsupportedError: the schedule cannot be advanced.
+    """
     config = find_options(trainer)
     if config is None or checkpoint is None:
         original(trainer, checkpoint)
@@ -380,7 +410,11 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
 
 
 def advance(schedule: Any, steps: int) -> None:
-    """Advance a new schedule by a number of steps."""
+    """Advance a new schedule by a number of steps.
+
+    Raises:
+        UnsupportedError: the schedule depends on the results of the steps.
+    """
     if isinstance(schedule, LambdaLR):
         schedule.last_epoch = steps - 1
         schedule.step()
@@ -440,7 +474,11 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
 
 
 def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> float:
-    """Return the factor for losses of a model that ignores the number of items."""
+    """Return the factor for losses of a model that ignores the number of items.
+
+    Args:
+        begun: ranks and micro batches per step in the run's first launch.
+    """
     ranks, accumulation = _count_replicas(trainer), trainer.args.gradient_accumulation_steps
     adds_ranks = getattr(trainer.args, "average_tokens_across_devices", False)
     adds_micro = training and getattr(trainer, "loss_is_scaled_for_ga", None) is not False

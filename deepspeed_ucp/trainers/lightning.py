@@ -40,7 +40,12 @@ Both Lightning and DeepSpeed divide each loss by the accumulation, so gradients 
 def load_checkpoint(
     original: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """``DeepSpeedStrategy.load_checkpoint``: load a checkpoint of any world (collective)."""
+    """``DeepSpeedStrategy.load_checkpoint``: load a checkpoint of any world (collective).
+
+    Raises:
+        MismatchError: it has another total batch.
+        UnsupportedError: it has the position of a stateful data loader in another world.
+    """
     config = get_config(strategy.model)
     if config is not None:
         finish_folders(config, os.path.dirname(os.path.abspath(checkpoint_path)), connect())
@@ -89,7 +94,14 @@ def _note_loaders(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any) -> dict[str, Any]:
-    """Load a folder that Lightning saved under FSDP; return its state (collective)."""
+    """Load a folder that Lightning saved under FSDP; returns Lightning's state (collective).
+
+    Args:
+        fitting: load the optimizer's states too.
+
+    Raises:
+        CheckpointError: the folder has no state of Lightning.
+    """
     path, engine = os.path.join(folder, META), strategy.deepspeed_engine
 
     def read() -> dict[str, Any]:
@@ -163,7 +175,8 @@ def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> in
         progress: saved progress of Lightning's loop; is changed.
         was, now: batches per step, in the saved run and in this one.
 
-    Returns the saved run's batches since its last whole step.
+    Returns:
+        The saved run's batches since its last whole step.
     """
     was = was or now
     for part in ("total", "current"):
@@ -175,7 +188,11 @@ def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> in
 
 
 def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> Any:
-    """``_TrainingEpochLoop.on_run_start``: warn about data that a resumed epoch repeats or skips."""
+    """``_TrainingEpochLoop.on_run_start``: warn about data that a resumed epoch repeats or skips.
+
+    Raises:
+        ConfigError: Lightning has wrapped an elastic sampler in its distributed one.
+    """
     trainer = loop.trainer
     if get_config(trainer.strategy.model) is not None:
         loaders = trainer.fit_loop._combined_loader.flattened
@@ -217,7 +234,11 @@ def _warn_data(loop: Any, loaders: list[Any]) -> None:
 
 
 def _is_positioned(loader: Any, *, restored: bool) -> bool:
-    """Return True if a loader starts at the position of the run."""
+    """Return True if a loader starts at the position of the run.
+
+    Args:
+        restored: the checkpoint has the states of stateful loaders.
+    """
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     orders = (getattr(loader, name, None) for name in ("sampler", "dataset"))
     return (stateful and restored) or any(isinstance(order, Order) and order.follows for order in orders)

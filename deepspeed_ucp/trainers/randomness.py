@@ -49,6 +49,10 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
         keys: generator → key in that dict. The accelerator's key has a ``{}`` for the name of the device; its value may
             be a list with one state per device of the node.
         rank: the rank that wrote the file.
+
+    Raises:
+        CheckpointError: the file is damaged, or has another form.
+        UnsupportedError: the file has classes that are not known to be harmless.
     """
     if not os.path.isfile(path):
         return {}
@@ -74,7 +78,17 @@ def _choose_device(states: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
 
 
 def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int], States]) -> None:
-    """Restore this rank's generators from the files of a saved job, as :mod:`deepspeed_ucp.rng` does (collective)."""
+    """Restore this rank's generators from the files of a saved job, as :mod:`deepspeed_ucp.rng` does (collective).
+
+    Args:
+        engine: has loaded the checkpoint.
+        folder: folder of the files, for messages.
+        job: the job that saved them.
+        read: reads the file of a rank.
+
+    Raises:
+        CheckpointError: a file is damaged; the same on every rank.
+    """
     comm, place = connect(), find_place(engine)
     ranks, tensor = range(job.ranks), job.model_ranks
     digests = comm.share(ranks, lambda rank: {name: digest(state) for name, state in read(rank).items()})

@@ -38,7 +38,11 @@ def read_placements(layers: Any) -> dict[str, Placement]:
 
 
 def read_folding(value: Any) -> tuple[int, int] | None:
-    """Return the (tensor-parallel, expert-parallel) rank under ``folding``, or None."""
+    """Return the (tensor-parallel, expert-parallel) rank that wrote a file, or None.
+
+    Args:
+        value: ``folding`` (``deepspeed/checkpoint/autoep_universal.py``), or another value under that key.
+    """
     if not isinstance(value, Mapping) or not {"tp_rank", "ep_rank", "etp_size"} <= value.keys():
         return None
     return int(value["tp_rank"]), int(value["ep_rank"])
@@ -64,7 +68,11 @@ def _read_placement(layer: Mapping[str, Any]) -> Placement:
 
 
 def _read_map(affine: Mapping[str, Any]) -> Placement:
-    """Return the placement in an affine map of ``deepspeed/checkpoint/affine.py``."""
+    """Return the placement in an affine map of ``deepspeed/checkpoint/affine.py``.
+
+    Raises:
+        ValueError: a piece has other elements than those of whole experts.
+    """
     shape = tuple(affine["logical_shape"])
     strides, numel = [prod(shape[dim + 1 :]) for dim in range(len(shape))], prod(shape[1:])
     ranks = {int(rank): entry for rank, entry in affine["ranks"].items()}
@@ -88,6 +96,10 @@ def find_router_aliases(layers: Iterable[str], module: Mapping[str, Piece]) -> d
     """Return the aliases of AutoEP's router, which has a second name for recorders of outputs.
 
     A sibling module is an alias if its tensors are those of the router, to the byte (by their checksums).
+
+    Args:
+        layers: prefixes of the experts' names.
+        module: tensors of the model states.
     """
     blocks = {strip_compiled(layer).removesuffix("experts.") for layer in layers}
     children_by_block: dict[str, dict[str, dict[str, Piece]]] = {block: defaultdict(dict) for block in blocks}

@@ -86,7 +86,12 @@ def _list_names(header: FileHeader) -> Iterable[str]:
 
 
 def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
-    """List for each expert-parallel rank the ranks of a stage with its experts."""
+    """List for each expert-parallel rank the ranks of a pipeline stage that hold the same experts.
+
+    Args:
+        degree: expert-parallel degree.
+        over_tp: experts are distributed over the tensor-parallel ranks too.
+    """
     tp_rank = None if over_tp else mp % save.tp
     return place_experts(save.dp, degree, save.tp, tp_rank, data_first=bool(save.main.config.get(DATA_FIRST)))
 

@@ -176,8 +176,18 @@ class SavedExperts(ExpertFiles, SaveExtension):
     def deal_group(self, save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
         """Determine which ranks hold which experts of a group; the model states number each rank's experts from 0.
 
-        The number of experts on a rank follows from the experts' files, as a group may lack frozen ones. A group
-        without experts has no shares.
+        The number of experts on a rank follows from the experts' files, as a group may lack frozen ones.
+
+        Args:
+            mp: model-parallel rank.
+            number: of the group.
+            group: its parameters.
+
+        Returns:
+            Nothing for a group without experts.
+
+        Raises:
+            CheckpointError: the number of files or AutoEP's placement contradict the group.
         """
         placements, optim = save.model(mp).facts.get("placements", {}), save.shards[mp][0].optim
         counts = optim.partition_count if optim else ()

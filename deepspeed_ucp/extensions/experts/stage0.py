@@ -24,7 +24,11 @@ from .names import deal_experts, find_layer, is_expert, name_form
 
 
 def name_optimizers(experts: ExpertFiles, save: Save, naming: Naming, live: GroupNames | None) -> list[NamedOptimizer]:
-    """Name the parameters of every expert-parallel rank's optimizer."""
+    """Name the parameters of every expert-parallel rank's optimizer.
+
+    Raises:
+        MismatchError: the live groups do not fit the saved ones.
+    """
     order = _compare_modules(experts, save, naming) if naming.order else None
     if live is not None and order is not None:
         live = order.follow(_join_groups(experts, live, naming.order), naming.hyper)
@@ -175,7 +179,11 @@ def _pick_live(
 
 
 def _deal(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: ModuleOrder | None) -> list[GroupNames]:
-    """Divide the live groups of ``ep`` expert-parallel ranks among the saved run's expert-parallel ranks."""
+    """Divide the live groups of ``ep`` expert-parallel ranks among the saved run's expert-parallel ranks.
+
+    Raises:
+        MismatchError: the files do not record which rank had which experts.
+    """
     files = list(experts.optims.values())
     for file in files:
         groups = file.optim.groups if file.optim else ()
