@@ -61,14 +61,15 @@ def test_numbers_in_the_whole_layer() -> None:
     assert cut_number(f"{LAYER}3.fc.w") == cut_number(f"{LAYER}0.fc.w") == (LAYER, ".fc.w")
     assert cut_number("dense") == ("dense", "")
     assert count_experts([f"{LAYER}0.w", f"{LAYER}2.w", "dense"]) == {LAYER: 3}
-    assert name_experts(f"{LAYER}1.fc.w", (3, 2), range(6, 9)) == {f"{LAYER}7.fc.w": (3, 2)}
+    named = [{f"{LAYER}{number}.fc.w": (3, 2)} for number in (1, 7)]
+    assert name_experts(f"{LAYER}1.fc.w", (3, 2), [range(3), range(6, 9)]) == named
 
 
 def test_fused_experts() -> None:
     """AutoEP's experts, in the rank's order."""
     parts = {"m.0.mlp.experts.w1.3": (5, 6), "m.0.mlp.experts.w1.1": (5, 6)}
-    assert name_experts("m.0.mlp.experts.w1", (2, 5, 6), (3, 1)) == parts
-    assert list(name_experts("m.0.mlp.experts.w1", (2, 5, 6), (3, 1))) == list(parts)
+    _, named = name_experts("m.0.mlp.experts.w1", (2, 5, 6), [(0, 2), (3, 1)])
+    assert (named, list(named)) == (parts, list(parts))
     held = {"m.0.mlp.experts."}
     assert find_layer("m.0.mlp.experts.w1", held) == "m.0.mlp.experts."
     assert find_layer("m.0.mlp.router.gate.weight", held) is None

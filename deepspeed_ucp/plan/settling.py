@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..model.index import AtomicIndex
-from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, are_alike
+from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamStorage, are_alike
 from ..model.view import Shapes
 from ..tensor_parallel.metadata import INFO, from_universal_info
 from ..tensor_parallel.recorded import from_recorded
@@ -65,13 +65,19 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
 
 def list_weights(index: AtomicIndex) -> dict[str, Atom]:
     """Return one atom per name: its master, else the module's tensor, else any."""
-    order = {MASTER: 0, MODULE: 1, COPY: 2}
-    best: dict[str, AtomKey] = {}
-    for key in index.atoms:
-        known = best.get(key.name)
-        if known is None or order.get(key.state, 3) < order.get(known.state, 3):
-            best[key.name] = key
-    return {name: index.atoms[key] for name, key in best.items()}
+    return {key.name: index.atoms[key] for key, _ in _pick_weights(index)}
+
+
+def _pick_weights(index: AtomicIndex) -> Iterable[tuple[AtomKey, list[ParamStorage]]]:
+    """Return the key and the storages of the atoms of :func:`list_weights`, without building the atoms."""
+    best: dict[str, tuple[int, AtomKey, list[ParamStorage]]] = {}
+    for param, shards in index.atoms.storages.items():
+        for rank, state in enumerate((MASTER, MODULE, COPY, *shards[0].states)):
+            if found := [shard for shard in shards if state in shard.states]:
+                if param.name not in best or rank < best[param.name][0]:
+                    best[param.name] = rank, param.atom(state), found
+                break
+    return ((key, shards) for _, key, shards in best.values())
 
 
 def list_names(index: AtomicIndex) -> set[str]:
@@ -81,7 +87,7 @@ def list_names(index: AtomicIndex) -> set[str]:
 
 def list_shapes(index: AtomicIndex) -> Shapes:
     """Return the local shapes of the weights by tensor-parallel rank."""
-    return {name: tuple(shard.shape for shard in atom.shards) for name, atom in list_weights(index).items()}
+    return {key.name: tuple([shard.shape for shard in shards]) for key, shards in _pick_weights(index)}
 
 
 def is_replica(index: AtomicIndex, atom: Atom) -> bool:

@@ -36,7 +36,7 @@ class LocalExperts(Share):
 
     def name_parts(self, name: str, shape: Shape) -> dict[str, Shape]:
         """Return the experts' parameters in the whole model that are in a parameter of this rank, with shapes."""
-        return name_experts(name, shape, self.numbers)
+        return name_experts(name, shape, [self.numbers])[0]
 
 
 class LiveExperts(Extension):

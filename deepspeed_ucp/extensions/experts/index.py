@@ -15,7 +15,7 @@ from ...model.index import AtomicIndex, GroupInfo
 from ...model.view import Shapes
 from ...plan.derive import DerivedParam, Slice, can_fuse, derive
 from ...plan.match import COUNT, Adaptation, Fault
-from ...plan.settling import list_shapes
+from ...plan.settling import list_names, list_shapes
 from ..registry import Extension
 from .names import find_block, find_expert, is_expert, read_name
 
@@ -34,7 +34,9 @@ class IndexedExperts(Extension):
 
     def adapt(self, adaptation: Adaptation) -> None:
         """Put a layer's experts into the live model's form."""
-        adaptation.index = _convert(adaptation.index, adaptation.view.shapes)
+        live = adaptation.view.shapes
+        if not live.keys() <= list_names(adaptation.index):
+            adaptation.index = _convert(adaptation.index, live)
 
     def fold_faults(
         self, saved: Iterable[str], live: Iterable[str], faults: Sequence[Fault]

@@ -101,17 +101,18 @@ def find_layer(name: str, layers: Collection[str]) -> str | None:
     return layer if layer in layers else None
 
 
-def name_experts(name: str, shape: Shape, numbers: Sequence[int]) -> dict[str, Shape]:
-    """Return the names and shapes in the whole model of the parameters in a rank's own parameter.
+def name_experts(name: str, shape: Shape, placement: Iterable[Sequence[int]]) -> list[dict[str, Shape]]:
+    """Return, for each of some ranks, the names and shapes in the whole model of the parameters in its own parameter.
 
     An expert's name gets its number in the whole layer. A fused parameter has a name for each expert.
 
     Args:
-        numbers: of the rank's experts in the whole layer, in the rank's order.
+        placement: for each rank, the numbers of its experts in the whole layer, in the rank's order.
     """
     if match := _EXPERT.match(name):
-        return {f"{match[1]}{numbers[int(match[2])]}{name[match.end() :]}": shape}
-    return {f"{name}.{number}": shape[1:] for number in numbers}
+        layer, local, end = match[1], int(match[2]), name[match.end() :]
+        return [{f"{layer}{numbers[local]}{end}": shape} for numbers in placement]
+    return [{f"{name}.{number}": shape[1:] for number in numbers} for numbers in placement]
 
 
 def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None, *, data_first: bool) -> list[range]:

@@ -198,22 +198,23 @@ class SavedExperts(ExpertFiles, SaveExtension):
         replicas = counts[number] if number < len(counts) else save.dp
         holders = _find_holders(save, mp, replicas, over_tp=over_tp)
         _check_placements(save, mp, group, len(holders))
-        shares = _share_experts(save, expert_counts, self.counts, len(holders))
-        dealt, is_named = [], over_tp or len(holders) > 1
-        for place, ranks in enumerate(holders):
-            numbers: dict[str, Sequence[int]] = {
-                layer: range(place * share, (place + 1) * share) for layer, share in shares.items()
-            }
-            numbers |= {layer: placement[place] for layer, placement in placements.items() if place < len(placement)}
-            if is_named:
+        numbers: dict[str, Sequence[Sequence[int]]] = {
+            layer: [range(place * share, (place + 1) * share) for place in range(len(holders))]
+            for layer, share in _share_experts(save, expert_counts, self.counts, len(holders)).items()
+        }
+        numbers |= {layer: placement for layer, placement in placements.items() if placement}
+        local, is_named = dict(group), over_tp or len(holders) > 1
+        named = [
+            name_experts(name, shape, numbers[layer])
+            if (layer := find_layer(name, numbers))
+            else [{name: shape}] * len(holders)
+            for name, shape in group
+        ]
+        dealt = []
+        for place, (ranks, *parts) in enumerate(zip(holders, *named, strict=True)):
+            if over_tp or (save.is_sharded and is_named):
                 _check_writers(save, mp // save.tp, place, ranks, over_tp=over_tp)
-            parts = {
-                name: name_experts(name, shape, numbers[layer])
-                if (layer := find_layer(name, numbers))
-                else {name: shape}
-                for name, shape in group
-            }
-            dealt.append(GroupShare(ranks, dict(group), parts, over_tp, is_named))
+            dealt.append(GroupShare(ranks, local, dict(zip(local, parts, strict=True)), over_tp, is_named))
         return dealt
 
     def find_ties(self, save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:

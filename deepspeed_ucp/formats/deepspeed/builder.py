@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,9 +277,11 @@ class Builder:
         first = batch.template.firsts[piece]
         if first not in batch.records:
             batch.records[first] = len(self.records)
+            if not batch.numbers:
+                batch.numbers.extend(map(self._file, batch.all_files))
             column = batch.table[:, first]
-            columns = (column[name].tolist() for name in ("offset", "nbytes", "crc"))
-            self.records.extend(map(self._file, batch.all_files), *columns)
+            columns = (array("q", column[name].tobytes()) for name in ("offset", "nbytes", "crc"))
+            self.records.extend(batch.numbers, *columns)
         return [batch.records[first] + file for file in batch.files]
 
     def _file(self, header: FileHeader) -> int:

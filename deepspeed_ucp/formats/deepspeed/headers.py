@@ -6,9 +6,10 @@ Headers that differ only in offsets and sizes have a compact form: a shared temp
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -444,14 +445,16 @@ class FileBatch:
     Attributes:
         all_files: all files with the template.
         table: a :data:`PIECE` for each of these and each piece.
+        numbers: of all files in the index; empty until a record of theirs is numbered.
         records: piece → number of the first file's record in the index; those of all other files follow. All selections
-            of the files share it.
+            of the files share both.
         files, parts: the selected files, by their places, and the partition that each holds.
     """
 
     template: HeaderTemplate
     all_files: list[FileHeader]
     table: npt.NDArray[np.void]
+    numbers: array[int] = field(default_factory=partial(array, "q"))
     records: dict[int, int] = field(default_factory=dict)
     files: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
