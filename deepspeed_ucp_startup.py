@@ -1,7 +1,7 @@
 """Startup hook of Python: imports deepspeed_ucp when ``DEEPSPEED_UCP`` is set.
 
-The installed ``deepspeed_ucp.pth`` (``deepspeed_ucp.start`` from Python 3.15 on, PEP 829) calls :func:`start`, twice in
-a virtual environment. The module is outside the package so that a start without the variable imports almost nothing.
+The installed ``deepspeed_ucp.pth`` (``deepspeed_ucp.start`` from Python 3.15 on, PEP 829) calls :func:`start`. A
+virtual environment calls it twice. This module is outside the package: a start without the variable stays fast.
 """
 
 import os
@@ -11,12 +11,12 @@ SWITCH = "DEEPSPEED_UCP"
 """Variable that switches the plugin on: :func:`deepspeed_ucp.config.read_environment`."""
 
 OFF = ("", "0", "false", "off")
-"""Values of the switch with which nothing is to be done, in small letters."""
+"""Values that leave the switch off, in small letters."""
 
 LIBRARIES = (
     *("deepspeed", "accelerate", "lightning", "lightning_fabric", "megatron", "pytorch_lightning", "transformers"),
 )
-"""Packages with something that the plugin wraps (:data:`deepspeed_ucp.attach.TABLE`)."""
+"""Packages with methods that the plugin wraps (:data:`deepspeed_ucp.attach.TABLE`)."""
 
 
 def start() -> None:
@@ -29,10 +29,10 @@ def start() -> None:
 
 
 class _Waker:
-    """Finds nothing; imports the plugin before the first of the libraries is imported, since that takes some time.
+    """Import finder that finds nothing, but imports the plugin right before the first library.
 
     Attributes:
-        waking: the plugin is being imported, or was, by this and not by a script.
+        waking: this finder, not a script, has begun to import the plugin.
     """
 
     def __init__(self) -> None:

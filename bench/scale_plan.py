@@ -171,8 +171,8 @@ class Planner:
         with replace_folder(script.entries, self._read), pause_collection():
             index = open_checkpoint(FOLDER, comm, Naming(*gather_groups(target, comm)))
             config, report = UniversalConfig(patterns=job.target.patterns), LoadReport(direct=True, reason="")
-            load = LoadContext(None, comm, config, report)
             rules = from_config(job.target.patterns)
+            load = LoadContext(None, comm, config, report, rules)
             load = replace(load, extensions=find_for_load(load, index, target, rules))
             work = prepare(load, index, target, with_states=True)
             choose_memory(work.buffers, WINDOW, comm, prefer_memory=False)

@@ -141,6 +141,10 @@ class Comm:
         self._raise_first([report], error, rank)
         return self._unpack(packed)  # type: ignore[no-any-return]
 
+    def is_common(self, error: UcpError) -> bool:
+        """Return True if every rank raises the error, so that all can continue together."""
+        return self.size == 1 or error.shared
+
     def _raise_first(self, reports: Sequence[UcpError | None], error: Exception | None, first: int = 0) -> None:
         """Raise the first reported error; ``first`` is the rank of the first report, ``error`` this rank's error."""
         for failed, report in enumerate(reports, first):

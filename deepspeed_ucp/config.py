@@ -21,6 +21,10 @@ WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off":
 Argument = Literal["load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"]
 
 
+def _expand_home(value: Any) -> Any:
+    return [*map(os.path.expanduser, value)] if isinstance(value, list) else value and os.path.expanduser(value)
+
+
 class SaveTier(BaseModel):
     """A destination of saves from memory: a folder of tags, or its URL."""
 
@@ -30,10 +34,7 @@ class SaveTier(BaseModel):
     every: int = Field(default=1, ge=1)
     keep: int | None = Field(default=None, ge=1)
 
-    @field_validator("place")
-    @classmethod
-    def _find_home(cls, place: str) -> str:
-        return os.path.expanduser(place)
+    _find_home = field_validator("place")(_expand_home)
 
 
 class SaveOptions(BaseModel):
@@ -80,6 +81,8 @@ class UniversalConfig(BaseModel):
     save: SaveOptions | None = None
     hang_timeout_s: float = Field(default=1800, ge=0)
     trust_pickle: bool = False
+
+    _find_home = field_validator("atomic_dir", "also")(_expand_home)
 
     def with_tiers(self) -> UniversalConfig:
         """Return a copy whose ``also`` includes the destinations of saves."""
@@ -216,9 +219,6 @@ def choose_batch(
 
     Returns:
         New (micro, gas) values, or None if the given ones fit.
-
-    Raises:
-        ConfigError: no micro batch and gradient accumulation make ``train`` on ``world`` ranks.
     """
     if train is None or fit_batch(train, micro, gas, world):
         return None

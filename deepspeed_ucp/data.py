@@ -97,7 +97,7 @@ class Order(ABC):
 
     Attributes:
         size: number of samples.
-        total_batch: samples of a step, over all ranks and micro batches.
+        total_batch: samples of a step, over all ranks and micro batches: ``engine.train_batch_size()``.
         rank, world: data-parallel rank, and number of these ranks.
         shuffle: False keeps the order of the dataset, or of its shards.
         seed: seed of the shuffling, which differs per epoch.
@@ -169,9 +169,6 @@ class Order(ABC):
 
         Args:
             name: name in saves, unique among the orders of one engine.
-
-        Raises:
-            ConfigError: the engine has another total batch.
         """
         if engine.train_batch_size() != self.total_batch:
             raise ConfigError(
@@ -277,10 +274,7 @@ class ElasticSampler(Order, Sampler[int]):
 
     Args:
         dataset: the dataset, or its number of samples.
-        total_batch: samples of a step, over all ranks: ``engine.train_batch_size()``.
-        rank, world: data-parallel rank, and number of these ranks.
-        shuffle: False keeps the order of the dataset.
-        seed: seed of the shuffling.
+        total_batch, rank, world, shuffle, seed: as in :class:`Order`.
         weights: weight of each sample; an epoch's samples are then drawn by weight, with replacement.
         lengths: length of each sample; each step then has samples of similar length.
 
@@ -359,13 +353,10 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         shards: arguments of ``read``.
         sizes: number of samples of each shard.
         read: returns the samples of a shard from a position on.
-        total_batch: samples of a step, over all ranks.
-        rank, world: data-parallel rank, and number of these ranks.
+        total_batch, rank, world, shuffle, seed: as in :class:`Order`.
         lanes: a multiple of every number of ranks that the run will use, and a divisor of ``total_batch`` (default:
             ``total_batch``).
         batch_size: batch size of the ``DataLoader``, whose workers take turns. Required for several workers.
-        shuffle: shuffle the shards in every epoch.
-        seed: seed of the shuffling.
 
     Raises:
         ConfigError: the numbers do not divide each other, or there are too few samples.

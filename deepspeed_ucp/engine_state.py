@@ -133,9 +133,6 @@ def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool =
 
     Args:
         together: all ranks take part and raise the same error; else no collective is used, as in DeepSpeed's own load.
-
-    Raises:
-        CheckpointError: the states have an unknown form.
     """
     if client_state is None:
         return

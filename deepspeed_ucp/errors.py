@@ -140,8 +140,9 @@ class Objections:
         first, *others = self.errors
         if not others:
             raise first
-        lines = [line for error in others for line in str(error).split("\n")]
-        raise type(first)(*first.args, *lines).copy(shared=first.shared, echo=first.echo, rank=first.rank) from first
+        error, lines = first.copy(shared=first.shared, echo=first.echo, rank=first.rank), "\n".join(map(str, others))
+        error.args, error.text = (*first.args, *lines.split("\n")), f"{first.text}\n{lines}"
+        raise error from first
 
 
 def raise_first(errors: Iterable[BaseException | None]) -> None:

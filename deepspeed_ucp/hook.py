@@ -293,7 +293,7 @@ def _load_from_memory(
     try:
         return load(snapshot.folder, snapshot.tag, config, fallback)
     except CheckpointError as error:
-        if find_state(engine).broken is not broken_before or (comm.size > 1 and not error.shared):
+        if find_state(engine).broken is not broken_before or not comm.is_common(error):
             raise
         if comm.rank == 0:
             logger.warning("%s: the save in memory cannot be loaded: %s", load_dir, error)

@@ -35,12 +35,7 @@ _SHAPES = re.compile(
 
 
 def hide_values(value: Any, name: str = "") -> Any:
-    """Hide values that look like secrets, and secrets in URLs.
-
-    Args:
-        value: a configuration of mappings, lists and plain values.
-        name: key of the value.
-    """
+    """Hide values that look like secrets, and secrets in URLs."""
     if _NAME.search(name) and value not in (None, True, False):
         return HIDDEN
     if isinstance(value, Mapping):

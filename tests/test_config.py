@@ -37,6 +37,15 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
     assert parse(True) == parse({}) == UniversalConfig()
 
 
+def test_all_folders_of_the_options_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    options = {"also": ["~/mirror", "s3://bucket/~/run"], "atomic_dir": "~/atoms", "save": {"to": [{"place": "~/run"}]}}
+    config = parse_config({"checkpoint": {"universal": options}})
+    assert config is not None and config.save is not None
+    assert config.also == ["/home/me/mirror", "s3://bucket/~/run"]
+    assert (config.atomic_dir, config.save.to[0].place) == ("/home/me/atoms", "/home/me/run")
+
+
 def test_every_key_can_be_set() -> None:
     given = {
         "mode": "atomic",

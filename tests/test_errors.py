@@ -10,7 +10,16 @@ import pytest
 import deepspeed_ucp
 from deepspeed_ucp import errors
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError, UcpError, escape, fold_names, shorten, suggest
+from deepspeed_ucp.errors import (
+    CheckpointError,
+    MismatchError,
+    Objections,
+    UcpError,
+    escape,
+    fold_names,
+    shorten,
+    suggest,
+)
 from deepspeed_ucp.formats.findings import Finding, from_error
 from tests.support.ranks import run_ranks
 
@@ -87,6 +96,18 @@ def test_only_lines_of_the_package_are_lines() -> None:
     error = CheckpointError("first\nforged", "second")
     assert str(error) == "first\\nforged\nsecond"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_joined_objections_keep_the_attributes_of_the_first() -> None:
+    objections = Objections()
+    with objections:
+        raise CheckpointError("is damaged.", path="a.pt", kind="crc")
+    with objections:
+        raise MismatchError("Another shape.\nA remedy.")
+    with pytest.raises(CheckpointError, match="a.pt: is damaged.\nAnother shape.") as raised:
+        objections.settle()
+    assert (raised.value.path, raised.value.kind) == ("a.pt", "crc")
+    assert raised.value.text == "is damaged.\nAnother shape.\\nA remedy."
 
 
 def test_attributes_of_errors_are_sent_between_ranks() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..engine_state import KEY
-from ..formats.deepspeed.files import CLIENT, sort_names
+from ..formats.deepspeed.files import CLIENT, ROLES, choose_copies, sort_names, sort_roles
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..formats.deepspeed.reading import select_extra_states
 from ..formats.deepspeed.save import DEEPSPEEDS
@@ -78,7 +78,7 @@ def find_dropped_extra(index: AtomicIndex) -> list[str]:
     if index.format:
         return []
     paths = {os.path.basename(file.path): file.path for file in index.files}
-    listed = sort_names(os.path.dirname(index.state_file), paths.keys())[0]["layer"]
+    listed = sort_roles(ROLES, choose_copies(os.path.dirname(index.state_file), paths)[0])["layer"]
     layers = {layer: paths[name] for (layer, _), name in sorted(listed.items(), reverse=True)}  # of the first rank
     trees = choose_map(index.state_file)(lambda path: read_header(path).tree, list(layers.values()))
     found = zip(layers, trees, strict=True)

@@ -94,11 +94,6 @@ class Target(ABC):
         """The wrapper's row."""
         return find_wrapper(self.wrapper)
 
-    @property
-    def has_copies(self) -> bool:
-        """True if the model computes with copies of the masters instead of the masters."""
-        return self.traits.has_copies
-
     def _add_parameter(self, param: Any) -> None:
         """Register a parameter of the module; a fused one under several names, with their indices."""
         shape, raw = _find_shape(param), self.names[id(param)]

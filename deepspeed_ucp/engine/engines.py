@@ -142,12 +142,12 @@ class WholeTarget(Target):
                 self.add_flat(buffer, 0, master)
 
     def refresh_copies(self) -> None:
-        for params, master in self._pairs if self.has_copies else ():
+        for params, master in self._pairs if self.traits.has_copies else ():
             for param, value in zip(params, _unflatten_dense_tensors(master.data.reshape(-1), params), strict=True):
                 param.data.copy_(value)
 
     def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
-        return [flatten(param) for param in self._pairs[flat][0]] if self.has_copies else ()
+        return [flatten(param) for param in self._pairs[flat][0]] if self.traits.has_copies else ()
 
 
 class TorchTarget(WholeTarget):
@@ -207,11 +207,6 @@ def open_target(engine: Any) -> Target:
     Raises:
         UnknownLayoutError: the optimizer wrapper's layout is known to DeepSpeed only.
         UnsupportedError: the engine has state that no load restores.
-
-    Example:
-        >>> target = open_target(engine)
-        >>> target.flats[0].names, target.flats[0].part, target.flats[0].dtype
-        (('0.weight', '0.bias'), 0, 'float32')
     """
     check_engine(engine)
     wrapper = find_live(engine.optimizer)

@@ -92,7 +92,7 @@ def _list_options(target: Target) -> Iterator[str]:
         f"a {type(engine.checkpoint_engine).__name__}": type(engine.checkpoint_engine).__name__ != _READER,
     }
     yield from (option for option, is_on in options.items() if is_on)
-    if not target.has_copies:  # else masters are loaded, and weights made from them (`refresh_after_own_load`)
+    if not target.traits.has_copies:  # else masters are loaded, and weights made from them (`refresh_after_own_load`)
         yield from (f"{name} (in no layer file)" for name in target.unfiled())
     zero, harmless = engine._config.zero_config, _HARMLESS.split()
     for name, field in type(zero).model_fields.items():

@@ -150,10 +150,6 @@ def find_other_kind(
     An optimizer of the saved class may have fewer states at first: some appear later, others by saved switches.
 
     Args:
-        group: param group of the live optimizer.
-        hyper: saved hyper-parameters of the group.
-        saved: names of the saved states of its parameters.
-        like: see :func:`probe_optimizer`.
         scalars: names of saved one-element states, such as a factored optimizer's row states of one-row parameters.
     """
     live = optimizer.param_groups[group]

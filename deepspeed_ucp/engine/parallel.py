@@ -64,10 +64,6 @@ def find_place(engine: Any) -> Place:
 
     Raises:
         UnknownLayoutError: model-parallel ranks are not numbered by pipeline stage, then tensor rank.
-
-    Example:
-        >>> find_place(engine)  # rank 5 of 2 pipeline stages, each with dp 2 and tp 2
-        Place(tp_rank=1, tp=2, pp_rank=1, pp=2, dp_rank=0, dp=2)
     """
     group = engine.seq_data_parallel_group
     dp_rank, dp = ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group)

@@ -55,9 +55,6 @@ def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fie
     """Describe how a live param group's update rule differs from the saved one; empty if no difference is known.
 
     Args:
-        optimizer: the live optimizer inside of wrappers.
-        live: its param group.
-        saved: hyper-parameters of the saved group.
         configured: the ``optimizer`` section of the saved ds_config, or empty.
     """
     if "lr" not in saved:  # an elastic save has no hyper-parameters
@@ -114,9 +111,7 @@ def list_edits(
     Changes by a scheduler do not count: the initial rates are compared, if the groups have them.
 
     Args:
-        optimizer: the live optimizer.
         pairs: live and saved hyper-parameters of each param group.
-        scheduler: the engine's scheduler, or None.
         configured: the ``optimizer`` section of the saved ds_config.
         takes_saved: the saved values are used, else the live values.
         with_scheduler: the scheduler's saved state is loaded.
@@ -146,9 +141,6 @@ def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> st
     """Describe effective hyper-parameters that only one side has, if saved values are used; empty if there are none.
 
     Excludes switches that :func:`find_other_rule` compares.
-
-    Args:
-        optimizer, pairs: see :func:`list_edits`.
     """
     added, dropped = dict[str, None](), dict[str, None]()
     for live, saved in pairs:
@@ -164,9 +156,6 @@ def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> st
 
 def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields | None], str]:
     """Record an engine's hyper-parameters before DeepSpeed's load, which replaces them.
-
-    Args:
-        with_scheduler: see :func:`list_edits`.
 
     Returns:
         A function that takes the loaded client state and describes replaced values, like :func:`list_edits`.

@@ -57,15 +57,15 @@ class ResizedRows(Extension):
         """Log each parameter that has another shape here, and read the means of saved rows (collective)."""
         if job.comm.rank == 0:
             _log_changes(work)
-        if work.averaged:
+        if work.wants.averaged:
             with job.report.phase("read"):
-                work.averages = average_rows(work.index, work.averaged, job.comm, job.config)
+                work.averages = average_rows(work.index, work.wants.averaged, job.comm, job.config)
 
 
 def _log_changes(work: Any) -> None:
     """Log the parameters with another shape; those that only differ in their numbers share a line."""
     alike: dict[Resized, list[str]] = defaultdict(list)
-    changed = [pair for pair in sorted(work.resized.items()) if not pair[1].pads]
+    changed = [pair for pair in sorted(work.wants.resized.items()) if not pair[1].pads]
     for name, (how, *_) in fold_names(changed, lambda how: how):
         alike[how].append(name)
     for how, names in alike.items():

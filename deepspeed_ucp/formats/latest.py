@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError, UcpError, shorten, suggest
 from ..io.interface import explain_failure
-from ..io.paths import find_tag_folder, normalize
+from ..io.paths import UPLOAD, find_tag_folder, normalize
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import exists, find_change, is_folder, read_small
 from .deepspeed.files import (
@@ -42,6 +42,9 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's file with the number of the newest iteration, or ``release``."""
 
 _BUCKET = re.compile(r"(s3a?|gs|gcs|az|abfss?)://[^/]+")
+
+_KILLED = re.compile(rf"\..+({re.escape(UPLOAD)}.+|\.ucp-partial)")
+"""Names of the hidden folders that a killed save or conversion leaves."""
 
 LOST = "lost+found"
 """Folder in the root of a file system that only root may list."""
@@ -164,8 +167,7 @@ def holds_foreign(folder: str) -> bool:
 
 def find_foreign_folders(folder: str) -> list[str]:
     """Return the subfolders with foreign checkpoints, sorted."""
-    names = sorted(name for name, entry in scan_if_there(folder).items() if entry.is_folder and name != LOST)
-    return [name for name in names if holds_foreign(os.path.join(folder, name))]
+    return [name for name in sorted(_list_folders(folder)) if holds_foreign(os.path.join(folder, name))]
 
 
 def find_folder(load_dir: str, tag: str) -> str:
@@ -210,7 +212,7 @@ def find_siblings(folder: str) -> list[str]:
     Only the ``_SIBLINGS`` most similar names are searched. Folders that cannot be listed are skipped.
     """
     parent, base = os.path.split(normalize(folder))
-    names = [name for name, entry in scan_if_there(parent).items() if entry.is_folder and name not in (LOST, base)]
+    names = [name for name in _list_folders(parent) if name != base]
     names.sort(key=lambda name: (-SequenceMatcher(None, name, base).ratio(), name))
     siblings = []
     for name in names[:_SIBLINGS]:
@@ -233,13 +235,26 @@ def _check_bucket(load_dir: str) -> None:
 
 
 def find_tags(load_dir: str) -> list[str]:
-    """Return the subfolders with model or optimizer states, sorted; empty if ``load_dir`` does not exist.
+    """Return the complete subfolders with model or optimizer states, sorted; empty if ``load_dir`` does not exist.
 
     Raises:
         CheckpointError: a subfolder cannot be listed; it may hold a checkpoint.
     """
-    folders = [name for name, entry in scan_if_there(load_dir).items() if entry.is_folder and name != LOST]
+    folders = [name for name in _list_folders(load_dir) if not _is_unfinished(load_dir, name)]
     return sorted(name for name in folders if has_states(os.path.join(load_dir, name)))
+
+
+def list_unfinished(load_dir: str) -> list[str]:
+    """Return the folders of saves and conversions that were killed before all files were written, sorted."""
+    return sorted(name for name in _list_folders(load_dir) if _is_unfinished(load_dir, name))
+
+
+def _is_unfinished(load_dir: str, name: str) -> bool:
+    return bool(_KILLED.fullmatch(name)) and not _exists(os.path.join(load_dir, name, SEAL))
+
+
+def _list_folders(folder: str) -> list[str]:
+    return [name for name, entry in scan_if_there(folder).items() if entry.is_folder and name != LOST]
 
 
 def check_tag(load_dir: str, tag: str) -> str:

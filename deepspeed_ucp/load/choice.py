@@ -31,7 +31,7 @@ from ..model.topology import find_differences, list_undescribed, number_groups
 from ..plan.settling import list_shapes, settle_index
 from ..stream.reader import verify_records
 from ..tensor_parallel.metadata import INFO, from_universal_info
-from ..tensor_parallel.rules import find_renamed, from_config
+from ..tensor_parallel.rules import find_renamed
 from .client import check_trusted
 from .context import LoadContext
 
@@ -73,17 +73,13 @@ def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = ()) -> Ch
     return _compare(job, folder, also, target, naming, doubts)
 
 
-_BELOW = f"the files are in a folder below the tag ({PUBLISHED}), where DeepSpeed's own load does not look"
+_BELOW = f"the files are in a folder below the tag ({PUBLISHED}), which DeepSpeed's own load does not read"
 
 _NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
 
 
 def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
-    """Open the engine, and gather the names by which stage-0 saves are read (collective).
-
-    Raises:
-        UcpError: the engine is not covered, or cannot take this load.
-    """
+    """Open the engine, and gather the names by which stage-0 saves are read (collective)."""
     opened: list[Target] = []
 
     def look() -> tuple[bool, dict[str, str], StageGroups | None]:
@@ -107,7 +103,7 @@ def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
         order=order,
         dual=target.is_dual,
         keys={key: name for _, keys, _ in answers for key, name in keys.items()},
-        rename=partial(find_renamed, rules=from_config(job.config.patterns)),
+        rename=partial(find_renamed, rules=job.rules),
         ep=target.ep,
         record=target.list_recorded,
         weights_only=not (job.with_states and has_masters),
@@ -139,9 +135,6 @@ def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
 
     :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. A stage's layers may
     be apart from each other (DualPipeV).
-
-    Args:
-        reports: results of :func:`list_stage_groups` on all ranks.
     """
     stages: dict[int, tuple[list[dict[str, bool]], list[dict[str, Any]]]] = {}
     order: dict[str, str] = {}
@@ -183,7 +176,7 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
         index: the checkpoint; None if each rank knows its files alone.
     """
     doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and job.with_states)
-    doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in from_config(job.config.patterns))
+    doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in job.rules)
     if target is not None:
         asked = {
             "load_optimizer_states": not job.load_optimizer_states,
@@ -194,8 +187,8 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
         doubts += [name for name, is_asked in asked.items() if is_asked]
         doubts += list_unknown(target, index)
     if target is not None and index is not None:
-        doubts += list_other_orders(job, target, index)
         doubts += target.find_other_kinds(index) if job.with_states else ()
+        doubts = doubts or list_other_orders(job, target, index)  # the direct load compares the orders itself
     return [f"DeepSpeed's own load is not known to be right with: {shorten(doubts)}"] if doubts else []
 
 
@@ -212,7 +205,7 @@ def list_other_orders(job: LoadContext, target: Target, index: AtomicIndex) -> l
     held = {name: shapes[name] for name in saved.values() if name in shapes}
     try:
         live = from_universal_info(info, by="target").follow(saved)
-        settled = settle_index(index, from_config(job.config.patterns), held, [live])
+        settled = settle_index(index, job.rules, held, [live])
     except (MismatchError, UnsupportedError):  # one side's metadata cannot be read: no contradiction is known
         return []
     return [f"another order of elements in {shorten(settled.wrong)}"] if settled.wrong else []
@@ -223,11 +216,7 @@ def _is_same_info(saved: dict[str, Any] | None, live: dict[str, Any]) -> bool:
 
 
 def _trust_own_files(job: LoadContext, folder: str, why: str) -> Choice:
-    """Leave a load to DeepSpeed if each rank's files have the live topology (collective).
-
-    Raises:
-        UnsupportedError: they have another one, or hold classes that are not known to be harmless.
-    """
+    """Leave a load to DeepSpeed if each rank's files have the live topology (collective)."""
     if is_url(folder):
         text = f"{why}: only DeepSpeed's own load can read it, which reads no URLs. Copy it to a folder."
         raise UnsupportedError(text, path=folder)
@@ -242,11 +231,7 @@ def _trust_own_files(job: LoadContext, folder: str, why: str) -> Choice:
 
 
 def find_own_differences(job: LoadContext, folder: str, target: Target | None = None) -> list[str]:
-    """List why DeepSpeed's load cannot use each rank's files; the same on every rank (collective).
-
-    Args:
-        target: the engine's buffers, if they are known.
-    """
+    """List why DeepSpeed's load cannot use each rank's files; the same on every rank (collective)."""
 
     def compare() -> list[str]:
         try:
@@ -269,11 +254,7 @@ def find_own_differences(job: LoadContext, folder: str, target: Target | None = 
 
 
 def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | None = None) -> Choice:
-    """Leave a load to DeepSpeed, after a check of the files' classes (collective).
-
-    Raises:
-        UnsupportedError: the files hold classes that are not known to be harmless.
-    """
+    """Leave a load to DeepSpeed, after a check of the files' classes (collective)."""
     engine, comm = job.engine, job.comm
     if not job.config.trust_pickle:
         # Every rank checks a part of a shared folder; the ranks that see a node's files share them.
@@ -301,26 +282,29 @@ def _compare(
     comm = job.comm
     survey = survey_checkpoint(folder, comm, naming, also=also)
 
-    def look() -> list[str]:
+    def look() -> tuple[list[str], list[str]]:
         index = survey.require()
+        changes = list_scaling_changes(target, index, with_states=job.with_states)
         if index.format:
-            return [index.unchecked]  # an empty text if everything is checked
-        return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
+            return [index.unchecked], changes  # an empty text if everything is checked
+        differences = _list_differences(index, target) or _list_elsewhere(index, folder)
+        return differences or list_unproven(job, target, index), changes
 
-    reasons = [text for part in comm.each(look) for text in part] or list(doubts)
+    answers = comm.each(look)
+    reasons = [text for found, _ in answers for text in found] or list(doubts)
     index = survey.require()
     job.report.saved, job.report.extensions = index.job, name_active((*survey.extensions, *target.extensions))
     if comm.rank == 0:
         survey.log_warnings()
     changes = list_changes(index, target, to_integer(job.engine.train_batch_size()))
-    changes += list_scaling_changes(target, index, with_states=job.with_states)
+    changes += dict.fromkeys(text for _, found in answers for text in found)  # a pipeline stage may lack an optimizer
     if changes:
         job.warn("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
     if not reasons and job.config.fallback and job.config.verify == "crc":
         reasons = find_damage(index, comm, others=bool(also))
     if not reasons:
         if not job.config.trust_pickle:
-            comm.alike(lambda: check_trusted(index.globals))
+            comm.run(lambda: check_trusted(index.globals))  # a rank may have imported the classes
         return f"same topology ({index.topology.describe()})", target, None
     texts = [f"{index.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]
     return ": ".join(filter(None, texts)), target, index
@@ -348,11 +332,7 @@ def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
 
 
 def list_changes(index: AtomicIndex, target: Target, total_batch: int) -> list[str]:
-    """Describe differences between the saved and the current job, except parallel degrees (logged with the loader).
-
-    Args:
-        total_batch: samples per step of this job.
-    """
+    """Describe differences between the saved and the current job, except parallel degrees (logged with the loader)."""
     saved, is_unknown = index.job, index.format or index.topology.is_atomic
     facts = (
         ("total batch", saved.total_batch, total_batch),

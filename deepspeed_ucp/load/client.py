@@ -32,6 +32,7 @@ from torch._weights_only_unpickler import _get_allowed_globals
 
 from ..engine.finish import pickled_classes
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ..formats.deepspeed.reading import select_extra_states
 from ..model.index import Use
 from ..torchsave.objects import STORAGE_DTYPES, Global, PickledObject, describe, walk
 from ..torchsave.repickle import PROTOCOL, write_pickle
@@ -55,16 +56,11 @@ def read_objects(path: str, *, trust_pickle: bool) -> dict[str, Any]:
     """Read everything but the model's tensors from a model-states file.
 
     Args:
-        path: the file.
         trust_pickle: allow any class.
 
     Raises:
         CheckpointError: the client state is damaged.
         UnsupportedError: it holds classes that are not known to be harmless, or that this process cannot create.
-
-    Example:
-        >>> read_objects("global_step100/mp_rank_00_model_states.pt", trust_pickle=False)["global_steps"]
-        100
     """
     return make_objects(read_header(path), trust_pickle=trust_pickle)
 
@@ -92,34 +88,19 @@ def make_objects(
 
 
 def _get_member(kind: object, name: object) -> Any:
-    """``getattr`` for enum members alone, as Python 3.11.0 to 3.11.3 pickle them: ``getattr(kind, name)``.
-
-    Raises:
-        AttributeError: it is no member of an enum.
-    """
+    """``getattr`` for enum members alone, as Python 3.11.0 to 3.11.3 pickle them: ``getattr(kind, name)``."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
         raise AttributeError(f"{kind!r} is no enum with a member {name!r}")
     return kind.__members__[str(name)]
 
 
 def check_trusted(named: Mapping[Use, str]) -> None:
-    """Refuse files that name other than harmless classes, whose code DeepSpeed's load would run.
-
-    Args:
-        named: classes and functions, each with a file that names it.
-
-    Raises:
-        UnsupportedError: with the names of all such classes.
-    """
+    """Refuse files that name other than harmless classes, whose code DeepSpeed's load would run."""
     _allow_all(named, has_option=True)
 
 
 def _allow_all(named: Mapping[Use, str], *, has_option: bool) -> dict[str, Any]:
-    """Return the harmless objects and the ``named`` ones, by dotted name.
-
-    Raises:
-        UnsupportedError: some of these are not harmless.
-    """
+    """Return the harmless objects and the ``named`` ones, by dotted name."""
     harmless = {_name(value): value for value in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
     allowed = {**harmless, **_get_allowed_globals(), **_list_consented()}
     objects = {use: allowed.get(use.kind) or _VALUES.get(use.kind) or _find_imported(use.kind) for use in named}
@@ -141,9 +122,8 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
             f"holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.", path=file.path
         )
     kept = {key: value for key, value in file.tree.items() if key not in _BULKY}
-    module = file.tree.get("module")
-    if isinstance(module, dict):
-        kept[EXTRA_STATES] = {key: value for key, value in module.items() if str(key).endswith("_extra_state")}
+    if isinstance(file.tree.get("module"), dict):
+        kept[EXTRA_STATES] = select_extra_states(file.tree)
     return kept
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..extensions.registry import Extension
 from ..io.read import Checked
 from ..model.index import SavedJob
 from ..stream.report import Report
+from ..tensor_parallel.rules import RuleSet
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -61,6 +62,7 @@ class LoadContext:
 
     Attributes:
         load_dir: the caller's folder or URL.
+        rules: the user's, as configured.
         deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
         unknown: arguments that only DeepSpeed's load knows.
         extensions: special cases of a direct load.
@@ -70,6 +72,7 @@ class LoadContext:
     comm: Comm
     config: UniversalConfig
     report: LoadReport
+    rules: Sequence[RuleSet] = ()
     load_dir: str = ""
     deepspeed_load: Callable[..., Loaded] = lambda **_: (None, None)
     unknown: Sequence[str] = ()
@@ -99,3 +102,9 @@ class LoadContext:
         """Log a warning on rank 0."""
         if self.comm.rank == 0:
             logger.warning(text, *arguments)
+
+    def warn_all(self, path: str | None, find: Callable[[], Iterable[str]]) -> None:
+        """Log the warnings about a file that ranks find, each once (collective): pipeline stages differ."""
+        parts = self.comm.each(lambda: [*find()])
+        for note in dict.fromkeys(note for part in parts for note in part):
+            self.warn("%s: %s", path, note)

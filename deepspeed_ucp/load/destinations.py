@@ -1,9 +1,8 @@
 """Tensors as destinations of bytes: a rank's wants, bound to memory, and copies to a GPU's memory.
 
-Until all ranks have agreed that every record is valid, bytes only go to uncommitted memory: memory that is not part of
-the engine yet, separate memory, or memory in place whose values can be recomputed to the bit
-(:meth:`Work.undo`). All other memory of the engine is written by :meth:`Work.commit`, which reads no
-file, and by the second pass.
+Until all ranks agree that every record is valid, bytes only go to uncommitted memory: memory that is not part of the
+engine yet, separate memory, or memory whose values can be recomputed to the bit (:meth:`Work.undo`).
+:meth:`Work.commit`, which reads no file, and the second pass write all other memory of the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from ..model.storage import AtomKey
 from ..plan.match import Match
 from ..plan.wants import NewRows, Slot, Wants
 from ..tensor_parallel.layout import Layout
-from ..tensor_parallel.resize import Resized
 from .states import States
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -166,12 +164,7 @@ def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tupl
 
 
 class TensorSink:
-    """A buffer whose bytes arrive as dtype ``stored``: written to its memory directly, or after conversion.
-
-    Args:
-        buffer: the destination.
-        stored: dtype of the bytes in the file, as ``float32``.
-    """
+    """A buffer whose bytes arrive as dtype ``stored``: written to its memory directly, or after conversion."""
 
     def __init__(self, buffer: Buffer, stored: str) -> None:
         self.buffer, self.stored = buffer, getattr(torch, stored)
@@ -214,7 +207,8 @@ class Work:
 
     Attributes:
         index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
-        wants: of this rank; blanks are zeroed when the pass that fills their memory begins, means at the end.
+        wants: of this rank; ``resized`` and ``averaged`` of all ranks. Blanks are zeroed when the pass that fills their
+            memory begins, means at the end.
         buffers: by the wants' buffer numbers.
         sinks: by the numbers in the wants.
         states: optimizer states to attach after verification.
@@ -223,7 +217,6 @@ class Work:
         replicated: those of them whose saved shards are replicas that must be equal.
         overlapping: those of them whose saved shards have parts in common, with the source's layout.
         state_bytes: bytes of all touched atoms.
-        averaged, resized: the wants' fields, of all ranks.
         averages: the means of saved rows, [elements of a row], once they are known.
     """
 
@@ -237,8 +230,6 @@ class Work:
     replicated: list[AtomKey] = field(default_factory=list)
     overlapping: list[tuple[AtomKey, Layout]] = field(default_factory=list)
     state_bytes: int = 0
-    averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
-    resized: dict[str, Resized] = field(default_factory=dict)
     averages: Mapping[AtomKey, Any] = field(default_factory=dict)
 
     def pick_sinks(self, *, uncommitted: bool) -> list[TensorSink | None]:

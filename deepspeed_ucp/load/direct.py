@@ -1,21 +1,10 @@
-"""The direct load: checkpoint bytes into live buffers, all or nothing.
-
-Every needed byte is read once, with its checksum, and a damaged file leaves the engine as it was:
-
-* Memory that is not part of the engine yet is filled at once: optimizer states of a fresh engine, two thirds of Adam's
-  bytes.
-* Memory that can be recomputed to the bit is filled in place, and recomputed after a failure: masters before the first
-  step, from their 16-bit copies.
-* The rest of a trained engine is filled in separate memory, if there is enough, and copied after all ranks have agreed
-  that every record is valid (``transfer``). If memory is short, this part is only verified, and a second pass reads it
-  into the live buffers from the page cache. If a file fails permanently in that pass, the engine is marked as unusable.
-"""
+"""The direct load: checkpoint bytes into live buffers, all or nothing (:mod:`.destinations`)."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +15,7 @@ import torch
 
 from ..comm import Comm
 from ..config import UniversalConfig
+from ..convert.states import find_dropped_extra
 from ..engine.base import Target
 from ..engine.finish import (
     check_scheduler,
@@ -48,7 +38,6 @@ from ..io.paths import is_url
 from ..model.index import AtomicIndex
 from ..model.storage import strip_compiled
 from ..stream.reader import read_state_file, verify_records
-from ..tensor_parallel.rules import from_config
 from .client import EXTRA_STATES, make_objects
 from .context import LoadContext
 from .destinations import Work
@@ -62,10 +51,7 @@ logger = logging.getLogger("deepspeed_ucp")
 def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Fill a live engine from a checkpoint of any topology (collective).
 
-    Args:
-        job: the optimizer's ``checkpoint_event_prologue`` has been called; the report gets phases and counts.
-        index: the checkpoint.
-        target: the engine's buffers.
+    Call the optimizer's ``checkpoint_event_prologue`` before.
 
     Returns:
         The client state, as DeepSpeed's load returns it.
@@ -75,8 +61,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     """
     engine, comm, report = job.engine, job.comm, job.report
     with_states = job.with_states and has_masters(target, comm)
-    rules = comm.alike(lambda: from_config(job.config.patterns))
-    job = replace(job, extensions=find_for_load(job, index, target, rules))
+    job = replace(job, extensions=find_for_load(job, index, target, job.rules))
     report.extensions = name_active(job.extensions, report.extensions)
     work, saved = _prepare(job, index, target, with_states=with_states)
     report.state_bytes = work.state_bytes
@@ -86,7 +71,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         prefer_memory = engine.global_steps > 0 or asks_store(work.index, comm)
         transfer = Transfer(work, comm, job.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
-    modules = comm.run(lambda: _match_extra_states(job, index, target, extra))
+    modules = _match_extra_states(job, index, target, extra)
     with _undo_on_error(engine, transfer, with_states=with_states):
         _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
@@ -100,9 +85,8 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         _fill(job, target, transfer)
         with report.phase("finish"):
             comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
-            for extension in job.extensions:
-                if note := extension.describe_differences(target):
-                    job.warn("%s", note)
+            differences = (extension.describe_differences(target) for extension in job.extensions)
+            job.warn_all(index.state_file, lambda: filter(None, differences))
     return pick_client_state(
         saved,
         module_only=job.load_module_only,
@@ -162,15 +146,10 @@ def asks_store(index: AtomicIndex, comm: Comm) -> bool:
 
 
 def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:
-    """Match engine and checkpoint and read the state file; logs hyper-parameters that differ (collective).
-
-    Raises:
-        UcpError: all objections to the load, in one.
-    """
+    """Match engine and checkpoint and read the state file; logs hyper-parameters that differ (collective)."""
     comm, objections = job.comm, Objections()
-    for extension in job.extensions:
-        with objections:
-            comm.run(partial(extension.refuse, job, index, target))
+    with objections:
+        comm.run(lambda: _ask_extensions(job, index, target))
     with objections:
         saved = _read_saved(job, index, target)
         if job.load_lr_scheduler_states and not job.load_module_only:
@@ -178,17 +157,25 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
     with objections, job.report.phase("plan"), pause_collection():
         work = prepare(job, index, target, with_states=with_states)
     objections.settle()
-    notes = comm.run(lambda: describe_hyper(job, target, work.index, work.match))
+    job.warn_all(index.state_file, lambda: describe_hyper(job, target, work.index, work.match))
     if index.format and with_states and (clip := job.engine.gradient_clipping()):
-        notes.append(
-            f"does not record its run's gradient clipping; this engine clips gradients at norm {clip} "
-            "(gradient_clipping: 1.0 by default, 0 switches it off)"
+        job.warn(
+            "%s: does not record its run's gradient clipping; this engine clips gradients at norm %s "
+            "(gradient_clipping: 1.0 by default, 0 switches it off)",
+            *(index.state_file, clip),
         )
-    for note in notes:
-        job.warn("%s: %s", index.state_file, note)
     if job.config.verify == "crc" and not index.format:  # the reason of a foreign one's load names them
         _log_unchecked(job, index)
     return work, saved
+
+
+def _ask_extensions(job: LoadContext, index: AtomicIndex, target: Target) -> None:
+    """Let this rank's extensions refuse the load; stages of a pipeline may have different ones."""
+    objections = Objections()
+    for extension in job.extensions:
+        with objections:
+            extension.refuse(job, index, target)
+    objections.settle()
 
 
 def _log_unchecked(job: LoadContext, index: AtomicIndex) -> None:
@@ -210,26 +197,27 @@ def has_masters(target: Target, comm: Comm) -> bool:
 def _match_extra_states(
     job: LoadContext, index: AtomicIndex, target: Target, saved: dict[str, Any]
 ) -> dict[str, torch.nn.Module]:
-    """Return the modules whose extra state is restored, by key; warnings name those that are not, or not by rank.
+    """Return this rank's modules whose extra state is restored, by key (collective).
 
-    With a foreign checkpoint or a ``custom_load_fn`` they are not restored.
-
-    Raises:
-        MismatchError: one side has extra states that the other lacks.
+    Warnings name the others, and ranks that get those of another rank. A foreign checkpoint or a ``custom_load_fn``
+    restores none.
     """
     live, plain = find_extra_states(job.engine.module), {strip_compiled(key): key for key in saved}
-    if index.format or job.custom_load_fn is not None:
-        kept = {*plain, *(key for key, module in live.items() if module.get_extra_state() is not None)}
-        if kept:
+    skips = bool(index.format) or job.custom_load_fn is not None
+
+    def list_keys() -> tuple[list[str], list[str]]:
+        used = [key for key, module in live.items() if not skips or module.get_extra_state() is not None]
+        return used, [*plain]
+
+    reports = zip(*job.comm.each(list_keys), strict=True)  # stages of a pipeline have different modules
+    used, stored = ({key for keys in side for key in keys} for side in reports)
+    if skips:
+        if kept := used | stored:
             job.warn("%s: extra states are not loaded: %s", index.state_file, shorten(sorted(kept), 3))
         return {}
-    if odd := sorted(live.keys() ^ plain.keys()):
-        if job.load_module_strict:
-            raise MismatchError(
-                f"The model and the checkpoint differ: extra states {sorted(plain)} saved, {sorted(live)} in the "
-                "model. load_module_strict=False ignores missing and extra ones."
-            )
-        job.warn("load_module_strict=False, passing over extra states that one side lacks: %s", shorten(odd))
+    if odd := sorted(used ^ stored):
+        in_layers = [] if stored else job.comm.once(lambda: find_dropped_extra(index))
+        job.comm.alike(lambda: _report_odd(job, odd, in_layers))
     common = {plain[key]: live[key] for key in live if key in plain}
     if common and index.written_degrees[0] > 1 and not _has_saved_degrees(index, target):
         text = "%s: modules of all tensor-parallel ranks get the extra states of the first saved rank: %s"
@@ -237,15 +225,22 @@ def _match_extra_states(
     return common
 
 
+def _report_odd(job: LoadContext, odd: Sequence[str], in_layers: Sequence[str]) -> None:
+    """Refuse extra states that one side lacks, or log them; ``in_layers`` are those of a pipeline's layer files."""
+    fact, advice = f"extra states that one side lacks: {shorten(odd)}", "ignores missing and extra ones"
+    if in_layers:
+        fact = f"extra states in a pipeline's layer files are not loaded: {shorten(in_layers, 3)}"
+        advice = "keeps those of this model"
+    if job.load_module_strict:
+        raise MismatchError(f"The model and the checkpoint differ: {fact}. load_module_strict=False {advice}.")
+    job.warn("load_module_strict=False, passing over %s", fact)
+
+
 def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Read and check everything in the state file but the model's tensors (collective).
 
     At the saved tensor- and pipeline-parallel degrees each rank reads the file of its place (Megatron's random states),
     else all take the content of the first rank's. A foreign checkpoint has counters alone.
-
-    Raises:
-        CheckpointError: the file is damaged.
-        UnsupportedError: it is no save of an engine, or needs the user's consent.
     """
     comm = job.comm
     if index.format:

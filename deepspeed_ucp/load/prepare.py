@@ -25,7 +25,7 @@ from ..plan.wants import REPLICA, Wants, is_replicated, list_touched, list_wants
 from ..stream.duplicates import check_instances
 from ..tensor_parallel.layout import list_repeats
 from ..tensor_parallel.metadata import from_universal_info
-from ..tensor_parallel.rules import RuleSet, find_renamed, from_attributes, from_config
+from ..tensor_parallel.rules import RuleSet, find_renamed, from_attributes
 from ..tensor_parallel.settle import Settled
 from .context import LoadContext
 from .destinations import Work, bind
@@ -38,13 +38,6 @@ def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states
     """Match names, settle patterns and list this rank's wants (collective).
 
     A ``custom_load_fn`` loads all tensors that no optimizer owns.
-
-    Args:
-        saved: the checkpoint.
-        with_states: load optimizer states.
-
-    Raises:
-        UcpError: engine and checkpoint do not match; the same on every rank.
     """
     comm, is_custom = job.comm, job.custom_load_fn is not None
     comm.run(lambda: refuse_unreadable(saved))
@@ -53,8 +46,7 @@ def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states
     elif is_custom:
         return Work(saved)
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
-    rules = comm.alike(lambda: from_config(job.config.patterns))
-    work, settled = comm.run(lambda: _match(job, saved, target, view, rules, with_states=with_states))
+    work, settled = comm.run(lambda: _match(job, saved, target, view, with_states=with_states))
     _share(job, view, settled, work)
     return work
 
@@ -64,9 +56,6 @@ def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Com
 
     Args:
         extras: this rank's tensors without optimizer; None if they are not loaded.
-
-    Raises:
-        MismatchError: tensor-parallel ranks of one stage hold different tensors.
     """
     place = target.place
     ordinals = {name: (instance.ordinal, instance.count) for name, instance in target.instances().items()}
@@ -124,11 +113,7 @@ def _join_shapes(reports: Iterable[tuple[int, Shapes]], tp: int, unsharded: Set[
 
 
 def check_alike(view: EngineView, target: Target) -> None:
-    """Compare this rank's tensors with those that data-parallel rank 0 has reported.
-
-    Raises:
-        MismatchError: they differ.
-    """
+    """Compare this rank's tensors with those that data-parallel rank 0 has reported."""
     joined, tp_shard_of = view.shapes, target.tp_shard_of
     shapes = {**target.owned_shapes(), **{extra.name: extra.shape for extra in view.extras}}
     odd = [f"{n} {shape}" for n, shape in shapes.items() if n not in joined or joined[n][tp_shard_of(n)] != shape]
@@ -149,9 +134,6 @@ def settle_layouts(
     Args:
         rules: the user's.
         log: log notes and unused rules.
-
-    Raises:
-        MismatchError: a tensor without a known pattern, or shapes that contradict it.
     """
     whole = index.topology.tp == live.tp == 1
     reshaped = [*match.resized, *match.ruled]
@@ -186,20 +168,10 @@ def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]
 
 
 def _match(
-    job: LoadContext,
-    saved: AtomicIndex,
-    target: Target,
-    view: EngineView,
-    rules: Sequence[RuleSet],
-    *,
-    with_states: bool,
+    job: LoadContext, saved: AtomicIndex, target: Target, view: EngineView, *, with_states: bool
 ) -> tuple[Work, Settled]:
-    """Match engine and checkpoint; returns this rank's work, and how both sides cut each tensor.
-
-    Raises:
-        UcpError: all objections to the load, in one.
-    """
-    is_first, objections = job.comm.rank == 0, Objections()
+    """Match engine and checkpoint; returns this rank's work, and how both sides cut each tensor."""
+    is_first, rules, objections = job.comm.rank == 0, job.rules, Objections()
     ruled = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
     # Stages of a pipeline have different modules, and all ranks must read alike.
     module = target.engine.module if target.place.pp == 1 else None
@@ -232,9 +204,6 @@ def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, 
     Args:
         view: the engine's; its flat buffers get the states to load.
         settled: how source and target cut each tensor.
-
-    Raises:
-        MismatchError: scalars differ that are one here.
     """
     index, target, match = optimizer.index, optimizer.target, optimizer.match
     states = [optimizer.make_states(flat) for flat in view.flats] if with_states else []
@@ -263,9 +232,6 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
 
     Args:
         filled: parameters that will be filled; the file starts as a copy of the swap file if there are others.
-
-    Raises:
-        DiskFullError: there is no room for the file.
     """
     memory: torch.Tensor
     if buffer.swap is None:
@@ -285,10 +251,6 @@ def describe_rounding(wants: Wants, extras: Sequence[str]) -> list[str]:
 
     Args:
         extras: names of the tensors without optimizer, by their numbers in the slots.
-
-    Example:
-        >>> describe_rounding(wants, [])  # masters of 16 bits in this run
-        ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
     """
     notes, rounded = set[str](), dict[tuple[str, str], list[str]]()
     for slot, stored, dtype in {
@@ -326,8 +288,8 @@ def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work) -> 
     counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # each rank counts a part
     everyone = comm.gather((work.wants.resized, work.wants.averaged, work.match.notes, counted))
     work.state_bytes = sum(counted for *_, counted in everyone)
-    work.resized = {name: how for names, *_ in everyone for name, how in names.items()}
-    work.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
+    work.wants.resized = {name: how for names, *_ in everyone for name, how in names.items()}
+    work.wants.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
     work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
     sources = [(key, layouts[key.name][0]) for key in cut]
     work.overlapping = [(key, source) for key, source in sources if any(list_repeats(source))]
@@ -367,7 +329,7 @@ def _log_match(work: Work) -> None:
         logger.log(level, text, count, shorten(match.untouched, 3))
     if match.skipped:
         logger.warning("load_module_strict=False, passing over: %s", list_faults(match.skipped))
-    for name, how in sorted(work.resized.items()):
+    for name, how in sorted(work.wants.resized.items()):
         if how.pads:
             text = "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero"
             logger.info(text, name, how.live, how.saved, how.live - how.saved)

@@ -1,24 +1,4 @@
-"""A resume: the replacement of ``engine.load_checkpoint``.
-
-The order of calls:
-
-1. :func:`.tags.find_tag` finds the tag. Without one, :func:`.tags.report_absent` logs this, and DeepSpeed loads.
-2. :func:`.choice.choose_loader` opens the engine (:func:`~deepspeed_ucp.engine.engines.open_target`).
-3. :func:`~deepspeed_ucp.formats.open.survey_checkpoint` reads the headers of all files: an index and its findings.
-4. :func:`.choice.choose_loader` compares both topologies and chooses DeepSpeed's load, which ends the resume, or
-   :func:`.direct.load_direct`. In mode "atomic", :func:`convert_before_load` converts the checkpoint first.
-5. :func:`.direct.load_direct` reads the state file with the scheduler, the counters and the client state.
-6. :func:`.prepare.prepare` joins the tensors of all ranks (:func:`.prepare.view_engine`), matches them with the
-   index, and determines how the checkpoint and the engine partition them.
-7. :func:`~deepspeed_ucp.plan.wants.list_wants` lists the bytes for this rank, and :func:`.destinations.bind` their
-   memory.
-8. :class:`.transfer.Transfer` plans the reads of all ranks and the rounds of their exchange.
-9. :meth:`.transfer.Transfer.read` reads every byte once, into memory that may change before step 10.
-10. :meth:`.transfer.Transfer.verify` compares checksums and replicas; all ranks agree on the result.
-11. :meth:`.transfer.Transfer.fill` fills the rest of the engine, from separate memory or in a second pass. From here on
-    :func:`~deepspeed_ucp.engine.guard.guard_engine` marks the engine after an error.
-12. The 16-bit copies are made from the masters, and optimizer states, scaler, counters and schedulers are restored.
-"""
+"""A resume: the replacement of ``engine.load_checkpoint``. docs/design.md describes its steps."""
 
 from __future__ import annotations
 
@@ -29,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ..comm import Comm, connect, is_shared
+from ..comm import connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine.base import Target
@@ -75,7 +55,6 @@ def resume(
     """Load a checkpoint into an engine as the replacement of ``engine.load_checkpoint`` (collective).
 
     Args:
-        engine: an engine for which the plugin is enabled.
         arguments: fields of :class:`.context.LoadContext`, as the caller of ``load_checkpoint`` gave them.
         deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
         unknown: names of arguments that this plugin does not support; only DeepSpeed's load accepts them.
@@ -87,7 +66,8 @@ def resume(
         set_storage_options(config.storage_options)
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
-    job = LoadContext(engine, comm, config, report, load_dir, deepspeed_load, unknown, **arguments)
+    rules = comm.run(lambda: from_config(config.patterns))
+    job = LoadContext(engine, comm, config, report, rules, load_dir, deepspeed_load, unknown, **arguments)
     may_suggest_fallback = tag is None and not config.fallback
     with suggest_fallback(comm, lambda: may_suggest_fallback and bool(find_all_tags(job.places))):
         chosen = find_tag(
@@ -123,7 +103,8 @@ def _resume_newest_complete(job: LoadContext, newest: str) -> Loaded:
         try:
             loaded = _resume_tag(job, tag)
         except CheckpointError as error:
-            if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
+            has_changed = find_state(job.engine).broken is not marked
+            if isinstance(error, OutOfReachError) or has_changed or not job.comm.is_common(error):
                 raise
             skipped.append(str(error))
             clear_frames(error)
@@ -139,9 +120,6 @@ def _list_candidates(job: LoadContext, newest: str) -> Iterator[tuple[str, bool]
 
     Older tags are listed only after the newest has failed, so an unreachable additional place does not prevent the load
     of the newest. After that it is an error, since that place may hold the next older tag.
-
-    Raises:
-        CheckpointError: a place cannot be listed.
     """
     places = job.places
     is_first = not job.config.seal or job.comm.once(lambda: is_sealed(places, newest))
@@ -200,8 +178,7 @@ def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) ->
     except BaseException as error:
         error.add_note(mark(job.engine, error, with_states=with_states))
         raise
-    if note := describe_edits(loaded[1]):
-        job.warn("%s: %s", loaded[0], note)
+    job.warn_all(loaded[0], lambda: filter(None, [describe_edits(loaded[1])]))
     release(job.engine)
     return loaded
 
@@ -219,7 +196,7 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
     # A load of weights alone converts nothing: without optimizer states the conversion would be incomplete.
     if job.config.mode == "atomic" and not index.topology.is_atomic and job.with_states:
         with job.report.phase("convert"):
-            index, job.report.converted = convert_before_load(index, target, folder, job.comm, job.config)
+            index, job.report.converted = convert_before_load(job, index, target, folder)
     engine = job.engine
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
@@ -244,10 +221,10 @@ def _end_event(engine: Any) -> None:
 
 
 def convert_before_load(
-    index: AtomicIndex, target: Target, folder: str, comm: Comm, config: UniversalConfig
+    job: LoadContext, index: AtomicIndex, target: Target, folder: str
 ) -> tuple[AtomicIndex, OutputReport]:
     """Convert a checkpoint to an atomic one, or reuse a conversion; return its index and a report (collective)."""
-    rules = from_config(config.patterns)
+    comm, config, rules = job.comm, job.config, job.rules
     view = view_engine(target, (), comm)
 
     def list_rules() -> list[RuleSet]:
@@ -268,14 +245,7 @@ def convert_before_load(
 
 
 def load_switched_off(engine: Any, load_dir: str, tag: Any, deepspeed_load: Callable[[], T]) -> T:
-    """Run DeepSpeed's load; if it fails on a checkpoint of another topology, add a note to the error.
-
-    Args:
-        deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
-
-    Raises:
-        Exception: that of the load.
-    """
+    """Run DeepSpeed's load; if it fails on a checkpoint of another topology, add a note to the error."""
     try:
         return deepspeed_load()
     except Exception as error:

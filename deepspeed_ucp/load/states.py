@@ -68,11 +68,7 @@ class States:
 
 
 def _allocate_state(flat: EngineBuffer, state: str, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an optimizer state, in a file if the buffer is swapped (with the masters' dtype).
-
-    Raises:
-        DiskFullError: there is no room for the file.
-    """
+    """Allocate an optimizer state, in a file if the buffer is swapped (with the masters' dtype)."""
     if flat.swap is None:
         return torch.empty(flat.find_shape(state), dtype=dtype, device=flat.tensor.device)
     allocated: torch.Tensor = flat.swap.make(flat.buffer.partition, state)
@@ -80,11 +76,7 @@ def _allocate_state(flat: EngineBuffer, state: str, dtype: torch.dtype) -> torch
 
 
 class OptimizerMatch:
-    """The checkpoint's states for the live optimizer, by flat buffer.
-
-    Args:
-        match: saved names and param groups of the live ones.
-    """
+    """The checkpoint's states for the live optimizer, by flat buffer."""
 
     def __init__(self, index: AtomicIndex, target: Target, match: Match) -> None:
         self.index, self.target, self.match = index, target, match
@@ -107,11 +99,7 @@ class OptimizerMatch:
         return self.probes[key]
 
     def check(self) -> None:
-        """Check that the live optimizer keeps the saved states.
-
-        Raises:
-            MismatchError: it is of another kind, or its states cannot be cut.
-        """
+        """Check that the live optimizer keeps the saved states."""
         if fault := next(filter(None, self._find_faults()), ""):
             raise MismatchError(f"{fault} {WEIGHTS_ONLY}.")
 
@@ -199,11 +187,7 @@ class OptimizerMatch:
         return {name: value for name, value in tensors.items() if value.shape == flat.find_shape(name)}
 
     def make_states(self, flat: EngineBuffer) -> States:
-        """Return a flat buffer's states to restore: the optimizer's tensors, or new memory.
-
-        Raises:
-            MismatchError: scalars differ that are one here.
-        """
+        """Return a flat buffer's states to restore: the optimizer's tensors, or new memory."""
         kept, live, tensors = self.probe(flat), self.find_live(flat), {}
         for state, stored in self.saved_states(flat).items():
             dtype = kept.elementwise.get(state) if kept and state not in flat.whole else None
@@ -215,18 +199,19 @@ class OptimizerMatch:
 
     def list_notes(self) -> list[str]:
         """Describe states that start from zero, and steps that depend on the cut."""
-        target, notes = self.target, list[str]()
+        index, target, notes = self.index, self.target, list[str]()
+        has_trained = bool(index.groups) and bool(index.format or index.counters.get("global_steps"))
         kind = type(target.optimizer).__name__
         if new := dict.fromkeys(name for flat in target.flats for name in self._list_new(flat)):
             notes.append(_NEW.format(shorten(new)))
         bare = [flat for flat in target.flats if not self._has_states(flat)]
         if len(bare) < len(target.flats):
-            saved = {param for group in self.index.groups for param in group.members}
+            saved = {param for group in index.groups for param in group.members}
             if trained := [name for flat in bare for name in flat.names if self.match.params.get(name) in saved]:
                 notes.append(_STATELESS.format(shorten(trained)))
-        elif self._has_stepped() and any((kept := self.probe(flat)) and kept.elementwise for flat in bare):
-            others = {*self.index.atoms.list_states()} - {MASTER, MODULE, COPY}
-            notes.append((_ELSEWHERE if others or any(self.index.scalars.values()) else _BARE).format(kind))
+        elif has_trained and any((kept := self.probe(flat)) and kept.elementwise for flat in bare):
+            others = {*index.atoms.list_states()} - {MASTER, MODULE, COPY}
+            notes.append((_ELSEWHERE if others or any(index.scalars.values()) else _BARE).format(kind))
         unknown = [self.saved_states(flat) for flat in target.flats if self.probe(flat) is None]
         if names := sorted(set().union(*unknown)):
             notes.append(_UNKNOWN.format(kind, ", ".join(names)))
@@ -252,17 +237,8 @@ class OptimizerMatch:
         scalars = self.index.scalars
         return bool(self.saved_states(flat)) or any(scalars.get(param) for param in self.saved_params(flat))
 
-    def _has_stepped(self) -> bool:
-        """Return True if the saved run has trained with some optimizer."""
-        index = self.index
-        return bool(index.groups) and bool(index.format or index.counters.get("global_steps"))
-
     def _join_scalars(self, flat: EngineBuffer) -> dict[str, Any]:
-        """Return the scalars that a flat buffer's parameters have in common.
-
-        Raises:
-            MismatchError: they differ, which a flat buffer with one step count cannot express.
-        """
+        """Return the scalars that a flat buffer's parameters have in common."""
         joined: dict[str, tuple[Any, ParamKey]] = {}
         for param in self.saved_params(flat):
             for key, value in self.index.scalars.get(param, {}).items():
@@ -277,11 +253,7 @@ class OptimizerMatch:
 
 
 def describe_hyper(job: LoadContext, target: Target, index: AtomicIndex, match: Match) -> list[str]:
-    """Describe the hyper-parameters that differ, and those that the checkpoint lacks.
-
-    Args:
-        match: with param groups.
-    """
+    """Describe the hyper-parameters that differ, and those that the checkpoint lacks."""
     if not match.groups:
         return []
     engine, optimizer, takes_saved = job.engine, target.optimizer, job.config.param_groups == "saved"

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from ..comm import Comm, is_shared
+from ..comm import Comm
 from ..errors import CheckpointError, OutOfReachError, UcpError, join_numbers, shorten
 from ..formats import check_tag, read_latest
 from ..formats.latest import (
@@ -19,6 +19,7 @@ from ..formats.latest import (
     find_siblings,
     find_tags,
     leads_to_folder,
+    list_unfinished,
 )
 from ..hub import describe_cached
 from ..io.paths import find_store, is_url, normalize
@@ -50,18 +51,15 @@ def find_tag(
 
     Raises:
         CheckpointError: there is no such tag, or ranks ask for different ones, or see different ones.
-
-    Example:
-        >>> find_tag("checkpoints", None, Comm())
-        'global_step100'
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
+    asked = comm.gather(wanted)
+    comm.alike(partial(_compare_asked, load_dir, asked))
     ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback)
     errors: list[str] = []
     newest = chosen = None
     for place in places:  # stops at the first place that has it: a store out of reach takes long to fail
-        asked, tags, faults, others = zip(*comm.each(partial(ask, place)), strict=True)
-        comm.alike(partial(_compare_asked, load_dir, asked))
+        tags, faults, others = zip(*comm.each(partial(ask, place)), strict=True)
         errors += filter(None, faults)
         newest = newest or next(filter(None, others), None)
         chosen = chosen or comm.alike(partial(_choose, load_dir, tags))
@@ -82,15 +80,15 @@ def find_tag(
 
 def _look(
     place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool
-) -> tuple[str | None, str | None, str, str | None]:
+) -> tuple[str | None, str, str | None]:
     """Look for the tag in a place; rank 0 alone looks in a store.
 
     Returns:
-        The tag that the rank was asked for. This tag, or that of ``latest``; None if there is neither. Why there is
-        none, or why it is invalid. The tag that was saved last, with ``fallback``.
+        The tag: ``asked``, or that of ``latest``, or None. The fault, if there is no valid tag. With ``fallback``, the
+        tag that was saved last.
     """
     if rank and is_url(place):
-        return asked, None, "", None
+        return None, "", None
     named = asked
     try:
         named = named if named is not None else read_latest(place, universal=universal, foreign=True)
@@ -101,16 +99,12 @@ def _look(
         if fallback and asked is None:
             with suppress(CheckpointError):  # the first error is reported, unless another rank sees more
                 newest = find_newest(place)
-        return asked, named, str(error), newest
-    return asked, named, "", None
+        return named, str(error), newest
+    return named, "", None
 
 
 def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
-    """Return the tag that a place names.
-
-    Raises:
-        CheckpointError: ranks see different ones.
-    """
+    """Return the tag that a place names."""
     if len({*named} - {None}) > 1:
         raise CheckpointError(
             f"ranks see different checkpoints ({_describe_named(named)}). Remove the `latest` of the older "
@@ -122,7 +116,7 @@ def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
 
 def _compare_asked(load_dir: str, asked: Sequence[str | None]) -> None:
     if len({*asked}) > 1:
-        named = _describe_named([tag or "none (that of `latest`)" for tag in asked])
+        named = _describe_named([tag or "the tag in `latest`" for tag in asked])
         raise CheckpointError(
             f"ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag "
             "on every rank: if each rank finds it, use that of rank 0 (torch.distributed.broadcast_object_list).",
@@ -156,7 +150,7 @@ def suggest_fallback(comm: Comm, has_older: Callable[[], bool]) -> Iterator[None
     try:
         yield
     except CheckpointError as error:
-        if not isinstance(error, OutOfReachError) and (comm.size == 1 or is_shared(error)):
+        if not isinstance(error, OutOfReachError) and comm.is_common(error):
             with suppress(UcpError, OSError):
                 error.args = (*error.args, *([_FALLBACK] if comm.once(has_older) else []))
         raise
@@ -170,11 +164,7 @@ def _refuse(text: str, path: str = "") -> None:
 
 
 def find_all_tags(places: Sequence[str]) -> set[str]:
-    """The tags in all places together.
-
-    Raises:
-        CheckpointError: a place cannot be listed.
-    """
+    """The tags in all places together."""
     return {tag for place in places for tag in find_tags(place)}
 
 
@@ -217,15 +207,14 @@ def report_absent(places: Sequence[str], comm: Comm, *, require: bool, saved_to:
         places: folders or URLs that were searched; the first is the argument of the load.
         require: raise instead.
         saved_to: folders that the engine is known to save to.
-
-    Raises:
-        CheckpointError: a checkpoint is required.
     """
     first, *others = [_describe_place(place, comm) for place in places]
     is_absent = first in _ABSENT
     seen = [f"{place} {text}." for place, text in zip(places[1:], others, strict=True) if text not in _ABSENT]
     if is_absent:
         seen += comm.once(lambda: _list_doubts(places[0], saved_to, is_missing=first == _MISSING))
+    if first == _EMPTY and (unfinished := comm.once(lambda: list_unfinished(places[0] or os.curdir))):
+        first = f"holds only unfinished saves ({shorten(unfinished, 3)})"
     text = f"{first}, nothing to resume" if is_absent else f"{first}, no checkpoint to resume"
     if require:
         fault = " ".join([f'{text}, and "require" is on.', *seen, "Check the path."])

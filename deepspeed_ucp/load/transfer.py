@@ -62,7 +62,6 @@ class Transfer:
     """One rank's part of a load. Construction, then :meth:`read`, :meth:`verify` and :meth:`fill` are collective.
 
     Args:
-        config: window, threads, verification.
         share: most bytes that a round of the exchange stages, unless it has a single block; default: by the window.
         block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
         prefer_memory: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
@@ -115,12 +114,7 @@ class Transfer:
         return [plan.filter_for_sinks(first, now, whole=self.checksum), plan.filter_for_sinks(rest, then)]
 
     def _configure(self, threads: int, window: int) -> None:
-        """Set threads, size of joined reads and uploads; allocate separate memory; list the ranges that pass 2 rereads.
-
-        Args:
-            threads: as configured.
-            window: bytes of memory for reads.
-        """
+        """Set threads, sizes and uploads; allocate separate memory; list the ranges that pass 2 reads again."""
         wanted = threads or count_readers(self.work.index.state_file)
         self.threads = min(wanted, max(window // (4 * BLOCK), 1))
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
@@ -214,6 +208,19 @@ class Transfer:
             self.work.zero_blanks(uncommitted=uncommitted)
             self.uploads.begin()
 
+        def prepare(turn: int) -> tuple[Bytes, list[list[Read]], list[list[Read]], Bytes]:
+            """Read, store received bytes, pack bytes for other ranks; return these, sends, claims, room to receive.
+
+            Rounds alternate between the two halves of the staging memory. Before a half is overwritten, every rank has
+            confirmed that it has copied the bytes of two rounds ago.
+            """
+            number, step = steps[turn]
+            round_, stage = plan.rounds[number], self._find_staging(self.comm.rank, number)
+            sends, claims = round_.select_exchange(self.comm.rank, step, self.same_node)
+            reads = [*(() if step else round_.reads), *shares[turn]]
+            checks.extend(self._work(reader, reads, received, sinks, MemorySink(stage)))
+            return _pack(stage, sends), sends, claims, np.empty(sum(_count_bytes(claims)), np.uint8)
+
         def end() -> list[Checked]:
             rest = self._work(reader, shares[-1], received, sinks)
             self.uploads.finish()
@@ -226,14 +233,9 @@ class Transfer:
         options = {"checksum": self.checksum, "pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
         with AtomReader(self.work.index, **options) as reader:
             for turn, (number, step) in enumerate(steps):
-                round_ = plan.rounds[number]
-                reads = [*(() if step else round_.reads), *shares[turn]]
-                sends, claims = round_.select_exchange(self.comm.rank, step, self.same_node)
-                work = partial(self._prepare_exchange, reader, reads, received, sinks, number, sends, claims)
-                more, packed, memory = self.comm.run(work)
-                checks += more
+                packed, sends, claims, memory = self.comm.run(partial(prepare, turn))
                 received = list(_split_received(claims, self._swap(packed, sends, claims, memory)))
-                for peer, place, claim in () if step else round_.list_local_copies(self.same_node):
+                for peer, place, claim in () if step else plan.rounds[number].list_local_copies(self.same_node):
                     received.append((claim, self._find_staging(peer, number)[place:], claim.step))
             checks += self.comm.run(end)
             for path, (nbytes, seconds) in reader.spent.items():
@@ -250,28 +252,6 @@ class Transfer:
         if self.is_one_machine:
             return [direct[len(direct) * turn // turns : len(direct) * (turn + 1) // turns] for turn in range(turns)]
         return [*([] for _ in range(turns - 1)), direct]
-
-    def _prepare_exchange(
-        self,
-        reader: RecordReader,
-        reads: Sequence[Read],
-        received: Sequence[Received],
-        sinks: Sinks,
-        number: int,
-        sends: Sequence[Sequence[Read]],
-        claims: Sequence[Sequence[Read]],
-    ) -> tuple[list[Checked], Bytes, Bytes]:
-        """Do the work between two exchanges: read, store received bytes, pack bytes to send, make room to receive.
-
-        Rounds alternate between the two halves of the staging memory. Before a half is overwritten, every rank has
-        confirmed that it has copied the bytes of two rounds ago.
-
-        Returns:
-            Checksums of the reads, the bytes to send, and memory for those to receive.
-        """
-        stage = self._find_staging(self.comm.rank, number)
-        checks = self._work(reader, reads, received, sinks, MemorySink(stage))
-        return checks, _pack(stage, sends), np.empty(sum(_count_bytes(claims)), np.uint8)
 
     def _work(
         self,
@@ -365,7 +345,6 @@ def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_
     ``prefer_memory`` is set and every machine has enough; otherwise pass 2 fills it.
 
     Args:
-        buffers: all of this rank's.
         window: bytes of memory that reading needs in addition.
 
     Returns:
@@ -418,13 +397,9 @@ def negotiate(
     """Send claims to the owners of their blocks, and plan this rank's reads from their answers (collective).
 
     Args:
-        wants: of this rank.
         share: maximum bytes that a round stages or sends, if it has several blocks.
         same_node: ranks that see each other's staging memory.
         block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
-
-    Raises:
-        UcpError: a want cannot be located; the same on every rank.
     """
     records = index.records
     blocks = Blocks.of(records, block, comm.size, index.access)

@@ -64,8 +64,6 @@ def plan_conversion(
     front to back, and at most two nodes share a file that is not larger than a node's share.
 
     Args:
-        outputs: to write.
-        nodes: their number.
         most: bytes of a batch at most; at least ``ALIGNMENT``.
         whole: assign each output to one node: nodes share no folder.
     """

@@ -171,11 +171,7 @@ def make_items(record: int, run: Run, itemsize: int, destination: int, block: in
 
 
 def list_claims(wants: Iterable[Want], block: int) -> list[Read]:
-    """Return the reads that fill a rank's wants; any rank may execute those of several runs for it.
-
-    Args:
-        block: bytes per block; each read lies in one block.
-    """
+    """Return the reads that fill a rank's wants; any rank may execute those of several runs for it."""
     return join_items((item for want in wants for item in locate(want, block)), block)
 
 

@@ -178,13 +178,16 @@ def _match_names(
             continue
         names = [live.renamed.get(other, other) for other in (name, *aliases.get(name, ()))]
         found = _find(index, names, is_trained, with_states)
+        param = pick_instance(index, found[0] if found else name, *live.ordinals.get(name, (0, 1)))
+        if param.instance and pick_weight(index, param, is_trained, with_states) is None:
+            found = None
         if found is None:
             _note_missing(index, match, names, name, shapes[0], is_trained)
             continue
         saved, state, saved_shapes = found
         if with_states and is_trained == (state == MODULE):
             thawed[is_trained].append(name)
-        match.params[name] = pick_instance(index, saved, *live.ordinals.get(name, (0, 1)))
+        match.params[name] = param
         if len(shapes) == len(saved_shapes) == 1 and shapes != saved_shapes:
             if find_resize(rules, saved):
                 match.ruled.append(name)

@@ -76,11 +76,7 @@ class Blocks:
 
     @classmethod
     def of(cls, records: Sequence[Record], block: int, size: int, access: ReadAccess = READ_ALL) -> Blocks:
-        """Number the blocks of all records in order.
-
-        Args:
-            access: the ranks that can read each file.
-        """
+        """Number the blocks of all records in order."""
         records = Records.of(records)
         nbytes, chosen = np.array(records.nbytes, np.int64), access.choose(records.files)
         return cls(chosen.number(np.arange(len(records)), -(-nbytes // block)), nbytes, block, size, chosen)
@@ -388,7 +384,6 @@ def make_plan(
     Args:
         addressed: per owner, this rank's claims.
         answers: per owner, its answers to them.
-        files: file of each record.
     """
     granted = chain.from_iterable(_select_claims(addressed, answers, SELF_READ))
     direct = order_reads([*granted, *owner_plan.direct], files, rank)

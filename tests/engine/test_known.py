@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from deepspeed_ucp.engine.known import KNOWN, list_unknown
 from deepspeed_ucp.extensions.experts.engine import LiveExperts, LocalExperts
+from deepspeed_ucp.model.wrappers import WRAPPERS
 
 
 class Zero(BaseModel):
@@ -43,7 +44,7 @@ def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
         "params": {"a": 0},
         "owned": {"a"},
         "unfiled": list,
-        "has_copies": True,
+        "traits": WRAPPERS["zero12"],
     }
     return SimpleNamespace(
         topology=SimpleNamespace(**topology),
@@ -72,7 +73,10 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
         make(("zero12", 2), params={"a": 0, "moe.experts.w1.3": 0}, experts={"moe.experts.": hold(2)}),
         "frozen experts",
     ),
-    "layer files": (make(("torch", 0), unfiled=lambda: ["tied.w"], has_copies=False), "tied.w (in no layer file)"),
+    "layer files": (
+        make(("torch", 0), unfiled=lambda: ["tied.w"], traits=WRAPPERS["torch"]),
+        "tied.w (in no layer file)",
+    ),
     "node files": (
         make(experts={"x": hold(2)}, engine={"use_node_local_storage": lambda: True}),
         "node-local files",

@@ -18,11 +18,13 @@ from deepspeed_ucp.engine.coverage import UnknownLayoutError
 from deepspeed_ucp.engine.known import _list_other_frozen
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.naming import Naming
+from deepspeed_ucp.load import choice
 from deepspeed_ucp.load.choice import choose_loader, find_damage, find_own_differences, list_other_orders
 from tests.plan.matching import make_index
 from tests.support.damage import flip
 from tests.support.direct import UpstreamEngine, make_job
-from tests.support.ranks import run_ranks
+from tests.support.ranks import World, run_ranks
 from tests.support.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -120,6 +122,44 @@ def test_equal_shards_whose_elements_the_model_orders_differently() -> None:
     alike.append(ask(parts, patterns=[{"match": "w", "pattern": "shard-v"}]))
     alike.append(ask(parts, {"affine_map": {"version": 9}}))
     assert alike == [[]] * len(alike)
+
+
+def test_orders_are_not_compared_if_something_else_asks_for_the_direct_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The direct load compares them itself."""
+    compared: list[object] = []
+    monkeypatch.setattr(choice, "list_other_orders", lambda *_: compared.append(1) or ["another order"])
+    monkeypatch.setattr(choice, "list_unknown", lambda *_: [])
+    target: Any = SimpleNamespace(find_other_kinds=lambda _index: [])
+    for options, count in (({}, 1), ({"param_groups": "live"}, 1)):
+        assert choice.list_unproven(make_job(UpstreamEngine(), Comm(), **options), target, make_index({"w": (4, 3)}))
+        assert len(compared) == count
+
+
+def test_classes_that_one_rank_alone_has_not_imported_are_refused_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class is known to be harmless only if its module is imported."""
+    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
+    target = FakeTarget(MODEL, Topology(1), 0)
+    index, ranks = open_for(path, target), iter([0, 1])
+    survey = SimpleNamespace(require=lambda: index, extensions=(), log_warnings=lambda: None)
+
+    def check(_: object) -> None:
+        if next(ranks):
+            raise UnsupportedError("holds objects")
+
+    for name, result in {
+        "survey_checkpoint": survey, "_list_differences": [], "_list_elsewhere": [], "list_unproven": [],
+        "list_changes": [], "list_scaling_changes": [],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(choice, name, lambda *_, result=result, **__: result)
+    monkeypatch.setattr(choice, "check_trusted", check)
+    engine = SimpleNamespace(train_batch_size=lambda: 4)
+
+    def compare(_: int, comm: Comm) -> object:
+        return choice._compare(make_job(engine, comm), str(path), (), target, Naming([], []), ())
+
+    assert [type(each) for each in World(2).run(compare)] == [UnsupportedError] * 2
 
 
 # -- engines that only DeepSpeed's load knows --------------------------------------------------------------------------

@@ -18,15 +18,17 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine.parallel import Place
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
+from deepspeed_ucp.extensions.registry import Extension
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, transfer
 from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Buffer, Work
-from deepspeed_ucp.load.direct import _match_extra_states
+from deepspeed_ucp.load.direct import _match_extra_states, _prepare
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import FileRef
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan.rounds import BLOCK
 from tests.support.cases import AWKWARD, KINDS
@@ -43,12 +45,13 @@ from tests.support.direct import (
     check_loaded,
     check_untouched,
     have_memory,
+    make_job,
     run_load,
     run_refused,
     start,
     write,
 )
-from tests.support.ranks import current_rank, run_ranks
+from tests.support.ranks import World, current_rank, run_ranks
 from tests.support.reshard import SENTINEL, FakeTarget, groups_of, make_targets, open_for, take_a_step
 from tests.synth import Model, Param, Run, State, Topology
 
@@ -310,6 +313,62 @@ def test_extra_states_that_are_not_restored_as_they_were_are_logged(
         found = _match_extra_states(job, index, target, {f"{name}._extra_state": 3 for name in saved})
         assert len(found) == restored
         assert (text in caplog.text) if text else not caplog.text
+
+
+class Objecting(Extension):
+    """An extension that refuses every load."""
+
+    def refuse(self, *_: object) -> None:
+        raise UnsupportedError("not with this layer.")
+
+
+def test_an_extension_of_one_stage_alone_refuses_on_all_ranks(tmp_path: Path) -> None:
+    path, _, target = start(tmp_path)
+    index = open_for(path, target)
+
+    def load(rank: int, comm: Comm) -> None:
+        job = make_job(FakeEngine(target), comm)
+        _prepare(replace(job, extensions=[Objecting()] * rank), index, target, with_states=True)
+
+    found = World(2).run(load)
+    assert [(type(each), "not with this layer" in str(each)) for each in found] == [(UnsupportedError, True)] * 2
+
+
+def test_warnings_of_all_stages_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    found = [["lr"], ["lr", "betas"]]
+    run_ranks(2, lambda rank, comm: make_job(None, comm).warn_all("folder", lambda: found[rank]))
+    assert caplog.messages == ["folder: lr", "folder: betas"]
+
+
+def make_stage(number: int, **options: Any) -> LoadContext:
+    """Make a load into a model whose only layer has this number and an extra state."""
+    module = torch.nn.ModuleDict({str(number): WithExtraState()})
+    return LoadContext(SimpleNamespace(module=module), Comm(), UniversalConfig(), LoadReport(True, ""), **options)
+
+
+def test_extra_states_are_compared_over_all_stages_of_a_pipeline() -> None:
+    target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
+    index = AtomicIndex.of((), (), (), SavedTopology(1, "zero12", "float32"), "x.pt")
+    saved = {"0._extra_state": 1, "1._extra_state": 2}
+
+    def match(rank: int, comm: Comm) -> list[str]:
+        return [*_match_extra_states(replace(make_stage(rank), comm=comm), index, target, saved)]
+
+    assert run_ranks(2, match) == [["0._extra_state"], ["1._extra_state"]]
+    assert {type(each) for each in World(3).run(match)} == {MismatchError}  # the checkpoint lacks that of layer 2
+
+
+def test_extra_states_in_layer_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "layer_00-model_states.pt"
+    torch.save({"weight": torch.ones(2), "_extra_state": 1}, path)
+    files = [FileRef(str(path), path.stat().st_size)]
+    index = AtomicIndex.of(files, (), (), SavedTopology(1, "zero12", "float32", pp=1), str(tmp_path / STATES))
+    target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
+    text = "extra states in a pipeline's layer files are not loaded: 0._extra_state"
+    with pytest.raises(MismatchError, match=f"{text}. load_module_strict=False keeps"):
+        _match_extra_states(make_stage(0), index, target, {})
+    assert _match_extra_states(make_stage(0, **LENIENT), index, target, {}) == {}
+    assert text in caplog.text
 
 
 @pytest.mark.parametrize("verify", ["crc", "off"])

@@ -307,6 +307,17 @@ def test_a_failed_load_releases_its_memory(falling_back: FallingBack, monkeypatc
         assert falling_back.load() == "global_step1"
 
 
+def test_an_error_of_one_rank_alone_does_not_lead_it_to_an_older_tag(
+    falling_back: FallingBack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks go on with the newest one."""
+    monkeypatch.setattr(Comm, "size", 2)
+    falling_back.fails = {"global_step3": CUT}
+    with pytest.raises(CheckpointError, match=r"^cut off\.$"):
+        falling_back.load()
+    assert falling_back.tried == ["global_step3"]
+
+
 @pytest.mark.parametrize("kind", [UnsupportedError, StorageError, OutOfReachError])
 def test_an_error_that_is_no_fault_of_the_files_is_raised(kind: type[Exception], falling_back: FallingBack) -> None:
     falling_back.fails = {"global_step3": kind("no fault of the files.")}

@@ -14,6 +14,7 @@ import pytest
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
+from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.io.paths import is_url
 from deepspeed_ucp.io.store import write_small
 from deepspeed_ucp.load import tags
@@ -23,6 +24,8 @@ from tests.support.memory import clear_memory
 from tests.support.ranks import World, run_ranks
 
 STATES = "mp_rank_00_model_states.pt"
+KILLED = ".global_step4.ucp-save-job-1"
+"""Folder of a save that was killed before its tag was published."""
 
 
 @pytest.fixture
@@ -109,7 +112,7 @@ SEVERAL_RANKS: list[tuple[list[str], list[str | None], str]] = [
     (
         ["run"] * 3,
         [None, "global_step2", None],
-        Refused(r"different tags \(ranks 0,2: none \(that of `latest`\), rank 1: global_step2\).*same tag on every"),
+        Refused(r"different tags \(ranks 0,2: the tag in `latest`, rank 1: global_step2\).*same tag on every"),
     ),
     (["absent", "untagged", "run"], [None] * 3, "global_step2"),
     (["pointer", "bare"], [None] * 2, "global_step2"),
@@ -143,6 +146,19 @@ def test_a_tags_folder_given_as_load_dir_is_found_below_further_places(ranks: in
 
     for rank, found in enumerate(run_ranks(ranks, look)):
         assert found == ("global_step1", [places[rank][0], str(there / "global_step1")])
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("left", [KILLED, ".global_step4.ucp-partial"])
+def test_what_a_killed_first_save_leaves_is_no_tag(left: str, fallback: bool, tmp_path: Path) -> None:
+    """A sealed folder is a complete save, which was killed before its tag was published."""
+    (tmp_path / left).mkdir()
+    (tmp_path / left / STATES).touch()
+    assert find_tag(str(tmp_path), None, Comm(), fallback=fallback) is None
+    if left == KILLED:
+        (tmp_path / left / SEAL).touch()
+        with expect_refusal(None if fallback else Refused(f"latest is missing, but .* holds checkpoints: {left}")):
+            assert find_tag(str(tmp_path), None, Comm(), fallback=fallback) == left
 
 
 @pytest.mark.parametrize("fallback", [False, True])
@@ -182,7 +198,7 @@ def test_one_rank_asks_a_store_for_the_tag(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         tags,
         "_look",
-        lambda place, *rest, **how: (None, None, "", None) if "://" in place else look(place, *rest, **how),
+        lambda place, *rest, **how: (None, "", None) if "://" in place else look(place, *rest, **how),
     )
     more: dict[str, Any] = {"fallback": fallback, "also": ["s3://bucket/run"]}
     found = World(2).run(lambda _rank, comm: find_tag(str(folder), None, comm, **more))
@@ -229,6 +245,8 @@ EMPTY = "is empty, nothing to resume: training begins from scratch"
 CASES = [
     Case("missing", (), "checkpoints", MISSING, "INFO"),
     Case("empty", ("checkpoints/",), "checkpoints", EMPTY, "INFO"),
+    Case("killed-save", (f"run/{KILLED}/{STATES}",), "run",
+         f"holds only unfinished saves ({KILLED}), nothing to resume: training begins from scratch", "INFO"),
     Case("sibling-without-checkpoint", ("logs/a.txt", "data/b"), "checkpoints", MISSING, "INFO"),
     Case("sibling", ("ckpt/latest", "z/latest"), "cpkt", f"{MISSING}. ROOT holds checkpoints in ckpt, z."),
     Case("empty-sibling", ("run/latest", "ruin/"), "ruin", f"{EMPTY}. ROOT holds checkpoints in run."),

@@ -72,6 +72,6 @@ def test_an_engine_that_has_it_is_opened_by_its_class(monkeypatch: pytest.Monkey
     held = {"my_masters": [torch.zeros(4)], "mine": [[torch.zeros(3), torch.zeros(1)]]}
     target = open_target(SimpleNamespace(module=torch.nn.Module(), optimizer=type("MadeUp", (), held)()))
     assert isinstance(target, MadeUpTarget)
-    assert target.has_copies
+    assert target.traits.has_copies
     ((params, master),) = target.list_pairs(0)
     assert params is held["mine"][0] and master is held["my_masters"][0]

@@ -16,6 +16,7 @@ from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Work
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.plan import planning
 from tests.support.contents import check_content
 from tests.support.ranks import World
@@ -88,7 +89,8 @@ class UpstreamEngine:
 
 
 def make_job(engine: object, comm: Comm, **options: Any) -> LoadContext:
-    return LoadContext(engine, comm, UniversalConfig(**options), LoadReport(False, ""))
+    config = UniversalConfig(**options)
+    return LoadContext(engine, comm, config, LoadReport(False, ""), from_config(config.patterns))
 
 
 class FakeEngine:
@@ -134,9 +136,9 @@ def run_load(
     engine: FakeEngine | None = None,
     **arguments: Any,
 ) -> tuple[FakeEngine, LoadReport, dict[str, Any]]:
-    engine, report = engine or FakeEngine(target), LoadReport(True, "test")
+    engine, report, config = engine or FakeEngine(target), LoadReport(True, "test"), config or UniversalConfig()
     engine.module = module or engine.module
-    job = LoadContext(engine, comm or Comm(), config or UniversalConfig(), report, **arguments)
+    job = LoadContext(engine, comm or Comm(), config, report, from_config(config.patterns), **arguments)
     return engine, report, load_direct(job, index, target)
 
 

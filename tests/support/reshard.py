@@ -321,8 +321,8 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
         target.made_from = [[] for _ in target.flats]
     with_states = options.with_states and has_masters(target, comm)
     report = LoadReport(direct=True, reason="")
-    job = LoadContext(None, comm, options.config, report, load_module_strict=options.strict)
     rules = from_config(options.config.patterns)
+    job = LoadContext(None, comm, options.config, report, rules, load_module_strict=options.strict)
     job = replace(job, extensions=find_for_load(job, index, target, rules))
     work = prepare(job, index, target, with_states=with_states)
     rank = Loaded(target, work, target.extras(), comm, job=job)
