@@ -311,11 +311,11 @@ def test_each_stage_takes_its_own_copy(saved: int, count: int, taken: str) -> No
 
 
 def test_a_stage_whose_copy_lacks_the_weight_is_no_match() -> None:
-    index = make_index({"t": (2,)}, instances={"t": 2})
+    index, shapes = make_index({**A, "t": (2,)}, instances={"t": 2}), {**A, "t": (2,)}
     index = replace(index, atoms=Atoms.of([atom for key, atom in index.atoms.items() if not key.instance]))
-    assert match(index, {"t": (2,)}, ordinals={"t": (0, 2)}).params["t"].instance == 0
+    assert match(index, shapes, ordinals={"t": (0, 2)}).params["t"].instance == 0
     with pytest.raises(MismatchError, match=r"t \(2,\): not in the checkpoint"):
-        match(index, {"t": (2,)}, ordinals={"t": (1, 2)})
+        match(index, shapes, ordinals={"t": (1, 2)})
 
 
 @pytest.mark.parametrize(
