@@ -53,6 +53,10 @@ def test_a_tensor_that_is_not_flat_is_filled_in_separate_memory() -> None:
     assert whole.t().tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_an_empty_tensor_has_no_memory() -> None:
+    assert TensorSink(Buffer(torch.zeros(0), uncommitted=True), "float32").view(0, 0) is None
+
+
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("skip", [0, 2])
 @pytest.mark.parametrize(
