@@ -104,14 +104,8 @@ def test_an_engine_whose_data_cannot_be_restored_is_not_used() -> None:
             return "stepped"
 
     engine = Stepping(_config=SimpleNamespace(ucp_config=None))
-
-    def refuse(_: Any) -> None:
-        raise MismatchError("other samples")
-
-    def load(*_: Any, **__: Any) -> tuple[str, dict[str, Any]]:
-        return "path", {KEY: {"data": {}}}
-
-    carry(engine, "data", Carried(dict, refuse))
+    load: Any = lambda *_, **__: ("path", {KEY: {"data": {}}})  # noqa: E731
+    carry(engine, "data", Carried(dict, mock.Mock(side_effect=MismatchError("other samples"))))
     with pytest.raises(MismatchError, match=r"other samples.*must not be used"):
         hook._load_checkpoint(load, engine, "dir", "tag")
     with pytest.raises(CheckpointError, match="other samples"):

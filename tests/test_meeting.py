@@ -6,8 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch.distributed import HashStore
 
 from deepspeed_ucp import meeting
 from deepspeed_ucp.comm import Comm
@@ -42,37 +44,17 @@ def test_ranks_do_not_wait_for_a_dead_rank(end: str, words: str) -> None:
     assert words in err
 
 
-class Store:
-    """A process group's store, in memory."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
-
-    def add(self, key: str, number: int) -> int:
-        self.held[key] = str(int(self.held.get(key, b"0")) + number).encode()
-        return int(self.held[key])
-
-    def set(self, key: str, value: str) -> None:
-        self.held[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.held[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.held for key in keys)
-
-
 def pass_time(monkeypatch: pytest.MonkeyPatch, look: Callable[[float], object]) -> None:
     """Replace pauses between polls by a function."""
     monkeypatch.setattr(meeting, "time", SimpleNamespace(sleep=look))
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Store:
+def here(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     """Store of rank 0 while rank 1 does not arrive; pauses take no time."""
     monkeypatch.setattr(meeting, "_here", meeting._MeetingState())
     pass_time(monkeypatch, lambda _seconds: None)
-    return Store()
+    return HashStore()
 
 
 def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
@@ -80,7 +62,7 @@ def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     monkeypatch.setattr(meeting, "_here", meeting._MeetingState(left))
 
 
-def test_an_error_of_one_rank_alone_ends_the_others(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_rank_alone_ends_the_others(here: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting.leave(here, 1, MemoryError("oh\nno"))
     become(monkeypatch, left=0)
     with pytest.raises(RemoteError, match=r"^\[rank 1\] MemoryError: oh\s+no$") as error:
@@ -91,7 +73,9 @@ def test_an_error_of_one_rank_alone_ends_the_others(here: Store, monkeypatch: py
         meeting.meet(here, 2, 3)
 
 
-def test_an_error_of_every_rank_does_not_affect_later_barriers(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_every_rank_does_not_affect_later_barriers(
+    here: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rank raises it separately, and a script may continue."""
     meeting.leave(here, 1, ValueError("tag"))
     become(monkeypatch, left=0)
@@ -106,7 +90,7 @@ def test_an_error_of_every_rank_does_not_affect_later_barriers(here: Store, monk
         meeting.meet(here, 0, 2)
 
 
-def test_ranks_wait_while_there_are_heartbeats(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_while_there_are_heartbeats(here: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter(range(10000))
 
     def sleep(_seconds: float) -> None:
@@ -120,13 +104,11 @@ def test_ranks_wait_while_there_are_heartbeats(here: Store, monkeypatch: pytest.
         meeting.meet(here, 0, 2)
 
 
-def test_an_unreachable_store_is_an_error(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_key: str) -> bytes:
-        raise RuntimeError("Connection reset by peer")
-
-    monkeypatch.setattr(here, "get", fail)
+@pytest.mark.usefixtures("here")
+def test_an_unreachable_store_is_an_error() -> None:
+    store = mock.Mock(**{"add.return_value": 1, "get.side_effect": RuntimeError("Connection reset by peer")})
     with pytest.raises(RemoteError, match="Connection reset by peer.*rank 0 or the launcher"):
-        meeting.meet(here, 0, 2)
+        meeting.meet(store, 0, 2)
 
 
 def test_ranks_wait_for_reads_of_deepspeeds_own_load() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,7 +19,8 @@ from deepspeed_ucp.plan.match import Adaptation
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.plan import planning
 from tests.support.ranks import run_ranks
-from tests.support.reshard import groups_of
+from tests.support.reshard import FakeTarget, groups_of
+from tests.synth import Model, Param, Topology
 
 BOTH_WAYS = {
     "rename": [
@@ -62,36 +63,19 @@ def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> N
     assert "patterns: resize: 'v' matches no parameter\n" in caplog.text and "'w' matches" not in caplog.text
 
 
-class Stage:
-    """The part of a target that `join_groups` and `check_alike` use."""
-
-    def __init__(self, pp_rank: int, groups: list[tuple[float, list[str]]], dp_rank: int = 0) -> None:
-        self.place = Place(0, 1, pp_rank, 2, dp_rank, 1)
-        self.is_first_replica = dp_rank == 0
-        self.groups = groups
-        self.unsharded: set[str] = set()
-
-    def list_names(self) -> dict[str, str]:
-        return {name: name for _, names in self.groups for name in names} | {"tied": self.groups[0][1][0]}
-
-    def reports(self, name: str) -> bool:
-        return self.is_first_replica
-
-    def tp_shard_of(self, name: str) -> int:
-        return 0
-
-    def live_groups(self) -> list[list[tuple[str, bool]]]:
-        return [[(name, True) for name in names] for _, names in self.groups]
-
-    def live_hyper(self) -> list[dict[str, Any]]:
-        return [{"weight_decay": decay, "lr": 0.1 + self.place.pp_rank} for decay, _ in self.groups]
-
-    def owned_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: (2,) for _, names in self.groups for name in names}
+def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 0.1), dp_rank: int = 0) -> FakeTarget:
+    """Make a rank of one of two stages, with parameters of equal shape and a second name of the first one."""
+    params = [Param(name, (2,), number) for number, names in enumerate(groups) for name in names]
+    tied = Param("tied", (2,), alias_of=groups[0][0])
+    place = Place(0, 1, pp_rank, 2, dp_rank, 1)
+    target = FakeTarget(Model((*params, tied)), Topology(1, 2), dp_rank, place=place)
+    for group, value in zip(target.wrapped.param_groups, decay, strict=False):
+        group.update(weight_decay=value, lr=0.1 + pp_rank)
+    return target
 
 
 def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
-    stages: list[Any] = [Stage(0, [(0.1, ["0.w"]), (0.0, ["0.b"])]), Stage(1, [(0.0, ["1.b"])])]
+    stages = [make_stage(0, ["0.w"], ["0.b"], decay=(0.1, 0.0)), make_stage(1, ["1.b"], decay=(0.0,))]
     for joined, hyper, order in run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm)):
         assert list(order.values()) == ["0.w", "0.b", "1.b", "1.b"] and order["tied"] == "1.b"
         assert joined == [[("0.w", True)], [("0.b", True), ("1.b", True)]]
@@ -99,20 +83,20 @@ def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
 
 
 def test_experts_of_all_ranks_are_in_a_group() -> None:
-    ranks: list[Any] = [Stage(0, [(0.1, ["dense"]), (0.1, ["e.0"])]), Stage(0, [(0.1, ["dense"]), (0.1, ["e.1"])])]
+    ranks = [make_stage(0, ["dense"], ["e.0"]), make_stage(0, ["dense"], ["e.1"])]
     for joined, hyper, _ in run_ranks(2, lambda rank, comm: groups_of(ranks[rank], comm)):
         assert joined == [[("dense", True)], [("e.0", True), ("e.1", True)]]
         assert len(hyper) == 2
 
 
 def test_the_same_parameter_in_two_stages_is_named_once() -> None:
-    stages: list[Any] = [Stage(0, [(0.1, ["t", "0.w"])]), Stage(1, [(0.1, ["t", "1.w"])])]
+    stages = [make_stage(0, ["t", "0.w"]), make_stage(1, ["t", "1.w"])]
     joined, *_ = run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm))[0]
     assert [name for name, _ in joined[0]] == ["t", "0.w", "1.w"]
 
 
 def test_a_rank_with_another_model_than_rank_0_is_found() -> None:
-    stage: Any = Stage(0, [(0.1, ["a", "b"])], dp_rank=1)
+    stage = make_stage(0, ["a", "b"], dp_rank=1)
     check_alike(EngineView({"a": ((2,),), "b": ((2,),)}), stage)
     with pytest.raises(MismatchError, match=r"here b \(2,\), not on rank 0"):
         check_alike(EngineView({"a": ((2,),), "b": ((3,),)}), stage)

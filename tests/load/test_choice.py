@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -168,10 +169,7 @@ def test_classes_that_one_rank_alone_has_not_imported_are_refused_on_all(
 @pytest.fixture
 def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the layout of every engine unknown."""
-
-    def refuse(_engine: object) -> None:
-        raise UnknownLayoutError("the engine is of the future")
-
+    refuse = mock.Mock(side_effect=UnknownLayoutError("the engine is of the future"))
     monkeypatch.setattr("deepspeed_ucp.load.choice.open_target", refuse)
 
 

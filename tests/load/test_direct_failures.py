@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -306,14 +307,11 @@ def test_a_half_loaded_engine_is_usable_after_the_next_load(tmp_path: Path, monk
 def test_an_engine_is_marked_if_its_end_or_an_undo_fails(
     owner: type, name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object) -> None:
-        raise error
-
     path, _, rank = start(tmp_path)
     index, engine = open_for(path, rank), FakeEngine(rank)
     if owner is Transfer:
         flip_bit(index, "a", "fp32")
-    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(owner, name, mock.Mock(side_effect=error))
     with pytest.raises(error):
         run_load(index, rank, engine=engine)
     assert "must not be used" in find_state(engine).broken

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,17 +214,12 @@ def test_padding_of_vocabularies(source: int, target: int, tmp_path: Path, caplo
 # -- other sources of patterns ----------------------------------------------------------------------------------------
 
 
-class Marked:
-    """The part of a live module from which its attributes are read."""
-
-    def __init__(self, marks: Mapping[str, Mapping[str, Any]]) -> None:
-        self.params = [(name, SimpleNamespace(**fields)) for name, fields in marks.items()]
-
-    def named_parameters(self) -> list[tuple[str, Any]]:
-        return self.params
-
-    def named_modules(self) -> list[tuple[str, Any]]:
-        return []
+def mark_module(marks: Mapping[str, Mapping[str, Any]]) -> torch.nn.Module:
+    """Make a module whose parameters have attributes."""
+    body = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(0)) for name in marks})
+    for name, param in body.items():
+        vars(param).update(marks[name])
+    return torch.nn.ModuleDict({"body": body})
 
 
 def mark(dim: int, stride: int = 1) -> dict[str, Any]:
@@ -238,7 +232,7 @@ INFO = {
     "tp_replicated_parameter_patterns": [r"body\.norm"],
     "parameter_with_2_sub_params_cat_dim_0": [r"body\.gate_up"],
 }
-RIGHT = {"body.column": mark(0), "body.row": mark(1), "body.gate_up": mark(0, 2)}
+RIGHT = {"column": mark(0), "row": mark(1), "gate_up": mark(0, 2)}
 WRONG = dict.fromkeys(RIGHT, mark(0))
 
 
@@ -255,7 +249,7 @@ def test_sources_of_patterns(
     wanted = expect(source, Topology(2, 2, tp=tp))
     source.write(tmp_path, Run(client_state={"universal_checkpoint_info": info} if info else {}))
     config = make_config(source.model) if with_rules else UniversalConfig(threads=1)
-    targets = wanted.make_targets([Marked(marks)] * tp)  # type: ignore[list-item]
+    targets = wanted.make_targets([mark_module(marks)] * tp)
     index, ranks = load_all(tmp_path, targets, config)
     check_content(ranks, wanted.state, wanted.locals)
     check_reads(index, ranks)

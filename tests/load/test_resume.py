@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import SEAL
-from deepspeed_ucp.load.choice import Choice
 from deepspeed_ucp.load.context import LoadContext
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from tests.support.damage import refuse_path
@@ -37,35 +37,25 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 def test_a_failure_marks_the_engine(after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """In DeepSpeed's own load, or in the refresh after it."""
 
-    class Engine(SimpleNamespace):
-        load_universal_checkpoint = staticmethod(lambda: False)
-
+    class Stepping(UpstreamEngine):
         def step(self) -> str:
             return "stepped"
 
-    def fail(*_: object, **__: object) -> tuple[None, None]:
-        raise error("its own")
-
-    def find(**_: object) -> tuple[str, None]:
-        return "folder/tag", None
-
-    engine = Engine(optimizer=None, lr_scheduler=None)
-    job = replace(make_job(engine, Comm()), load_dir="folder")
-    refreshed: list[object] = []
-    choice = "of the future", SimpleNamespace(), None
-    refresh = fail if after else lambda target, **_: refreshed.append(target)
+    engine, choice = Stepping(), ("of the future", SimpleNamespace(), None)
+    fail, find = mock.Mock(side_effect=error("its own")), mock.Mock(return_value=("folder/tag", None))
+    job, refresh = replace(make_job(engine, Comm()), load_dir="folder"), fail if after else mock.Mock()
     for name, stand_in in (
-        ("choose_loader", lambda *_, **__: choice),
-        ("list_unsaved", lambda _engine: []),
+        ("choose_loader", mock.Mock(return_value=choice)),
+        ("list_unsaved", mock.Mock(return_value=[])),
         ("refresh_after_own_load", refresh),
     ):
         monkeypatch.setattr(f"deepspeed_ucp.load.resume.{name}", stand_in)
     with pytest.raises(error, match="its own"):
         _resume_tag(replace(job, deepspeed_load=find if after else fail), "tag")
-    assert refreshed == []
+    assert after or not refresh.called
     with pytest.raises(CheckpointError, match=r"its own.*must not be used"):
         engine.step()
-    monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", lambda *_, **__: None)
+    monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", mock.Mock())
     _resume_tag(replace(job, deepspeed_load=find), "tag")
     assert engine.step() == "stepped"
 
@@ -210,16 +200,12 @@ def test_a_checkpoints_own_folder_is_loaded(
     name: str, options: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSpeed loads it as a tag below the parent folder; no other tag replaces it, as with `tag=`."""
-    own, looked = tmp_path / "run" / "tag", list[str]()
+    own = tmp_path / "run" / "tag"
     own.mkdir(parents=True)
     (own / name).touch()
     (own / "client").mkdir()
     (own / "client" / "mp_rank_01_model_states.pt").touch()
-
-    def choose(_job: LoadContext, folder: str, _also: list[str], **_: object) -> Choice:
-        looked.append(folder)
-        return "of the future", None, None
-
+    choose = mock.Mock(return_value=("of the future", None, None))
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", choose)
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
 
@@ -229,7 +215,7 @@ def test_a_checkpoints_own_folder_is_loaded(
 
     for load_dir, tag in ((str(own), None), (f"{own}/", None), (str(own), "tag")):
         assert load(load_dir, tag)[0] == str(own)
-        assert os.path.samefile(looked.pop(), own)
+        assert os.path.samefile(choose.call_args.args[1], own)
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         load(str(own), None)
@@ -243,10 +229,7 @@ def test_deepspeeds_load_must_find_the_given_tag(found: bool, tmp_path: Path, mo
     (tmp_path / "latest_universal").write_text("tag")
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: ("of the future", None, None))
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
-
-    def load(tag: str | None = None) -> tuple[str | None, None]:
-        return (tag if found else None), None
-
+    load: Any = lambda tag=None: (tag if found else None, None)  # noqa: E731
     engine = UpstreamEngine()
     if found:
         assert resume(engine, str(tmp_path), None, {}, UniversalConfig(), load)[0] == "tag"

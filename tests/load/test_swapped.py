@@ -6,6 +6,7 @@ import errno
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -117,12 +118,10 @@ def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_an_error_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(file: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     before = target.look()
-    monkeypatch.setattr(os, "posix_fallocate", fill)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full))
     with pytest.raises(DiskFullError, match=r"rank0.ucp/.*: disk full.*Make room"):
         run_load(open_for(path, target), target)
     assert target.look() == before

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -176,17 +177,12 @@ def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_page_locked_memory_a_load_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    tries = list[int]()
-
-    def fail(nbytes: int) -> memoryview:
-        tries.append(nbytes)
-        raise RuntimeError("CUDA error: out of memory")
-
+    fail = mock.Mock(side_effect=RuntimeError("CUDA error: out of memory"))
     monkeypatch.setattr(destinations, "_allocate_pinned", fail)
     lent = GpuUploads(1, torch.device("cuda", 0))
     for nbytes in (1 << 20, 40 << 20):
         lent._allocate(nbytes)[-1] = 1
-    assert len(tries) == 1
+    assert fail.call_count == 1
     assert caplog.text.count("no page-locked memory for copies to cuda:0") == 1
 
 
