@@ -20,41 +20,30 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import KEY, Carried, carry
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError, UcpError
 from deepspeed_ucp.formats.deepspeed.files import SEAL
+from tests.support.direct import UpstreamEngine
 from tests.synth import Model, Param, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model((Param("a", (3, 5)),))
 
 
-class FakeEngine(SimpleNamespace):
+class FakeEngine(UpstreamEngine, SimpleNamespace):
     """An engine with a configuration only."""
 
-    optimizer = None
     global_rank, global_steps = 0, 3
 
-    def use_node_local_storage(self) -> bool:
-        return False
 
-    def load_universal_checkpoint(self) -> bool:
-        return False
-
-
-def call(engine: FakeEngine, *args: Any, **kwargs: Any) -> list[Any]:
-    """Load; returns the arguments of DeepSpeed's load."""
-    seen: list[Any] = []
-
-    def original(engine: Any, load_dir: Any, **options: Any) -> tuple[str, dict[str, Any]]:
-        seen.append((load_dir, options))
-        return "path", {"client": 1}
-
+def call(engine: FakeEngine, *args: Any, **kwargs: Any) -> mock.Mock:
+    """Load; returns DeepSpeed's load."""
+    original = mock.Mock(return_value=("path", {"client": 1}))
     assert hook._load_checkpoint(original, engine, *args, **kwargs) == ("path", {"client": 1})
-    return seen
+    return original
 
 
 def test_with_the_plugin_off_deepspeeds_load_gets_every_argument() -> None:
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=None))
     given = {"load_module_strict": False, "load_optimizer_states": False, "new_option": 3}
     defaults = {"load_lr_scheduler_states": True, "load_module_only": False, "custom_load_fn": None}
-    assert call(engine, "dir", "tag", **given) == [("dir", {"tag": "tag", **given, **defaults})]
+    call(engine, "dir", "tag", **given).assert_called_once_with(engine, "dir", tag="tag", **given, **defaults)
     assert not hasattr(engine, "ucp_report")
 
 
@@ -92,18 +81,13 @@ def test_an_error_of_deepspeeds_load_gets_notes_if_the_plugin_would_help(
 
 def test_deepspeed_handles_a_folder_without_checkpoint(tmp_path: Path) -> None:
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
-    assert len(call(engine, str(tmp_path))) == 1
+    assert call(engine, str(tmp_path)).call_count == 1
     assert (engine.ucp_report.direct, engine.ucp_report.reason) == (False, "nothing to resume")
 
 
 def test_an_engine_whose_data_cannot_be_restored_is_not_used() -> None:
     """Its weights have been loaded by then."""
-
-    class Stepping(FakeEngine):
-        def step(self) -> str:
-            return "stepped"
-
-    engine = Stepping(_config=SimpleNamespace(ucp_config=None))
+    engine = FakeEngine(_config=SimpleNamespace(ucp_config=None))
     load: Any = lambda *_, **__: ("path", {KEY: {"data": {}}})  # noqa: E731
     carry(engine, "data", Carried(dict, mock.Mock(side_effect=MismatchError("other samples"))))
     with pytest.raises(MismatchError, match=r"other samples.*must not be used"):

@@ -37,11 +37,7 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 def test_a_failure_marks_the_engine(after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """In DeepSpeed's own load, or in the refresh after it."""
 
-    class Stepping(UpstreamEngine):
-        def step(self) -> str:
-            return "stepped"
-
-    engine, choice = Stepping(), ("of the future", SimpleNamespace(), None)
+    engine, choice = UpstreamEngine(), ("of the future", SimpleNamespace(), None)
     fail, find = mock.Mock(side_effect=error("its own")), mock.Mock(return_value=("folder/tag", None))
     job, refresh = replace(make_job(engine, Comm()), load_dir="folder"), fail if after else mock.Mock()
     for name, stand_in in (

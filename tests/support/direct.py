@@ -87,6 +87,9 @@ class UpstreamEngine:
 
     use_node_local_storage = load_universal_checkpoint
 
+    def step(self) -> str:
+        return "stepped"
+
 
 def make_job(engine: object, comm: Comm, **options: Any) -> LoadContext:
     config = UniversalConfig(**options)
