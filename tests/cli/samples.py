@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from deepspeed_ucp.cli.dispatch import build_parser
-from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.synth import Layer, Model, Param, Run, Topology, random_state, write_checkpoint
 
 PATTERNS = json.dumps(
@@ -87,11 +86,3 @@ def write_sample(folder: Path | str, topology: Topology, model: Model | None = N
 def find_parser(name: str) -> argparse.ArgumentParser:
     (commands,) = (a for a in build_parser((name,))._actions if isinstance(a, argparse._SubParsersAction))
     return commands.choices[name]  # type: ignore[no-any-return]
-
-
-def flip_largest(path: Path) -> None:
-    """Damage a byte of a file's largest record."""
-    record = max(list_records(str(path)).records, key=lambda record: (record.name != "data.pkl", record.nbytes))
-    data = bytearray(path.read_bytes())
-    data[record.offset + record.nbytes // 2] ^= 1
-    path.write_bytes(bytes(data))

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.cli.dispatch import COMMANDS, main
-from tests.cli.samples import PATTERNS, find_parser, flip_largest, make_gpt, write_sample
+from tests.cli.samples import PATTERNS, find_parser, make_gpt, write_sample
+from tests.support.damage import flip_largest
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 GOLDEN = Path(__file__).with_name("golden")

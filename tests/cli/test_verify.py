@@ -11,7 +11,8 @@ import pytest
 
 from deepspeed_ucp.cli.common import find_folders
 from deepspeed_ucp.comm import Comm
-from tests.cli.samples import flip_largest, write_sample
+from tests.cli.samples import write_sample
+from tests.support.damage import flip_largest
 from tests.support.mpi import needs_mpi, run_mpi
 from tests.synth import Topology
 

@@ -30,7 +30,7 @@ from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.convert.conversions import read_bytes
 from tests.support.conversion import convert_checkpoint
-from tests.support.damage import flip_bit
+from tests.support.damage import flip_bit, write_checksums
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_pipeline, make_plain, open_held, rules_of, trips
@@ -129,8 +129,7 @@ def test_an_output_of_the_same_source_is_reused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["another tag", "saved again", "saved again without checksums", "atomic source"])
 def test_an_output_of_another_source_is_replaced_only_if_asked(tmp_path: Path, change: str, way: str) -> None:
     """By content: also if sizes agree and no checksum differs, by the time of the last change."""
-    torch.serialization.set_crc32_options("without" not in change)
-    try:
+    with write_checksums("without" not in change):
         first, second = "tag0", "tag1" if change in ("another tag", "atomic source") else "tag0"
         make_source(seed=0).write(tmp_path / first)
         if change == "atomic source":
@@ -141,8 +140,6 @@ def test_an_output_of_another_source_is_replaced_only_if_asked(tmp_path: Path, c
         assert convert_tag(tmp_path, first, "out").reused
         if change != "atomic source":
             make_source(seed=1).write(tmp_path / second)
-    finally:
-        torch.serialization.set_crc32_options(True)
     with pytest.raises(StorageError, match="--overwrite"):
         convert_tag(tmp_path, second, "out")
     assert read_bytes(tmp_path / "out") == before

@@ -6,6 +6,7 @@ import argparse
 import errno
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -23,8 +24,9 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.universal.index import STATE_FILE
 from deepspeed_ucp.torchsave.torchfile import read_header
+from tests.support.damage import flip
 from tests.synth import Layer, Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
-from tests.torchsave.test_rewrite import assert_same
+from tests.torchsave.inputs import assert_same
 
 PARAMS = (
     Param("a", (3, 5)),
@@ -264,9 +266,7 @@ def test_damaged_client_tensors_and_a_full_disk_are_errors(tmp_path, monkeypatch
             write_states(index, str(tmp_path))
     records = (index.records[number] for number in index.client_records)
     record = next(record for record in records if record.nbytes == 24)
-    with open(index.state_file, "r+b") as stream:
-        stream.seek(record.offset)
-        stream.write(b"\x55")
+    flip(Path(index.state_file), record.offset)
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt: data/\d+ has CRC32"):
         write_states(index, str(tmp_path))
 

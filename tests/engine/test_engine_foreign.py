@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.export.dcp import make_scaler
 from deepspeed_ucp.testing import WorldPool
-from tests.export import foreign_run, fsdp_run
+from tests.support import fsdp_run
+from tests.support.engines import foreign_run
 from tests.support.exports import check_same, read_all, save_trained
 from tests.support.foreign import write_dcp
 from tests.synth import Topology

@@ -30,13 +30,11 @@ from deepspeed_ucp.io import scan
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.stream.full_tensors import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
-from tests.cli.samples import flip_largest
-from tests.formats.saves import tail_cut
-from tests.formats.test_index import count_read_bytes
-from tests.formats.test_parallel import PIPE, PLAIN
-from tests.properties.faults import flip
+from tests.formats.saves import PIPE, PLAIN, tail_cut
 from tests.support.cases import Case, cases
 from tests.support.conversion import convert_checkpoint
+from tests.support.damage import flip, flip_largest, write_checksums
+from tests.support.descriptors import count_read_bytes
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
@@ -278,11 +276,8 @@ def test_bytes_without_checksums_are_counted(tmp_path: Path) -> None:
     found = verify_checkpoint(str(path))
     assert found.whole
     assert found.unchecked == found.read == sum(file.stat().st_size for file in path.iterdir())
-    torch.serialization.set_crc32_options(False)
-    try:
+    with write_checksums(False):
         path = write(tmp_path / "zip", Topology(1, 2))
-    finally:
-        torch.serialization.set_crc32_options(True)
     found = verify_checkpoint(str(path))
     assert found.whole and found.unchecked > 0.5 * found.read
 

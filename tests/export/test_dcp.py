@@ -29,7 +29,7 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER, SCALER
 from deepspeed_ucp.model.storage import MASTER, AtomKey
-from tests.export import fsdp_run
+from tests.support import fsdp_run
 from tests.support.exports import MODEL, TOPOLOGIES, check_same, open_model, read_all, save_trained
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples

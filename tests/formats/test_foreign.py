@@ -34,11 +34,10 @@ from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.torchsave.records import FileRecord
-from tests.export import fsdp_run
 from tests.formats.atoms import read_whole
 from tests.formats.saves import open_alone
 from tests.properties.samples import PLAIN
-from tests.support import wholes
+from tests.support import fsdp_run, wholes
 from tests.support.exports import TOPOLOGIES, check_same, open_model, read_all
 from tests.support.foreign import make_tree, write_dcp
 from tests.support.memory import clear_memory, put_folder

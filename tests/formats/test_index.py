@@ -20,6 +20,7 @@ from deepspeed_ucp.torchsave.records import FileRecord
 from tests.formats.atoms import check_atom, check_index
 from tests.formats.saves import STATES, edit, make_files, open_alone, open_files
 from tests.support.cases import Case, cases
+from tests.support.descriptors import count_read_bytes
 from tests.support.reshard import examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, partition_layout, random_state, read_state, write_checkpoint
 
@@ -80,11 +81,6 @@ def test_counters_scaler_and_clipping_are_taken_over(tmp_path: Path) -> None:
     )
     assert index.clip_grad == 0.5
     assert index.state_file == str(path / "mp_rank_00_model_states.pt")
-
-
-def count_read_bytes() -> int:
-    """Return the bytes that this process has read from files."""
-    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
 @pytest.mark.parametrize("topology", [Topology(0), Topology(2, 3, "bf16"), Topology(3, 3)], ids=lambda t: t.label)

@@ -24,6 +24,7 @@ from tests.formats.atoms import check_index
 from tests.formats.saves import open_alone
 from tests.support.cases import Case
 from tests.support.conversion import convert_checkpoint
+from tests.support.damage import flip
 from tests.support.ranks import run_ranks
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state
 from tests.synth.files import optim_file
@@ -248,12 +249,6 @@ def test_tensor_parallelism_is_refused_by_name(tmp_path: Path) -> None:
 # -- seals and commands -----------------------------------------------------------------------------------------------
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1  # in the padding
-    path.write_bytes(data)
-
-
 def test_a_seal_has_the_checksums_that_swap_files_lack(tmp_path: Path) -> None:
     folder, kept = tmp_path / "tag", tmp_path / "kept.json"
     write(folder)
@@ -264,7 +259,7 @@ def test_a_seal_has_the_checksums_that_swap_files_lack(tmp_path: Path) -> None:
     assert all(record.crc is not None for record in open_folder(folder).records)
     assert verify_checkpoint(str(folder), against=str(kept)).faults == ()
     assert verify_checkpoint(str(folder)).unchecked == 0
-    damage(folder / RANK1 / "exp_avg-0_1.tensor.swp")
+    flip(folder / RANK1 / "exp_avg-0_1.tensor.swp", 1023)  # in the padding
     found = verify_checkpoint(str(folder)).faults
     assert [(fault.kind, fault.file) for fault in found] == [("crc", f"{RANK1}/exp_avg-0_1.tensor.swp")]
     assert "pos (exp_avg)" in found[0].names

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.properties.samples import Source
+from tests.support.damage import flip
 from tests.synth import Run
 
 FOLDERS = ("atomic", "global_step3")
@@ -37,15 +38,6 @@ class Fault:
         return self.name
 
 
-def flip(path: Path, offset: int) -> None:
-    """Change a bit of a byte."""
-    with path.open("r+b") as stream:
-        stream.seek(offset)
-        (byte,) = stream.read(1)
-        stream.seek(offset)
-        stream.write(bytes([byte ^ 4]))
-
-
 def find_record(path: Path, part: str) -> tuple[int, int]:
     """Return offset and size of the largest record with this part in its name."""
     with zipfile.ZipFile(path) as archive:
@@ -64,7 +56,7 @@ def flip_record(part: str) -> Callable[[Path, Source, Path], bool | None]:
             offset, nbytes = find_record(path, part)
         except ValueError:
             return False  # it holds no such record
-        flip(path, offset + nbytes // 2)
+        flip(path, offset + nbytes // 2, 2)
         return None
 
     return do

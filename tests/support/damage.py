@@ -13,6 +13,7 @@ import torch
 
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import AtomKey
+from deepspeed_ucp.torchsave.torchfile import list_records
 
 
 def flip(path: Path, position: int, bit: int = 0) -> None:
@@ -22,6 +23,12 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
         byte = stream.read(1)[0]
         stream.seek(position)
         stream.write(bytes([byte ^ 1 << bit]))
+
+
+def flip_largest(path: Path) -> None:
+    """Damage a byte of a file's largest record."""
+    record = max(list_records(str(path)).records, key=lambda record: (record.name != "data.pkl", record.nbytes))
+    flip(path, record.offset + record.nbytes // 2)
 
 
 def flip_bit(index: AtomicIndex, name: str, state: str, offset: int | None = None) -> None:

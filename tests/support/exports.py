@@ -17,7 +17,7 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
-from tests.export import fsdp_run
+from tests.support import fsdp_run
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 MODEL = Model(
@@ -66,7 +66,7 @@ def read_all(folder: Path) -> dict[str, Any]:
 
 
 def save_trained(folder: Path, topology: Topology, *, scheduled: bool = False, **options: Any) -> Path:
-    """A run of :mod:`tests.export.fsdp_run`'s model as DeepSpeed would have saved it, exported."""
+    """A run of :mod:`tests.support.fsdp_run`'s model as DeepSpeed would have saved it, exported."""
     model, optimizer = fsdp_run.build()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
     for step in range(3):

@@ -1,14 +1,19 @@
-"""Forged pickles, and functions that read hostile input as the commands do and raise only the package's own errors."""
+"""Forged pickles, readers of hostile input that raise only the package's own errors, and a comparison of objects."""
 
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import tempfile
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
 
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.formats.deepspeed.reading import read_file
@@ -61,3 +66,27 @@ def look_at_file(data: bytes, name: str = MODEL_FILE) -> None:
         for look in looks:
             with suppress(UcpError):
                 look()
+
+
+class Canonical(pickle._Pickler):
+    """Writes each string in full, because equal strings may or may not be shared, and sets in one order."""
+
+    def save_str(self, value: str) -> None:
+        data = value.encode("utf-8", "surrogatepass")
+        self.write(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
+
+    def save_set(self, items: Any) -> None:
+        self.save_reduce(type(items), (sorted(items, key=repr),), obj=items)
+
+    dispatch: ClassVar[Any] = {**pickle._Pickler.dispatch, str: save_str, set: save_set, frozenset: save_set}
+
+
+def assert_same(old: object, new: object) -> None:
+    """Check types, values, storages, and the sharing of parts."""
+    dumps = []
+    for value in (old, new):
+        stream = io.BytesIO()
+        torch.save(value, stream, pickle_module=SimpleNamespace(__name__="pickle", Pickler=Canonical))
+        with zipfile.ZipFile(stream) as archive:
+            dumps.append({name: archive.read(name) for name in archive.namelist()})
+    assert dumps[0] == dumps[1]

@@ -11,16 +11,12 @@ import decimal
 import enum
 import fractions
 import functools
-import io
 import os
 import pathlib
 import pickle
-import struct
 import sys
 import types
-import typing
 import uuid
-import zipfile
 from contextlib import nullcontext
 
 import numpy as np
@@ -35,7 +31,9 @@ from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.rewrite import save_parts
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
+from tests.support.damage import flip, write_checksums
 from tests.support.reshard import examples
+from tests.torchsave.inputs import assert_same
 
 
 class Colour(enum.Enum):
@@ -226,32 +224,6 @@ def rewrite(folder, value, **options):
     return [torch.load(folder / name, weights_only=False) for name in ("old.pt", "new.pt")]
 
 
-class Canonical(pickle._Pickler):
-    """Writes each string in full, because equal strings may or may not be shared, and sets in one order."""
-
-    def save_str(self, text):
-        data = text.encode("utf-8", "surrogatepass")
-        self.write(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
-
-    def save_set(self, items):
-        self.save_reduce(type(items), (sorted(items, key=repr),), obj=items)
-
-    dispatch: typing.ClassVar = {**pickle._Pickler.dispatch, str: save_str, set: save_set, frozenset: save_set}
-
-
-PICKLE = types.SimpleNamespace(__name__="pickle", Pickler=Canonical)
-
-
-def assert_same(old, new):
-    """Check types, values, storages, and the sharing of parts."""
-    dumps = []
-    for value in (old, new):
-        torch.save(value, stream := io.BytesIO(), pickle_module=PICKLE)
-        with zipfile.ZipFile(stream) as archive:
-            dumps.append({name: archive.read(name) for name in archive.namelist()})
-    assert dumps[0] == dumps[1]
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("case", CASES)
@@ -317,17 +289,11 @@ def test_classes_need_not_be_importable(tmp_path, monkeypatch):
 @pytest.mark.parametrize("checked", [True, False], ids=["crc", "nocrc"])
 def test_storages_are_copied_in_pieces_and_verified(checked, tmp_path, monkeypatch):
     monkeypatch.setattr(rewriting, "CHUNK", 7)
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(checked)
-    try:
+    with write_checksums(checked):
         old, new = rewrite(tmp_path, {"a": torch.arange(100.0)})
-    finally:
-        torch.serialization.set_crc32_options(before)
     assert_same(old, new)
     offset = read_header(str(tmp_path / "old.pt")).storages["0"].offset
-    with open(tmp_path / "old.pt", "r+b") as stream:
-        stream.seek(offset + 50)
-        stream.write(b"\xff")
+    flip(tmp_path / "old.pt", offset + 50)
     with pytest.raises(CheckpointError, match=r"old\.pt: data/0 has CRC32") if checked else nullcontext():
         rewrite_file(tmp_path)
 

@@ -13,8 +13,8 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.formats.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
-from tests.export import foreign_run
 from tests.support.covering import params
+from tests.support.engines import foreign_run
 from tests.support.exports import check_same, read_all
 
 pytest.importorskip("accelerate")

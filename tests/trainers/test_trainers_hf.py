@@ -25,8 +25,8 @@ from deepspeed_ucp.beacon import Listener
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.trainers import hffolders, huggingface
-from tests.cli.samples import flip_largest
 from tests.support.covering import params
+from tests.support.damage import flip_largest
 
 pytest.importorskip("accelerate")
 V5 = Version(pytest.importorskip("transformers", "4.57").__version__) >= Version("5")

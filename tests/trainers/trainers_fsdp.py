@@ -17,7 +17,8 @@ import torch.distributed as dist
 from trainers_common import choose_gloo
 
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
-from tests.export import foreign_run, fsdp_run
+from tests.support import fsdp_run
+from tests.support.engines import foreign_run
 from tests.support.engines.ranks import listen
 
 

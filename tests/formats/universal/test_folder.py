@@ -25,6 +25,7 @@ from deepspeed_ucp.tensor_parallel.kinds import ShardH, ShardV
 from deepspeed_ucp.tensor_parallel.recorded import read_pattern
 from tests.formats.saves import open_alone
 from tests.support.contents import check_content, check_reads
+from tests.support.damage import write_checksums
 from tests.support.memory import clear_memory, put_folder
 from tests.support.ranks import Apart, run_ranks
 from tests.support.reshard import LIVE_LR, load, make_targets
@@ -132,9 +133,8 @@ def test_files_without_checksums_and_of_the_legacy_format(folder: Path) -> None:
     before = open_alone(folder)
     for number, path in enumerate(sorted(folder.glob("zero/*/*.pt"))):
         content = torch.load(path, weights_only=False)
-        torch.serialization.set_crc32_options(False)
-        torch.save(content, path, _use_new_zipfile_serialization=bool(number % 2))
-        torch.serialization.set_crc32_options(True)
+        with write_checksums(False):
+            torch.save(content, path, _use_new_zipfile_serialization=bool(number % 2))
     after = open_alone(folder)
     assert after.atoms.keys() == before.atoms.keys()
     masters = [a for a in after.atoms.values() if a.state == "exp_avg"]

@@ -14,7 +14,7 @@ import deepspeed_ucp  # noqa: F401
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
-from tests.export import fsdp_run
+from tests.support import fsdp_run
 from tests.support.engines.ranks import listen
 
 
