@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.model.storage import Atom, Fragment, Fragments
-from deepspeed_ucp.plan.locate import View, Want, list_runs, locate, make_items
+from deepspeed_ucp.plan.locate import View, Want, locate, make_items
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import Layout, Run, overlap, whole
 from tests.plan.planning import make_atom
@@ -66,24 +66,6 @@ def test_rows_that_follow_each_other_in_the_record_may_be_apart_in_the_destinati
     assert strided == CopyItem(0, 8, 10, 10, 4, 3, 100, 8) and strided.is_contiguous
     (apart,) = make_items(0, Run(0, 10, 2, 2, 4, 6), 4, 3)
     assert apart == CopyItem(0, 0, 8, 16, 2, 3, 10, 6) and not apart.is_contiguous
-
-
-def test_columns_across_fragments_are_cut_where_the_fragments_end() -> None:
-    storage = Fragments("float32", [Fragment(0, 6, 0, 0), Fragment(6, 6, 1, 0)])
-    atom = Atom.of("w", "fp32", [((3, 4), storage)])
-    view = View(whole((3, 4)), ShardH().cut((3, 4), [(3, 2), (3, 2)]), 0, (0,))
-    assert list(list_runs(Want(atom, 0, 6, 0, 0, view))) == [
-        (0, Run(0, 0, 2, 2, 4, 2)),
-        (1, Run(2, 4, 2)),
-    ]
-
-
-def test_only_claimed_rows_of_blocks_are_copied() -> None:
-    blocks = [Fragment.of_block((0, column), (4, 1), (4, 2), 0, 16 * column) for column in range(2)]
-    atom = Atom.of("w", "fp32", [((4, 2), Fragments("float32", blocks, (4, 2)))])
-    source = replace(whole((4, 2)), claims=((((0, 3),), ((0, 2),)),))
-    items = locate(Want(atom, 0, 8, view=View(source, whole((4, 2)), 0, (0,))))
-    assert sorted(moves(items)) == [(0, row + 4 * column, 2 * row + column) for column in (0, 1) for row in range(3)]
 
 
 def test_a_replica_is_taken_from_the_named_shard() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.model.records import STAGE, CopyItem, Read, Record
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.tensor_parallel.layout import Run
@@ -17,6 +18,7 @@ from tests.plan.planning import (
     Demand,
     Piece,
     Planned,
+    accesses,
     carry_out,
     check_plan,
     demands,
@@ -105,28 +107,31 @@ def test_owners_send_at_the_same_time_and_ranks_receive_in_steps() -> None:
     assert sum(plan.nbytes for plan in plans) == 128
 
 
-def test_every_rank_takes_part_in_as_many_rounds() -> None:
-    """Two blocks of the first rank, in rounds of one; the third rank only takes part."""
-    atom = make_atom("w", 8, (0, 4, 0, 0), (4, 4, 0, 48))
-    wants = [[Want(atom, 0, 8, 0, 0)], [Want(atom, 0, 4, 0, 0)], [Want(atom, 4, 4, 0, 0)]]
-    plans = plan_wants(wants, [Record(0, 0, 64, 0)], block=16, window=16).plans
-    assert [len(plan.rounds) for plan in plans] == [2, 2, 2]
-    assert plans[2].rounds[0].receives == [[], [], []]
-
-
 # -- random claims ----------------------------------------------------------------------------------------------------
 
 
 @examples(250)
 @given(
+    data=st.data(),
     demand=demands(),
     window=st.sampled_from((32, 64, 100, 1 << 20)),
     min_direct=st.sampled_from((1, 8, 16, 1 << 20)),
     first=st.sets(st.integers(0, 60)),
 )
-def test_random_claims_of_several_ranks(demand: Demand, window: int, min_direct: int, first: set[int]) -> None:
-    planned = plan_pieces(demand[1], demand[0], block=BLOCK, window=window, min_direct=min_direct)
+def test_random_claims_of_several_ranks(
+    data: st.DataObject, demand: Demand, window: int, min_direct: int, first: set[int]
+) -> None:
+    """Each byte is read once, by a rank that can read it; an owner reads only its own blocks for others."""
+    records, pieces, _ = demand
+    access = data.draw(st.just(READ_ALL) | accesses(len(pieces), 3))
+    planned = plan_pieces(pieces, records, block=BLOCK, window=window, min_direct=min_direct, access=access)
     check_passes(planned, first, *check_plan(planned, demand, window))
+    for rank, plan in enumerate(planned.plans):
+        assert access.can_read(rank, [records[read.record].file for read in plan.reads]).all()
+        own = set(planned.blocks.owned(rank, np.arange(len(records))))
+        passed = [read for each in plan.rounds for read in each.reads]
+        passed += [read for read in plan.direct if not read.items]
+        assert {(read.record, read.offset // BLOCK) for read in passed} <= own
 
 
 def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> None:
@@ -141,15 +146,3 @@ def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], 
     for plan, before in zip(two.plans, planned.plans, strict=True):
         assert {read[:3] for read in plan.reads} <= {read[:3] for read in before.reads}
         assert all(any(each.destination not in first for each in read.items) for read in plan.direct)
-
-
-@examples(60)
-@given(demand=demands(), window=st.sampled_from((32, 100, 1 << 20)))
-def test_an_owner_reads_only_blocks_of_its_own_for_others(demand: Demand, window: int) -> None:
-    records, pieces, _ = demand
-    planned = plan_pieces(pieces, records, block=BLOCK, window=window)
-    for rank, plan in enumerate(planned.plans):
-        own = set(planned.blocks.owned(rank, np.arange(len(records))))
-        passed = [r for each in plan.rounds for r in each.reads]
-        passed += [r for r in plan.direct if not r.items]
-        assert {(read.record, read.offset // BLOCK) for read in passed} <= own

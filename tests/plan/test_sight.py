@@ -1,4 +1,4 @@
-"""Files that only some ranks can read: the readers, drawn, and byte by byte."""
+"""Files that only some ranks can read: their readers and owners. test_ranks.py has plans of random claims."""
 
 from __future__ import annotations
 
@@ -10,36 +10,8 @@ from deepspeed_ucp.model.access import READ_ALL, PartialAccess
 from deepspeed_ucp.model.records import Record
 from deepspeed_ucp.plan.rounds import Blocks
 from deepspeed_ucp.tensor_parallel.layout import Run
-from tests.plan.planning import BLOCK, Demand, Piece, check_plan, demands, plan_pieces
+from tests.plan.planning import BLOCK, Demand, Piece, accesses, demands, plan_pieces
 from tests.support.reshard import examples
-
-
-@st.composite
-def accesses(draw: st.DrawFn, ranks: int, files: int) -> PartialAccess:
-    """Hosts in any order of ranks; every file is on one or several of them."""
-    hosts = draw(st.integers(1, ranks))
-    views = [*range(hosts), *(draw(st.integers(0, hosts - 1)) for _ in range(ranks - hosts))]
-    views = draw(st.permutations(views))
-    holders = st.sets(st.integers(0, hosts - 1), min_size=1)
-    return PartialAccess.of(views, [draw(holders) for _ in range(files)])
-
-
-@examples(250)
-@given(
-    data=st.data(),
-    demand=demands(),
-    window=st.sampled_from((32, 100, 1 << 20)),
-    min_direct=st.sampled_from((1, 16, 1 << 20)),
-)
-def test_every_byte_is_read_once_by_a_rank_that_can_read_it(
-    data: st.DataObject, demand: Demand, window: int, min_direct: int
-) -> None:
-    records, pieces, _ = demand
-    access = data.draw(accesses(len(pieces), 3))
-    planned = plan_pieces(pieces, records, block=BLOCK, window=window, min_direct=min_direct, access=access)
-    check_plan(planned, demand, window)
-    for rank, plan in enumerate(planned.plans):
-        assert access.can_read(rank, [records[read.record].file for read in plan.reads]).all()
 
 
 @examples(100)

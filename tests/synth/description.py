@@ -361,17 +361,6 @@ def random_state(
     return State(atoms, scalars, groups)
 
 
-def assert_same_state(actual: State, expected: State) -> None:
-    """Assert that two states are equal bit by bit; the error names the first difference."""
-    assert actual.atoms.keys() == expected.atoms.keys()
-    for name, atoms in expected.atoms.items():
-        assert actual.atoms[name].keys() == atoms.keys(), name
-        for key, tensor in atoms.items():
-            assert same_bits(actual.atoms[name][key], tensor), f"{name}: {key} differs"
-        assert actual.scalars.get(name, {}) == expected.scalars.get(name, {}), f"{name}: scalars differ"
-    assert list(map(dict, actual.groups)) == list(map(dict, expected.groups))
-
-
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return True for equal shape, dtype and bytes: nan equals itself, and -0 differs from 0."""
     if left.shape != right.shape or left.dtype != right.dtype:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -93,12 +92,3 @@ def _instance_of(model: Model, state: State, topology: Topology, name: str, pp: 
     """Return the name of the stage's instance in `state`."""
     found = instance(name, holders(model, topology, name).index(pp))
     return found if found in state.atoms else name
-
-
-def flatten_module(module: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Flatten a module dict, nested or not, to full names."""
-    result: dict[str, torch.Tensor] = {}
-    for key, value in module.items():
-        name = f"{prefix}{key}"
-        result.update(flatten_module(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
-    return result

@@ -14,7 +14,6 @@ from .expertfiles import expert_optim_file
 from .experts import expert_rank, held_layers, is_writer, largest_degree
 from .files import layer_file, model_file, optim_file
 from .layout import Flat, partition_layout, stage3_slice
-from .parallel import flatten_module
 from .stages import layer_prefix, placement_of
 
 if TYPE_CHECKING:
@@ -96,11 +95,12 @@ def _read_module(
 ) -> dict[str, torch.Tensor]:
     """Read the module's tensors by full name; those of a pipeline's rank are in layer files."""
     if not model.layers or model.experts:
-        return flatten_module(content["module"])
+        return dict(content["module"])
     pp, tp = divmod(mp, topology.tp)
     result: dict[str, torch.Tensor] = {}
     for layer in (layer for layer in placement_of(model, topology)[pp] if model.layers[layer].file):
-        result.update(flatten_module(_load(path / layer_file(topology, layer, tp)), layer_prefix(model, layer)))
+        held, prefix = _load(path / layer_file(topology, layer, tp)), layer_prefix(model, layer)
+        result |= {f"{prefix}{name}": tensor for name, tensor in held.items()}
     return result
 
 

@@ -25,7 +25,7 @@ from deepspeed_ucp.tensor_parallel.layout import (
 )
 from tests.support.reshard import examples
 
-from .shards import cut_array, follow, index_shard, reshard
+from .shards import cut_array, follow, reshard
 
 
 @st.composite
@@ -63,32 +63,25 @@ def numel(layout):
     return int(np.prod(layout.shape, dtype=np.int64))
 
 
-@given(pairs())
+@given(pairs(), st.data())
 @examples(600)
-def test_any_layout_to_any_other(pair):
+def test_any_layout_to_any_other(pair, data):
+    """Whole shards, the whole tensor, and a range of a shard; each element is written once."""
     source, target = pair
     assert find_faults(source) == []
     values = np.random.default_rng(0).permutation(numel(source))
-    for layout, shards in ((target, cut_array(target, values)), (whole(source.shape), [values])):
-        for got, expected in zip(reshard(source, cut_array(source, values), layout), shards, strict=True):
-            np.testing.assert_array_equal(got, expected)
-
-
-@given(pairs(), st.data())
-@examples(600)
-def test_part_of_a_target_shard(pair, data):
-    source, target = pair
-    values = np.arange(numel(source))
-    shards = cut_array(source, values)
+    shards, expected = cut_array(source, values), cut_array(target, values)
+    for layout, wanted in ((target, expected), (whole(source.shape), [values])):
+        for got, each in zip(reshard(source, shards, layout), wanted, strict=True):
+            np.testing.assert_array_equal(got, each)
     rank = data.draw(st.integers(0, len(target.shards) - 1))
-    size = index_shard(target, target.shards[rank]).size
+    size = expected[rank].size
     low, high = sorted((data.draw(st.integers(0, size)), data.draw(st.integers(0, size))))
     got, writes = np.full(size, -1), np.zeros(size, dtype=np.int64)
     for src_rank, shard in enumerate(shards):
         follow(copy_runs(source, src_rank, target, rank, low, high), shard, got, writes)
-    assert (writes[low:high] == 1).all()
-    assert writes.sum() == high - low
-    np.testing.assert_array_equal(got[low:high], cut_array(target, values)[rank][low:high])
+    assert (writes[low:high] == 1).all() and writes.sum() == high - low
+    np.testing.assert_array_equal(got[low:high], expected[rank][low:high])
 
 
 @given(pairs(), st.data())

@@ -117,55 +117,39 @@ def use(expression, key="blocks", pattern="shard-nc"):
 
 
 CUT_NORM = {**TARGET, "norm.weight": ((12,),)}
-OTHER_NORM = {**TARGET, "norm.weight": ((7,),)}
+FROM_1, FROM_0 = "a size is an integer from 1 on", "a size is an integer from 0 on"
 
 
 @pytest.mark.parametrize(
-    ("value", "target", "error", "words"),
+    ("rules", "error", "words"),
     [
-        (use("1 +"), CUT_NORM, ConfigError, "is not an expression"),
-        (use("__import__('os')"), CUT_NORM, ConfigError, "unknown function '__import__'"),
-        (use("(1, 2)[0]"), CUT_NORM, ConfigError, "is not supported"),
-        (use("own.shape"), CUT_NORM, ConfigError, "is not supported"),
-        (use("[2][3]"), CUT_NORM, MismatchError, "has 1 items and no item 3; the first is item 0"),
-        (use("own('rows')"), CUT_NORM, ConfigError, "own in .* has arguments of a wrong type"),
-        (use("shape(1, 0)"), CUT_NORM, ConfigError, "shape in .* has arguments of a wrong type"),
-        (
-            use(["args.q", "rest"], "parts"),
-            CUT_NORM,
-            MismatchError,
-            "norm.weight: the rule .* needs args.q, .*; write n",
-        ),
-        (use(0), CUT_NORM, MismatchError, "norm.weight: the rule .*: 0 is 0, a size is an integer from 1 on"),
-        (use("args.impl"), CUT_NORM, MismatchError, "'args.impl' is 'local', a size is an integer from 1 on"),
-        (use([-1, 1], "grid", "shard-hy"), CUT_NORM, MismatchError, "-1 is -1, a size is an integer from 1 on"),
-        (use([-1, "rest"], "parts"), CUT_NORM, MismatchError, "-1 is -1, a size is an integer from 0 on"),
-        (use([[3, 3], [3, 3]], "widths"), CUT_NORM, MismatchError, r"widths .* are not those of parts \[1\]:"),
-        (use([[6, 6], [0]], "widths"), CUT_NORM, MismatchError, "are not those of parts"),
-        (use([], "widths"), CUT_NORM, MismatchError, "are not those of parts"),
+        (use("1 +"), ConfigError, "is not an expression"),
+        (use("__import__('os')"), ConfigError, "unknown function '__import__'"),
+        (use("(1, 2)[0]"), ConfigError, "is not supported"),
+        (use("own.shape"), ConfigError, "is not supported"),
+        (use("[2][3]"), MismatchError, "has 1 items and no item 3; the first is item 0"),
+        (use("own('rows')"), ConfigError, "own in .* has arguments of a wrong type"),
+        (use("shape(1, 0)"), ConfigError, "shape in .* has arguments of a wrong type"),
+        (use(["args.q", "rest"], "parts"), MismatchError, "norm.weight: the rule .* needs args.q, .*; write n"),
+        (use(0), MismatchError, f"norm.weight: the rule .*: 0 is 0, {FROM_1}"),
+        (use("args.impl"), MismatchError, f"'args.impl' is 'local', {FROM_1}"),
+        (use([-1, 1], "grid", "shard-hy"), MismatchError, f"-1 is -1, {FROM_1}"),
+        (use([-1, "rest"], "parts"), MismatchError, f"-1 is -1, {FROM_0}"),
+        (use([[3, 3], [3, 3]], "widths"), MismatchError, r"widths .* are not those of parts \[1\]:"),
+        (use([[6, 6], [0]], "widths"), MismatchError, "are not those of parts"),
+        (use([], "widths"), MismatchError, "are not those of parts"),
         (
             [V, {**N, "pattern": "shard-nc", "parts": [1, 1], "widths": [[4, 4], [2, 2]]}],
-            CUT_NORM,
             MismatchError,
             r"widths .* are not those of parts \[1, 1\]",
         ),
-        (use("args.impl * 2"), CUT_NORM, MismatchError, "'args.impl \\* 2' with 'local' and 2: text is no number"),
-        (
-            [V, {**N, "pattern": "shard-v", "unit": 0}],
-            CUT_NORM,
-            MismatchError,
-            "0 is 0, a size is an integer from 1 on",
-        ),
-        ([{**V, "match": r"\d\.a"}], TARGET, MismatchError, "is not known"),
-        ([{**V, "match": r"a\.weight"}], TARGET, MismatchError, "is not known"),
-        ([{**V, "match": r"1\.a\.weigh"}], TARGET, MismatchError, "is not known"),
-        ([V, {**N, "match": r"1\..*"}, N], TARGET, MismatchError, "two rules of the user's rules .*ShardV.*Replicate"),
-        ([{**V, "pattern": "shard-h"}, N], TARGET, MismatchError, r"\{1-2\}.a.weight: logical shape \(4, 12\) in the"),
+        (use("args.impl * 2"), MismatchError, r"'args.impl \* 2' with 'local' and 2: text is no number"),
+        (use(0, "unit", "shard-v"), MismatchError, f"0 is 0, {FROM_1}"),
     ],
 )
-def test_rules_that_do_not_settle(value, target, error, words):
+def test_expressions_without_a_usable_value(rules, error, words):
     with pytest.raises(error, match=words):
-        run(from_config(value), target=target, hints={"args": {"impl": "local"}})
+        run(from_config(rules), target=CUT_NORM, hints={"args": {"impl": "local"}})
 
 
 A1, A2, NORM, EMBED, DENSE = "1.a.weight", "2.a.weight", "norm.weight", "embed.weight", "2.self_attention.dense.weight"
@@ -228,22 +212,22 @@ def test_rules_that_settle(case):
 
 
 @pytest.mark.parametrize(
-    ("value", "source", "target", "words"),
+    ("rules", "source", "target", "words"),
     [
-        ([], TARGET, OTHER_NORM, r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."),
+        ([{**V, "match": r"\d\.a"}], SOURCE, TARGET, "is not known"),
+        ([{**V, "match": r"a\.weight"}], SOURCE, TARGET, "is not known"),
+        ([{**V, "match": r"1\.a\.weigh"}], SOURCE, TARGET, "is not known"),
+        ([V, {**N, "match": r"1\..*"}, N], SOURCE, TARGET, "two rules of the user's rules .*ShardV.*Replicate"),
+        ([{**V, "pattern": "shard-h"}, N], SOURCE, TARGET, r"\{1-2\}.a.weight: logical shape \(4, 12\) in the"),
+        ([], TARGET, {**TARGET, NORM: ((7,),)}, r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."),
         (V_W, {"w": ((4, 1), (4,))}, {"w": ((8, 1),)}, "w: the ranks' shapes have different numbers of dimensions"),
         ([], {EMBED: ((128, 2),)}, {EMBED: ((128, 2), (128, 2))}, "embed.weight"),  # padding may make shapes equal
-        (
-            TABLE,
-            {EMBED: ((12, 2),)},
-            {EMBED: ((16, 2),)},
-            r'embed.weight: shape \(12, 2\).*"vocab": true, and original_vocab_size',
-        ),
+        (TABLE, {EMBED: ((12, 2),)}, {EMBED: ((16, 2),)}, r'\(12, 2\).*"vocab": true, and original_vocab_size'),
     ],
 )
-def test_shapes_that_need_a_rule(value, source, target, words):
+def test_rules_that_do_not_settle(rules, source, target, words):
     with pytest.raises(MismatchError, match=words):
-        run(from_config(value), source=source, target=target)
+        run(from_config(rules), source=source, target=target)
 
 
 def test_rules_that_match_nothing_are_reported():
@@ -309,58 +293,56 @@ def test_attributes_do_not_settle_fused_gates():
     assert settled.patterns[first] == ShardNC(parts=(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "dim"), [("1.mlp.gate_up_proj.weight", 0), ("1.mlp.w13", 0), ("1.experts.gate_up", 1)]
-)
-def test_attributes_do_not_settle_names_of_fused_gates(name, dim):
-    """Unless they have the number of parts, or the name is that of another projection."""
-    marks, shapes = {"tensor_model_parallel": True, "partition_dim": dim}, ((6, 6), (6, 6))
-    with pytest.raises(MismatchError, match="whether gate and up are fused"):
-        settle([name], {name: shapes}, None, [from_attributes({name: marks})])
-    settled = settle([name], {name: shapes}, None, [from_attributes({name: {**marks, "partition_stride": 2}})])
-    assert settled.patterns[name] == ShardNC(parts=(1, 1), dim=dim)
-    for other in ("1.mlp.up_proj.weight", "1.mlp.gate_proj.weight", "1.mlp.w1.weight", "aggregate_update"):
-        settled = settle([other], {other: shapes}, None, [from_attributes({other: marks})])
-        assert settled.patterns[other] == (ShardV() if dim == 0 else ShardH(dim=dim))
+GATES, EXPERTS = "whether gate and up are fused", "whether it joins experts that are cut one by one"
+ATTENTION, QKV = "per-rank .q; k; v. and interleaved per head group have the same shapes", "1.attention.query_key_value"
 
 
 @pytest.mark.parametrize(
-    ("name", "dim", "dims", "is_settled"),
+    ("name", "dim", "parts", "words"),
     [
-        ("1.mlp.experts.weight1", 0, 2, False),
-        ("1.mlp.experts.weight1", 1, 2, False),  # [in, experts × out]
-        ("1.mlp.experts.mlp.w1", 0, 2, False),
-        ("1.mlp.experts.weight2", 0, 2, False),
-        ("1.mlp.experts.weight2", 1, 2, True),  # [experts × in, out]
-        ("1.mlp.experts.w1", 1, 3, True),
-        ("1.mlp.experts.0.w1.weight", 0, 2, True),
-        ("1.mlp.shared_experts.w1.weight", 0, 2, True),
+        ("1.mlp.gate_up_proj.weight", 0, 2, GATES),
+        ("1.mlp.w13", 0, 2, GATES),
+        ("1.experts.gate_up", 1, 2, GATES),
+        ("1.mlp.experts.weight1", 0, 3, EXPERTS),
+        ("1.mlp.experts.weight1", 1, 3, EXPERTS),  # [in, experts × out]
+        ("1.mlp.experts.mlp.w1", 0, 3, EXPERTS),
+        ("1.mlp.experts.weight2", 0, 3, EXPERTS),
+        (QKV, 0, 3, ATTENTION),
     ],
 )
-def test_attributes_do_not_settle_fused_experts(name, dim, dims, is_settled):
-    marks, shapes = {"tensor_model_parallel": True, "partition_dim": dim}, {name: ((6,) * dims,) * 2}
-    rules = from_attributes({name: marks})
-    if is_settled:
-        pattern = ShardV() if dim == 0 else ShardH(dim=dim)
-        assert settle([name], shapes, None, [rules]).patterns[name] == pattern
-        return
-    with pytest.raises(MismatchError, match="whether it joins experts that are cut one by one"):
-        settle([name], shapes, None, [rules])
-    settled = settle([name], shapes, None, [from_attributes({name: {**marks, "partition_stride": 3}})])
-    assert settled.patterns[name] == ShardNC(parts=(1, 1, 1), dim=dim)
-
-
-def test_attributes_do_not_settle_fused_attention():
-    """Unless they have the number of parts."""
-    name, marks = "1.self_attention.query_key_value.weight", {"tensor_model_parallel": True, "partition_dim": 0}
-    shapes = {name: ((6, 2), (6, 2))}
-    with pytest.raises(MismatchError, match="per-rank .q; k; v. and interleaved per head group have the same shapes"):
+def test_attributes_settle_fused_parameters_by_the_number_of_parts(name, dim, parts, words):
+    marks, shapes = {"tensor_model_parallel": True, "partition_dim": dim}, {name: ((6, 6), (6, 6))}
+    with pytest.raises(MismatchError, match=words):
         settle([name], shapes, None, [from_attributes({name: marks})])
-    settled = settle([name], shapes, None, [from_attributes({name: {**marks, "partition_stride": 3}})])
-    assert settled.patterns[name] == ShardNC(parts=(1, 1, 1))
-    rules = [from_attributes({name: marks}), load_family("megatron-gpt-interleaved")]
+    settled = settle([name], shapes, None, [from_attributes({name: {**marks, "partition_stride": parts}})])
+    assert settled.patterns[name] == ShardNC(parts=(1,) * parts, dim=dim)
+
+
+PLAIN = ("up_proj.weight", "gate_proj.weight", "w1.weight", "experts.0.w1.weight", "shared_experts.w1.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "dim"),
+    [
+        *((f"1.mlp.{name}", 2, dim) for name in PLAIN for dim in (0, 1)),
+        ("aggregate_update", 2, 0),
+        ("1.mlp.experts.weight2", 2, 1),  # [experts × in, out]
+        ("1.mlp.experts.w1", 3, 1),
+    ],
+)
+def test_attributes_settle_other_names(name, dims, dim):
+    rules = from_attributes({name: {"tensor_model_parallel": True, "partition_dim": dim}})
+    pattern = ShardV() if dim == 0 else ShardH(dim=dim)
+    assert settle([name], {name: ((6,) * dims,) * 2}, None, [rules]).patterns[name] == pattern
+
+
+def test_a_family_settles_what_attributes_do_not():
+    rules = [
+        from_attributes({QKV: {"tensor_model_parallel": True, "partition_dim": 0}}),
+        load_family("megatron-gpt-interleaved"),
+    ]
     hints = {"args": {"hidden_size": 4, "num_attention_heads": 2}}
-    assert settle([name], shapes, None, rules, hints).patterns[name] == ShardV(unit=6)
+    assert settle([QKV], {QKV: ((6, 2), (6, 2))}, None, rules, hints).patterns[QKV] == ShardV(unit=6)
 
 
 def settle_for(degree, source, *sets, **hints):
