@@ -318,9 +318,7 @@ def test_files_of_the_source_may_be_in_several_places(stage: int, tmp_path: Path
     assert one == two
 
 
-def test_states_that_cannot_be_cut_are_refused_and_idle_rules_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_uncut_states_are_refused_and_idle_rules_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = make_source()
     index = open_held(held, tmp_path / "tag")
     odd = replace(index, irregular={AtomKey("body.row", "row"): "shape (9,)"})

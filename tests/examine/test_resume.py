@@ -122,9 +122,7 @@ PAIRS_3D = [
 
 
 @pytest.mark.parametrize(("model", "source", "target"), PAIRS_3D, ids=lambda v: getattr(v, "label", ""))
-def test_the_check_counts_the_bytes_of_a_3d_load(
-    model: Model, source: Topology, target: Topology, tmp_path: Path
-) -> None:
+def test_it_counts_the_bytes_of_a_3d_load(model: Model, source: Topology, target: Topology, tmp_path: Path) -> None:
     compare_trip(Trip(draw_state(model, source), target), tmp_path)
 
 

@@ -100,9 +100,7 @@ def test_chunks_of_large_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_tied_names_that_were_read_differently_are_refused(
-    tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_bytes_of_a_tied_name_are_refused(tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of a tied name are read twice, perhaps on another rank, and a save may overwrite the file meanwhile."""
     read = Planner._read
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
@@ -108,3 +110,9 @@ def open_files(folder: Path, files: Files, naming: Naming | None = None, *, lega
 
 def open_alone(folder: Path | str) -> AtomicIndex:
     return open_checkpoint(str(folder), Comm())
+
+
+def check_refused(folder: Path | str, text: str, kind: Any = CheckpointError) -> None:
+    """Check that a folder is refused with a message."""
+    with pytest.raises(kind, match=text):
+        open_alone(folder)

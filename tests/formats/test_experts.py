@@ -101,9 +101,7 @@ def test_files_get_their_roles() -> None:
         (CUT, None, 2),
     ],
 )
-def test_lanes_by_the_partitions_of_a_group_or_the_names_of_files(
-    files: list[str], counts: tuple[int, ...] | None, lanes: int
-) -> None:
+def test_shards_of_an_experts_parameter(files: list[str], counts: tuple[int, ...] | None, lanes: int) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, None if counts else make_optim(2, kind="torch"))]
     first += [FileHeader("optim", 1, optim=make_optim(2, counts))] if counts else []
     save = list_files(first, *MODELS, *files)

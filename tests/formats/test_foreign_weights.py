@@ -17,7 +17,7 @@ from deepspeed_ucp.model.storage import MODULE, ParamKey
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.formats.atoms import read_whole
-from tests.formats.saves import open_alone
+from tests.formats.saves import check_refused, open_alone
 from tests.support.exports import check_same
 
 
@@ -85,8 +85,7 @@ def test_special_files_are_refused(tmp_path: Path, name: str, target: str | None
     if name.endswith("index.json"):
         save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
     (tmp_path / name).symlink_to(target) if target else os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match="FIFO|device|No such file"):
-        open_alone(tmp_path)
+    check_refused(tmp_path, "FIFO|device|No such file")
 
 
 def test_a_file_truncated_after_its_header_was_read(tmp_path: Path) -> None:
@@ -107,11 +106,9 @@ def test_numbered_files_without_an_index(tmp_path: Path, kind: str) -> None:
     save({"b": torch.ones(3)}, last)
     assert {key.name for key in open_alone(tmp_path).atoms} == {"a", "b"}
     save({"a": torch.ones(2)}, last)
-    with pytest.raises(CheckpointError, match="a is in .* and in another file"):
-        open_alone(tmp_path)
+    check_refused(tmp_path, "a is in .* and in another file")
     last.unlink()
-    with pytest.raises(CheckpointError, match=f"{last.name} missing"):
-        open_alone(tmp_path)
+    check_refused(tmp_path, f"{last.name} missing")
 
 
 def test_ties_across_files_are_no_ties(tmp_path: Path) -> None:
@@ -178,13 +175,10 @@ def test_contradictory_files_are_refused(
 ) -> None:
     for name, content in files.items():
         write_content(tmp_path / name, content)
-    with pytest.raises(kind, match=text):
-        open_alone(tmp_path)
+    check_refused(tmp_path, text, kind)
 
 
-def test_contents_next_to_a_state_dict_are_ignored_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_contents_next_to_a_state_dict_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As scripts save them."""
     tree = {"model": {**ONE, "b": object}, "optimizer_state_dict": {"state": {}}, "module": OTHER, "epoch": 3}
     torch.save(tree, tmp_path / "model.pt")
@@ -278,9 +272,7 @@ def test_the_model_of_transformers_is_chosen_with_a_warning(
     assert all(name in message for name in left if name != WEIGHTS)
 
 
-def test_a_variant_alone_and_links_of_the_hubs_cache_are_the_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_variants_and_links_of_the_hubs_cache_are_models(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_files(tmp_path, "model.fp16.safetensors")
     (tmp_path / "snapshots" / "abc").mkdir(parents=True)
     (tmp_path / "snapshots" / "abc" / "model.safetensors").symlink_to("../../model.fp16.safetensors")
@@ -309,8 +301,7 @@ def test_quantized_weights_are_refused(tmp_path: Path, config: object, name: str
     save_file({"a.weight": torch.ones(2).to(torch.float8_e4m3fn), name: torch.ones(1)}, tmp_path / "model.safetensors")
     if config:
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    with pytest.raises(UnsupportedError, match=rf"quantized \({text}\).*dequantize"):
-        open_alone(tmp_path)
+    check_refused(tmp_path, rf"quantized \({text}\).*dequantize", UnsupportedError)
 
 
 def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:

@@ -69,9 +69,7 @@ class Backwards(FakeTarget):
 
 @WRAPPERS
 @pytest.mark.parametrize("group", [lambda name: 0, by_decay], ids=["one-group", "decay"])
-def test_states_follow_the_order_of_the_saved_module(
-    wrapper: Topology, group: Callable[[str], int], tmp_path: Path
-) -> None:
+def test_states_follow_the_saved_order(wrapper: Topology, group: Callable[[str], int], tmp_path: Path) -> None:
     """The topologies differ, as DeepSpeed's load would follow the live order."""
     saved, live = define(SAVED, group), define(OTHER, group)
     state = save(tmp_path, saved, wrapper)

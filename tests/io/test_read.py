@@ -332,9 +332,7 @@ def test_is_cached(tmp_path: Path) -> None:
         assert not direct.is_cached(file.fileno(), 41 << 12, 20 << 12)
 
 
-def test_small_reads_read_nothing_ahead_if_large_ones_pass_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_reads_read_nothing_ahead_on_such_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(64 << 12))
 

@@ -205,9 +205,7 @@ def test_a_dead_holders_lock_is_taken_over(staging: Staging) -> None:
     assert not os.path.exists(staging.lock_path)
 
 
-def test_a_lock_file_that_is_removed_while_it_is_opened_is_made_again(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_file_that_is_removed_meanwhile_is_made_again(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder removes it between open and flock: no other process would see that lock."""
     flock, removed = fcntl.flock, []
 
@@ -246,9 +244,7 @@ def test_threads_hold_the_lock_one_after_the_other(staging: Staging) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP], ids=errno.errorcode.get)
-def test_without_flock_the_file_itself_is_the_lock(
-    code: int, staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_flock_the_file_is_the_lock(code: int, staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_fd: int, _operation: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -323,9 +319,7 @@ def test_an_atomic_checkpoint_is_replaced_only_on_request(mark: str, tmp_path: P
         ("out2", "out/inner", ""),
     ],
 )
-def test_source_and_destination_do_not_contain_each_other(
-    destination: str, source: str, message: str, tmp_path: Path
-) -> None:
+def test_destinations_in_or_around_the_source(destination: str, source: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "link").symlink_to(tmp_path / "out")
     with pytest.raises(StorageError, match=message) if message else nullcontext():
@@ -366,9 +360,7 @@ def test_an_error_of_the_removal_does_not_replace_the_error(
     assert f"{staging.folder}: could not be removed" in caplog.text and "not yours" in caplog.text
 
 
-def test_files_that_the_kind_keeps_are_copied_to_the_new_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_the_kind_keeps_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are durable there before the old output is removed."""
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))

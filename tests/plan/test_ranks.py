@@ -118,9 +118,7 @@ def test_owners_send_at_the_same_time_and_ranks_receive_in_steps() -> None:
     min_direct=st.sampled_from((1, 8, 16, 1 << 20)),
     first=st.sets(st.integers(0, 60)),
 )
-def test_random_claims_of_several_ranks(
-    data: st.DataObject, demand: Demand, window: int, min_direct: int, first: set[int]
-) -> None:
+def test_random_claims(data: st.DataObject, demand: Demand, window: int, min_direct: int, first: set[int]) -> None:
     """Each byte is read once, by a rank that can read it; an owner reads only its own blocks for others."""
     records, pieces, _ = demand
     access = data.draw(st.just(READ_ALL) | accesses(len(pieces), 3))

@@ -25,9 +25,7 @@ def test_the_plan_is_the_same_if_every_rank_can_read_all(demand: Demand, window:
 
 @examples(100)
 @given(data=st.data(), ranks=st.integers(1, 6), counts=st.lists(st.integers(0, 9), min_size=1, max_size=8))
-def test_those_that_can_read_a_file_own_equally_many_of_its_blocks(
-    data: st.DataObject, ranks: int, counts: list[int]
-) -> None:
+def test_readers_of_a_file_own_equally_many_of_its_blocks(data: st.DataObject, ranks: int, counts: list[int]) -> None:
     """Also over all files that the same ranks can read, so that copies on several nodes are read in equal parts."""
     records = [Record(file, 64, count * 16, 0) for file, count in enumerate(counts)]
     access = data.draw(accesses(ranks, len(records)))
