@@ -207,9 +207,13 @@ def test_batch_sizes(saved: dict[str, Any], dp: int, fits: bool, tmp_path: Path)
     assert not check_resume(index, degrees, train_batch=dp * 2).obstacles
 
 
-EXPERTS = tuple(
-    Param(f"h.{layer}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.w", (6,)) for layer in (0, 1) for e in range(4)
-)
+def open_experts(folder: Path, degrees: tuple[int, int]) -> AtomicIndex:
+    """Open a save of four ranks with two layers of experts of these degrees."""
+    names = [f"h.{layer}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.w" for layer in (0, 1) for e in range(4)]
+    layers = tuple(ExpertLayer(f"h.{layer}.mlp", 4) for layer in (0, 1))
+    model = Model((Param("dense", (5,)), *(Param(name, (6,)) for name in names)), experts=layers)
+    path = write_checkpoint(folder, model, random_state(model, 1), Topology(1, 4, ep=degrees))
+    return open_checkpoint(str(path), Comm())
 
 
 @pytest.mark.parametrize(
@@ -222,10 +226,7 @@ EXPERTS = tuple(
     ],
 )
 def test_impossible_degrees_are_obstacles(target: str, told: str, tmp_path: Path) -> None:
-    layers = tuple(ExpertLayer(f"h.{layer}.mlp", 4, False) for layer in (0, 1))
-    model = Model((Param("dense", (5,)), *EXPERTS), experts=layers)
-    folder = write_checkpoint(tmp_path, model, random_state(model, 1), Topology(1, 4, ep=(2, 2)))
-    index = open_checkpoint(str(folder), Comm())
+    index = open_experts(tmp_path, (2, 2))
     found = check_resume(index, parse_degrees(target, index.topology))
     assert told in " ".join(found.obstacles) and bool(told) == bool(found.obstacles)
     plain = open_checkpoint(str(write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))), Comm())
@@ -233,10 +234,7 @@ def test_impossible_degrees_are_obstacles(target: str, told: str, tmp_path: Path
 
 
 def test_experts_may_lie_on_other_ranks_in_the_same_degrees(tmp_path: Path) -> None:
-    layers = tuple(ExpertLayer(f"h.{layer}.mlp", 4, False) for layer in (0, 1))
-    model = Model(EXPERTS, experts=layers)
-    folder = write_checkpoint(tmp_path, model, random_state(model, 1), Topology(1, 4, ep=(2, 4)))
-    index = open_checkpoint(str(folder), Comm())
+    index = open_experts(tmp_path, (2, 4))
     found = check_resume(index, parse_degrees("dp=4,ep=4", index.topology))
     assert (found.loader, found.obstacles) == (OURS, []) and found.read > 0
 

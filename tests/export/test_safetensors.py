@@ -407,9 +407,7 @@ def test_transformers_loads_it(tmp_path: Path, tied: bool, sharded: bool) -> Non
 def test_only_differing_copies_are_a_warning(equal: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A tied embedding is held by two stages, bit-equal; positions live on apart in each."""
     held = draw_state(make_pipeline([["column"], ["row"]]), Topology(1, 2, pp=2))
-    if equal:
-        atoms = {name: held.state.atoms[name.partition("#")[0]] for name in held.state.atoms}
-        held = replace(held, state=replace(held.state, atoms=atoms))
+    held = held.equalize() if equal else held
     index = open_held(held, tmp_path / "in")
     assert index.instances
     with caplog.at_level(logging.WARNING, logger="deepspeed_ucp"):

@@ -52,15 +52,11 @@ def look(path: Path) -> list[Finding]:
     return list(survey_checkpoint(str(path), Comm()).findings)
 
 
-def set_release(content: dict[str, Any]) -> None:
-    content["ds_version"] = "0.0.1"
-
-
 @pytest.mark.parametrize("topology", [ZERO2, ZERO3], ids=lambda t: t.label)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_files_of_another_deepspeed_release_are_refused(tmp_path: Path, topology: Topology, rank: int) -> None:
     """The file that differs from most is named, also if it is rank 0's. No such mixture is sealed."""
-    path = mix(tmp_path, set_release, rank, topology)
+    path = mix(tmp_path, lambda content: content.update(ds_version="0.0.1"), rank, topology)
     check_refused(path, r"ds_version differs from that of .*\(0.0.1 ≠")
     assert all(f"zero_pp_rank_{rank}_" in finding.file for finding in look(path))
     with pytest.raises(CheckpointError, match="ds_version differs"):

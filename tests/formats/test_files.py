@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from deepspeed_ucp.formats.latest import (
     list_unsealed,
 )
 from tests.formats.saves import STATES, check_refused, open_alone, shard
+from tests.support.damage import refuse_path
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
 TINY = Model((Param("a", (3, 5)),))
@@ -274,18 +275,12 @@ def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: 
     touch(tmp_path / "c", "notes.txt")
     touch(tmp_path, STATES)
     (tmp_path / "lost+found").mkdir()
-    scan, refused = os.scandir, [str(tmp_path / "lost+found")]
-
-    def look(path: str) -> Any:
-        if path in refused:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", look)
+    refuse = partial(refuse_path, os.scandir)
+    monkeypatch.setattr(os, "scandir", partial(refuse, str(tmp_path / "lost+found")))
     assert find_tags(str(tmp_path)) == ["a", "b"]
     assert find_tags(str(tmp_path / "absent")) == find_tags(str(tmp_path / "c" / "notes.txt")) == []
     (tmp_path / STATES).unlink()
-    refused.append(os.path.join(tmp_path, closed).rstrip("/"))
+    monkeypatch.setattr(os, "scandir", partial(refuse, os.path.join(tmp_path, closed)))
     with pytest.raises(OutOfReachError, match=r"cannot be listed \(Permission denied\)"):
         read_latest(str(tmp_path))
 

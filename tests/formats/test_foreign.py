@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,6 @@ def put_apart(weights: Any, states: Any) -> Any:
     return {**weights, "optimizer": states, "lr_scheduler": {"last_epoch": 3}, "train_state": train}
 
 
-def put_deep(weights: Any, states: Any) -> Any:
-    return {"app": {"model": weights, "optim": states, "epoch": 4}}
-
-
 def check_index(index: AtomicIndex, trained: Any) -> None:
     """Weights, states, steps and groups by name."""
     model, optimizer = trained
@@ -98,7 +95,9 @@ def check_index(index: AtomicIndex, trained: Any) -> None:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("outer", [nest, put_apart, put_deep])
+@pytest.mark.parametrize(
+    "outer", [nest, put_apart, lambda *both: {"app": {**nest(*both), "epoch": 4}}], ids=["nested", "apart", "deep"]
+)
 def test_models_under_any_words(tmp_path: Path, trained: Any, outer: Callable[[Any, Any], Any], flatten: bool) -> None:
     check_index(open_alone(save_dcp(tmp_path / "it", trained, outer=outer, flatten=flatten)), trained)
 
@@ -271,6 +270,10 @@ def nest_path(metadata: Any) -> None:
     metadata.planner_data[WEIGHT] = ("state", name, "x")
 
 
+def set_dtype(dtype: torch.dtype, metadata: Any) -> None:
+    metadata.state_dict_metadata[WEIGHT].properties.dtype = dtype
+
+
 OTHER_TYPE = r"holds float32 .* model\.first\.weight .* The folder mixes"
 
 
@@ -291,19 +294,12 @@ OTHER_TYPE = r"holds float32 .* model\.first\.weight .* The folder mixes"
         (place(transform_descriptors=["zstd"]), "transformed"),
         (name_at_length, "for a name"),
         (nest_path, "for a name"),
-        *(
-            (lambda metadata, dtype=dtype: _set_dtype(metadata, dtype), OTHER_TYPE)
-            for dtype in (torch.bfloat16, torch.int32, torch.float64)
-        ),
+        *((partial(set_dtype, dtype), OTHER_TYPE) for dtype in (torch.bfloat16, torch.int32, torch.float64)),
     ],
 )
 def test_contradictory_metadata_is_refused(saved: Path, change: Callable[[Any], None], text: str) -> None:
     change_metadata(saved, change)
     check_refused(saved, text, (CheckpointError, UnsupportedError))
-
-
-def _set_dtype(metadata: Any, dtype: torch.dtype) -> None:
-    metadata.state_dict_metadata[WEIGHT].properties.dtype = dtype
 
 
 @pytest.mark.parametrize(
@@ -355,6 +351,8 @@ def test_moments_may_be_of_another_element_type_than_weights(tmp_path: Path) -> 
 
 
 class Harm:
+    """Creates a file when it is unpickled."""
+
     def __reduce__(self) -> Any:
         return (open, ("harm", "w"))
 

@@ -103,11 +103,6 @@ def add_buffer(content: Any) -> None:
     next(value for key, value in state.items() if "fp32" in key).append(torch.zeros(0))
 
 
-def assign_optimizer(**values: Any) -> Change:
-    """Set entries of the optimizer's state dict in the files of all ranks."""
-    return edit("optim_states.pt", lambda content: content["optimizer_state_dict"].update(values))
-
-
 def chain(*changes: Change) -> Change:
     def change(files: Files) -> Files:
         for each in changes:
@@ -194,7 +189,8 @@ REFUSED: list[tuple[str, Model, Topology, Change, str]] = [
      r"holds a.row \(fp32\), the files of tensor-parallel rank 1 do not"),
     *((f"buffers-{topology.label}", MODEL, topology, edit(shard(1), add_buffer),
        f"{shard(1)}: has 3 flat buffers, the model states list 2") for topology in (ZERO1, BF16, ZERO3)),
-    *((f"groups-{topology.label}", MODEL, topology, assign_optimizer(base_optimizer_state=value),
+    *((f"groups-{topology.label}", MODEL, topology,
+       edit("optim", lambda c, value=value: c["optimizer_state_dict"].update(base_optimizer_state=value)),
        "states.pt.*: has 0 flat buffers in its param groups, the model states list 2")
       for topology in (ZERO1, BF16) for value in ({}, None)),
     ("gap", MODEL, ZERO1, edit("optim", lambda c: c["optimizer_state_dict"]["param_alignment_paddings"][0].pop()),

@@ -56,27 +56,23 @@ def test_large_pages_are_advised_for_whole_pages(low: int, nbytes: int, advice: 
     assert [read_advice(address + number * mmap.PAGESIZE) for number in range(4)] == advice
 
 
-@pytest.mark.parametrize("before", [0, 1000])
-def test_slow_large_pages_are_given_up(memory: mmap.mmap, before: int) -> None:
-    """However fast they were before."""
+@pytest.mark.parametrize(
+    ("costs", "advice"),
+    [
+        ([SLOW] * 5, "hg"),
+        ([SLOW] * 10, "nh"),
+        ([QUICK] * 1000 + [SLOW] * 5, "hg"),
+        ([QUICK] * 1000 + [SLOW] * 10, "nh"),
+        ([SLOW, *[QUICK] * 9] * 100, "hg"),
+    ],
+    ids=["slow for a moment", "slow", "slow for a moment after a while", "slow after a while", "slow now and then"],
+)
+def test_slow_large_pages_are_given_up(memory: mmap.mmap, costs: list[float], advice: str) -> None:
     pages = LargePages()
     pages.add(find_address(memory), len(memory))
-    for cost in [*[QUICK] * before, *[SLOW] * 5]:
+    for cost in costs:
         pages.note(WORTH, cost)
-    assert read_advice(find_address(memory)) == "hg"
-    for _ in range(5):
-        pages.note(WORTH, SLOW)
-    assert read_advice(find_address(memory)) == "nh"
-
-
-def test_large_pages_that_are_slow_now_and_then_are_kept(memory: mmap.mmap) -> None:
-    pages = LargePages()
-    pages.add(find_address(memory), len(memory))
-    for _ in range(100):
-        pages.note(WORTH, SLOW)
-        for _ in range(9):
-            pages.note(WORTH, QUICK)
-    assert read_advice(find_address(memory)) == "hg"
+    assert read_advice(find_address(memory)) == advice
 
 
 @pytest.mark.parametrize("works", [True, False])

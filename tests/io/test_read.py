@@ -117,31 +117,23 @@ def refuse(code: int) -> mock.Mock:
     return mock.Mock(side_effect=OSError(code, os.strerror(code)))
 
 
-def cut_file(file: FileRef, _: pytest.MonkeyPatch) -> None:
-    Path(file.path).write_bytes(DATA[:1000])
-
-
-def remove_file(file: FileRef, _: pytest.MonkeyPatch) -> None:
-    Path(file.path).unlink()
-
-
-def fail_read(_: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", refuse(errno.EIO))
-
-
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (cut_file, "ends at byte 1000; it was truncated"),
-        (remove_file, r"cannot be opened \(No such file"),
-        (fail_read, r"cannot be read at byte \d+07 \(Input/output error\)"),
+        (lambda path, _: os.truncate(path, 1000), "ends at byte 1000; it was truncated"),
+        (lambda path, _: os.unlink(path), r"cannot be opened \(No such file"),
+        (
+            lambda _, patch: patch.setattr(os, "preadv", refuse(errno.EIO)),
+            r"cannot be read at byte \d+07 \(Input/output error\)",
+        ),
     ],
+    ids=["cut", "removed", "unreadable"],
 )
 def test_a_damaged_file_is_an_error_with_its_name(
     damage: Callable[..., None], message: str, threads: int, file: FileRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damage(file, monkeypatch)
+    damage(file.path, monkeypatch)
     reads = [read_of(item(0, low, 100, 0, low - 7)) for low in range(7, 3700, 100)]
     with pytest.raises(CheckpointError, match=rf"x.pt: {message}"):
         read(reads, file, [Bytes(3900)], threads)

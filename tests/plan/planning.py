@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model.access import READ_ALL, PartialAccess, ReadAccess
+from deepspeed_ucp.model.access import READ_ALL, ReadAccess
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import STAGE, CopyItem, Read, Record
 from deepspeed_ucp.model.storage import MASTER, Atom, Fragment, Fragments
@@ -247,16 +247,6 @@ def demands(draw: st.DrawFn) -> Demand:
         pieces.append(mine)
         sizes.append(place)
     return records, pieces, sizes
-
-
-@st.composite
-def accesses(draw: st.DrawFn, ranks: int, files: int) -> PartialAccess:
-    """Hosts in any order of ranks; every file is on one or several of them."""
-    hosts = draw(st.integers(1, ranks))
-    views = [*range(hosts), *(draw(st.integers(0, hosts - 1)) for _ in range(ranks - hosts))]
-    views = draw(st.permutations(views))
-    holders = st.sets(st.integers(0, hosts - 1), min_size=1)
-    return PartialAccess.of(views, [draw(holders) for _ in range(files)])
 
 
 def check_plan(planned: Planned, demand: Demand, window: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -1,4 +1,4 @@
-"""The location of wanted elements: by hand, and against numpy for every pattern of shards."""
+"""The location of wanted elements and their claims: by hand, and against numpy for every pattern of shards."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model.records import CopyItem
+from deepspeed_ucp.model.records import CopyItem, Read
 from deepspeed_ucp.model.storage import Atom, Fragment, Fragments
-from deepspeed_ucp.plan.locate import View, Want, locate, make_items
+from deepspeed_ucp.plan.locate import MAX_ITEMS, View, Want, join_items, list_claims, list_reads, locate, make_items
 from deepspeed_ucp.tensor_parallel.kinds import Replicate, ShardH, ShardNC, ShardV
 from deepspeed_ucp.tensor_parallel.layout import Layout, Run, overlap, whole
 from tests.plan.planning import make_atom
@@ -72,6 +72,44 @@ def test_a_replica_is_taken_from_the_named_shard() -> None:
     atom = make_shards([(4,), (4,)])
     layout = Replicate().join([(4,), (4,)])
     assert [p.record for p in locate(Want(atom, 0, 4, 0, 0, View(layout, whole((4,)), 0, (1,))))] == [1]
+
+
+# -- claims of neighbouring items --------------------------------------------------------------------------------------
+
+
+def test_neighbours_are_one_claim_with_an_item_each() -> None:
+    first, second = item(0, 8, 12, 0, 5), item(0, 20, 8, 1, 0)
+    assert join_items([second, first]) == [Read(0, 8, 20, 20, 1, (first, second))]
+
+
+def test_items_with_a_gap_or_in_other_records_or_blocks_stay_separate() -> None:
+    items = [item(0, 0, 8, 0, 0), item(0, 12, 4, 0, 2), item(0, 16, 4, 0, 3), item(1, 20, 4, 0, 4)]
+    assert join_items(items, 16) == [Read(*each[:5], (each,)) for each in items]
+
+
+def test_strided_runs_are_a_separate_claim() -> None:
+    """Three runs of two elements, six apart; their neighbour does not join."""
+    runs, follower = CopyItem(0, 0, 8, 24, 3, 0, 5), item(0, 56, 4, 1, 0)
+    first, second = join_items([follower, runs])
+    assert first == Read(0, 0, 8, 24, 3, (runs,)) and (first.nbytes, first.end) == (24, 56)
+    assert second == Read(0, 56, 4, 4, 1, (follower,))
+
+
+def test_contiguous_bytes_may_go_to_strided_rows() -> None:
+    rows = CopyItem(0, 8, 10, 10, 4, 3, 100, 8)
+    assert join_items([rows]) == [Read(0, 8, 40, 40, 1, (rows,))]
+
+
+def test_claims_end_where_blocks_do() -> None:
+    want = Want(make_atom("w", 5, (0, 5, 0, 4)), 0, 5, 0, 10)
+    parts = [item(0, 4, 4, 0, 10), item(0, 8, 8, 0, 11), item(0, 16, 8, 0, 13)]
+    assert list_claims([want], 8) == list_reads([want], 8) == [Read(*each[:5], (each,)) for each in parts]
+    assert list_reads([want]) == [Read(0, 4, 20, 20, 1, (item(0, 4, 20, 0, 10),))]
+
+
+def test_a_claim_has_no_more_items_than_the_kernel_takes() -> None:
+    items = [item(0, 4 * i, 4, 0, 2 * i) for i in range(MAX_ITEMS + 3)]
+    assert [len(claim.items) for claim in join_items(items)] == [MAX_ITEMS, 3]
 
 
 # -- every pattern against numpy --------------------------------------------------------------------------------------

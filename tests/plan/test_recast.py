@@ -110,13 +110,15 @@ def test_experts_that_do_not_go_together(what: str) -> None:
         derive(index, {"x": DerivedParam((Slice("a.0"), Slice("a.1")), 1)})
 
 
-def test_rows_are_not_cut() -> None:
-    index, _ = make_index({"a": (3, 2)})
-    with pytest.raises(MismatchError, match=r"a.0: 3 elements of a are no whole rows of \(2,\)"):
-        derive(index, {f"a.{number}": DerivedParam((Slice("a", number, 2),), 2) for number in range(2)})
-
-
-def test_a_parameter_that_the_checkpoint_has_itself_is_not_made() -> None:
-    index, _ = make_index({"a": (2,), "x.0": (1,), "x.1": (1,)})
-    with pytest.raises(MismatchError, match=r"has x.0, x.1 itself, which a would fill too"):
-        derive(index, {f"x.{number}": DerivedParam((Slice("a", number, 2),), 1) for number in range(2)})
+@pytest.mark.parametrize(
+    ("shapes", "made", "dims", "words"),
+    [
+        ({"a": (3, 2)}, "a", 2, r"a.0: 3 elements of a are no whole rows of \(2,\)"),
+        ({"a": (2,), "x.0": (1,), "x.1": (1,)}, "x", 1, r"has x.0, x.1 itself, which a would fill too"),
+    ],
+    ids=["rows are cut", "already there"],
+)
+def test_halves_that_cannot_be_made(shapes: Shapes, made: str, dims: int, words: str) -> None:
+    index, _ = make_index(shapes)
+    with pytest.raises(MismatchError, match=words):
+        derive(index, {f"{made}.{number}": DerivedParam((Slice("a", number, 2),), dims) for number in range(2)})

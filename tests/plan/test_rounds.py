@@ -1,4 +1,4 @@
-"""Which claims owners grant, which they serve, and in which round."""
+"""The owners of blocks: which claims they get, grant, and serve, and in which round."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deepspeed_ucp.model.records import STAGE, Read, Record
-from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, make_owner_plan
+from deepspeed_ucp.plan.locate import join_items
+from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, address_claims, make_owner_plan
+from tests.support.reads import item
+from tests.support.reshard import examples
 
 Row = tuple[int, int, int, int, int]
 """(record, offset, run, step, count)."""
@@ -148,3 +153,46 @@ def test_staged_bytes_fill_a_round_even_if_few_are_sent() -> None:
     """Two ranks want the first byte of each of four blocks."""
     found, _ = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50, share=100)
     assert [(served.staged, served.sent) for served in found.rounds] == [(100, 4), (100, 4)]
+
+
+# -- blocks and their owners ------------------------------------------------------------------------------------------
+
+
+def test_no_items_no_claims() -> None:
+    tables, addressed = address_claims([], Blocks.of([Record(0, 0, 100, 0)], 16, 3))
+    assert [table.shape for table in tables] == [(0, 5)] * 3
+    assert addressed == [[], [], []]
+
+
+@examples(150)
+@given(
+    nbytes=st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    block=st.sampled_from((4, 8, 16)),
+    size=st.integers(1, 7),
+)
+def test_every_block_has_one_owner(nbytes: list[int], block: int, size: int) -> None:
+    blocks = Blocks.of([Record(0, 0, count, 0) for count in nbytes], block, size)
+    touched = np.arange(len(nbytes))
+    held = [(record, number, rank) for rank in range(size) for record, number in blocks.owned(rank, touched)]
+    every = [(record, low // block) for record, count in enumerate(nbytes) for low in range(0, count, block)]
+    assert sorted((record, number) for record, number, _ in held) == every
+    records, numbers, ranks = (np.array([each[k] for each in held], np.int64) for k in range(3))
+    assert (blocks.owners(records, numbers * block) == ranks).all()
+    shares = [int((ranks == rank).sum()) for rank in range(size)]
+    assert max(shares) - min(shares) <= 1
+
+
+def test_claims_go_to_the_owners_of_their_blocks_in_the_same_order_as_the_tables() -> None:
+    items = [
+        item(0, 0, 16, 0, 0),
+        item(0, 16, 16, 0, 4),
+        item(0, 16, 4, 1, 0),
+        item(0, 32, 4, 0, 8),
+        item(1, 4, 8, 0, 9),
+    ]
+    claims = join_items(items, 16)
+    tables, addressed = address_claims(claims, Blocks.of([Record(0, 0, 48, 0), Record(0, 0, 16, 0)], 16, 2))
+    assert [[claim[:5] for claim in mine] for mine in addressed] == [
+        [tuple(row) for row in table.tolist()] for table in tables
+    ]
+    assert [[claim[:2] for claim in mine] for mine in addressed] == [[(0, 0), (0, 32)], [(0, 16), (0, 16), (1, 4)]]

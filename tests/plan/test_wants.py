@@ -36,11 +36,6 @@ def make_index(**lanes: int) -> AtomicIndex:
     return planning.make_index(atoms, records)
 
 
-def find_bytes(want: Want) -> list[tuple[int, int, int]]:
-    """Return (record, first element, elements) for each piece of a want."""
-    return [(item.record, item.offset // 4, item.run // 4) for item in locate(want)]
-
-
 @pytest.mark.parametrize("folded", [False, True])
 def test_experts_beside_dense_parameters(folded: bool) -> None:
     """Rank 1 of 4 has the second of two shards of `dense`, and the third of four of `experts`.
@@ -61,7 +56,8 @@ def test_experts_beside_dense_parameters(folded: bool) -> None:
     match = Match({name: ParamKey(name) for name in layouts})
     found = list_wants(index, EngineView(flats=flats), match, layouts, with_states=True)
     expected = [[(1, 0, 12)], [(2, 0, 12), (3, 0, 12)]] if folded else [[(0, 15, 3)], [(2, 0, 3)]]
-    assert [find_bytes(want) for want in found.wants] == expected
+    places = [[(item.record, item.offset // 4, item.run // 4) for item in locate(want)] for want in found.wants]
+    assert places == expected  # (record, first element, elements) of each piece
 
 
 A, B = (planning.make_atom(name, numel) for name, numel in (("a", 6), ("b", 3)))

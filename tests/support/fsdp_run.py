@@ -67,12 +67,17 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
     return float(loss.item())
 
 
-def load(checkpoint: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Load a checkpoint under FSDP2 into a model with other weights; on all ranks of a group."""
+def build_sharded(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model and AdamW under FSDP2; on all ranks of a group."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    model, optimizer = build(seed=1, shard=lambda module: fully_shard(module, mesh=mesh))
+    return build(seed, shard=lambda module: fully_shard(module, mesh=mesh))
+
+
+def load(checkpoint: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Load a checkpoint under FSDP2 into a model with other weights; on all ranks of a group."""
+    model, optimizer = build_sharded(seed=1)
     weights, states = get_state_dict(model, optimizer)
     tree = {"model": weights, "optim": states}
     dcp.load(tree, checkpoint_id=checkpoint)
@@ -90,5 +95,9 @@ def resume(checkpoint: str) -> dict[str, Any]:
 
 def copy(checkpoint: str, folder: str) -> None:
     """Load, and save with FSDP2; on all ranks of a group."""
-    weights, states = get_state_dict(*load(checkpoint))
+    save_sharded(folder, *load(checkpoint))
+
+
+def save_sharded(folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)

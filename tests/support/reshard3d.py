@@ -168,6 +168,11 @@ class Held:
     def locals(self) -> dict[int, Local]:
         return split(self.model, self.state, self.topology, cut_dense if self.topology.folds_experts else cut)
 
+    def equalize(self) -> Held:
+        """Return the run with equal copies of each parameter on all stages."""
+        atoms = {name: self.state.atoms[name.partition("#")[0]] for name in self.state.atoms}
+        return replace(self, state=replace(self.state, atoms=atoms))
+
     def write(self, folder: Path, run: Run | None = None) -> Path:
         """Write the checkpoint of the run."""
         write_files(folder, build_local_files(self.locals, self.topology, run or Run(garbage=float("nan"))))

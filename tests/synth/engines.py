@@ -10,7 +10,7 @@ import torch
 from .description import Model, Param, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
 
@@ -148,12 +148,16 @@ def parameter_groups(net: torch.nn.Module, optimizer: str = "adamw") -> list[dic
     params = list(net.parameters())
     if optimizer == "adagrad":
         return [{"params": params}]
-    matrices = [param for param in params if param.dim() > 1]
-    vectors = [param for param in params if param.dim() == 1 and param is not net.gain]
+    rest = split_params(param for param in params if param is not net.gain)
+    return [*rest, {"params": [net.gain], "weight_decay": 0.0, "lr": 1e-4}]
+
+
+def split_params(params: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """Return groups of matrices and of vectors, which may be empty on a pipeline stage."""
+    params = list(params)
     return [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0, "lr": 3e-3},
-        {"params": [net.gain], "weight_decay": 0.0, "lr": 1e-4},
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0, "lr": 3e-3},
     ]
 
 

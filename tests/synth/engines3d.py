@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .description import Layer, Model, Param
-from .engines import RealSave
+from .engines import RealSave, split_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,7 +84,8 @@ class Case3D(RealSave):
             )
         else:
             module, mpu = Plain(here.tp), ParallelState(here.tp).make_mpu()
-        return deepspeed.initialize(model=module, model_parameters=_groups(module), config=self.ds_config(), mpu=mpu)[0]
+        params = split_params(module.parameters())
+        return deepspeed.initialize(model=module, model_parameters=params, config=self.ds_config(), mpu=mpu)[0]
 
 
 def _sharded(*shape: int) -> torch.nn.Parameter:
@@ -180,15 +181,6 @@ def _layers(tp: int, short: bool) -> list[Any]:
         return [first, LayerSpec(Block, tp), double]
     last = TiedLayerSpec("embed", Embedding, tp, forward_fn=logits, tied_weight_attr="word")
     return [first, LayerSpec(Block, tp), double, LayerSpec(Block, tp, 2), LayerSpec(torch.nn.Tanh), last]
-
-
-def _groups(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Groups that include frozen parameters, and may be empty on a stage."""
-    params = list(module.parameters())
-    return [
-        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
-        {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0, "lr": 3e-3},
-    ]
 
 
 class Plain(torch.nn.Module):

@@ -294,7 +294,8 @@ def test_attributes_do_not_settle_fused_gates():
 
 
 GATES, EXPERTS = "whether gate and up are fused", "whether it joins experts that are cut one by one"
-ATTENTION, QKV = "per-rank .q; k; v. and interleaved per head group have the same shapes", "1.attention.query_key_value"
+ATTENTION = "per-rank .q; k; v. and interleaved per head group have the same shapes"
+QKV = "1.self_attention.query_key_value.weight"
 
 
 @pytest.mark.parametrize(

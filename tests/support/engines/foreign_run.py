@@ -6,9 +6,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import deepspeed_ucp  # noqa: F401
 from deepspeed_ucp.errors import UcpError
@@ -20,13 +17,9 @@ from tests.support.engines.ranks import listen
 
 def save(folder: str, steps: int) -> None:
     """Train under FSDP2 and save."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    model, optimizer = fsdp_run.build(shard=lambda module: fully_shard(module, mesh=mesh))
+    model, optimizer = fsdp_run.build_sharded()
     fsdp_run.train(model, optimizer, range(steps))
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
+    fsdp_run.save_sharded(folder, model, optimizer)
 
 
 def start(stage: int, **options: Any) -> Any:
