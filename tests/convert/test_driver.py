@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
@@ -46,9 +47,10 @@ def make_source(tp: int = 1, topology: Topology | None = None, seed: int = 0) ->
     return draw_state(make_plain(kinds, frozen=("qkv",)), topology or Topology(1, 2, "bf16", tp=tp), seed)
 
 
-def convert(index: AtomicIndex, held: Held, source: Path, to: Path, comm: Comm | None = None, **options: Any) -> Any:
+def convert(index: AtomicIndex, held: Held, to: Path, comm: Comm | None = None, **options: Any) -> Any:
     chosen = ConvertOptions(**{"workers": 2, **options})
-    return convert_index(index, str(source), str(to), comm or Comm(), chosen, rules=rules_of(held))
+    source = os.path.dirname(index.state_file)
+    return convert_index(index, source, str(to), comm or Comm(), chosen, rules=rules_of(held))
 
 
 @given(trip=trips(), nodes=st.integers(1, 3))
@@ -60,7 +62,7 @@ def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
         source, to = folder / "tag", folder / "tag_universal"
         index = open_held(held, source)
         before = read_bytes(source)
-        report = run_ranks(nodes, lambda rank, comm: convert(index, held, source, to, comm))[0]
+        report = run_ranks(nodes, lambda rank, comm: convert(index, held, to, comm))[0]
         assert read_bytes(source) == before
         again = open_checkpoint(str(to), Comm())
         wholes = assemble_full_tensors(again)
@@ -84,9 +86,7 @@ def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, tp: int) -> Non
     found = []
     for number, (nodes, workers) in enumerate(((1, 1), (1, 5), (3, 1), (2, 4))):
         to = tmp_path / f"out{number}" / "tag_universal"
-        run_ranks(
-            nodes, lambda rank, comm, to=to, w=workers: convert(index, held, tmp_path / "tag", to, comm, workers=w)
-        )
+        run_ranks(nodes, lambda rank, comm, to=to, w=workers: convert(index, held, to, comm, workers=w))
         found.append(read_bytes(to))
     assert len(found[0]) > 10
     assert all(each == found[0] for each in found)
@@ -95,7 +95,7 @@ def test_the_same_bytes_by_any_nodes_and_workers(tmp_path: Path, tp: int) -> Non
 def test_torch_loads_the_files(tmp_path: Path) -> None:
     held = make_source(2)
     to = tmp_path / "out"
-    convert(open_held(held, tmp_path / "tag"), held, tmp_path / "tag", to)
+    convert(open_held(held, tmp_path / "tag"), held, to)
     saved = torch.load(to / "zero/body.row/exp_avg.pt", weights_only=True)
     assert saved["cat_dim"] == 1
     assert torch.equal(saved["param"], held.state.atoms["body.row"]["exp_avg"])
@@ -162,17 +162,15 @@ def test_a_damaged_source_leaves_no_files(tmp_path: Path, nodes: int) -> None:
 
     def work(rank: int, comm: Any) -> str:
         with pytest.raises(CheckpointError, match="CRC32") as caught:
-            convert(index, held, tmp_path / "tag", tmp_path / "out", comm)
+            convert(index, held, tmp_path / "out", comm)
         return str(caught.value)
 
     assert len(set(run_ranks(nodes, work))) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["tag"]
 
 
-ODD_PATH, ONE_PATH = (
-    "folder for each parameter.* cannot be a path",
-    "folder for each parameter.* another file or folder",
-)
+ODD_PATH = "folder for each parameter.* cannot be a path"
+ONE_PATH = "folder for each parameter.* another file or folder"
 
 
 @pytest.mark.parametrize(
@@ -210,8 +208,6 @@ def test_ranges_must_make_up_the_file() -> None:
         class atom:
             numel, itemsize = 10, 4
 
-    import zlib
-
     data = os.urandom(40)
     parts = [Written(Range(0, 0, 4), zlib.crc32(data[:16])), Written(Range(0, 4, 6), zlib.crc32(data[16:]))]
     assert join_ranges(parts, [Fake()]) == {0: zlib.crc32(data)}
@@ -223,8 +219,7 @@ def test_ranges_must_make_up_the_file() -> None:
 
 def test_tensors_that_upstream_cannot_cut_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = draw_state(make_plain(("norm", "row", "hybrid4")), Topology(1, 1, tp=4))
-    with caplog.at_level("WARNING", "deepspeed_ucp"):
-        convert(open_held(held, tmp_path / "tag"), held, tmp_path / "tag", tmp_path / "out")
+    convert(open_held(held, tmp_path / "tag"), held, tmp_path / "out")
     (told,) = [record.getMessage() for record in caplog.records if "load_universal" in record.getMessage()]
     assert "body.hybrid4" in told and "body.row" not in told
 
@@ -244,13 +239,13 @@ def test_a_failed_node_stops_the_others(tmp_path: Path, monkeypatch: pytest.Monk
 
     def work(rank: int, comm: Any) -> str:
         with pytest.raises(CheckpointError) as caught:
-            convert(index, held, tmp_path / "tag", tmp_path / "out", comm, bar=lambda _: nullcontext(batches.append))
+            convert(index, held, tmp_path / "out", comm, bar=lambda _: nullcontext(batches.append))
         return str(caught.value)
 
     assert set(run_ranks(2, work)) == {"[rank 0] broken"}
     assert not batches
     monkeypatch.undo()
-    run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / "tag", tmp_path / "out", comm))
+    run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / "out", comm))
     assert not list((tmp_path / "out").glob(".*"))
 
 
@@ -258,7 +253,7 @@ def test_nodes_need_the_same_destination(tmp_path: Path) -> None:
     held = make_source()
     index = open_held(held, tmp_path / "tag")
     with pytest.raises(StorageError, match="is not here; rank 0 has made it"):
-        run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / "tag", tmp_path / f"host{rank}" / "out", comm))
+        run_ranks(2, lambda rank, comm: convert(index, held, tmp_path / f"host{rank}" / "out", comm))
     assert not list(tmp_path.glob("host*/out"))
 
 
@@ -323,7 +318,7 @@ def test_uncut_states_are_refused_and_idle_rules_named(tmp_path: Path, caplog: p
     index = open_held(held, tmp_path / "tag")
     odd = replace(index, irregular={AtomKey("body.row", "row"): "shape (9,)"})
     with pytest.raises(UnsupportedError, match="The weights alone can be had with `ds_ucp export`"):
-        convert(odd, held, tmp_path / "tag", tmp_path / "out")
+        convert(odd, held, tmp_path / "out")
     rules = (*rules_of(held), *from_config([{"match": "nothing", "pattern": "replicate"}]))
     convert_index(index, str(tmp_path / "tag"), str(tmp_path / "out"), Comm(), OPTIONS, rules=rules)
     assert "rules that match no parameter: " in caplog.text and "nothing" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import subprocess
 import sys
@@ -410,7 +409,6 @@ def test_only_differing_copies_are_a_warning(equal: bool, tmp_path: Path, caplog
     held = held.equalize() if equal else held
     index = open_held(held, tmp_path / "in")
     assert index.instances
-    with caplog.at_level(logging.WARNING, logger="deepspeed_ucp"):
-        export_held(index, held, tmp_path / "out", Comm())
+    export_held(index, held, tmp_path / "out", Comm())
     assert ("held by several pipeline stages" in caplog.text) != equal
     assert "word" not in caplog.text
