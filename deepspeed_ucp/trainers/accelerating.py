@@ -149,7 +149,7 @@ def _find_seed(accelerator: Any) -> int | None:
 def _warn_order(accelerator: Any, folder: str, job: SavedJob) -> None:
     """Warn about another order of samples than in the saved run."""
     seed, saved = _find_seed(accelerator), job.shuffled and job.shuffled - 1
-    if seed is not None and saved not in (None, seed) and accelerator.is_main_process:
+    if saved not in (None, seed) and accelerator.is_main_process:
         logger.warning(
             f"{folder}: the samples have another order than in the saved run (seed {saved} → {seed}), so a partial "
             "epoch repeats some and omits others. Keep the saved seed (set_seed, or data_seed)."

@@ -223,11 +223,15 @@ def test_a_placement_that_does_not_fit_the_files(counts: tuple[int, ...], ranks:
 LAYERS = {layer: f"{layer}.deepspeed_moe.experts.deepspeed_experts." for layer in ("a", "b", "again")}
 
 
-def find_ties(crcs: dict[str, tuple[int, int]], shared: dict[str, str] | None = None) -> dict[str, str]:
+def find_ties(
+    crcs: dict[str, tuple[int, int]], shared: dict[str, str] | None = None, optimized: tuple[str, ...] = ()
+) -> dict[str, str]:
     """Return the ties of a layer's second name.
 
     Args:
         crcs: layer → CRC32 of the weight and the bias of its expert.
+        shared: recorded ties.
+        optimized: names of parameters that the optimizer has.
     """
 
     def make(layer: str) -> dict[str, Piece]:
@@ -237,7 +241,9 @@ def find_ties(crcs: dict[str, tuple[int, int]], shared: dict[str, str] | None = 
 
     extension = SavedExperts()
     extension.files = {(number, 0, 0): make_expert(make(layer)) for number, layer in enumerate("ab")}
-    save = SimpleNamespace(model=lambda _: SimpleNamespace(shared=shared or {}, facts={}, module={}), path=str)
+    shapes = [[(name, (2, 3)) for name in optimized]]
+    model = SimpleNamespace(shared=shared or {}, facts={}, module={}, param_shapes=shapes)
+    save = SimpleNamespace(model=lambda _: model, path=str)
     header = SimpleNamespace(model=None)
     return extension.find_ties(save, header, make("again"))  # type: ignore[arg-type]
 
@@ -254,6 +260,20 @@ def test_equal_biases_do_not_make_a_tie() -> None:
 def test_a_layer_with_a_part_of_the_bytes_is_no_tie() -> None:
     with pytest.raises(UnsupportedError, match="no layer of experts has the same bytes"):
         find_ties({"a": (1, 9), "b": (2, 8), "again": (2, 9)})
+
+
+def test_a_trained_parameter_is_no_tie() -> None:
+    """Equal values do not make a tie of two parameters that the optimizer has."""
+    with pytest.raises(UnsupportedError, match="but the optimizer has it under this name"):
+        find_ties({"a": (1, 9), "b": (2, 9), "again": (2, 9)}, optimized=(f"{LAYERS['again']}0.b",))
+    piece = Piece(FileRecord("0", 0, 24, 1), 0, (2, 3), "float32")
+    module = {"m.router.gate.weight": piece, "m.gate.gate.weight": piece}
+    for names in (["m.router.gate.weight"], [*module]):
+        shapes = [[(f"_orig_mod.{name}", (2, 3)) for name in names]]
+        model = SimpleNamespace(shared={}, facts={"placements": {"m.experts.": ()}}, module=module, param_shapes=shapes)
+        save: Any = SimpleNamespace(model=lambda _, model=model: model, path=str)
+        ties = SavedExperts().find_ties(save, SimpleNamespace(model=None), module)  # type: ignore[arg-type]
+        assert ties == ({"m.gate.gate.weight": "m.router.gate.weight"} if len(names) == 1 else {})
 
 
 def test_layers_with_equal_values_are_ambiguous_unless_the_tie_is_recorded() -> None:

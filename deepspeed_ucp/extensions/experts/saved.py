@@ -227,7 +227,9 @@ class SavedExperts(ExpertFiles, SaveExtension):
             UnsupportedError: not exactly one layer has the same bytes in its experts' files.
         """
         model = header.model or save.model(0)
-        ties = find_router_aliases(model.facts.get("placements", ()), model.module or {})
+        owned = {strip_compiled(name) for group in model.param_shapes or () for name, _ in group}
+        aliases = find_router_aliases(model.facts.get("placements", ()), model.module or {})
+        ties = {alias: name for alias, name in aliases.items() if not {*map(strip_compiled, (alias, name))} <= owned}
         named: dict[str, dict[str, Piece]] = defaultdict(dict)
         for name, piece in module.items() if self.files else ():
             if name not in save.model(0).shared and (read := read_name(name)):
@@ -239,10 +241,12 @@ class SavedExperts(ExpertFiles, SaveExtension):
                 saved[layer][name.removeprefix(layer)].append(piece)
         for layer, pieces in named.items():
             twins = [twin for twin, parts in saved.items() if _are_same(pieces, parts)]
-            if len(twins) != 1:
-                fault = f"the experts of {', '.join(twins)} have" if twins else "no layer of experts has"
+            trained = next((rest for rest in pieces if strip_compiled(f"{layer}{rest}") in owned), None)
+            if trained is not None or len(twins) != 1:
+                holders = f"the experts of {', '.join(twins)} have" if twins else "no layer of experts has"
+                fault = f"{holders} the same bytes" if trained is None else "the optimizer has it under this name"
                 raise UnsupportedError(
-                    f"holds {layer}{next(iter(pieces))}, which by its name is an expert's, but {fault} the same bytes. "
+                    f"holds {layer}{trained or next(iter(pieces))}, which by its name is an expert's, but {fault}. "
                     "DeepSpeed itself can resume it in the topology that wrote it.",
                     path=save.path(header),
                 )
