@@ -314,16 +314,15 @@ class ElasticSampler(Order, Sampler[int]):
         return super().describe() | self._digests
 
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
-        order = self._draw(epoch)[: self.steps_per_epoch * self.total_batch]
+        if self.weights is None:
+            order = self._permute(self.size, epoch)
+        else:
+            order = self._make_generator(epoch).choice(self.size, self.size, p=self.weights).astype(np.int64)
+        order = order[: self.steps_per_epoch * self.total_batch]
         if self.lengths is not None:
             order = self._group(order, self.lengths, epoch)
         steps = order.reshape(-1, self.total_batch)
         return lambda step: steps[step]
-
-    def _draw(self, epoch: int) -> Ids:
-        if self.weights is not None:
-            return self._make_generator(epoch).choice(self.size, self.size, p=self.weights).astype(np.int64)
-        return self._permute(self.size, epoch)
 
     def _group(self, order: Ids, lengths: Ids, epoch: int) -> Ids:
         """Sort groups of steps by length, then shuffle steps; the longest is first, so that memory runs out early."""
@@ -413,7 +412,8 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
             self._check_batch_size(_find_fetched(sys._getframe().f_back))
         readers: dict[int, _Reader[Sample]] = {}
         epoch, steps = self._walk()
-        order, ends = self._order_shards(epoch)
+        order = self._permute(len(self.shards), epoch)
+        ends = np.cumsum(self.sizes[order])
         width, count = self.total_batch // self.lanes, 0
         for ids, end in steps:
             shards = np.searchsorted(ends, ids, side="right")
@@ -450,8 +450,3 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
             f"shard {self.shards[shard]!r} ends before its sample {place} (counted from 0), but sizes gives it "
             f"{self.sizes[shard]}. Correct sizes."
         )
-
-    def _order_shards(self, epoch: int) -> tuple[Ids, Ids]:
-        """Return the shards of an epoch, and the end of each in its sequence of samples."""
-        order = self._permute(len(self.shards), epoch)
-        return order, np.cumsum(self.sizes[order])

@@ -66,7 +66,9 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
     generators = {
         "python": Generator(
             lambda: pack_python(random.getstate()),
-            lambda version, words, gauss: random.setstate((version, tuple(_read_words(words).tolist()), gauss)),
+            lambda version, words, gauss: random.setstate(
+                (version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss)
+            ),
             random.seed,
         ),
         "numpy": Generator(  # the legacy global generator, which scripts use
@@ -272,14 +274,10 @@ def _unpack(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _read_words(words: bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    return np.frombuffer(words, np.uint32)
-
-
 def _write_numpy(kind: str, words: bytes, position: int, *rest: Any) -> None:
     if not 0 <= position <= len(words) // 4:  # numpy would read behind the words
         raise ValueError(f"position {position}")
-    np.random.set_state((kind, _read_words(words), position, *rest))  # noqa: NPY002
+    np.random.set_state((kind, np.frombuffer(words, np.uint32), position, *rest))  # noqa: NPY002
 
 
 def _draw_with(source: np.random.BitGenerator) -> Generator:

@@ -286,18 +286,17 @@ def _names_experts(names: Collection[str]) -> bool:
     return any("experts." in name for name in names)
 
 
-def _has_layer_files(save: Any) -> bool:
-    model = save.first[0].model
-    return model is not None and model.module is None
-
-
-def _is_pipeline(engine: Any) -> bool:
-    return any(kind.__name__ == "PipelineModule" for kind in type(engine.module).__mro__)
-
-
 REGISTRY = [
-    SpecialCase("pipeline", "layers:SavedLayers", in_save=_has_layer_files),
-    SpecialCase("pipeline", "pipeline:TiedStages", in_engine=_is_pipeline),
+    SpecialCase(
+        "pipeline",
+        "layers:SavedLayers",
+        in_save=lambda save: save.first[0].model is not None and save.first[0].model.module is None,
+    ),
+    SpecialCase(
+        "pipeline",
+        "pipeline:TiedStages",
+        in_engine=lambda engine: any(kind.__name__ == "PipelineModule" for kind in type(engine.module).__mro__),
+    ),
     SpecialCase(
         "experts",
         "experts.saved:SavedExperts",

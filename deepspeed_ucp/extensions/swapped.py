@@ -138,8 +138,7 @@ def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
     if longer:
         text = (
             f"{save.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. "
-            "They "
-            "were written over an earlier engine's files, or belong to another world size; only a seal can "
+            "They were written over an earlier engine's files, or belong to another world size; only a seal can "
             "distinguish these."
         )
         yield Finding("inconsistent", longer[0], text, WARNING, tuple(longer))

@@ -31,6 +31,7 @@ from .batches import (
     complete_job,
     refuse_loader_position,
     refuse_weights,
+    warn_order,
     warn_unfinished,
     warn_unknown_batch,
 )
@@ -146,16 +147,6 @@ def _find_seed(accelerator: Any) -> int | None:
     return next((sampler.initial_seed for sampler in samplers if hasattr(sampler, "initial_seed")), None)
 
 
-def _warn_order(accelerator: Any, folder: str, job: SavedJob) -> None:
-    """Warn about another order of samples than in the saved run."""
-    seed, saved = _find_seed(accelerator), job.shuffled and job.shuffled - 1
-    if saved not in (None, seed) and accelerator.is_main_process:
-        logger.warning(
-            f"{folder}: the samples have another order than in the saved run (seed {saved} → {seed}), so a partial "
-            "epoch repeats some and omits others. Keep the saved seed (set_seed, or data_seed)."
-        )
-
-
 def _find_parent(accelerator: Any) -> str:
     """Return the folder of checkpoints with automatic names."""
     return os.path.join(str(accelerator.project_dir), "checkpoints")
@@ -182,7 +173,9 @@ def load_state(
     job = comm.once(lambda: _find_job(folder, is_foreign=is_foreign))
     if any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders):
         refuse_loader_position(folder, job, ", or skip_first_batches")
-    _warn_order(accelerator, folder, job)
+    seed, saved = _find_seed(accelerator), job.shuffled and job.shuffled - 1
+    if saved not in (None, seed) and accelerator.is_main_process:
+        warn_order(folder, f"seed {saved} → {seed}", "Keep the saved seed (set_seed, or data_seed)")
     schedules = comm.run(
         lambda: [_convert(*schedule, job, comm.size) for schedule in _list_schedulers(accelerator, folder)]
     )

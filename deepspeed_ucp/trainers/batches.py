@@ -118,6 +118,14 @@ def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None
         )
 
 
+def warn_order(folder: str, changes: str, advice: str) -> None:
+    """Warn about another order of samples than in the saved run."""
+    logger.warning(
+        f"{folder}: the samples have another order than in the saved run ({changes}), so a partial epoch repeats some "
+        f"and omits others. {advice}."
+    )
+
+
 def warn_unfinished(folder: str, done: int, accumulation: int, advice: str) -> None:
     """Warn about a save between two optimizer steps."""
     if done:

@@ -150,7 +150,9 @@ def find_job(
     places = find_folders([folder, *config.also], tag, comm)
     job = comm.once(lambda: look_at_job(places[0], places[1:]))
     if job.format:
-        job = comm.once(lambda: _complete(job, folder))
+        job = comm.once(
+            lambda: _refuse_stateless(folder) if job.weights_alone else complete_job(job, folder, RANDOM_FILES)
+        )
     # After a reduction, the ds_config has the first micro batch that was tried, unless this package has set it.
     micro = (
         comm.once(lambda: read_trainer_state(folder)).get("train_batch_size") if by_trial and not job.asked else None
@@ -158,17 +160,6 @@ def find_job(
     if not micro:
         return job
     return replace(job, total_batch=micro * (job.accumulation or 1) * (job.ranks // job.model_ranks))
-
-
-def _complete(job: SavedJob, folder: str) -> SavedJob:
-    """Complete the job of a foreign checkpoint from the trainer's files.
-
-    Raises:
-        CheckpointError: the checkpoint has no optimizer states.
-    """
-    if job.weights_alone:
-        _refuse_stateless(folder)
-    return complete_job(job, folder, RANDOM_FILES)
 
 
 def _find_tag(folder: str, config: UniversalConfig, comm: Comm) -> str:

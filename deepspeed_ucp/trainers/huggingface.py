@@ -31,7 +31,7 @@ from ..model.index import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saver import finish_saves
 from ..uncaught import shorten_uncaught
-from .batches import LIVE, BatchSizes, complete_job, warn_unknown_batch
+from .batches import LIVE, BatchSizes, complete_job, warn_order, warn_unknown_batch
 from .hffolders import RANDOM_FILES, choose_folder, find_job, read_arguments, read_random, read_trainer_state
 from .randomness import restore_ranks
 
@@ -121,7 +121,7 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, _restore_requested(trainer)
     if folder:
         show_decisions()
-        warn_order(trainer.args, os.fspath(folder))
+        check_order(trainer.args, os.fspath(folder))
         state.resumed = os.fspath(folder) if config.total_batch == "saved" else None
         micro = call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
     elif trainer.args.auto_find_batch_size:  # the trainer leaves the first attempt's size in the ds_config
@@ -145,7 +145,7 @@ def _count_replicas(trainer: Any) -> int:
     return int(trainer.get_total_train_batch_size(args) // step)
 
 
-def warn_order(args: Any, folder: str) -> None:
+def check_order(args: Any, folder: str) -> None:
     """Warn about an order of samples that a resume cannot reproduce, or that is not the saved run's."""
     if connect().rank:
         return
@@ -160,10 +160,7 @@ def warn_order(args: Any, folder: str) -> None:
     before = _describe_order(saved) if saved else (strategy, seed)
     changes = describe_changes(("train_sampling_strategy", before[0], strategy), ("seed", before[1], seed))
     if changes and not args.ignore_data_skip:
-        logger.warning(
-            f"{folder}: the samples have another order than in the saved run ({changes}), so a partial epoch repeats "
-            "some and omits others. Keep the saved values of seed, data_seed and train_sampling_strategy."
-        )
+        warn_order(folder, changes, "Keep the saved values of seed, data_seed and train_sampling_strategy")
 
 
 def _describe_order(args: Mapping[str, Any]) -> tuple[Any, Any]:

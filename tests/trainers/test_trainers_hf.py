@@ -197,7 +197,7 @@ def test_another_order_of_samples_is_a_warning(
 ) -> None:
     if saved:
         torch.save(SimpleNamespace(**saved), tmp_path / "training_args.bin")
-    huggingface.warn_order(SimpleNamespace(**{"ignore_data_skip": False, **live}), str(tmp_path))
+    huggingface.check_order(SimpleNamespace(**{"ignore_data_skip": False, **live}), str(tmp_path))
     assert warning in caplog.text and len(caplog.records) == bool(warning)
 
 

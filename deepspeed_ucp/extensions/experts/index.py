@@ -42,7 +42,12 @@ class IndexedExperts(Extension):
         self, saved: Iterable[str], live: Iterable[str], faults: Sequence[Fault]
     ) -> tuple[Sequence[Fault], str]:
         """Replace the faults of blocks with another number of experts by one each; return a remedy for these."""
-        differing = _find_differing(saved, live)
+        here, wanted = _list_numbers(saved), _list_numbers(live)
+        differing = {
+            block: (len(here[block]), len(numbers))
+            for block, numbers in wanted.items()
+            if here.get(block) not in (None, numbers)
+        }
         counts = fold_names([(block.rstrip("."), count) for block, count in differing.items()], lambda count: count)
         others = [
             Fault(block or "the model", f": {have} experts in the checkpoint, {want} in the model", COUNT)
@@ -87,12 +92,6 @@ class IndexedExperts(Extension):
         experts. A count of 0 makes it refuse them there.
         """
         return {CAT_DIM: 0, IS_EXPERT: True, EXPERTS: count} if count or find_expert(name) else {}
-
-
-def _find_differing(saved: Iterable[str], live: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Return the numbers of saved and live experts, for blocks that both sides have with different experts."""
-    have, want = _list_numbers(saved), _list_numbers(live)
-    return {block: (len(have[block]), len(want[block])) for block in want if have.get(block) not in (None, want[block])}
 
 
 def _list_numbers(names: Iterable[str]) -> dict[str, set[int]]:
