@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from .engine_state import Carried, carry
@@ -54,15 +54,18 @@ def _rank(shards: Sequence[Any]) -> list[int] | None:
         return None
 
 
-def _find_fetched(caller: FrameType | None) -> int | None:
-    """Return the samples in a batch, if ``caller`` is the frame in which a ``DataLoader``'s worker fetches one.
+def _find_batch_size(caller: FrameType | None) -> int | None:
+    """Return the batch size of a ``DataLoader``, if ``caller`` is a frame in which it makes a batch; else None.
 
-    Another dataset between them may take more samples for a batch.
+    Another dataset or sampler between them may take more samples for a batch.
     """
-    if caller is None or caller.f_code is not _IterableDatasetFetcher.fetch.__code__:
-        return None
-    batch = caller.f_locals.get("possibly_batched_index", ())
-    return 1 if batch is None else len(batch) or None
+    code, values = (caller.f_code, caller.f_locals) if caller is not None else (None, {})
+    if code is BatchSampler.__iter__.__code__:
+        return getattr(values.get("self"), "batch_size", None)
+    if code is _IterableDatasetFetcher.fetch.__code__:
+        batch = values.get("possibly_batched_index", ())
+        return 1 if batch is None else len(batch) or None
+    return None
 
 
 def _check_place(rank: int, world: int) -> None:
@@ -244,6 +247,19 @@ class Order(ABC):
                 "`follow(engine)` in this run too: the engine's saves have the position."
             )
 
+    def _compare_batch_size(self, size: int | None) -> None:
+        """Warn if the engine takes other batches than a ``DataLoader`` makes, so that it counts wrong samples."""
+        worker = get_worker_info()
+        if size is None or self._engine is None or self.rank or (worker is not None and worker.id):
+            return
+        micro = to_integer(self._engine.train_micro_batch_size_per_gpu())
+        split = self.total_batch // self.world // to_integer(self._engine.gradient_accumulation_steps())
+        if size not in (micro, split):  # Accelerate may split the batches of one order over all ranks
+            logger.warning(
+                f"the DataLoader makes batches of {pluralize(size, 'sample')}, but the engine counts micro batches of "
+                f"{micro}: a resume continues at another sample. Set batch_size={micro}."
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the engine, for worker processes."""
         return {**self.__dict__, "_start": self.consumed, "_engine": None, "_offset": 0}
@@ -335,6 +351,7 @@ class ElasticSampler(Order, Sampler[int]):
         return steps[[longest, *others[self._permute(len(others), epoch, 1)]]].reshape(-1)
 
     def __iter__(self) -> Iterator[int]:
+        self._compare_batch_size(_find_batch_size(sys._getframe().f_back))
         for ids, end in self._walk()[1]:
             *others, last = ids.tolist()
             yield from others
@@ -408,8 +425,10 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         worker = get_worker_info()
         at, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        batch_size = _find_batch_size(sys._getframe().f_back)
+        self._compare_batch_size(batch_size)
         if workers > 1:
-            self._check_batch_size(_find_fetched(sys._getframe().f_back))
+            self._check_batch_size(batch_size)
         readers: dict[int, _Reader[Sample]] = {}
         epoch, steps = self._walk()
         order = self._permute(len(self.shards), epoch)
@@ -429,7 +448,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         """Refuse a batch size with which the workers would not yield the samples in order.
 
         Args:
-            fetched: samples in a batch of the ``DataLoader``; None if unknown.
+            fetched: batch size of the ``DataLoader``; None if unknown.
         """
         if self.batch_size is None:
             raise ConfigError("a DataLoader with several workers is used: pass its batch_size to ElasticStream.")

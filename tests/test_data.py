@@ -131,6 +131,12 @@ class Engine(SimpleNamespace):
     def train_batch_size(self) -> int:
         return BATCH
 
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return 2
+
+    def gradient_accumulation_steps(self) -> int:
+        return 3
+
 
 @pytest.mark.parametrize("make", [make_sampler, make_stream])
 def test_counts_that_sequence_parallelism_makes_floats(make: Callable[..., Order]) -> None:
@@ -165,6 +171,25 @@ def test_prefetched_samples_are_not_consumed() -> None:
     hand_out(later, client)
     assert client == {"mine": 1}
     assert trained + list(again) == list(make_sampler(0, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [make_sampler, make_stream])
+@pytest.mark.parametrize(("world", "size", "warns"), [(2, 2, 0), (1, 2, 0), (1, 4, 0), (2, 3, 1), (1, 6, 1)])
+def test_batches_of_another_size_than_the_engines_are_a_warning(
+    make: Any, workers: int, world: int, size: int, warns: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks take micro batches of two samples; Accelerate may split batches of four over them."""
+    stream = make is make_stream
+    order = make(0, world, **({"batch_size": size} if stream else {}))
+    order.follow(Engine(global_samples=0))
+    options: dict[str, Any] = {"dataset": order} if stream else {"dataset": range(100), "sampler": order}
+    if stream and workers:
+        loader = DataLoader(**options, batch_size=size)  # the log of a worker is not seen here
+    else:
+        loader = DataLoader(**options, batch_size=size, num_workers=workers)
+    next(iter(loader))
+    assert [f"batches of {size} samples" in text for text in caplog.messages] == [True] * warns
 
 
 def test_samples_before_follow_do_not_count() -> None:
