@@ -154,7 +154,7 @@ def _sort_states(states: Mapping[str, Atom]) -> list[str]:
     return sorted(states, key=lambda state: (ends.get(state, 1), state))
 
 
-def get_key(row: Parameter) -> ParamKey:
+def get_key(row: Mapping[str, Any]) -> ParamKey:
     """Return the key of a parameter in the index."""
     return ParamKey(row["name"], row["instance"])
 
@@ -382,7 +382,12 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
     ]
     header = ("state", "dtype", "tp rank", "elements", "file", "from byte", "bytes")
     table = format_table(rows, header, right=(2, 5, 6))
-    return [detail["name"], *(f"  {line}" for line in format_table([fact for fact in facts if fact[1]])), "", *table]
+    return [
+        str(get_key(detail)),
+        *(f"  {line}" for line in format_table([fact for fact in facts if fact[1]])),
+        "",
+        *table,
+    ]
 
 
 def _write_elements(part: Mapping[str, Any]) -> str:

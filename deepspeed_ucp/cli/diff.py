@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     how = DiffOptions(
         **read_work_options(options, least=1),
         only=options.only,
-        states=frozenset(filter(None, options.states.split(","))),
+        states=frozenset(filter(None, map(str.strip, options.states.split(",")))),
         tolerance=options.tolerance,
     )
     with join_launch() as comm:

@@ -24,6 +24,7 @@ from .printing import OK, emit, format_bytes, format_count, format_duration, lis
 
 if TYPE_CHECKING:
     from ..comm import Comm
+    from ..export.tensors import ExportOptions
     from ..model.index import AtomicIndex
     from ..stream.report import OutputReport
 
@@ -70,8 +71,8 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--to", choices=("hf", "dcp"), default="hf", help=text)
     text = "element type of floating weights and buffers; `stored` keeps that of each tensor (default: fp32)"
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help=text)
-    text = "bytes per safetensors file: 500MB, 5GB, 2GiB (5GB)"
-    parser.add_argument("--max-shard-size", type=_parse_size, default="5GB", metavar="SIZE", help=text)
+    text = "hf: bytes per file, such as 500MB or 2GiB (default: 5GB)"
+    parser.add_argument("--max-shard-size", type=_parse_size, metavar="SIZE", help=text)
     text = (
         "hf: a model (folder, or id of a cached model of the hub) with the same names and shapes; its config and "
         "tokenizer are copied into OUT"
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    of_others = {"hf": ["weights_only", "layout"], "dcp": ["like", "adapter"]}
+    of_others = {"hf": ["weights_only", "layout"], "dcp": ["like", "adapter", "max_shard_size"]}
     if options.merge:
         raise ConfigError("--merge: export with --adapter, then merge the adapter with PEFT's merge_and_unload.")
     if not options.adapter and (options.adapter_name or options.adapter_config):
@@ -146,6 +147,22 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
+    rules = comm.run(lambda: read_rules(options))
+    how = comm.run(lambda: _read_options(options, os.path.dirname(index.state_file)))
+    if options.to == "hf":
+        from ..export.like import find_model
+        from ..export.safetensors import MAX_SHARD, export_safetensors
+
+        like = comm.run(lambda: options.like and find_model(options.like))
+        most = options.max_shard_size or MAX_SHARD
+        return export_safetensors(index, options.out, comm, how, rules=rules, max_shard=most, like=like)
+    from ..export.dcp import export_dcp
+
+    layout = options.layout or "torch"
+    return export_dcp(index, options.out, comm, how, rules=rules, weights_only=options.weights_only, layout=layout)
+
+
+def _read_options(options: argparse.Namespace, folder: str) -> ExportOptions:
     from ..export.tensors import ExportOptions
     from ..formats.foreign.adapter import read_config
     from ..tensor_parallel.rename import parse_renames
@@ -153,9 +170,7 @@ def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> Outp
     pairs = [text.rpartition("=") for text in options.rename]
     if invalid := next(("".join(pair) for pair in pairs if not all(pair[:2])), None):
         raise ConfigError(f"--rename {invalid!r}: REGEX=NAME is needed, such as 'model\\.(?P<rest>.*)={{rest}}'.")
-    folder = os.path.dirname(index.state_file)
-    rules = read_rules(options)
-    how = ExportOptions(
+    return ExportOptions(
         dtype=DTYPES[options.dtype],
         tied=options.tied,
         keep_padding=options.keep_padding,
@@ -167,13 +182,3 @@ def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> Outp
         adapter_config=read_config(options.adapter_config, folder) if options.adapter else {},
         **read_work_options(options, least=8),
     )
-    if options.to == "hf":
-        from ..export.like import find_model
-        from ..export.safetensors import export_safetensors
-
-        like, max_shard = options.like and find_model(options.like), options.max_shard_size
-        return export_safetensors(index, options.out, comm, how, rules=rules, max_shard=max_shard, like=like)
-    from ..export.dcp import export_dcp
-
-    layout = options.layout or "torch"
-    return export_dcp(index, options.out, comm, how, rules=rules, weights_only=options.weights_only, layout=layout)

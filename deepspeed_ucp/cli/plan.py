@@ -30,7 +30,8 @@ OPTIMIZERS = ("adam", "adamw", "lion", "momentum", "adagrad", "sgd")
 
 _NEEDS = {
     "checkpoint": ("train-batch-size", "patterns", "groups", "also"),
-    "mtbf": ("restart", "net-gbs", "stall"),
+    "params": ("optimizer",),
+    "mtbf": ("restart", "net-gbs", "stall", "ranks-per-node"),
     **dict.fromkeys(("restart", "read-gbs", "write-gbs"), ("mtbf",)),
 }
 """Option → options that need it."""
@@ -58,7 +59,7 @@ def add_parser(commands: Commands) -> None:
         """,
         keys="possible; source; target; degrees; obstacles; loader; differences; batch (train, micro, gas, "
         "change); patterns; state, read, read_per_rank, checkpoint (bytes); files; seconds (load, save). With "
-        "--params: possible, target, degrees, params, optimizer; weights, gradients, masters, states, total "
+        "--params: possible, target, degrees, obstacles, params, optimizer; weights, gradients, masters, states, total "
         "(bytes per rank); restored, checkpoint, files, seconds. With --mtbf also saves: mtbf, size (total, "
         "node, nodes), ways",
     )
@@ -72,7 +73,7 @@ def add_parser(commands: Commands) -> None:
     add("--ranks", type=_parse_ranks, metavar="N", help="number of ranks, if --target has no dp")
     add("--train-batch-size", type=_parse_ranks, metavar="N", help="replaces the saved train_batch_size")
     add("--params", type=_parse_count, metavar="N", help="parameters of the model, without a checkpoint: 70e9, 175B")
-    add("--optimizer", choices=OPTIMIZERS, default="adam", help="with --params (default: adam)")
+    add("--optimizer", choices=OPTIMIZERS, help="with --params (default: adam)")
     add("--read-gbs", type=_parse_speed, metavar="GBS", help="read bandwidth of the storage, all ranks together, GB/s")
     add("--write-gbs", type=_parse_speed, metavar="GBS", help="write bandwidth of the storage, GB/s")
     add = parser.add_argument_group("how often to save (needs --restart, --read-gbs, --write-gbs)").add_argument
@@ -80,7 +81,7 @@ def add_parser(commands: Commands) -> None:
     add("--restart", type=_parse_time, metavar="TIME", help="time of a restart without its load")
     add("--net-gbs", type=_parse_speed, metavar="GBS", help="network bandwidth of a rank, for copies on a neighbour")
     add("--stall", type=_parse_time, metavar="TIME", help="measured stall of a save (default: a copy at 10 GB/s)")
-    add("--ranks-per-node", type=_parse_ranks, default=8, metavar="N", help="ranks of a node (default: 8)")
+    add("--ranks-per-node", type=_parse_ranks, metavar="N", help="ranks of a node (default: 8)")
     add_shared_options(parser, checkpoint=True, patterns=True)
 
 
@@ -133,14 +134,19 @@ def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
     from ..model.wrappers import ATOMIC
 
     degrees = parse_degrees(options.target, Topology(1, ATOMIC, "bfloat16"), world=options.ranks)
-    size = estimate_run(options.params, degrees, options.optimizer)
-    data = {"possible": True, "target": degrees.describe(), "degrees": degrees}
-    data |= {"params": options.params, "optimizer": options.optimizer, **size}
+    experts = f"A dense model has no experts that ep={degrees.ep} could distribute." if degrees.ep > 1 else ""
+    obstacles = [text for text in (degrees.obstacle, experts) if text]
+    data = {"possible": not obstacles, "target": degrees.describe(), "degrees": degrees, "obstacles": obstacles}
+    if obstacles:
+        return data, ["not possible", *(f"  - {text}" for text in obstacles), "", f"to  {degrees.describe()}"]
+    optimizer = options.optimizer or "adam"
+    size = estimate_run(options.params, degrees, optimizer)
+    data |= {"params": options.params, "optimizer": optimizer, **size}
     rows = [
         ("weights", format_bytes(size["weights"]), "" if size["weights"] else "the masters are the weights"),
         ("gradients", format_bytes(size["gradients"]), ""),
         ("masters", format_bytes(size["masters"]), "float32"),
-        ("optimizer states", format_bytes(size["states"]), options.optimizer),
+        ("optimizer states", format_bytes(size["states"]), optimizer),
         ("each rank", format_bytes(size["total"]), "without activations and communication buffers"),
         ("checkpoint", format_both(size["checkpoint"]), pluralize(size["files"], "file")),
         ("state to restore", format_both(size["restored"]), "read once"),
@@ -172,7 +178,7 @@ def _plan_saves(
     """Add how often to save to ``data``; returns the lines about it."""
     from ..examine.sizing import choose_interval, judge_interval, list_ways, measure_save
 
-    per_node, ways, rows = options.ranks_per_node, list[dict[str, Any]](), list[tuple[str, ...]]()
+    per_node, ways, rows = options.ranks_per_node or 8, list[dict[str, Any]](), list[tuple[str, ...]]()
     node, nodes = measure_save(states, weights, degrees, per_node)
     speeds = {"memory": MEMORY, "write": options.write_gbs, "read": options.read_gbs, "restart": options.restart}
     network = options.net_gbs and options.net_gbs * per_node

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
             how,
             also=also,
             headers_only=options.headers_only,
-            groups=read_groups(options.groups),
+            groups=comm.run(lambda: read_groups(options.groups)),
             against=options.against,
         )
         if options.seal and found.whole:

@@ -41,6 +41,12 @@ class Degrees:
         """Properties of the wrapper."""
         return find_wrapper(self.wrapper)
 
+    @property
+    def obstacle(self) -> str:
+        """Reason why DeepSpeed refuses the degrees; empty if it does not."""
+        is_refused = self.pp > 1 and self.zero > 1
+        return "DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism." if is_refused else ""
+
     def describe(self) -> str:
         """Describe it in one phrase: ``ZeRO-3 dp=384 bfloat16 (zero3), 384 ranks``."""
         more = "".join(f" {key}={getattr(self, key)}" for key in ("tp", "pp", "sp", "ep") if getattr(self, key) > 1)

@@ -104,15 +104,14 @@ def _check_load(
     objections: Objections,
 ) -> None:
     """Collect the objections of a load, in its order, and measure its reads."""
-    degrees = check.degrees
     with objections:
         settling.refuse_unreadable(index)
     with objections:
         settling.refuse_stateless(index)
     if text := settling.describe_irregular(index):
         objections.errors.append(MismatchError(f"{text} Pass load_optimizer_states=False to load the weights alone."))
-    if degrees.pp > 1 and degrees.zero > 1:
-        objections.errors.append(MismatchError("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism."))
+    if text := check.degrees.obstacle:
+        objections.errors.append(MismatchError(text))
     with objections:
         _measure(index, named, renamed, check, rules)
 

@@ -242,6 +242,8 @@ def _order_weights(index: AtomicIndex) -> list[AtomKey]:
 def strip_names(renamed: Mapping[str, str], prefix: str) -> dict[str, str]:
     """Remove a prefix from the names to be written, given by saved name."""
     stripped = {name: new.removeprefix(prefix) for name, new in renamed.items()}
+    if unnamed := [name for name, new in stripped.items() if not new]:
+        raise ConfigError(f"--rename and --strip-prefix leave no name for {shorten(unnamed)}.")
     if len(set(stripped.values())) < len(stripped):
         seen: dict[str, str] = {}
         clashes = [f"{seen[new]} and {name}" for name, new in stripped.items() if seen.setdefault(new, name) != name]

@@ -32,8 +32,16 @@ MADE = [
 ]
 REFUSED_EXPORTS = [
     *("--merge", "--adapter --merge"),
-    *("--layout torchtitan", "--to dcp --like .", "--to dcp --adapter", "--adapter-name x", "--adapter"),
+    *(
+        "--layout torchtitan",
+        "--to dcp --like .",
+        "--to dcp --max-shard-size 1GB",
+        "--to dcp --adapter",
+        "--adapter-name x",
+        "--adapter",
+    ),
     *("--adapter --like .", "--like nowhere", "--rename abc", "--rename h.*=x", "--window-mb 1"),
+    *("--rename wte.*=", "--strip-prefix ln_f.weight"),
 ]
 
 LINES = {
@@ -122,7 +130,8 @@ LINES = {
         "plan --params 1B --ranks 3 --target tp=2",
         "plan --params 1B --patterns x --also y",
         "plan good --target dp=2 --params 1B",
-        "plan absent --target dp=2",
+        "plan --params 1B --target dp=4,pp=2,ep=2,zero=2",
+        *("plan good --target dp=2 --optimizer sgd", "plan absent --target dp=2"),
     ],
     "convert": [
         *("convert good out", "convert good out", "convert other out", "convert other out --overwrite --quiet"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ import deepspeed_ucp
 from deepspeed_ucp import attach, hook
 from deepspeed_ucp.cli import dispatch
 from deepspeed_ucp.cli.common import read_rules
-from deepspeed_ucp.cli.dispatch import main, split_launcher_arguments
+from deepspeed_ucp.cli.dispatch import load_command, main, split_launcher_arguments
 from deepspeed_ucp.cli.export import _parse_size
 from deepspeed_ucp.cli.plan import _parse_time
 from deepspeed_ucp.cli.printing import (
@@ -35,9 +36,11 @@ from deepspeed_ucp.cli.printing import (
     show_progress,
     to_json,
 )
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.errors import CheckpointError
-from tests.cli.samples import write_sample
+from deepspeed_ucp.errors import CheckpointError, ConfigError
+from tests.cli.samples import find_parser, write_sample
+from tests.support.ranks import World, current_rank
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 SCRIPT = """
@@ -478,6 +481,28 @@ def test_a_bar_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress(Namespace(quiet=False, json=False), 10, "work") as add:
         add(10)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line", ["inspect", "verify", "diff", "convert", "export"])
+def test_an_option_that_one_rank_cannot_read_fails_on_all(
+    line: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> tuple[()]:
+        if current_rank():
+            raise ConfigError("this node lacks the file")
+        return ()
+
+    module = f"deepspeed_ucp.cli.{line}"
+    monkeypatch.setattr(f"{module}.read_groups" if line == "verify" else f"{module}.read_rules", fail)
+    more = {"diff": [str(saved)], "convert": [str(tmp_path / "out")], "export": [str(tmp_path / "out")]}
+    options = find_parser(line).parse_args([str(saved), *more.get(line, [])], Namespace(command=line))
+
+    def run(rank: int, comm: Comm) -> int:
+        monkeypatch.setattr("deepspeed_ucp.comm.join_launch", lambda: nullcontext(comm))
+        return int(load_command(line).run(options))
+
+    found = World(2).run(run)
+    assert [type(each) for each in found] == [ConfigError] * 2
 
 
 def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
