@@ -14,12 +14,11 @@ from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import params
 from tests.support.curriculum import make_sampler
-from tests.support.engines.cases import Case, make_engine, train_engine
+from tests.support.engines.cases import SMALL, Case, make_engine, train_engine
 from tests.support.engines.driver import Engines, Outcome
 from tests.support.engines.ranks import Load, Local
 
 OPTIONS = {"model": "bulk", "scheduler": True}
-SMALL = {"model": "plain", "scheduler": True}
 SOURCES = [Case(stage, 3, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
 TARGETS = {0: Case(1, 2), 1: Case(3, 2), 2: Case(0, 2), 3: Case(2, 2)}
 
@@ -151,32 +150,27 @@ def test_tag(source: Case, engines: Engines) -> None:
             assert state.value.equal(earlier[name].value) and not state.value.equal(latest[name].value)
 
 
-@pytest.mark.parametrize(
-    ("saved", "live", "target"),
-    [("plain", "deeper", Case(3, 2)), ("deeper", "plain", Case(2, 2))],
-    ids=["deeper", "plain"],
-)
-def test_not_strict(saved: str, live: str, target: Case, engines: Engines) -> None:
-    """Parameters of one side alone are skipped."""
-    arguments = {"load_module_strict": False, "load_optimizer_states": False}
-    runs = [engines.saved(Case(stage, 3), **{**SMALL, "model": saved}) for stage in (0, 1, 3)]
+WEIGHTS_OF_BOTH = {"load_module_strict": False, "load_optimizer_states": False}
+OTHERS: dict[str, tuple[str, str, list[Case], Case, dict[str, Any]]] = {
+    "not-strict-deeper": ("plain", "deeper", [Case(stage, 3) for stage in (0, 1, 3)], Case(3, 2), WEIGHTS_OF_BOTH),
+    "not-strict-plain": ("deeper", "plain", [Case(stage, 3) for stage in (0, 1, 3)], Case(2, 2), WEIGHTS_OF_BOTH),
+    "freeze": ("plain", "frozen", [Case(1, 3), Case(3, 3)], Case(2, 2), {}),
+    "thaw": ("frozen", "plain", [Case(1, 3, "bf16"), Case(3, 3, "bf16")], Case(3, 2, "bf16"), {}),
+}
+"""Saved and live model, sources, target, and arguments."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model(name: str, engines: Engines) -> None:
+    """Parameters of one side alone are skipped; frozen and thawed ones take their weight."""
+    model, live, sources, target, arguments = OTHERS[name]
+    runs = [engines.saved(source, **{**SMALL, "model": model}) for source in sources]
     loads = [Load(str(run.folder), arguments) for run in runs]
     for run, outcome in zip(runs, load(engines, target, *loads, **{**SMALL, "model": live}), strict=True):
-        found, before = outcome.state.parameters, outcome.ranks[0].before
-        for name in run.state.parameters.keys() & found.keys():
-            assert found[name].value.equal(run.state.parameters[name].value)
-        if live == "deeper":
-            assert found["gain"].value.equal(before.parameters["gain"].value)
-
-
-@pytest.mark.parametrize("names", [("plain", "frozen"), ("frozen", "plain")], ids="->".join)
-@pytest.mark.parametrize("source", [Case(1, 3, "bf16"), Case(3, 3)], ids=str)
-def test_frozen_and_thawed_parameters_take_their_weight(source: Case, names: tuple[str, str], engines: Engines) -> None:
-    saved = engines.saved(source, **{**SMALL, "model": names[0]})
-    (outcome,) = load(engines, target_of(source), Load(str(saved.folder)), **{**SMALL, "model": names[1]})
-    for name, state in outcome.state.parameters.items():
-        assert state.value.equal(saved.state.parameters[name].value)
-        assert not state.value.equal(outcome.ranks[0].before.parameters[name].value)
+        before = outcome.ranks[0].before.parameters
+        for param, state in outcome.state.parameters.items():
+            assert state.value.equal(run.state.parameters.get(param, before[param]).value)
+            assert param == "gain" or not state.value.equal(before[param].value)
 
 
 def load_renamed(src: dict[str, Any], dst: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from deepspeed_ucp.load import destinations
 from deepspeed_ucp.testing import WorldPool
-from tests.support.engines.cases import Case
+from tests.support.engines.cases import MIXED, Case
 from tests.support.engines.driver import Engines, Row
 
 pytestmark = pytest.mark.skipif(os.environ.get("DS_ACCELERATOR") != "cuda", reason="`make test-gpu` runs these tests")
@@ -164,9 +164,9 @@ def test_from_cpus_and_back(cpus: WorldPool, engines: Engines, tmp_path: Path, s
     sources = [Case(1, 4, "bf16"), Case(3, 2, "bf16"), Case(0, 1, "bf16"), Case(2, 3)]
     targets = [Case(0, 1, "bf16"), Case(3, 1, "bf16"), Case(2, 2, "bf16")]
     for here, there in ((Engines(cpus, tmp_path), engines), (engines, Engines(cpus, tmp_path))):
-        runs = [here.saved(source, scheduler=True) for source in sources]
+        runs = [here.saved(source, **MIXED) for source in sources]
         for target in targets:
-            for run, outcome in zip(runs, there.load(target, *runs, scheduler=True), strict=True):
+            for run, outcome in zip(runs, there.load(target, *runs, **MIXED), strict=True):
                 with subtests.test(source=str(run.kind), target=str(target)):
                     outcome.check(run, direct=ANY, tolerance=0.05)
 

@@ -20,72 +20,50 @@ from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import capture
 from deepspeed_ucp.testing.compare import compare
-from tests.support.engines.cases import Case, make_engine
-from tests.support.engines.driver import Engines
+from tests.support.covering import params
+from tests.support.engines.cases import MIXED, SMALL, Case, make_engine
+from tests.support.engines.driver import Engines, Outcome, Row, Saved
 from tests.support.engines.kinds import ON_CPU
 from tests.support.engines.ranks import Folder, Load, Local, load_each, on_nodes, save
 
-PLAIN = {"model": "plain"}
-OTHER = [(Case(1, 3), Case(1, 2)), (Case(1, 2), Case(2, 2)), (Case(3, 2), Case(3, 2, "bf16"))]
-SMOKE = pytest.mark.engine_smoke
-SAME = [
-    pytest.param(Case(s, 2, p), "plain", marks=SMOKE, id=f"zero{s}-{p}") for s in (0, 1, 2, 3) for p in ("fp32", "bf16")
+SAME = [Case(stage, 2, precision) for precision in ("fp32", "bf16", "fp16") for stage in range(4)]
+"""All wrappers of `known.py`; frozen parameters and buffers are in the model."""
+
+OFFLOADED = [Case(2, 2, "bf16", zero=ON_CPU), Case(3, 2, zero={**ON_CPU, "offload_param": {"device": "cpu"}})]
+OURS = [Case(0, 2, "bf16"), Case(1, 2, "bf16"), Case(2, 2), Case(3, 2, "fp16")]
+"""The plugin loads these, too, if requested."""
+
+
+def check_own(_saved: Saved, outcome: Outcome) -> None:
+    """Check that DeepSpeed's load runs between two INFO messages."""
+    for rank, local in enumerate(outcome.ranks if not outcome.ranks[0].direct else ()):
+        assert "same topology" in local.reason
+        assert [" loaded in " in text for text in local.list_messages("INFO")] == ([False, True] if rank == 0 else [])
+
+
+ROWS = [
+    Row(case, [case], "same", MIXED, check=check_own, marks=[pytest.mark.engine_smoke] * (number < 8))
+    for number, case in enumerate([*SAME, *OFFLOADED])
 ]
-
-
-OFFLOADED = [Case(stage, 2, "fp16") for stage in (0, 1, 2, 3)]
-OFFLOADED += [Case(2, 2, "bf16", zero=ON_CPU), Case(3, 2, zero={**ON_CPU, "offload_param": {"device": "cpu"}})]
-
-
-OWN = [*SAME, *(pytest.param(case, "plain", id=str(case)) for case in OFFLOADED)]
-FROZEN = [Case(0, 2), Case(0, 2, "bf16"), Case(1, 2)]
-"""Frozen parameters below ZeRO 3."""
+EXACT = {"direct": True, "tolerance": 0.0}
+ROWS += [Row(case.on(same_topology="direct"), [case], "ours", MIXED, compared=EXACT) for case in OURS]
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize(
-    ("case", "model"), OWN + [pytest.param(case, "frozen", id=f"{case}-frozen") for case in FROZEN]
-)
-def test_same_topology_is_left_to_deepspeed(case: Case, model: str, engines: Engines) -> None:
-    """Its load runs once between two INFO messages, and restores the saved state."""
-    saved = engines.saved(case, model=model)
-    (outcome,) = engines.load(case, saved, model=model)
-    if case.stage == 0 and any(saved.folder.rglob("bf16_zero_*")):  # before 0.19: BF16_Optimizer, which is ours
-        assert [local.direct for local in outcome.ranks] == [True] * case.world
-        return
-    outcome.check(saved, direct=False)
-    for rank, local in enumerate(outcome.ranks):
-        assert local.calls == 1
-        assert "same topology" in local.reason
-        assert [" loaded in " in text for text in list_info(local)] == ([False, True] if rank == 0 else [])
+@pytest.mark.parametrize("row", [row.param for row in ROWS])
+def test_same_topology_is_left_to_deepspeed(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    engines.resume(row, subtests)
 
 
 def load_on(engines: Engines, case: Case, folder: Folder, *, steps: int = 0) -> Sequence[Local]:
     """Load a folder into an engine of a case. Returns the ranks of the engine."""
-    work = load_each, case.training(1, **PLAIN), [Load(folder, steps=steps)]
+    work = load_each, case.training(1, **SMALL), [Load(folder, steps=steps)]
     return [local for (local,) in engines.get(case).run(*work)]
-
-
-def list_info(local: Local) -> list[str]:
-    return [text for text in local.list_messages("INFO") if "differs from the saved" not in text]
 
 
 def list_changes(local: Local) -> list[tuple[str, str]]:
     """List level and text of the messages on differences between the runs."""
     return [(level, text.partition(": ")[2]) for level, text in local.log if "differs from the saved one" in text]
-
-
-@pytest.mark.parametrize("case", [Case(0, 2, "bf16"), Case(1, 2, "bf16"), Case(2, 2), Case(3, 2, "fp16")], ids=str)
-def test_same_topology_is_ours_where_it_is_asked_for(case: Case, engines: Engines) -> None:
-    """DeepSpeed's load gives the same state and losses."""
-    saved = engines.saved(case, **PLAIN)
-    (ours,) = engines.load(case.on(same_topology="direct"), saved, **PLAIN)
-    (theirs,) = engines.load(case, saved, plugin=False, **PLAIN)
-    assert ours.ranks[0].path == theirs.ranks[0].path
-    for mine, own in zip(ours.ranks, theirs.ranks, strict=True):
-        assert mine.direct
-        assert compare(own.state, mine.state)[1] == []
-        assert mine.losses == own.losses
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "sent"])
@@ -107,22 +85,10 @@ def gather_partitions(partition: int, *, shared: bool) -> bool:
     return flat.equal(whole)
 
 
-@pytest.mark.parametrize("pair", OTHER, ids=lambda pair: "->".join(map(str, pair)))
-def test_another_topology_is_not(pair: tuple[Case, Case], engines: Engines) -> None:
-    source, target = pair
-    (outcome,) = engines.load(target, engines.saved(source, **PLAIN), **PLAIN)
-    for rank, local in enumerate(outcome.ranks):
-        assert (local.calls, local.direct) == (0, True)
-        assert [" loaded in " in text for text in list_info(local)] == ([False, True] if rank == 0 else [])
-        warning = ("WARNING", "this run differs from the saved one: precision float32 → bfloat16")
-        is_cast = source.precision != target.precision
-        assert list_changes(local) == ([warning] if is_cast and rank == 0 else [])
-
-
 def test_another_batch_and_clipping_are_logged_in_the_same_topology_too(engines: Engines) -> None:
     target = Case(1, 2, config={"train_batch_size": 30, "gradient_clipping": 0.5})
     # DeepSpeed finds no checkpoint in a tag's folder.
-    own = find_checkpoint(str(engines.saved(Case(1, 2), **PLAIN).folder))
+    own = find_checkpoint(str(engines.saved(Case(1, 2), **SMALL).folder))
     first, other = load_on(engines, target.on(), own)
     assert (first.direct, list_changes(other)) == (False, [])
     assert first.calls == 1 and Path(str(first.path)).parent == Path(own)
@@ -134,8 +100,8 @@ def test_another_batch_and_clipping_are_logged_in_the_same_topology_too(engines:
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_a_scheduler_of_one_side_alone_in_the_same_topology(is_saved: bool, engines: Engines) -> None:
     """DeepSpeed's load would ignore the saved one, and fail without one."""
-    saved = engines.saved(Case(1, 2), **PLAIN, scheduler=is_saved)
-    (outcome,) = engines.load(Case(1, 2), Load(str(saved.folder)), **PLAIN, scheduler=not is_saved)
+    saved = engines.saved(Case(1, 2), **{**SMALL, "scheduler": is_saved})
+    (outcome,) = engines.load(Case(1, 2), Load(str(saved.folder)), **{**SMALL, "scheduler": not is_saved})
     assert not outcome.errors and all(local.direct for local in outcome.ranks)
     assert outcome.list_messages("WARNING", f"only {'the checkpoint' if is_saved else 'this engine'} has lr_scheduler")
 
@@ -149,10 +115,10 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, engines: Engines) 
     nodes = tuple(str(tmp_path / f"node{node}") for node in range(2))
 
     def load(case: Case, *folders: str) -> list[Local]:
-        work = on_nodes, load_each, "", case.training(**PLAIN), [Load(folders, steps=1)]
+        work = on_nodes, load_each, "", case.training(**SMALL), [Load(folders, steps=1)]
         return [rank for (rank,) in world.run(*work)]
 
-    world.run(on_nodes, save, "", local.training(**PLAIN), nodes)
+    world.run(on_nodes, save, "", local.training(**SMALL), nodes)
     assert [(tmp_path / f"node{node}" / "latest").exists() for node in range(2)] == [True, False]
     own = load(local, *nodes)
     for rank in own:
@@ -172,9 +138,9 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, engines: Engines) 
         assert compare(one.state, two.state)[1] == []
 
 
-@pytest.mark.parametrize("config", [{}, {"checkpoint": {"universal": False}}, {"checkpoint": {}}], ids=str)
+@pytest.mark.parametrize("config", params([{"checkpoint": {"universal": False}}], [{}, {"checkpoint": {}}], str))
 def test_without_the_flag(config: dict[str, Any], engines: Engines) -> None:
-    for local in load_on(engines, Case(1, 2, config=config), str(engines.saved(Case(1, 2), **PLAIN).folder)):
+    for local in load_on(engines, Case(1, 2, config=config), str(engines.saved(Case(1, 2), **SMALL).folder)):
         assert (local.calls, local.log, local.direct, local.reason) == (1, [], None, "")
 
 
@@ -203,7 +169,7 @@ def install_and_uninstall() -> list[bool]:
 
 
 def test_engines_with_and_without_in_one_process(engines: Engines) -> None:
-    saved, case = engines.saved(Case(1, 3), **PLAIN), Case(1, 2)
+    saved, case = engines.saved(Case(1, 3), **SMALL), Case(1, 2)
     work = two_engines, case.on().ds_config, case.ds_config, str(saved.folder)
     for state, error, reports in engines.get(case).run(*work):
         assert compare(saved.state, state)[1] == []
@@ -214,7 +180,7 @@ def test_engines_with_and_without_in_one_process(engines: Engines) -> None:
 
 def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[Any, str, list[Any]]:
     """Load a checkpoint of another size into an engine with the plugin and one without, in one process."""
-    first, second = make_engine(on, "plain"), make_engine(off, "plain")
+    first, second = (make_engine(config, **SMALL) for config in (on, off))
     error = ""
     try:
         second.load_checkpoint(folder)

@@ -16,7 +16,6 @@ import pytest
 
 from deepspeed_ucp.testing.world import hold_port
 from tests.platforms.jobs import DEEPSPEED, RANKS, TORCHRUN, make_environment
-from tests.support.covering import params
 from tests.support.engines.cases import Case
 from tests.support.engines.driver import Engines
 
@@ -88,10 +87,11 @@ def launch(command: list[str], environment: dict[str, str], folder: Path) -> tup
     return process.returncode, output
 
 
+@pytest.mark.exhaustive  # test_startup.py has the start, test_engine_saves_pairs.py engines with the variable
 @pytest.mark.timeout(600)  # DeepSpeed compiles at the first time
-@pytest.mark.parametrize("launcher", params(["environment"], LAUNCHERS))
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    """The tests of platforms start real launchers, too; most rows are exhaustive."""
+    """It resumes under every launcher, and under the variable alone."""
     command = [part.format(port=environment["MASTER_PORT"]) for part in LAUNCHERS[launcher]]
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")

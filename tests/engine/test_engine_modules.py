@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from safetensors.torch import load_file
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.testing.capture import CapturedParameter
 from deepspeed_ucp.testing.ranks import train as train_steps
+from tests.support.covering import params
 from tests.support.engines.cases import Case
-from tests.support.engines.driver import STEPS, Engines
+from tests.support.engines.driver import STEPS, Engines, Outcome, Row, Saved
 from tests.support.engines.kinds import forget_autocast, take_step
 from tests.support.engines.ranks import Load
 from tests.support.exports import check_same, read_all
@@ -200,13 +202,22 @@ class Heads(Case):
         return len(saved), [name for name, value in saved.items() if not torch.equal(loaded[name], value)]
 
 
-@pytest.mark.parametrize(("source", "target"), [(0, 3), (1, 2), (2, 0), (3, 1), (3, 3)])
-def test_everything_comes_back(source: int, target: int, engines: Engines) -> None:
-    """Trained and frozen weights, statistics, counters, and scales of quantized weights."""
-    saved = engines.saved(Heads(source))
-    (outcome,) = engines.load(Heads(target).on(same_topology="direct"), saved)
-    outcome.check(saved, direct=True, losses=False)
+def check_warnings(_saved: Saved, outcome: Outcome) -> None:
     assert not [text for text in outcome.list_messages("WARNING") if "differs" not in text]
+
+
+# ZeRO 0 to 2 fill the same whole tensors; ZeRO 3 has other ones.
+Direct = partial(Row, compared={"direct": True, "losses": False}, check=check_warnings)
+ROWS = [
+    Direct(Heads(target).on(same_topology="direct"), [Heads(source) for source in sources], exhaustive=target in (0, 2))
+    for target, sources in {3: (0, 1, 3), 1: (3,), 2: (1,), 0: (2,)}.items()
+]
+
+
+@pytest.mark.parametrize("row", [row.param for row in ROWS])
+def test_everything_comes_back(row: Row, engines: Engines, subtests: pytest.Subtests) -> None:
+    """Trained and frozen weights, statistics, counters, and scales of quantized weights."""
+    engines.resume(row, subtests)
 
 
 def evaluate_after_fit(folder: str) -> tuple[list[float], float]:
@@ -296,7 +307,7 @@ class Shared(Case):
 AGAIN = [f"again.{layer}.{kind}" for layer in (0, 1) for kind in ("bias", "weight")]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", params([1, 3], [2]))
 def test_exports_have_every_name(tmp_path: Path, engines: Engines, stage: int) -> None:
     """As torch's state dict has them; in files of Hugging Face's each tensor is there once."""
     held = engines.save(Shared(stage), tmp_path / "it", steps=(1,)).state

@@ -32,7 +32,7 @@ TARGETS = [
     Kind(0, 2),
     Kind(0, 1, "fp32"),
 ]
-CHOSEN = {3: (4, 7), 6: (3, 1), 8: (2, 5, 8), 9: (6, 9)}
+CHOSEN = {3: (4, 7), 6: (3,), 8: (8,), 9: (6,)}
 """One of each wrapper and place of the momentum."""
 OWN = [Kind(3, 4), Kind(1, 2, offload=True), Kind(3, 2, offload=True)]
 """Same topologies that DeepSpeed's own load restores."""

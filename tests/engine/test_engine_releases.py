@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines.cases import Case, saves_states
+from tests.support.engines.cases import MIXED, Case, saves_states
 from tests.support.engines.driver import Engines, Saved
 from tests.support.engines.experts import Spread
 from tests.support.engines.parallel import pipe
 
 SAVES, OWN = os.environ.get("UCP_RELEASE_SAVES", ""), os.environ.get("UCP_RELEASE", "")
-OPTIONS: dict[str, Any] = {"model": "mixed", "optimizer": "adamw", "scheduler": True}
 pytestmark = pytest.mark.skipif(not SAVES, reason="`make test-releases` sets the folder of all saves")
 
 KINDS: dict[str, Any] = {
@@ -45,7 +44,7 @@ def test_saves_for_other_releases(engines: Engines) -> None:
     for number, (name, kind) in enumerate(KINDS.items()):
         if not isinstance(kind, Case) or saves_states(kind.stage, kind.precision):
             (root / name).mkdir(parents=True)
-            saved = engines.save(kind, root / name, number, **(OPTIONS if isinstance(kind, Case) else {}))
+            saved = engines.save(kind, root / name, number, **(MIXED if isinstance(kind, Case) else {}))
             (root / name / "saved.pkl").write_bytes(pickle.dumps(saved.ranks))
 
 
@@ -53,7 +52,7 @@ def test_saves_for_other_releases(engines: Engines) -> None:
 def test_saves_of_other_releases(name: str, target: Any, engines: Engines, subtests: pytest.Subtests) -> None:
     folders = sorted(path for path in Path(SAVES).glob(f"*/{name}") if path.parent.name != OWN)
     runs = [Saved(KINDS[name], each, pickle.loads((each / "saved.pkl").read_bytes())) for each in folders]
-    outcomes = engines.load(target, *runs, **(OPTIONS if isinstance(target, Case) else {}))
+    outcomes = engines.load(target, *runs, **(MIXED if isinstance(target, Case) else {}))
     for run, outcome in zip(runs, outcomes, strict=True):
         with subtests.test(run.folder.parent.name):
             outcome.check(run, direct=True, losses=name != "pipeline")

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -48,35 +48,36 @@ def saving(case: Case, memory: Path, **options: Any) -> Case:
 # --- on the ranks
 
 
-def save_steps(ds_config: dict[str, Any], folder: str, steps: int, *, own: str = "") -> list[CapturedEngine]:
-    """Save after each step, by DeepSpeed alone into `own`, too. Returns the state at each save."""
-    engine = make_engine(ds_config)
+class Save(NamedTuple):
+    """A save: micro steps before it, its tag, and a fault.
+
+    The fault is "no room" before it on all ranks, "runs full" in it on the last rank, or empty.
+    """
+
+    steps: int = 1
+    tag: str | None = None
+    fault: str = ""
+
+
+def save_each(ds_config: dict[str, Any], folder: str, saves: Sequence[Save], *, own: str = "") -> list[CapturedEngine]:
+    """Save several times, by DeepSpeed alone into `own`, too. Returns the state at each save."""
+    engine, is_last = make_engine(ds_config), dist.get_rank() == dist.get_world_size() - 1
     trained, states = train_engine(engine), list[CapturedEngine]()
-    for number in range(steps):
-        train_steps(trained, 1)
-        engine.save_checkpoint(folder, client_state={"number": number})
-        states.append(capture(engine))
-        saver = find_state(engine).saver
-        assert not saver.is_owner or saver.wait()
+    failing = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    for number, (steps, tag, fault) in enumerate(saves):
+        train_steps(trained, steps)
         if own:
             with uninstalled():
-                engine.save_checkpoint(own, client_state={"number": number})
+                engine.save_checkpoint(own, tag, {"number": number})
+        no_room = mock.patch(MIB_FREE, return_value=1000) if fault == "no room" else nullcontext()
+        runs_full = fault == "runs full" and is_last
+        with no_room, mock.patch("deepspeed_ucp.saves.saver.save_over", failing) if runs_full else nullcontext():
+            engine.save_checkpoint(folder, tag, {"number": number})
+        states.append(capture(engine))
+        saver = find_state(engine).saver
+        assert tag or fault or not saver.is_owner or saver.wait()  # otherwise the next save replaces it
     close(engine)
     return states
-
-
-def save_at_odd_times(ds_config: dict[str, Any], folder: str, own: str) -> None:
-    """Save before the first step and twice under one tag in the middle of a step, by DeepSpeed alone, too."""
-    engine = make_engine(ds_config)
-    trained = train_engine(engine)
-    for micro_steps, tag in ((0, None), (1, "twice"), (1, "twice")):
-        train_steps(trained, micro_steps)
-        with uninstalled():
-            engine.save_checkpoint(own, tag=tag)
-        engine.save_checkpoint(folder, tag=tag)
-        saver = find_state(engine).saver
-        assert tag or not saver.is_owner or saver.wait()  # otherwise the next save replaces it
-    close(engine)
 
 
 def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
@@ -96,24 +97,6 @@ def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
     return differing
 
 
-def save_in_full_memory(ds_config: dict[str, Any], folder: str, full: Sequence[str]) -> None:
-    """Save after each step.
-
-    Args:
-        full: by save: "no room" before it on all ranks, "runs full" in it on the last rank, or empty.
-    """
-    engine = make_engine(ds_config)
-    trained, is_last = train_engine(engine), dist.get_rank() == dist.get_world_size() - 1
-    failing = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    for how in full:
-        train_steps(trained, 1)
-        no_room = mock.patch(MIB_FREE, return_value=1000) if how == "no room" else nullcontext()
-        runs_full = how == "runs full" and is_last
-        with no_room, mock.patch("deepspeed_ucp.saves.saver.save_over", failing) if runs_full else nullcontext():
-            engine.save_checkpoint(folder)
-    close(engine)
-
-
 def forecast(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
     """Return the messages of a new engine with so many bytes free, and the expected bytes of a save before and after
     a step.
@@ -131,6 +114,8 @@ def forecast(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
 
 
 # --- tests
+
+TWICE = [Save(), Save()]
 
 
 def check_files(folder: Path, count: int) -> None:
@@ -169,7 +154,7 @@ def check_loads(
 def test_the_files_are_those_of_deepspeeds_own_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config, folder = saving(case, tmp_path / "memory").ds_config, str(tmp_path / "saved")
     # ``test_engine_saves_pairs.py`` compares the files of every kind of engine on two ranks.
-    ucp_worlds.get(case.world).run(save_steps, config, folder, 2, own=str(tmp_path / "own"))
+    ucp_worlds.get(case.world).run(save_each, config, folder, TWICE, own=str(tmp_path / "own"))
     check_files(tmp_path, 2)
 
 
@@ -178,7 +163,8 @@ def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
     case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     config = {**saving(case, tmp_path / "memory").ds_config, "gradient_accumulation_steps": 2}
-    ucp_worlds.get(case.world).run(save_at_odd_times, config, str(tmp_path / "saved"), str(tmp_path / "own"))
+    saves = [Save(0), Save(1, "twice"), Save(1, "twice")]
+    ucp_worlds.get(case.world).run(save_each, config, str(tmp_path / "saved"), saves, own=str(tmp_path / "own"))
     check_files(tmp_path, 2)
     assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
     assert (tmp_path / "saved" / "latest").read_text() == "twice"
@@ -189,7 +175,7 @@ def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Pat
     """In the same topology and in another one; the place counts if memory has no newer save."""
     folder, memory = tmp_path / "saved", tmp_path / "memory"
     config = saving(Case(1, 2, "bf16"), memory).ds_config
-    states = ucp_worlds.get(2).run(save_steps, config, str(folder), 2)[0]
+    states = ucp_worlds.get(2).run(save_each, config, str(folder), TWICE)[0]
     world, loader = ucp_worlds.get(target.world), saving(target, memory)
     check_loads(world, loader, folder, memory, 1, states[1])
     check_loads(world, loader, folder, folder, 0, states[0], tag="global_step1")
@@ -216,7 +202,7 @@ def test_weights_that_are_saved_beside_a_pending_save_are_there(
 
 def test_without_room_a_save_is_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config = saving(Case(2, 2), tmp_path / "memory").ds_config
-    ucp_worlds.get(2).run(save_in_full_memory, config, str(tmp_path / "saved"), ["no room"])
+    ucp_worlds.get(2).run(save_each, config, str(tmp_path / "saved"), [Save(fault="no room")])
     assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
     assert not list((tmp_path / "memory").rglob("*_states.pt"))
 
@@ -224,7 +210,7 @@ def test_without_room_a_save_is_deepspeeds_own(tmp_path: Path, ucp_worlds: World
 def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """No rank waits for the failed one, and the next save is in memory again."""
     config, saved = saving(Case(1, 2), tmp_path / "memory").ds_config, tmp_path / "saved"
-    ucp_worlds.get(2).run(save_in_full_memory, config, str(saved), ["", "runs full", ""])
+    ucp_worlds.get(2).run(save_each, config, str(saved), [Save(), Save(fault="runs full"), Save()])
     assert {path.name for path in saved.glob("global_step*")} >= {"global_step2", "global_step3"}
     assert not (saved / "global_step2" / "ucp_seal.json").exists()
     assert (saved / "global_step3" / "ucp_seal.json").exists()
@@ -236,7 +222,7 @@ def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config, loader = saving(Case(1, 2, "bf16"), variable).ds_config, saving(Case(3, 2), variable)
     world = ucp_worlds.get(2)
-    states = world.run(on_nodes, save_steps, str(memory), config, str(folder), 2)[0]
+    states = world.run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
     parts = [{path.name for path in (memory / f"node{node}").rglob("*_states.pt")} for node in range(2)]
     assert all(parts) and not parts[0] & parts[1]
     assert len(list(tmp_path.glob("saved/*/ucp_seal.json"))) == 2
@@ -259,7 +245,7 @@ def test_nodes_with_folders_of_their_own_are_saved_as_deepspeed_does(tmp_path: P
         assert local_rank.direct and compare(saved[0].state, local_rank.state)[1] == []
     options["memory"] = str(tmp_path / "memory")
     folder = str(tmp_path / "one")
-    (state,) = world.run(save_steps, local.ds_config, folder, 1)[0]
+    (state,) = world.run(save_each, local.ds_config, folder, TWICE[:1])[0]
     check_loads(world, local, folder, tmp_path / "memory", 0, state)
 
 
@@ -268,7 +254,7 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
     """Its neighbour has a copy: fewer ranks, or a new empty node, resume without the place."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config = saving(Case(1, 2, "bf16"), variable, copies=1).ds_config
-    states = ucp_worlds.get(2).run(on_nodes, save_steps, str(memory), config, str(folder), 2)[0]
+    states = ucp_worlds.get(2).run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
     shutil.rmtree(folder)
     for target in few([Case(3, 2), Case(1, 2, "bf16")], 1):
         loader = saving(target, variable)
@@ -278,7 +264,7 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
         )  # although two nodes have each file
     shutil.rmtree(memory / f"node{lost}")
     (memory / f"node{1 - lost}").rename(memory / "left")
-    for target in few([Case(3, 1), Case(2, 2), Case(1, 2, "bf16"), Case(0, 2)], 2):
+    for target in few([Case(3, 1), Case(2, 2), Case(1, 2, "bf16"), Case(0, 2)], 1):
         shutil.rmtree(memory / "node1", ignore_errors=True)
         shutil.copytree(memory / "left", memory / "node0", dirs_exist_ok=True)
         world = ucp_worlds.get(target.world)
@@ -290,7 +276,7 @@ def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -
     """One copy does not replace two neighbours: the load uses the folder."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config, loader = saving(Case(3, 3), variable, copies=1).ds_config, saving(Case(1, 2), variable)
-    states = ucp_worlds.get(3).run(on_nodes, save_steps, str(memory), config, str(folder), 2)[0]
+    states = ucp_worlds.get(3).run(on_nodes, save_each, str(memory), config, str(folder), TWICE)[0]
     shutil.rmtree(memory / "node1")
     (memory / "node2").rename(memory / "node1")
     for place in (memory, folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import tempfile
@@ -21,10 +22,9 @@ from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.ranks import train as train_steps
-from tests.stores.server import BUCKET, Server, fail_first, serve_bucket
-from tests.support.covering import params
+from tests.support.covering import few, params
 from tests.support.engines import autoep, experts, muon, nvme
-from tests.support.engines.cases import FEATURES, Case
+from tests.support.engines.cases import FEATURES, SMALL, Case
 from tests.support.engines.driver import Engines
 from tests.support.engines.kinds import ON_CPU, SUMS_IN_FP32, Kind
 from tests.support.engines.models import MODELS
@@ -164,9 +164,13 @@ def test_all_pairs_are_there() -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve_bucket() as found:
+def server() -> Iterator[Any]:
+    """Serve a bucket; imported late, since ranks import this module for their functions."""
+    with importlib.import_module("tests.stores.server").serve_bucket() as found:
         yield found
+
+
+PLACE = "s3://bucket"
 
 
 @pytest.fixture
@@ -181,12 +185,12 @@ def memory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     params([(row, row) for row in ALWAYS], [(row, row) for row in ROWS], lambda row: "-".join(row[0])),
     indirect=["memory"],
 )
-def test_saves(row: tuple[str, ...], memory: str, server: Server, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_saves(row: tuple[str, ...], memory: str, server: Any, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """The files equal DeepSpeed's save of the step; memory loads in another topology."""
     name, _, copies, place = row
     (source, target, _), world, swap = KINDS[name], ucp_worlds.get(2), str(tmp_path / "swap")
     saved, own = tmp_path / "saved", tmp_path / "own"
-    url = f"s3://{BUCKET}/{'-'.join(row)}" if place == "s3" else str(saved)
+    url = f"{PLACE}/{'-'.join(row)}" if place == "s3" else str(saved)
     section = {
         "memory": "$NODE_MEMORY" if copies == "copied" else memory,
         "copies": int(copies == "copied"),
@@ -209,15 +213,17 @@ def test_saves(row: tuple[str, ...], memory: str, server: Server, tmp_path: Path
     assert target.compare(source.keep(source.join(saved_ranks)), target.join(found))[1] == []
 
 
-def test_an_engine_loads_from_a_store(server: Server, engines: Engines) -> None:
+def test_an_engine_loads_from_a_store(server: Any, engines: Engines) -> None:
     """Into a trained engine, too; the server fails sometimes."""
-    source, options, place = Case(1, 3), {"model": "plain", "scheduler": True}, f"s3://{BUCKET}/run"
-    saved = engines.saved(source, **options)
+    from tests.stores.server import fail_first
+
+    source, place = Case(1, 3), f"{PLACE}/run"
+    saved = engines.saved(source, **SMALL)
     put_folder(saved.folder, place)
     with server.failing(fail_first(1, "503", having="optim")):
-        for case in (Case(3, 2), source):
+        for case in few([Case(3, 2), source], 1):
             target, loads = case.on(storage_options=server.options), (Load(place), Load(f"{place}/", before=1))
-            for outcome in engines.load(target, *loads, **options):
+            for outcome in engines.load(target, *loads, **SMALL):
                 outcome.check(saved, direct=True)
                 assert all(str(local.path).startswith(f"{place}/") for local in outcome.ranks)
 

@@ -10,13 +10,12 @@ import torch
 
 from deepspeed_ucp.formats.deepspeed.files import SEAL
 from tests.support.covering import params
-from tests.support.engines.cases import Case
+from tests.support.engines.cases import MIXED, Case
 from tests.support.engines.driver import Engines, Saved
 from tests.support.engines.kinds import SUMS_IN_FP32, Kind
 from tests.support.engines.parallel import join, pipe, plain, resume
 from tests.support.engines.ranks import Load, Local, files_that_differ
 
-OPTIONS = {"model": "mixed", "scheduler": True}
 PAIRS = [
     (Case(1, 3, "bf16"), Case(3, 2, "bf16")),
     (Case(3, 3), Case(1, 2)),
@@ -44,7 +43,7 @@ CHOSEN = [PAIRS[0], PAIRS[3], PAIRS[5], PAIRS_3D[2]]
 def test_save_right_after_a_resume(source: Kind, target: Kind, engines: Engines, tmp_path: Path) -> None:
     """DeepSpeed without the plugin loads the source's state; a resume back restores it; the files are DeepSpeed's."""
     is_case = isinstance(source, Case)
-    options = OPTIONS if is_case else {}
+    options = MIXED if is_case else {}
     saved = engines.saved(source, **options)
     (first,) = engines.load(target, Load(str(saved.folder), again=str(tmp_path), steps=2), **options)
     if is_case:
@@ -94,7 +93,7 @@ def describe_value(value: Any) -> Any:
 @pytest.mark.parametrize("case", [Case(stage, 1 + (stage < 3), "bf16").on() for stage in (0, 1, 2, 3)], ids=str)
 def test_plugin_does_not_change_a_save(case: Case, engines: Engines) -> None:
     """The same training with and without the plugin writes files with the same contents."""
-    ours, theirs = (engines.save(case, plugin=plugin, **OPTIONS).folder for plugin in (True, False))
+    ours, theirs = (engines.save(case, plugin=plugin, **MIXED).folder for plugin in (True, False))
     assert files_that_differ(ours, theirs) == []
     assert any(ours.rglob("*_states.pt"))
 
@@ -120,11 +119,11 @@ FALLBACK = [
 def test_the_newest_whole_checkpoint_is_taken_when_asked(
     how: str, source: Case, target: Case, engines: Engines
 ) -> None:
-    saved: Saved = engines.save(source, steps=(2, 1), after=0, **OPTIONS)
+    saved: Saved = engines.save(source, steps=(2, 1), after=0, **MIXED)
     damage(saved.folder / NEWEST, how)
-    for outcome in engines.load(target, saved.folder, **OPTIONS) if source != target else ():
+    for outcome in engines.load(target, saved.folder, **MIXED) if source != target else ():
         outcome.check_refused("CheckpointError")
-    (outcome,) = engines.load(target.on(fallback=True), saved.folder, **OPTIONS)
+    (outcome,) = engines.load(target.on(fallback=True), saved.folder, **MIXED)
     for rank, local in enumerate(outcome.ranks):
         assert local.state.counters["global_steps"] == 2
         warnings = local.list_messages("WARNING", "skipped")
@@ -132,8 +131,8 @@ def test_the_newest_whole_checkpoint_is_taken_when_asked(
 
 
 def test_where_none_is_whole_all_are_named(engines: Engines) -> None:
-    folder = engines.save(Case(1, 3), steps=(1, 1), after=0, **OPTIONS).folder
+    folder = engines.save(Case(1, 3), steps=(1, 1), after=0, **MIXED).folder
     for tag in ("global_step1", "global_step2"):
         (folder / tag / Path(NEWEST).name).unlink()
-    (outcome,) = engines.load(Case(2, 2).on(fallback=True), folder, **OPTIONS)
+    (outcome,) = engines.load(Case(2, 2).on(fallback=True), folder, **MIXED)
     outcome.check_refused("CheckpointError", "none of its 2 checkpoints", "global_step1", "global_step2")

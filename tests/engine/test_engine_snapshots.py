@@ -140,7 +140,7 @@ def train_by_the_clock(ds_config: dict[str, Any], folder: str, seconds: dict[int
 
 def train_until_signaled(ds_config: dict[str, Any], folder: str) -> list[int]:
     """List the steps of snapshots; a signal comes in the step after which a snapshot is due."""
-    engine = make_engine(ds_config)
+    engine = make_engine(ds_config, "plain")
     trained = train_engine(engine)
     preemption.follow(engine, folder)
     with follow(engine, folder, every=2) as taken:

@@ -221,8 +221,6 @@ class Model(Stack):
 
 def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool | None = None) -> Any:
     forget_groups()
-    if spread.muon:
-        torch._dynamo.config.disable = True  # the compiled update needs minutes
     torch.manual_seed(seed)
     biased = spread.biased and spread.kind == "autoep" if biased is None else biased
     module: Any = Model(spread.kind, spread.experts, spread.ep, frozen=frozen, biased=biased)

@@ -21,6 +21,10 @@ from tests.support.engines.models import MODELS, OPTIMIZERS, param_groups
 
 BATCH = 60  # samples per step; 1, 2, 3, 4, 5 and 6 ranks share them evenly
 FEATURES = 13
+MIXED: dict[str, Any] = {"scheduler": True}
+SMALL: dict[str, Any] = {"model": "plain", "scheduler": True}
+"""Options of `make` that most tests use, so that they share saved runs."""
+
 BF16_WITHOUT_ZERO = Version("0.17.6") > DEEPSPEED
 
 

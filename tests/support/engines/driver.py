@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,17 @@ from zlib import crc32
 import pytest
 
 from deepspeed_ucp.testing import World, WorldPool
+from tests.support.conversion import convert_checkpoint
 from tests.support.engines.cases import build_op
 from tests.support.engines.kinds import Kind
 from tests.support.engines.ranks import Load, Local, load_each, save
+from tests.support.upstream import to_universal
 
-STEPS = (2, 2)
+STEPS = (1, 2)
 """Steps before and after a save, or after a load: the second loss depends on restored optimizer states."""
+
+UPSTREAM = {"checkpoint": {"universal": False, "load_universal": True}}
+"""Lets DeepSpeed load an atomic checkpoint."""
 
 OPERATORS = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "cpu_lion": "CPULionBuilder"}
 
@@ -30,9 +36,21 @@ class Saved:
     folder: Path
     ranks: Sequence[Local]
 
-    def __post_init__(self) -> None:
-        self.state = self.kind.keep(self.kind.join(self.ranks))
-        self.losses = average_losses(self.ranks)
+    @cached_property
+    def state(self) -> Any:
+        """The joined state that the files hold."""
+        return self.kind.keep(self.kind.join(self.ranks))
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """The loss of each step after the save."""
+        return average_losses(self.ranks)
+
+    def at(self, folder: Path) -> Saved:
+        """Return the run with its files in another folder."""
+        found = copy.copy(self)
+        found.folder = folder
+        return found
 
 
 @dataclass
@@ -57,13 +75,21 @@ class Outcome:
         return self.ranks[0].list_messages(level, part)
 
     def check_refused(self, *words: str, changed: bool = False) -> str:
-        """Check that all ranks refuse with one message that has these words, and keep their engine. Returns it."""
+        """Check that all ranks refuse with one error and keep their engine. Returns type and message.
+
+        Args:
+            words: parts of the message, or types of the error.
+            changed: DeepSpeed raises it, and changes the engine.
+        """
         assert self.errors, "the load was not refused"
         assert len(set(self.errors)) == 1, self.errors
+        text, kinds = self.errors[0], self.ranks[0].kinds
         for word in words:
-            assert word in self.errors[0], self.errors[0]
-        assert changed or {(*local.changed, local.held) for local in self.ranks} == {(0,)}, self.ranks[0].changed
-        return self.errors[0]
+            assert word in text or word in kinds, text
+        if not changed:
+            assert "UcpError" in kinds, text
+            assert {(*local.changed, local.held) for local in self.ranks} == {(0,)}, self.ranks[0].changed
+        return text
 
     def check(
         self,
@@ -77,6 +103,8 @@ class Outcome:
     ) -> None:
         """Compare the loader, all states to the bit, the client state and the losses with the saved run.
 
+        Rank 0 alone logs the load; DeepSpeed's load runs once or not at all.
+
         Args:
             direct: the plugin's loader is expected; by default `is_direct` of the kind.
             tolerance: of losses; by default `find_tolerance` of the kind.
@@ -85,7 +113,9 @@ class Outcome:
         """
         assert not self.errors, self.errors[0]
         expected = self.kind.is_direct(saved.kind) if direct is None else direct
-        assert all(bool(local.direct) == expected for local in self.ranks), self.ranks[0].reason
+        for rank, local in enumerate(self.ranks):
+            assert (bool(local.direct), local.calls) == (expected, int(not expected)), local.reason
+            assert len(local.list_messages("INFO", " loaded in ")) == (rank == 0 and local.direct is not None)
         self.count, differences = self.kind.compare(saved.state, self.state, **options)
         assert not differences, "\n".join(differences[:20])
         assert self.count >= least
@@ -95,6 +125,26 @@ class Outcome:
         gap = self.kind.find_tolerance(saved.kind) if tolerance is None else tolerance
         if losses and gap is not None and self.losses:
             assert self.losses == pytest.approx(saved.losses, rel=gap, abs=0), (self.losses, saved.losses, gap)
+
+
+Check = Callable[[Saved, Outcome], object]
+Change = Callable[["Engines", Path, Path], object]
+
+
+def refuse(*words: str, **options: bool) -> Check:
+    """Return the check that a load is refused with these words."""
+    return lambda _saved, outcome: outcome.check_refused(*words, **options)
+
+
+def convert(_engines: Engines, run: Path, folder: Path, **options: Any) -> None:
+    """Convert a run to an atomic checkpoint."""
+    report = convert_checkpoint(str(run), str(folder / "step_universal"), **options)
+    assert report.tensors and not report.reused
+
+
+def convert_upstream(_engines: Engines, run: Path, folder: Path) -> None:
+    """Convert a run by DeepSpeed's converter."""
+    to_universal(run / (run / "latest").read_text().strip(), folder / "step_universal")
 
 
 def average_losses(ranks: Sequence[Local]) -> list[float]:
@@ -111,7 +161,10 @@ class Source:
         arguments: of `load_checkpoint`.
         steps: before and after the save.
         part: folder below that of the run.
+        change: takes the driver, the folder of the run and a new one, which it fills; the engine loads this.
+        unreadable: files whose name contains this cannot be opened on rank 1.
         check: takes the saved run and the outcome, instead of the usual comparison.
+        name: for the id, if others have the same values.
     """
 
     kind: Kind
@@ -119,10 +172,14 @@ class Source:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     steps: tuple[int, int] = STEPS
     part: str = ""
-    check: Callable[[Saved, Outcome], object] | None = None
+    change: Change | None = None
+    unreadable: str = ""
+    check: Check | None = None
+    name: str = ""
 
     def __str__(self) -> str:
-        return "-".join([str(self.kind), *map(str, self.options.values()), *self.arguments, *filter(None, [self.part])])
+        texts = [str(self.kind), *map(str, self.options.values()), *self.arguments, self.part, self.name]
+        return "-".join(filter(None, texts))
 
 
 @dataclass(frozen=True)
@@ -144,7 +201,7 @@ class Row:
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     live: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[[Saved, Outcome], object] | None = None
+    check: Check | None = None
     compared: Mapping[str, Any] = field(default_factory=dict)
     exhaustive: bool = False
     marks: Sequence[Any] = ()
@@ -167,6 +224,7 @@ class Engines:
     def __init__(self, worlds: WorldPool, root: Path) -> None:
         self.worlds, self._root, self._count = worlds, root, 0
         self._saved: dict[str, Saved] = {}
+        self._changed: dict[tuple[str, Change], Saved] = {}
         self._built: set[str] = set()
 
     def get(self, kind: Kind) -> World:
@@ -192,14 +250,21 @@ class Engines:
         return Saved(kind, place, self.get(kind).run(save, training, str(place), tuple(steps), **more))
 
     def saved(self, kind: Kind | Source, **options: Any) -> Saved:
-        """Save a run at the first call, from distinct weights; do not change the folder."""
+        """Save a run at the first call, from distinct weights, and change its files; do not change the folder."""
         source = kind if isinstance(kind, Source) else Source(kind)
         options = {**options, **source.options}
         key = f"{source.kind!r} {source.steps} {sorted(options.items(), key=str)}"
         if key not in self._saved:
             seed, (before, after) = crc32(key.encode()) % 9973, source.steps
             self._saved[key] = self.save(source.kind, seed=seed, steps=(before,), after=after, **options)
-        return self._saved[key]
+        run = self._saved[key]
+        if source.change is None:
+            return run.at(run.folder / source.part) if source.part else run
+        if (key, source.change) not in self._changed:
+            folder = self._make_folder()
+            source.change(self, run.folder / source.part, folder)
+            self._changed[key, source.change] = run.at(folder)
+        return self._changed[key, source.change]
 
     def load(
         self,
@@ -235,17 +300,16 @@ class Engines:
         sources = [each if isinstance(each, Source) else Source(each) for each in row.sources]
         runs = [self.saved(source, **row.options) for source in sources]
         loads = [
-            self.make_load(replace(run, folder=run.folder / source.part), source.arguments)
+            self.make_load(run, source.arguments, unreadable=source.unreadable)
             for source, run in zip(sources, runs, strict=True)
         ]
         outcomes = self.load(row.target, *loads, **{**row.options, **row.live})
         for source, run, outcome in zip(sources, runs, outcomes, strict=True):
             with subtests.test(source=str(source)):
-                refusal = row.target.find_refusal(source.kind)
-                if refusal:
-                    outcome.check_refused(refusal)
-                elif source.check:
+                if source.check:
                     source.check(run, outcome)
+                elif refusal := row.target.find_refusal(source.kind):
+                    outcome.check_refused(refusal)
                 else:
                     outcome.check(run, **row.compared)
                 if row.check:

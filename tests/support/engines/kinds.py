@@ -181,6 +181,7 @@ def _describe(name: str, value: Any) -> list[str]:
 
 def run(kind: Kind, seed: int, options: Mapping[str, Any]) -> Generator[Any, None, None]:
     """Yields the engine of a kind, then the loss of each step."""
+    torch._dynamo.config.disable = True  # Muon's compiled update needs minutes; names of compiled models stay
     with kind.surround():
         engine = kind.home.make(kind, seed, **options)
         yield engine

@@ -103,7 +103,6 @@ def make(kind: Kind, seed: int, swap: str) -> Any:
     for module in (utils, optimizer_utils, partitioned_param_swapper):
         module.MIN_AIO_BYTES = LEAST
     vars(swapped)["_LEAST"] = LEAST
-    torch._dynamo.config.disable = True  # Muon's compiled update needs minutes
     torch.manual_seed(seed)
     config = kind.configure(swap)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=kind.early):

@@ -94,7 +94,7 @@ class Local:
     """The engine of one rank after a save or a load.
 
     Attributes:
-        state: captured, or read by the function that the test passes.
+        state: captured, or read by the function that the test passes; None after a refusal.
         layers: first and last layer of this pipeline stage.
         instances: index of this stage among the stages that hold a parameter.
         before: state before the load, if requested.
@@ -234,7 +234,7 @@ def _load(trained: Generator[Any, None, None], engine: Any, load: Load, read: An
         after = _fingerprint(engine)
         changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
         refusal |= {"held": held, "changed": changed}
-    local = describe(engine, read)
+    local = Local(None) if error else describe(engine, read)
     local.error, local.path, local.client_state, local.log, local.calls = error, path, client_state, log, own.call_count
     vars(local).update(refusal)
     if load.again:
