@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has a process already
     # Draw the same cases in every run, without a deadline; `make fuzz` and UCP_EXAMPLES draw new ones.
     fresh, slow = "UCP_EXAMPLES" in os.environ, [HealthCheck.too_slow]
-    PRELOAD += ["tests.releases.settled", "tests.support.engines.driver"]
+    PRELOAD.extend(["tests.releases.settled", "tests.support.engines.driver"])
     PRELOAD.append("transformers.models.llama.modeling_llama")  # saves a second in each rank that trains one
     if EXHAUSTIVE in config.option.markexpr:
         os.environ["UCP_EXHAUSTIVE"] = "1"  # read when tests are imported

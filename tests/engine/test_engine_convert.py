@@ -157,7 +157,7 @@ TP2_PP2 = pipe(2, 2)
 WORDS = "language_model.embedding.word_embeddings.weight"
 FAMILIES = {"dense": "megatron-gpt", "padded": "megatron-gpt"}  # "llama" needs no rules
 ROUTES_3D = {  # the first target of each model is not exhaustive; all of a model have the same files
-    "dense": [pipe(2, 2), pipe(1, 2, world=2), pipe(2, world=2), pipe(world=2)],
+    "dense": [pipe(1, 2, world=2), pipe(2, world=2), pipe(2, 2), pipe(world=2)],
     "padded": [pipe(2, world=2), pipe(1, 2, world=2)],
     "llama": [pipe(world=2), pipe(2, world=2)],
 }

@@ -253,12 +253,12 @@ def add_autoep() -> None:
     def change_rank(path: Path) -> None:  # ZeRO 3 has no copies to compare
         edit(path, lambda tree: tree["ds_autoep_layers"][0].update(ep_rank=0))
 
-    source, four = Auto(1, 4, "bf16", 2), Auto(1, 4, "bf16", 4)
+    source, target = Auto(1, 2, "bf16", 2), Auto(1, 2, "bf16")
     words = ("CheckpointError", "its fp32 weights differ from the model states")
-    add("moved", source, *words, change=at("", move_experts), target=four)
+    add("moved", source, *words, change=at("", move_experts), target=target)
     words = ("CheckpointError", "is of expert-parallel rank 0")
     change = at("zero_pp_rank_1_mp_rank_00_model_states.pt", change_rank)
-    add("another-rank", source.but(stage=3), *words, change=change, target=four)
+    add("another-rank", source.but(stage=3), *words, change=change, target=target)
     one, fused = Auto(2, 2, ep=2, biased=False), Auto(1, 2, kind="fused")
     more = one.but(stage=1, experts=8)
     numbers: list[tuple[Kind, Kind, str]] = [

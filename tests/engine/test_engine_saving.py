@@ -28,13 +28,14 @@ PAIRS = [
 ]
 BF16_3D = pipe(2, 2, precision="bf16", fp32_grads=True)
 PAIRS_3D = [
+    resume(plain(2, 2, world=2), pipe(1, 2, world=2)),
     resume(pipe(2, 2), pipe(1, 2)),
     resume(BF16_3D, pipe(4)),
     resume(pipe(), BF16_3D),
     resume(plain(2, 2, model="llama"), plain(1, 3, sp=2)),
     resume(plain(2, 2, model="llama"), plain(4)),
 ]
-CHOSEN = [PAIRS[0], PAIRS[3], PAIRS[5], PAIRS_3D[2]]
+CHOSEN = [PAIRS[0], PAIRS[3], PAIRS[5], PAIRS_3D[0]]
 
 
 @pytest.mark.parametrize(
