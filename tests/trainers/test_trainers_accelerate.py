@@ -289,62 +289,54 @@ def wait_then_decay(step: int) -> float:
     return 1.0 if step < 80 else 0.5
 
 
-@pytest.mark.parametrize(
-    ("function", "warns"), [(wait_then_decay, True), (lambda _: 1.0, False)], ids=["later", "never"]
-)
-def test_an_ambiguous_learning_rate_is_a_warning(
-    function: Callable[[int], float], warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    inner = LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), function)
-    wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=False)
-    state = {**inner.state_dict(), "last_epoch": 20, "_last_lr": [0.1]}
-    _, changes = accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), 2)
-    assert (changes["last_epoch"], changes["_ucp_rate"]) == (10, 2)
-    assert ("both" in caplog.text) is warns
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "changes later": lambda optimizer: LambdaLR(optimizer, wait_then_decay),
+    "constant": lambda optimizer: LambdaLR(optimizer, lambda _: 1.0),
+    "multiplicative": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9),
+    "function inside": lambda optimizer: lr_scheduler.ChainedScheduler([LambdaLR(optimizer, wait_then_decay)]),
+    "without functions": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 2)]),
+}
+LATER, HALF = {"last_epoch": 20, "_last_lr": [0.1]}, {"last_epoch": 10, "_step_count": 11, "_ucp_rate": 2}
 
 
 @pytest.mark.parametrize(
-    ("make", "warns"),
+    ("scheduler", "saved", "split", "ranks", "changes", "warning"),
     [
-        (lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9), True),
-        (lambda optimizer: lr_scheduler.ChainedScheduler([LambdaLR(optimizer, wait_then_decay)]), True),
-        (lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(optimizer, 2)]), False),
-    ],
-    ids=["multiplicative", "inside", "none"],
-)
-def test_functions_that_the_saved_rate_cannot_check_are_a_warning(
-    make: Callable[[Any], Any], warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    inner = make(torch.optim.SGD([torch.zeros(1)], lr=0.1))
-    wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=False)
-    for ranks in (4, 2):
-        assert not caplog.text
-        _, changes = accelerating._convert(wrapped, inner.state_dict(), SavedJob(4, 1, 5, 8, 1), ranks)
-        assert changes == ({"_ucp_rate": 4} if ranks == 2 else {})
-    assert ("has functions of this script" in caplog.text) is warns
-
-
-@pytest.mark.parametrize(
-    ("split", "saved", "changes", "warns"),
-    [
-        (True, {"_ucp_rate": 4}, {"_ucp_rate": 4}, False),
-        (False, {"_ucp_rate": 1}, {"_ucp_rate": 1}, False),
-        (True, {"_ucp_rate": 1}, {}, False),
-        (False, {}, {}, False),
-        (True, {"last_epoch": 20}, {}, True),  # not recorded: 4 × 5 steps
-        (False, {"last_epoch": 5}, {}, True),
-        (True, {"last_epoch": 5}, {}, False),
+        ("changes later", LATER, False, 2, HALF, "both"),
+        ("constant", LATER, False, 2, HALF, ""),
+        *(
+            (kind, {}, False, ranks, {"_ucp_rate": 4} if ranks == 2 else {}, words if ranks == 2 else "")
+            for kind, words in (
+                ("multiplicative", "has functions of this script"),
+                ("function inside", "has functions of this script"),
+                ("without functions", ""),
+            )
+            for ranks in (4, 2)
+        ),
+        ("without functions", {"_ucp_rate": 4}, True, 4, {"_ucp_rate": 4}, ""),
+        ("without functions", {"_ucp_rate": 1}, False, 4, {"_ucp_rate": 1}, ""),
+        ("without functions", {"_ucp_rate": 1}, True, 4, {}, ""),
+        ("without functions", {"last_epoch": 20}, True, 4, {}, "another split_batches"),  # not recorded: 4 × 5 steps
+        ("without functions", {"last_epoch": 5}, False, 4, {}, "another split_batches"),
+        ("without functions", {"last_epoch": 5}, True, 4, {}, ""),
     ],
     ids=str,
 )
-def test_a_schedule_keeps_its_steps_if_split_batches_changes(
-    split: bool, saved: dict[str, int], changes: dict[str, int], warns: bool, caplog: pytest.LogCaptureFixture
+def test_a_schedule_keeps_its_length(
+    scheduler: str,
+    saved: dict[str, Any],
+    split: bool,
+    ranks: int,
+    changes: dict[str, int],
+    warning: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    inner = lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=0.1), 2)
+    """Of a run of 4 ranks after 5 steps; a warning reports functions that the saved rate cannot check."""
+    inner = SCHEDULERS[scheduler](torch.optim.SGD([torch.zeros(1)], lr=0.1))
     wrapped = SimpleNamespace(scheduler=inner, step_with_optimizer=True, split_batches=split)
     state = {**inner.state_dict(), **saved}
-    assert accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), 4) == (inner, changes)
-    assert ("another split_batches" in caplog.text) is warns
+    assert accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), ranks) == (inner, changes)
+    assert warning in caplog.text and len(caplog.records) == bool(warning)
 
 
 @pytest.mark.parametrize(("split", "scheduler"), all_turns([True, False], ["plain", "cosine"], 1, str))
