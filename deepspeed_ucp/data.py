@@ -404,7 +404,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
             )
         super().__init__(int(sum(sizes)), total_batch, rank=rank, world=world, shuffle=shuffle, seed=seed)
         self.shards, self.sizes, self.read = list(shards), np.asarray(sizes, np.int64), read
-        self.batch_size = batch_size
+        self.batch_size, self._is_unfinished = batch_size, False
 
     @property
     def steps_per_epoch(self) -> int:
@@ -427,8 +427,8 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         at, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         batch_size = _find_batch_size(sys._getframe().f_back)
         self._compare_batch_size(batch_size)
-        if workers > 1:
-            self._check_batch_size(batch_size)
+        if worker is not None:
+            self._check_worker(workers, batch_size)
         readers: dict[int, _Reader[Sample]] = {}
         epoch, steps = self._walk()
         order = self._permute(len(self.shards), epoch)
@@ -443,20 +443,27 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
                 if count // (self.batch_size or 1) % workers == at:
                     yield self._read_sample(readers, slot // width, shard, place)
                 count += 1
+        self._is_unfinished = False
 
-    def _check_batch_size(self, fetched: int | None) -> None:
-        """Refuse a batch size with which the workers would not yield the samples in order.
+    def _check_worker(self, workers: int, batch_size: int | None) -> None:
+        """Refuse a worker process that would not yield the samples in order, or from a wrong position.
 
         Args:
-            fetched: batch size of the ``DataLoader``; None if unknown.
+            batch_size: of the ``DataLoader``; None if unknown.
         """
-        if self.batch_size is None:
+        if workers > 1 and self.batch_size is None:
             raise ConfigError("a DataLoader with several workers is used: pass its batch_size to ElasticStream.")
-        if fetched not in (None, self.batch_size):
+        if workers > 1 and batch_size not in (None, self.batch_size):
             raise ConfigError(
-                f"a DataLoader's workers make batches of {pluralize(fetched, 'sample')}, but ElasticStream has "
+                f"a DataLoader's workers make batches of {pluralize(batch_size, 'sample')}, but ElasticStream has "
                 f"batch_size={self.batch_size}: the samples would not be in order. Pass the DataLoader's batch_size."
             )
+        if self._counted and self._is_unfinished:
+            raise ConfigError(
+                "an iteration has ended within its epoch, so this worker does not know the position of the run. "
+                "Iterate to the end of the epoch, or make the DataLoader without persistent_workers."
+            )
+        self._is_unfinished = True
 
     def _read_sample(self, readers: dict[int, _Reader[Sample]], lane: int, shard: int, place: int) -> Sample:
         current, position, samples = readers.get(lane, (-1, 0, iter(())))

@@ -216,6 +216,20 @@ def test_a_streams_workers_take_turns(workers: int, persistent: bool) -> None:
         whole = copy.copy(whole)
 
 
+def test_persistent_workers_must_finish_an_epoch() -> None:
+    """A worker does not know how many of its samples were trained on."""
+    stream = make_stream(0, 2, batch_size=2)
+    stream.follow(Engine(global_samples=0))
+    for persistent in (False, True):
+        loader: DataLoader[int] = DataLoader(stream, batch_size=2, num_workers=2, persistent_workers=persistent)
+        next(iter(loader))
+        if not persistent:
+            assert torch.cat(list(loader)).tolist() == list(make_stream(0, 2))
+            continue
+        with pytest.raises(ConfigError, match="an iteration has ended within its epoch.*without persistent_workers"):
+            list(loader)
+
+
 def load_stateful(order: Order, **more: Any) -> Any:
     """A `StatefulDataLoader` over the indices of a sampler, or a stream."""
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
