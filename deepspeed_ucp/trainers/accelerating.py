@@ -57,10 +57,10 @@ _RATE = "_ucp_rate"
 """Attribute of a torch scheduler, and key of its state: steps per optimizer step."""
 
 
-def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig] | None:
-    """Return the first prepared engine that has the plugin on, with its options, or None."""
+def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig | None]:
+    """Return the first prepared engine that has the plugin on, with its options."""
     engines = ((model, get_config(model)) for model in accelerator._models)
-    return next(((model, config) for model, config in engines if config is not None), None)
+    return next(((model, config) for model, config in engines if config is not None), (None, None))
 
 
 def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
@@ -70,10 +70,9 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
         ConfigError: the micro batch has changed, which the data loader makes.
     """
     prepared = original(accelerator, *args)
-    engine_and_config = find_engine(accelerator)
-    if engine_and_config is None:
+    engine, config = find_engine(accelerator)
+    if config is None:
         return prepared
-    engine, _ = engine_and_config
     micro = to_integer(engine.train_micro_batch_size_per_gpu())
     given = accelerator.deepspeed_config.get(BATCH_SIZES[1], micro)
     if micro != given:
@@ -110,35 +109,40 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
     Training continues while a new folder is written. In a folder with an older save, the state and Accelerate's files
     would come from different saves meanwhile.
     """
-    engine_and_config = find_engine(accelerator)
+    engine, config = find_engine(accelerator)
+    if config is not None:
+        _record_order(accelerator, engine)
     rest = accelerator.step % accelerator.gradient_accumulation_steps
-    if rest and engine_and_config is not None and accelerator.is_main_process:
+    if rest and config is not None and accelerator.is_main_process:
         logger.warning(
             f"saving after {rest} of the {accelerator.gradient_accumulation_steps} micro batches of a step: their "
             "gradients are not saved, so a resume must repeat these micro batches. Save when "
             "accelerator.sync_gradients is true."
         )
-    if engine_and_config is not None:
-        for scheduler in _list_plain(accelerator):
-            if scheduler.step_with_optimizer:
-                vars(scheduler.scheduler).setdefault(_RATE, _count_steps(scheduler, accelerator.num_processes))
-        seed = _find_seed(accelerator)
-        if seed is not None and isinstance(engine_and_config[0].config, dict):
-            engine_and_config[0].config[SHUFFLED] = seed + 1
-    if engine_and_config is None or engine_and_config[1].save is None:
+    if config is None or config.save is None:
         return original(accelerator, *args, **kwargs)
     module = sys.modules["accelerate.accelerator"]
     folder = str(args[0] if args else kwargs.get("output_dir"))
     if accelerator.project_configuration.automatic_checkpoint_naming:
         folder = os.path.join(_find_parent(accelerator), f"checkpoint_{accelerator.save_iteration}")
     engines = [model for model in accelerator._models if get_config(model) is not None]
-    goes_on = begin_save(folder, engine_and_config[1], connect()) and can_guard(module) and len(engines) == 1
+    goes_on = begin_save(folder, config, connect()) and can_guard(module) and len(engines) == 1
     with guard(module, OWN, coming=True) if goes_on else nullcontext():
         saved = original(accelerator, *args, **kwargs)
     if not goes_on:
         for engine in engines:
             finish_saves(engine, required=True)  # the script may remove older ones next
     return saved
+
+
+def _record_order(accelerator: Any, engine: Any) -> None:
+    """Record the steps of schedulers in their states, and the seed of the samples in the ds_config."""
+    for scheduler in _list_plain(accelerator):
+        if scheduler.step_with_optimizer:
+            vars(scheduler.scheduler).setdefault(_RATE, _count_steps(scheduler, accelerator.num_processes))
+    seed = _find_seed(accelerator)
+    if seed is not None and isinstance(engine.config, dict):
+        engine.config[SHUFFLED] = seed + 1
 
 
 def _find_seed(accelerator: Any) -> int | None:
@@ -161,11 +165,11 @@ def load_state(
         MismatchError: its total batch cannot be kept.
         UnsupportedError: it has the position of a stateful data loader in another world.
     """
-    engine_and_config = find_engine(accelerator)
-    if engine_and_config is None:
+    engine, config = find_engine(accelerator)
+    if config is None:
         original(accelerator, input_dir, *args, **kwargs)
         return
-    (engine, config), comm = engine_and_config, connect()
+    comm = connect()
     absolute = input_dir and os.path.abspath(os.path.expanduser(str(input_dir)))
     finish_folders(config, os.path.dirname(absolute) if absolute else _find_parent(accelerator), comm)
     folder = comm.run(lambda: _find_folder(accelerator, input_dir))
