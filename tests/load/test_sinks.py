@@ -15,31 +15,10 @@ from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.plan.wants import Mean, Wants
 from tests.plan.planning import make_index
 from tests.support.ranks import current_rank, run_ranks
-from tests.support.reads import item
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
-
-
-@pytest.mark.parametrize(
-    ("stored", "live"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.bfloat16),
-        (torch.int32, torch.int64),
-        (torch.float64, torch.float32),
-    ],
-    ids=str,
-)
-def test_other_dtypes_are_converted_as_torch_does(stored: torch.dtype, live: torch.dtype) -> None:
-    tensor, values = torch.zeros(5, dtype=live), torch.tensor([1.1, -3.0]).to(stored)
-    sink = TensorSink(Buffer(tensor, uncommitted=False), str(stored).removeprefix("torch."))
-    assert sink.view(0, 4) is None
-    sink.store(item(0, 0, 2 * stored.itemsize, 0, 3), raw(values))
-    assert tensor[3:].equal(values.to(live))
-    assert not tensor[:3].any()
 
 
 def test_a_tensor_that_is_not_flat_is_filled_in_separate_memory() -> None:
