@@ -42,8 +42,9 @@ def call(engine: FakeEngine, *args: Any, **kwargs: Any) -> mock.Mock:
 def test_with_the_plugin_off_deepspeeds_load_gets_every_argument() -> None:
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=None))
     given = {"load_module_strict": False, "load_optimizer_states": False, "new_option": 3}
-    defaults = {"load_lr_scheduler_states": True, "load_module_only": False, "custom_load_fn": None}
-    call(engine, "dir", "tag", **given).assert_called_once_with(engine, "dir", tag="tag", **given, **defaults)
+    others = {"load_lr_scheduler_states": True, "load_module_only": False, "custom_load_fn": None}
+    load = call(engine, "dir", "tag", **given)
+    load.assert_called_once_with(engine, load_dir="dir", tag="tag", **given, **others)
     assert not hasattr(engine, "ucp_report")
 
 
