@@ -110,9 +110,9 @@ class FileTable:
             identified: checksums or a head file identify each copy before it is read; else only the copy in the first
                 place is used, as a nearer one of the same size may belong to an earlier save.
         """
-        path = self.path(name, size)
         if not self.folders[1:]:
-            return FileRef(path, size, crc)
+            return FileRef(join_path(self.folder, name), size, crc)
+        path = self.path(name, size)
         near = [copy for copy, nbytes in self.list_copies(name, near=True).items() if nbytes == size]
         return FileRef(path, size, crc, tuple(near if identified else near and [path]))
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import prod
 from operator import attrgetter
 from typing import NamedTuple
@@ -392,14 +392,16 @@ class Atoms(Mapping[AtomKey, Atom]):
 
     def list_states(self) -> list[str]:
         """Return the names of all states, each once."""
-        return list(dict.fromkeys(state for shards in self.storages.values() for state in _list_states(shards)))
+        return list(_list_states(chain.from_iterable(self.storages.values())))
 
     def list_names(self, states: Collection[str]) -> set[str]:
         """Return the names of the parameters that have one of these states."""
+        wanted = frozenset(states)
         return {
             param.name
             for param, shards in self.storages.items()
-            if any(state in shard.states for shard in shards for state in states)
+            for shard in shards
+            if not wanted.isdisjoint(shard.states)
         }
 
     def __getitem__(self, key: AtomKey) -> Atom:
@@ -420,8 +422,8 @@ class Atoms(Mapping[AtomKey, Atom]):
 
 
 def _list_states(shards: Iterable[ParamStorage]) -> dict[str, None]:
-    """Return the names of a parameter's states, each once, in order."""
-    return dict.fromkeys(state for shard in shards for state in shard.states)
+    """Return the names of the states of storages, each once, in order."""
+    return dict.fromkeys(chain.from_iterable([shard.states for shard in shards]))
 
 
 def are_alike(tensors: Iterable[tuple[object, ...]]) -> bool:

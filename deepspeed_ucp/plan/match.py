@@ -173,11 +173,12 @@ def _match_names(
     thawed: dict[bool, list[str]] = {True: [], False: []}
     owned = [(name, shapes, True) for name, shapes in live.owned.items()]
     unowned = [(name, shapes, False) for name, shapes in (live.unowned or {}).items()]
+    orders = {is_trained: _order_states(is_trained, with_states) for is_trained in (True, False)}
     for name, shapes, is_trained in (*owned, *unowned):
         if name in live.declared_new:
             continue
         names = [live.renamed.get(other, other) for other in (name, *aliases.get(name, ()))]
-        found = _find(index, names, is_trained, with_states)
+        found = _find(index, names, orders[is_trained])
         param = pick_instance(index, found[0] if found else name, *live.ordinals.get(name, (0, 1)))
         if param.instance and pick_weight(index, param, is_trained, with_states) is None:
             found = None
@@ -367,11 +368,8 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
     return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
 
 
-def _find(
-    index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool
-) -> tuple[str, str, tuple[Shape, ...]] | None:
-    """Find a weight in the checkpoint; return the name and state of its atom, and its local shapes."""
-    order = _order_states(wants_master, with_states)
+def _find(index: AtomicIndex, names: Sequence[str], order: Sequence[str]) -> tuple[str, str, tuple[Shape, ...]] | None:
+    """Find a weight by its names and states; return the name and state of its atom, and its local shapes."""
     for name in map(index.resolve, names):
         shards = index.atoms.storages.get(ParamKey(name), ())
         for state in order:

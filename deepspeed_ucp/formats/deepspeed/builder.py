@@ -345,7 +345,7 @@ class Builder:
         known = self._storages.setdefault(param, [])
         self._tp_shards.setdefault(param, tp_shards)
         for other in known:
-            for state in states.keys() & other.states.keys():
+            for state in [state for state in states if state in other.states]:
                 dtype, known_dtype = states[state].dtype, other.states[state].dtype
                 if dtype != known_dtype or (tp_shard == other.tp_shard and shape != other.shape):
                     self.refuse_mismatch(header, param, state, (dtype, shape), (known_dtype, other.shape))

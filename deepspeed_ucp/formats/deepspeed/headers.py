@@ -277,6 +277,7 @@ class HeaderTemplate:
         shapes = [(-1,) if optim and len(piece.shape) == 1 else piece.shape for piece in self._pieces]
         kinds = [(piece.dtype, piece.fault) for piece in self._pieces]
         self._kinds = tuple(zip(self.firsts, shapes, kinds, strict=True))
+        self._hash = hash(self._kinds)
         start = len(find_prefix(header.layer or ()))
         self.ends = {name[start:]: number for number, name in enumerate(header.layer or ())}
         counts = [len(tensor.states) + len(tensor.zero_dim) for tensor in optim.tensors] if optim else []
@@ -286,7 +287,7 @@ class HeaderTemplate:
         return HeaderTemplate, (self.header,)
 
     def __hash__(self) -> int:
-        return hash(self._kinds)
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HeaderTemplate) and self._kinds == other._kinds and self._rest == other._rest
@@ -459,10 +460,19 @@ class FileBatch:
     files: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
 
-    @property
+    @cached_property
     def headers(self) -> list[FileHeader]:
         """The selected files' headers."""
         return [self.all_files[file] for file in self.files]
+
+    @cached_property
+    def optims(self) -> list[OptimHeader]:
+        """The selected files' optimizers."""
+        return [header.require_optim() for header in self.headers]
+
+    @cached_property
+    def _rows(self) -> npt.NDArray[np.int64]:
+        return np.array(self.files, np.int64)
 
     def make_piece(self, piece: int) -> Piece:
         """Build a piece of the first selected file."""
@@ -470,14 +480,14 @@ class FileBatch:
 
     def pick(self, piece: int, field: str) -> list[int]:
         """Return one field of :data:`PIECE` of a piece for each selected file."""
-        values: list[int] = self.table[field][self.files, piece].tolist()
+        values: list[int] = self.table[field][self._rows, piece].tolist()
         return values
 
     def pick_padding(self, group: int) -> list[int]:
         """Return the elements of padding at the end of a group's partition for each file; 0 if not recorded."""
         optim = self.template.optim
         recorded = optim.traits.strips_padding and group < len(optim.paddings)
-        return [header.require_optim().paddings[group] if recorded else 0 for header in self.headers]
+        return [each.paddings[group] for each in self.optims] if recorded else [0] * len(self.files)
 
     def split(self) -> Iterator[FileBatch]:
         """Yield a selection of each file."""

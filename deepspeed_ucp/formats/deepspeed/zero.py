@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import chain, zip_longest
+from functools import cached_property, partial
+from itertools import chain, groupby
 
 from ...errors import CheckpointError, shorten
 from ...model.flat import Cut, FlatBuffer, Shape, cut_parameter, find_gaps
@@ -23,11 +23,8 @@ from .save import Save, describe_offload
 Slices = tuple[tuple[str, int, int], ...]
 """Parts of parameters in a partition: (name, first element in the partition, elements)."""
 
-_Files = tuple[list[FileHeader], list[FileBatch], list[tuple[Slices, ...]]]
-"""Files of ranks that hold the same parameters, by rank and by template, and the slices of each group by rank."""
-
-_Local = tuple[FlatBuffer, tuple[Slices, ...]]
-"""A flat buffer under the ranks' local names, and the slices that DeepSpeed records for each partition below ZeRO 3."""
+_Files = tuple[list[FileHeader], list[FileBatch]]
+"""Files of some ranks, by rank and by template."""
 
 
 def build_zero(builder: Builder) -> None:
@@ -95,55 +92,58 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupS
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
     hypers = list(map(drop_labels, first.groups)) if save.is_sharded else []
-    holders: dict[range, _Files] = {}
+    holders: dict[tuple[range, ...], _Files] = {}
     for index, shares in enumerate(dealt):
         owner = first.owners[index] if index < len(first.owners) else None
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_labels(first.groups[owner]))
-        local: _Local | None = None
-        for share in shares:
-            files = holders.get(share.ranks) or holders.setdefault(share.ranks, _find_files(builder, rank, share.ranks))
-            rank.shapes.update(share.shapes)
-            rank.unsharded.update(share.shapes if share.unsharded else ())
-            if save.is_sharded:
-                _check_partition(save, rank.pp, index, share)
-            local = _lay_out(builder, files[0], index, share, owner or 0, local)
-            buffer = local[0].split(share.parts)
-            if not (share.unsharded and rank.tp):
-                whole = replace(buffer, names=tuple(share.shapes))
-                _BufferAdder(builder, rank, *files, local[1], index, whole).add()
-            members[buffer.group] += map(rank.param, share.shapes)
-            flats.append(replace(buffer, ranks=share.ranks if share.named else None))
+        if save.is_sharded:
+            _check_partitions(save, rank.pp, index, shares)
+        for sizes, grouped in groupby(shares, partial(_measure, save, rank.pp, index)):
+            alike = list(grouped)
+            ranks = tuple(share.ranks for share in alike)
+            files = holders.get(ranks) or holders.setdefault(ranks, _find_files(builder, rank, ranks))
+            layout, slices = _lay_out(save, files[0][0], index, alike[0].local, owner or 0, *sizes)
+            buffers = [layout.split(share.parts) for share in alike]
+            for share, buffer in zip(alike, buffers, strict=True):
+                rank.shapes.update(share.shapes)
+                rank.unsharded.update(share.shapes if share.unsharded else ())
+                members[buffer.group] += map(rank.param, share.shapes)
+                flats.append(replace(buffer, ranks=share.ranks if share.named else None))
+            if not (alike[0].unsharded and rank.tp):
+                wholes = [replace(each, names=(*share.shapes,)) for share, each in zip(alike, buffers, strict=True)]
+                _BufferAdder(builder, rank, *files, slices, index, wholes).add()
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
 
 
-def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Files:
-    shards = [builder.save.shard(rank.pp, holder) for holder in ranks]
-    slices = zip_longest(*(shard.require_optim().slices for shard in shards), fillvalue=())
-    return shards, select_files(builder.batches, shards), list(slices)
+def _find_files(builder: Builder, rank: SavedRank, ranks: Iterable[range]) -> _Files:
+    shards = [builder.save.shard(rank.pp, holder) for holder in chain(*ranks)]
+    return shards, select_files(builder.batches, shards)
 
 
 def _lay_out(
-    builder: Builder, shards: Sequence[FileHeader], index: int, share: GroupShare, owner: int, known: _Local | None
-) -> _Local:
-    """Lay out the flat buffer of some ranks; reuse ``known`` of other ranks if it is equal.
+    save: Save, shard: FileHeader, index: int, local: Mapping[str, Shape], owner: int, parts: int, partition: int | None
+) -> tuple[FlatBuffer, tuple[Slices, ...]]:
+    """Lay out the flat buffer of some ranks; return it with the slices that DeepSpeed records below ZeRO 3.
 
     ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
+
+    Args:
+        shard: file of the first of these ranks.
+        local: shapes of their parameters.
+        parts, partition: as of :func:`_measure`.
     """
-    optim, sharded = shards[0].require_optim(), builder.save.is_sharded
-    partition = None if sharded else _count_elements(shards[0].require_optim(), index)
-    if known and (sharded or (known[0].partition, known[0].parts) == (partition, len(shards))):
-        return known
+    optim, sharded = shard.require_optim(), partition is None
     gaps = optim.alignment[index] if index < len(optim.alignment) else ()
-    if optim.alignment and len(gaps) != len(share.local):
+    if optim.alignment and len(gaps) != len(local):
         raise CheckpointError(
             f"records the padding behind {len(gaps)} parameters of group {index}, the model states list "
-            f"{len(share.local)}. The file belongs to another run; put the right one back.",
-            path=builder.save.path(shards[0]),
+            f"{len(local)}. The file belongs to another run; put the right one back.",
+            path=save.path(shard),
         )
-    names, shapes = tuple(share.local), tuple(share.local.values())
-    (buffer,) = optim.traits.lay_out(owner if sharded else index, names, shapes, len(shards), partition, gaps)
+    group = owner if sharded else index
+    (buffer,) = optim.traits.lay_out(group, tuple(local), tuple(local.values()), parts, partition, gaps)
     cuts = () if sharded else map(buffer.cuts, range(buffer.parts))
     return buffer, tuple(tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts)
 
@@ -163,28 +163,31 @@ def _check_buffers(save: Save, mp: int, groups: int) -> None:
         )
 
 
-def _check_partition(save: Save, stage: int, group: int, share: GroupShare) -> None:
+def _check_partitions(save: Save, stage: int, group: int, shares: Iterable[GroupShare]) -> None:
     """Verify the ranks of a sub-group that ZeRO 3 records in each file."""
-    ranks = tuple(rank + stage * save.dp * save.tp for rank in share.ranks)
-    for rank in share.ranks:
-        recorded = save.shard(stage, rank).require_optim().partition_ranks
-        if recorded and recorded[group : group + 1] != (ranks,):
-            raise CheckpointError(
-                f"sub-group {group} is partitioned over other ranks than {shorten(ranks)}, which the degrees require. "
-                "The file belongs to another run; put the right one back.",
-                path=save.path(save.shard(stage, rank)),
-            )
+    for share in shares:
+        ranks = tuple(rank + stage * save.dp * save.tp for rank in share.ranks)
+        for rank in share.ranks:
+            recorded = save.shard(stage, rank).require_optim().partition_ranks
+            if recorded and recorded[group : group + 1] != (ranks,):
+                raise CheckpointError(
+                    f"sub-group {group} is partitioned over other ranks than {shorten(ranks)}, which the degrees "
+                    "require. The file belongs to another run; put the right one back.",
+                    path=save.path(save.shard(stage, rank)),
+                )
 
 
 @dataclass
 class _BufferAdder:
-    """Adds the storages of a flat buffer from the files of the ranks that hold it.
+    """Adds the storages of flat buffers with one layout from the files of the ranks that hold them.
+
+    The partitions of all buffers are numbered: first those of the first buffer, then those of the next.
 
     Attributes:
-        shards, batches, recorded: see :data:`_Files`.
-        expected: the slices that each partition has below ZeRO 3.
+        shards, batches: see :data:`_Files`; each partition has a rank.
+        expected: the slices that each partition of a buffer has below ZeRO 3.
         index: number of the flat buffer in each file.
-        buffer: the buffer under the whole model's names.
+        buffers: under the whole model's names.
         columns: state → dtype, record of each partition, and byte in the record at which the partition begins.
     """
 
@@ -192,31 +195,40 @@ class _BufferAdder:
     rank: SavedRank
     shards: list[FileHeader]
     batches: list[FileBatch]
-    recorded: list[tuple[Slices, ...]]
     expected: tuple[Slices, ...]
     index: int
-    buffer: FlatBuffer
+    buffers: list[FlatBuffer]
     columns: dict[str, tuple[str, array[int], array[int]]] = field(default_factory=dict)
 
     def add(self) -> None:
-        builder, shards = self.builder, self.shards
-        if not self.buffer.by_parameter:
-            self._add_empty(shards[0])
+        builder, shards, layout = self.builder, self.shards, self.buffers[0]
         apart = bool(builder.save.swaps) or _keeps_whole_momentum(builder.save, shards[0].require_optim(), self.index)
         for files in self.batches:
             for batch in files.split() if apart else (files,):
                 self._add_batch(batch)
-        states = {state: PartitionedState(self.buffer, *column) for state, column in self.columns.items()}
-        for place, (name, shape) in enumerate(zip(self.buffer.names, self.buffer.shapes, strict=True)):
-            if states and count(shape):
-                builder.add_storage(self.rank, name, shape, place, states, shards[0])
+        for number, buffer in enumerate(self.buffers):
+            own = slice(number * layout.parts, (number + 1) * layout.parts)
+            if not layout.by_parameter:
+                self._add_empty(buffer, shards[own.start])
+            states = {
+                state: PartitionedState(buffer, dtype, records[own], begins[own])
+                for state, (dtype, records, begins) in self.columns.items()
+                if max(records[own]) >= 0
+            }
+            for place, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
+                if states and count(shape):
+                    builder.add_storage(self.rank, name, shape, place, states, shards[own.start])
 
-    def _add_empty(self, shard: FileHeader) -> None:
+    def _add_empty(self, buffer: FlatBuffer, shard: FileHeader) -> None:
         """Add parameters without elements, which older releases keep in the groups."""
-        for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True):
+        for name, shape in zip(buffer.names, buffer.shapes, strict=True):
             if not count(shape):
                 empty = replace(shard.require_optim().masters[self.index], shape=shape)
                 self.builder.add(self.rank, name, MASTER, shard, empty)
+
+    def _list_cuts(self, part: int) -> list[Cut]:
+        number, part = divmod(part, self.buffers[0].parts)
+        return self.buffers[number].cuts(part)
 
     def _add_batch(self, batch: FileBatch) -> None:
         """Add the masters and the optimizer's states.
@@ -245,32 +257,33 @@ class _BufferAdder:
 
     def _check_masters(self, batch: FileBatch) -> None:
         """Verify the sizes and the parameters of the files' partitions."""
-        partition = self.buffer.partition
+        partition = self.buffers[0].partition
         sizes = zip(batch.pick(self.index, "numel"), batch.pick_padding(self.index), strict=True)
         totals = [size + padding for size, padding in sizes]
         for header, size in zip(batch.headers, totals, strict=True) if totals.count(partition) < len(totals) else ():
             if size != partition:
-                kind = "sub-group" if self.buffer.by_parameter else "partition"
+                kind = "sub-group" if self.buffers[0].by_parameter else "partition"
                 raise CheckpointError(
                     f"{kind} {self.index} has {size} elements, {partition} are expected. "
                     "The file belongs to another run or world size; put the right one back.",
                     path=self.builder.save.path(header),
                 )
-        if not self.buffer.by_parameter:
+        if not self.buffers[0].by_parameter:
             self._check_slices(batch)
 
     def _check_slices(self, batch: FileBatch) -> None:
         """Refuse files of another rank or run by their ``param_slice_mappings``, which round robin makes wrong."""
-        recorded = self.recorded[self.index] if self.index < len(self.recorded) else ((),) * len(self.shards)
-        zero = batch.headers[0].config.get("zero_optimization") or {}
+        zero, headers = batch.headers[0].config.get("zero_optimization") or {}, batch.headers
+        expected = [self.expected[part % len(self.expected)] for part in batch.parts]
+        recorded = [each.slices[self.index] if self.index < len(each.slices) else () for each in batch.optims]
+        if recorded != expected and not zero.get("round_robin_gradients"):
+            for header, actual, wanted in zip(headers, recorded, expected, strict=True):
+                self._compare_slices(header, actual, wanted)
+        ends = [slices[-1][1] + slices[-1][2] if slices else 0 for slices in self.expected]
         sizes = batch.pick(self.index, "numel")
-        for part, header, numel in zip(batch.parts, batch.headers, sizes, strict=True):
-            expected = self.expected[part]
-            if recorded[part] != expected and not zero.get("round_robin_gradients"):
-                self._compare_slices(header, recorded[part], expected)
-            _, start, size = expected[-1] if expected else ("", 0, 0)
-            if start + size > numel:
-                cut = next(cut for cut in self.buffer.cuts(part) if cut.offset + cut.numel > numel)
+        for part, header, numel in zip(batch.parts, headers, sizes, strict=True):
+            if ends[part % len(ends)] > numel:
+                cut = next(cut for cut in self._list_cuts(part) if cut.offset + cut.numel > numel)
                 raise CheckpointError(
                     f"{cut.name} ends beyond the fp32 partition of group {self.index} "
                     f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run.",
@@ -303,16 +316,17 @@ class _BufferAdder:
         )
         if _keeps_whole_momentum(self.builder.save, optim, self.index):
             states = self._add_momentum(shard, batch.parts[0], states)
-        stored = optim.masters[self.index].numel if optim.elastic else self.buffer.partition
+        stored = optim.masters[self.index].numel if optim.elastic else self.buffers[0].partition
         params = list(map(self.rank.param, self._list_names(batch)))
         for state in self.builder.sort_states(params, states, stored, shard):
             self._put_pieces(state, pieces[state], batch)
 
     def _list_names(self, batch: FileBatch) -> Iterable[str]:
         """Return the parameters with elements in some files."""
-        if len(batch.parts) == self.buffer.parts:
-            return [name for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True) if count(shape)]
-        return dict.fromkeys(cut.name for part in batch.parts for cut in self.buffer.cuts(part))
+        if len(batch.parts) == len(self.shards):
+            pairs = (zip(buffer.names, buffer.shapes, strict=True) for buffer in self.buffers)
+            return [name for name, shape in chain(*pairs) if count(shape)]
+        return dict.fromkeys(cut.name for part in batch.parts for cut in self._list_cuts(part))
 
     def _put_pieces(self, state: str, piece: int, batch: FileBatch) -> None:
         """Record the locations of a state in files."""
@@ -326,13 +340,13 @@ class _BufferAdder:
     def _put(
         self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]
     ) -> None:
-        missing = array("q", [-1]) * self.buffer.parts
+        missing = array("q", [-1]) * len(self.shards)
         dtype, record_numbers, begins = self.columns.setdefault(state, (piece.dtype, missing, missing[:]))
         if dtype != piece.dtype:
-            name, shard = self.buffer.cuts(parts[0])[0].name, self.shards[parts[0]]
+            name, shard = self._list_cuts(parts[0])[0].name, self.shards[parts[0]]
             shape = self.rank.shapes[name]
             self.builder.refuse_mismatch(shard, self.rank.param(name), state, (piece.dtype, shape), (dtype, shape))
-        if len(parts) == self.buffer.parts:  # all, in order
+        if len(parts) == len(self.shards):  # all, in order
             record_numbers[:], begins[:] = array("q", records), array("q", offsets)
             return
         for part, record, offset in zip(parts, records, offsets, strict=True):
@@ -343,7 +357,8 @@ class _BufferAdder:
 
         The rank's own elements form the atom; those beyond its partition repeat elements of other ranks.
         """
-        states, touched = dict(tensor_states.states), self.buffer.join_touched(part)
+        number, own = divmod(part, self.buffers[0].parts)
+        states, touched = dict(tensor_states.states), self.buffers[number].join_touched(own)
         piece = states.pop(MOMENTUM, None)
         if piece is None or piece.fault:
             return tensor_states
@@ -351,7 +366,7 @@ class _BufferAdder:
             fault = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
             return replace(tensor_states, states=states, other={**tensor_states.other, MOMENTUM: fault})
         inside, beyond = [], []
-        cuts = {cut.name: cut for cut in self.buffer.cuts(part)}
+        cuts = {cut.name: cut for cut in self._list_cuts(part)}
         for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
             cut = cuts.get(name, Cut(name, 0, 0, 0))  # in one tensor with parameters of this partition
             if cut.numel:
@@ -369,10 +384,14 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
     return MOMENTUM in optim.traits.list_whole(hyper, offloaded=offloaded)
 
 
-def _count_elements(optim: OptimHeader, index: int) -> int:
-    """Return the elements of a rank's partition with padding, which ZeRO 1/2 strip from the masters."""
+def _measure(save: Save, stage: int, index: int, share: GroupShare) -> tuple[int, int | None]:
+    """Return the number of partitions of a flat buffer and the elements of one; None under ZeRO 3.
+
+    The elements include padding, which ZeRO 1/2 strip from the masters.
+    """
+    optim = save.shard(stage, share.ranks[0]).require_optim()
     padding = optim.paddings[index] if optim.traits.strips_padding and index < len(optim.paddings) else 0
-    return optim.masters[index].numel + padding
+    return len(share.ranks), None if save.is_sharded else optim.masters[index].numel + padding
 
 
 def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHeader], optimized: set[str]) -> None:
