@@ -59,7 +59,7 @@ def find_helpers(engine: Any) -> dict[str, Any]:
 
 
 def check_scheduler(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Compare the numbers of param groups of saved and live scheduler."""
+    """Refuse another number of param groups: torch's schedulers would use the rates of other groups."""
     state = saved.get("lr_scheduler")
     old = state.get("base_lrs") if isinstance(state, Mapping) else None
     new = getattr(engine.lr_scheduler, "base_lrs", None)

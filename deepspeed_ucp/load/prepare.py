@@ -232,6 +232,9 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
 
     Args:
         filled: parameters that will be filled; the file starts as a copy of the swap file if there are others.
+
+    Raises:
+        DiskFullError: there is no room for the file.
     """
     memory: torch.Tensor
     if buffer.swap is None:

@@ -68,7 +68,11 @@ class States:
 
 
 def _allocate_state(flat: EngineBuffer, state: str, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an optimizer state, in a file if the buffer is swapped (with the masters' dtype)."""
+    """Allocate an optimizer state, in a file if the buffer is swapped (with the masters' dtype).
+
+    Raises:
+        DiskFullError: there is no room for the file.
+    """
     if flat.swap is None:
         return torch.empty(flat.find_shape(state), dtype=dtype, device=flat.tensor.device)
     allocated: torch.Tensor = flat.swap.make(flat.buffer.partition, state)
@@ -238,7 +242,7 @@ class OptimizerMatch:
         return bool(self.saved_states(flat)) or any(scalars.get(param) for param in self.saved_params(flat))
 
     def _join_scalars(self, flat: EngineBuffer) -> dict[str, Any]:
-        """Return the scalars that a flat buffer's parameters have in common."""
+        """Return the scalars of a flat buffer's parameters; refuse different ones, since it has one step count."""
         joined: dict[str, tuple[Any, ParamKey]] = {}
         for param in self.saved_params(flat):
             for key, value in self.index.scalars.get(param, {}).items():
