@@ -28,62 +28,62 @@ class Wrapped(NamedTuple):
     """One method or function that is wrapped.
 
     Attributes:
-        after: it is wrapped after the import of this module.
-        module: module of the method or function, which ``after`` imports.
+        module: it is wrapped after the import of this module, in which it is found by its name.
         name: ``Class.method``, or a function.
         room: module of this package that has the replacement.
         replacement: function there, called with the original and its arguments.
         newer: older supported releases lack it and do not need it; else a warning is logged if it is missing.
+        home: the module that has the name instead, which ``module`` imports.
     """
 
-    after: str
     module: str
     name: str
     room: str
     replacement: str
     newer: bool = False
+    home: str = ""
 
 
 TABLE = [
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.load_checkpoint", "hook", "_load_checkpoint"),
-    Wrapped(_ENGINE, _CONFIG, "DeepSpeedConfig._configure_train_batch_size", "hook", "_configure_train_batch_size"),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._check_for_duplicates", "hook", "_check_for_duplicates"),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._configure_checkpointing", "hook", "_configure_checkpointing"),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.save_checkpoint", "hook", "_save_checkpoint"),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_save", newer=True),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.forward", "hook", "_forward"),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.backward", "hook", "_backward"),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
-    Wrapped(_PIPELINE, _PIPELINE, "PipelineEngine.train_batch", "hook", "_train_batch"),
-    Wrapped(_BUILDER, _BUILDER, "OpBuilder.jit_load", "compiling", "jit_load", newer=True),
+    Wrapped(_ENGINE, "DeepSpeedEngine.load_checkpoint", "hook", "_load_checkpoint"),
+    Wrapped(
+        _ENGINE, "DeepSpeedConfig._configure_train_batch_size", "hook", "_configure_train_batch_size", home=_CONFIG
+    ),
+    Wrapped(_ENGINE, "DeepSpeedEngine._check_for_duplicates", "hook", "_check_for_duplicates"),
+    Wrapped(_ENGINE, "DeepSpeedEngine._configure_checkpointing", "hook", "_configure_checkpointing"),
+    Wrapped(_ENGINE, "DeepSpeedEngine.save_checkpoint", "hook", "_save_checkpoint"),
+    Wrapped(_ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_save", newer=True),
+    Wrapped(_ENGINE, "DeepSpeedEngine.forward", "hook", "_forward"),
+    Wrapped(_ENGINE, "DeepSpeedEngine.backward", "hook", "_backward"),
+    Wrapped(_ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
+    Wrapped(_PIPELINE, "PipelineEngine.train_batch", "hook", "_train_batch"),
+    Wrapped(_BUILDER, "OpBuilder.jit_load", "compiling", "jit_load", newer=True),
 ]
 """All wrapped methods and functions, DeepSpeed's first."""
 
-_HF, _ACCELERATE, _SCHEDULER = "transformers.trainer", "accelerate.accelerator", "accelerate.scheduler"
+_HF, _ACCELERATE = "transformers.trainer", "accelerate.accelerator"
 TABLE += [
-    Wrapped(_HF, _HF, "Trainer.train", "trainers.huggingface", "train"),
-    Wrapped(_HF, _HF, "Trainer._load_optimizer_and_scheduler", "trainers.huggingface", "load_scheduler"),
-    Wrapped(_HF, _HF, "Trainer._save_optimizer_and_scheduler", "trainers.huggingface", "save_optimizer_and_scheduler"),
-    Wrapped(_HF, _HF, "Trainer.compute_loss", "trainers.huggingface", "compute_loss"),
-    Wrapped(_HF, _HF, "Trainer._inner_training_loop", "trainers.huggingface", "inner_training_loop"),
-    Wrapped(_HF, _HF, "Trainer.set_initial_training_values", "trainers.huggingface", "set_initial_training_values"),
-    Wrapped(_HF, _HF, "deepspeed_load_checkpoint", "trainers.huggingface", "load_engine"),
-    Wrapped(_HF, _HF, "Trainer._load_rng_state", "trainers.huggingface", "load_rng_state"),
-    Wrapped(_HF, _HF, "Trainer._finalize_training", "trainers.huggingface", "finalize_training", newer=True),
-    Wrapped(_HF, _HF, "rotate_checkpoints", "trainers.huggingface", "rotate_checkpoints", newer=True),
-    Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator._prepare_deepspeed", "trainers.accelerating", "prepare_deepspeed"),
-    Wrapped(
-        _ACCELERATE, _ACCELERATE, "Accelerator.prepare_data_loader", "trainers.accelerating", "prepare_data_loader"
-    ),
-    Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.save_state", "trainers.accelerating", "save_state"),
-    Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.load_state", "trainers.accelerating", "load_state"),
-    Wrapped(_ACCELERATE, _SCHEDULER, "AcceleratedScheduler.step", "trainers.accelerating", "step_scheduler"),
+    Wrapped(_HF, "Trainer.train", "trainers.huggingface", "train"),
+    Wrapped(_HF, "Trainer._load_optimizer_and_scheduler", "trainers.huggingface", "load_scheduler"),
+    Wrapped(_HF, "Trainer._save_optimizer_and_scheduler", "trainers.huggingface", "save_optimizer_and_scheduler"),
+    Wrapped(_HF, "Trainer.compute_loss", "trainers.huggingface", "compute_loss"),
+    Wrapped(_HF, "Trainer._inner_training_loop", "trainers.huggingface", "inner_training_loop"),
+    Wrapped(_HF, "Trainer.set_initial_training_values", "trainers.huggingface", "set_initial_training_values"),
+    Wrapped(_HF, "deepspeed_load_checkpoint", "trainers.huggingface", "load_engine"),
+    Wrapped(_HF, "Trainer._load_rng_state", "trainers.huggingface", "load_rng_state"),
+    Wrapped(_HF, "Trainer._finalize_training", "trainers.huggingface", "finalize_training", newer=True),
+    Wrapped(_HF, "rotate_checkpoints", "trainers.huggingface", "rotate_checkpoints", newer=True),
+    Wrapped(_ACCELERATE, "Accelerator._prepare_deepspeed", "trainers.accelerating", "prepare_deepspeed"),
+    Wrapped(_ACCELERATE, "Accelerator.prepare_data_loader", "trainers.accelerating", "prepare_data_loader"),
+    Wrapped(_ACCELERATE, "Accelerator.save_state", "trainers.accelerating", "save_state"),
+    Wrapped(_ACCELERATE, "Accelerator.load_state", "trainers.accelerating", "load_state"),
+    Wrapped(_ACCELERATE, "AcceleratedScheduler.step", "trainers.accelerating", "step_scheduler"),
 ]
 
 _MEGATRON, _TRAINING = "megatron.checkpointing", "megatron.training"  # Megatron-DeepSpeed's
 TABLE += [
-    Wrapped(_MEGATRON, _MEGATRON, "load_checkpoint", "trainers.megatron", "load_checkpoint"),
-    Wrapped(_TRAINING, _TRAINING, "_create_ds_config_dict", "trainers.megatron", "create_ds_config", newer=True),
+    Wrapped(_MEGATRON, "load_checkpoint", "trainers.megatron", "load_checkpoint"),
+    Wrapped(_TRAINING, "_create_ds_config_dict", "trainers.megatron", "create_ds_config", newer=True),
 ]
 
 for _package, _fabric in (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")):
@@ -91,13 +91,13 @@ for _package, _fabric in (("lightning.pytorch", "lightning.fabric"), ("pytorch_l
     _FABRIC = f"{_fabric}.fabric"
     _PRECISION = f"{_package}.plugins.precision.deepspeed"
     TABLE += [
-        Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.load_checkpoint", "trainers.lightning", "load_checkpoint"),
-        Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.save_checkpoint", "trainers.lightning", "save_checkpoint"),
-        Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.remove_checkpoint", "trainers.lightning", "remove_checkpoint"),
-        Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.teardown", "trainers.lightning", "teardown"),
-        Wrapped(_PRECISION, _PRECISION, "DeepSpeedPrecision.backward", "trainers.lightning", "backward"),
-        Wrapped(_LOOP, _LOOP, "_TrainingEpochLoop.on_run_start", "trainers.lightning", "on_run_start"),
-        Wrapped(_FABRIC, _FABRIC, "Fabric._setup_dataloader", "trainers.lightning", "setup_dataloader"),
+        Wrapped(_STRATEGY, "DeepSpeedStrategy.load_checkpoint", "trainers.lightning", "load_checkpoint"),
+        Wrapped(_STRATEGY, "DeepSpeedStrategy.save_checkpoint", "trainers.lightning", "save_checkpoint"),
+        Wrapped(_STRATEGY, "DeepSpeedStrategy.remove_checkpoint", "trainers.lightning", "remove_checkpoint"),
+        Wrapped(_STRATEGY, "DeepSpeedStrategy.teardown", "trainers.lightning", "teardown"),
+        Wrapped(_PRECISION, "DeepSpeedPrecision.backward", "trainers.lightning", "backward"),
+        Wrapped(_LOOP, "_TrainingEpochLoop.on_run_start", "trainers.lightning", "on_run_start"),
+        Wrapped(_FABRIC, "Fabric._setup_dataloader", "trainers.lightning", "setup_dataloader"),
     ]
 
 _originals: dict[tuple[Any, str], Any] = {}
@@ -126,7 +126,7 @@ def install_when_imported() -> None:
     _finder.awake = True
     if _finder not in sys.meta_path:  # never removed: another thread's import would skip a finder
         sys.meta_path.insert(0, _finder)
-    for name in dict.fromkeys(wrapped.after for wrapped in TABLE):
+    for name in dict.fromkeys(wrapped.module for wrapped in TABLE):
         if name not in sys.modules:
             continue
         module = importlib.import_module(name)  # waits for an import in another thread
@@ -146,7 +146,7 @@ class _Finder:
         self.awake = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if not self.awake or all(name != wrapped.after for wrapped in TABLE):
+        if not self.awake or all(name != wrapped.module for wrapped in TABLE):
             return None
         finders = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (find(name, path, target) for find in finders)), None)
@@ -184,9 +184,9 @@ def get_default() -> bool | Mapping[str, Any] | None:
 
 def _attach(module: ModuleType) -> None:
     for wrapped in TABLE:
-        if wrapped.after == module.__name__:
+        if wrapped.module == module.__name__:
             kind, _, name = wrapped.name.rpartition(".")
-            home = importlib.import_module(wrapped.module)
+            home = importlib.import_module(wrapped.home) if wrapped.home else module
             _wrap(getattr(home, kind, None) if kind else home, name, wrapped)
     if module.__name__ == _ENGINE and not hasattr(module.DeepSpeedEngine, "ucp_report"):
         module.DeepSpeedEngine.ucp_report = None
@@ -198,7 +198,7 @@ def _wrap(owner: Any, name: str, wrapped: Wrapped) -> None:
     if not hasattr(owner, name):
         if not wrapped.newer and wrapped not in _reported_missing:
             _reported_missing.add(wrapped)
-            library = wrapped.after.partition(".")[0]
+            library = wrapped.module.partition(".")[0]
             logger.warning(
                 f"this release of {library} has no {wrapped.name}, which deepspeed_ucp replaces: a resume may lose "
                 "state. Use a release listed in docs/trainers.md."

@@ -133,7 +133,7 @@ from tests.support.interpreter import FAKE, run_python
 replaced = sys.modules["deepspeed_ucp.trainers.replaced"] = types.ModuleType("replaced")
 replaced.call = lambda original, *args, **kwargs: "ours, " + original(*args, **kwargs)
 for name in ("Trainer.train", "Trainer.save", "load", "Trainer.of_another_release", "Gone.train"):
-    attach.TABLE.append(attach.Wrapped("library.trainer", "library.trainer", name, "trainers.replaced", "call"))
+    attach.TABLE.append(attach.Wrapped("library.trainer", name, "trainers.replaced", "call"))
 
 def use():
     from library import calls, trainer
@@ -164,7 +164,7 @@ def test_a_trainer_is_wrapped_like_deepspeed(order: str) -> None:
 def test_a_missing_method_is_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Unless old releases do not need it."""
     trainer = ModuleType("library.trainer")
-    row = attach.Wrapped("library.trainer", "library.trainer", "Trainer.of_another_release", "hook", "resume")
+    row = attach.Wrapped("library.trainer", "Trainer.of_another_release", "hook", "resume")
     monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
     monkeypatch.setattr(attach, "TABLE", [row, row._replace(name="of_a_newer_one", newer=True)])
     for _ in range(2):

@@ -57,7 +57,7 @@ def test_the_words_for_off_are_the_configurations() -> None:
 
 def test_every_library_that_is_wrapped_wakes_it() -> None:
     """A library whose import has begun would be wrapped too late."""
-    assert set(startup.LIBRARIES) == {each.after.partition(".")[0] for each in attach.TABLE}
+    assert set(startup.LIBRARIES) == {each.module.partition(".")[0] for each in attach.TABLE}
 
 
 def test_an_error_is_one_line() -> None:
