@@ -114,6 +114,9 @@ def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
     Args:
         default_on: True, or a mapping of options, turns the plugin on for engines whose ds_config does not mention it.
             Options in a ds_config take precedence.
+
+    Raises:
+        ImportError: DeepSpeed is not installed.
     """
     if default_on is not None:
         _settings["default_on"] = default_on

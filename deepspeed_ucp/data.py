@@ -172,6 +172,9 @@ class Order(ABC):
 
         Args:
             name: name in saves, unique among the orders of one engine.
+
+        Raises:
+            ConfigError: the engine has another total batch.
         """
         if engine.train_batch_size() != self.total_batch:
             raise ConfigError(
