@@ -111,7 +111,7 @@ class Comm:
         try:
             return work()
         except UcpError as error:
-            error.shared, error.echo = True, self.rank > 0
+            self.common(error)
             raise
 
     def each(self, work: Callable[[], T]) -> list[T]:
@@ -140,6 +140,11 @@ class Comm:
         packed, report = self.broadcast((packed, _describe(error)), rank)
         self._raise_first([report], error, rank)
         return self._unpack(packed)  # type: ignore[no-any-return]
+
+    def common(self, error: UcpError) -> UcpError:
+        """Mark an error that every rank raises, and return it."""
+        error.shared, error.echo = True, self.rank > 0
+        return error
 
     def is_common(self, error: UcpError) -> bool:
         """Return True if every rank raises the error, so that all can continue together."""

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ..comm import Comm
-from ..errors import CheckpointError, raise_first
+from ..errors import CheckpointError
 from ..io.memory import Scratch
 from ..io.read import Checked
 from ..model.storage import ITEMSIZE, count
@@ -122,7 +122,7 @@ class Planner(DefaultSavePlanner):
             index = self.reader.index
             path = index.files[index.records[min(changed).record].file].path
             text = "was written to while it was exported. Export again when no save is under way."
-            comm.alike(lambda: raise_first([CheckpointError(text, path=path)]))
+            raise comm.common(CheckpointError(text, path=path))
 
 
 def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:

@@ -219,14 +219,14 @@ def _trust_own_files(job: LoadContext, folder: str, why: str) -> Choice:
     """Leave a load to DeepSpeed if each rank's files have the live topology (collective)."""
     if is_url(folder):
         text = f"{why}: only DeepSpeed's own load can read it, which reads no URLs. Copy it to a folder."
-        raise UnsupportedError(text, path=folder)
+        raise job.comm.common(UnsupportedError(text, path=folder))
     differences = find_own_differences(job, folder)
     if differences:
-        raise UnsupportedError(
+        text = (
             f"{why}: only DeepSpeed's own load can read it, and only in an unchanged topology. Differences: "
-            f"{shorten(differences, 4)}. Resume in the topology that saved it. {OWN_LOAD}",
-            path=folder,
+            f"{shorten(differences, 4)}. Resume in the topology that saved it. {OWN_LOAD}"
         )
+        raise job.comm.common(UnsupportedError(text, path=folder))
     return _leave_own_files(job, folder, why)
 
 

@@ -112,7 +112,8 @@ def _resume_newest_complete(job: LoadContext, newest: str) -> Loaded:
             if skipped:
                 job.warn("%s: resumed from %s; skipped: %s", load_dir, tag, " ".join(skipped))
             return loaded
-    raise CheckpointError(f"none of its {len(skipped)} checkpoints is whole: {' '.join(skipped)}", path=load_dir)
+    text = f"none of its {len(skipped)} checkpoints is whole: {' '.join(skipped)}"
+    raise job.comm.common(CheckpointError(text, path=load_dir))
 
 
 def _list_candidates(job: LoadContext, newest: str) -> Iterator[tuple[str, bool]]:
@@ -151,7 +152,8 @@ def _resume_tag(job: LoadContext, tag: str) -> Loaded:
             return _run_deepspeed_load(job, folder, target)
     if job.unknown:
         names = shorten(job.unknown)
-        raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {names}.")
+        text = f"load_checkpoint got arguments that this release does not know: {names}."
+        raise comm.common(UnsupportedError(text))
     return _load(job, folder, index, target)
 
 

@@ -57,7 +57,8 @@ def find_tag(
     comm.alike(partial(_compare_asked, load_dir, asked))
     ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback)
     errors: list[str] = []
-    newest = chosen = None
+    newest: str | None = None
+    chosen: str | None = None
     for place in places:  # stops at the first place that has it: a store out of reach takes long to fail
         tags, faults, others = zip(*comm.each(partial(ask, place)), strict=True)
         errors += filter(None, faults)
@@ -72,7 +73,7 @@ def find_tag(
     if chosen is not None and _is_somewhere(places, chosen, comm):
         return chosen
     if newest is None:
-        comm.alike(lambda: _refuse(errors[0]))
+        raise comm.common(CheckpointError(errors[0]))
     if comm.rank == 0:
         logger.warning("%s Falling back to the newest one by step, seal and time: %s", errors[0], newest)
     return newest
@@ -159,10 +160,6 @@ def suggest_fallback(comm: Comm, has_older: Callable[[], bool]) -> Iterator[None
 _FALLBACK = '"fallback": true loads the newest checkpoint that is complete.'
 
 
-def _refuse(text: str, path: str = "") -> None:
-    raise CheckpointError(text, path=path)
-
-
 def find_all_tags(places: Sequence[str]) -> set[str]:
     """The tags in all places together."""
     return {tag for place in places for tag in find_tags(place)}
@@ -218,7 +215,7 @@ def report_absent(places: Sequence[str], comm: Comm, *, require: bool, saved_to:
     text = f"{first}, nothing to resume" if is_absent else f"{first}, no checkpoint to resume"
     if require:
         fault = " ".join([f'{text}, and "require" is on.', *seen, "Check the path."])
-        comm.alike(lambda: _refuse(fault, places[0]))
+        raise comm.common(CheckpointError(fault, path=places[0]))
     if comm.rank:
         return
     text = f"{text}: training begins from scratch"

@@ -260,7 +260,7 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
             f"different values: the largest difference is {size:.3e} at element {element}. To load their mean, use: "
             f'"patterns": {{"rules": [{{"match": "{key.name}", "pattern": "partial"}}]}}.'
         )
-        comm.alike(lambda: raise_first([MismatchError(text)]))
+        raise comm.common(MismatchError(text))
 
 
 def check_overlaps(atoms: Sequence[tuple[Atom, Layout]], index: AtomicIndex, comm: Comm) -> None:
@@ -309,7 +309,7 @@ def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iter
             f"{untied[0]} is held by {index.instances[untied[0]]} pipeline stages with different values; they "
             "must be equal. The folder mixes files of several saves."
         )
-        comm.alike(lambda: raise_first([CheckpointError(text)]))
+        raise comm.common(CheckpointError(text))
     dropped = sorted(name for name in diverged if counts.get(name, 1) != index.instances[name])
     if dropped and comm.rank == 0:
         logger.warning(

@@ -307,6 +307,18 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused(name: str, upstream:
 
 
 @pytest.mark.usefixtures("uncovered")
+@pytest.mark.parametrize("folder", ["s3://bucket/run", ""])
+def test_a_refusal_by_all_ranks_is_one_error(folder: str, tmp_path: Path) -> None:
+    """Rank 0 alone prints it."""
+    torch.save({**EMPTY_STATES, "mp_world_size": 2}, tmp_path / STATES)
+    found = World(2).run(lambda _, comm: choose_loader(make_job(NodeLocalEngine(), comm), folder or str(tmp_path)))
+    assert [(type(each), each.shared, each.echo) for each in found] == [
+        (UnsupportedError, True, False),
+        (UnsupportedError, True, True),
+    ]
+
+
+@pytest.mark.usefixtures("uncovered")
 def test_the_files_of_every_node_are_searched_for_code(tmp_path: Path) -> None:
     """Two containers of one machine with separate folders."""
     for rank in range(2):
