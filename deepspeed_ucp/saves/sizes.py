@@ -46,7 +46,7 @@ def estimate_saves(engine: Any, config: UniversalConfig) -> None:
     needed = int(MARGIN * needed)
     text = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
     if needed > free:
-        raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')
+        raise comm.common(ConfigError(f'{text}. {ADVICE}, or leave out "save".'))
     if comm.rank == 0:
         wanted = 2 * needed * (1 + min(options.copies, len(nodes) - 1))
         few = "" if free >= wanted else "; it does not hold two, so the last one is deleted before the next is written"

@@ -72,7 +72,8 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
                 logger.warning("%s: resuming from it; skipped: %s", folder, " ".join(skipped))
             return folder
         skipped.append(fault)
-    raise CheckpointError(f"neither it nor one before it is complete: {' '.join(skipped)}", path=folders[0])
+    text = f"neither it nor one before it is complete: {' '.join(skipped)}"
+    raise comm.common(CheckpointError(text, path=folders[0]))
 
 
 def _list_folders(output: str, most: float = math.inf) -> list[str]:

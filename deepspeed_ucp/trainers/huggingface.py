@@ -211,10 +211,11 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         total = live.total
     is_changed = fit != (micro, live.accumulation)
     if is_changed and by_trial and not hasattr(trainer, "_prepare_for_training"):
-        raise UnsupportedError(
+        text = (
             f"{folder}: transformers 4 makes gradients of another size with auto_find_batch_size and accumulation. "
             f"Resume without it, with per_device_train_batch_size={fit[0]}, or with transformers 5."
         )
+        raise comm.common(UnsupportedError(text))
     if is_changed or by_trial:
         _set_batch(trainer, *fit, total, asked=micro * live.accumulation)
     _record_begun(trainer, job, (live.ranks, fit[1]))

@@ -353,7 +353,7 @@ def test_an_older_folder_is_used_if_the_newest_is_incomplete(
     shutil.rmtree(older)
     with pytest.raises(CheckpointError, match="neither it nor one before it is complete") as error:
         choose(True, tmp_path, fallback=True)
-    assert "save_only_model" not in str(error.value)
+    assert "save_only_model" not in str(error.value) and error.value.shared
 
 
 def test_a_restarted_run_skips_broken_folders(saved: Saved, tmp_path: Path, ucp_worlds: WorldPool) -> None:

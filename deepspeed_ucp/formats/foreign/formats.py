@@ -55,7 +55,7 @@ on all ranks.
 def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex, list[Finding]]:
     """Return the index of a foreign checkpoint, and warnings; collective."""
     if kind == names.MEGATRON:
-        raise UnsupportedError(names.REFUSAL, path=where.folder)
+        raise comm.common(UnsupportedError(names.REFUSAL, path=where.folder))
     taken = names.pick_model(kind, [name for name in where.entries if names.holds(kind, name)])
     chosen = where.choose(taken.__contains__)
     contents, findings = READERS[kind](chosen, comm)
