@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -217,23 +217,19 @@ def _match_extra_states(
         return {}
     if odd := sorted(used ^ stored):
         in_layers = [] if stored else job.comm.once(lambda: find_dropped_extra(index))
-        job.comm.alike(lambda: _report_odd(job, odd, in_layers))
+        fact, advice = f"extra states that one side lacks: {shorten(odd)}", "ignores missing and extra ones"
+        if in_layers:
+            fact = f"extra states in a pipeline's layer files are not loaded: {shorten(in_layers, 3)}"
+            advice = "keeps those of this model"
+        if job.load_module_strict:
+            text = f"The model and the checkpoint differ: {fact}. load_module_strict=False {advice}."
+            raise job.comm.common(MismatchError(text))
+        job.warn("load_module_strict=False, passing over %s", fact)
     common = {plain[key]: live[key] for key in live if key in plain}
     if common and index.written_degrees[0] > 1 and not _has_saved_degrees(index, target):
         text = "%s: modules of all tensor-parallel ranks get the extra states of the first saved rank: %s"
         job.warn(text, index.state_file, shorten(common, 3))
     return common
-
-
-def _report_odd(job: LoadContext, odd: Sequence[str], in_layers: Sequence[str]) -> None:
-    """Refuse extra states that one side lacks, or log them; ``in_layers`` are those of a pipeline's layer files."""
-    fact, advice = f"extra states that one side lacks: {shorten(odd)}", "ignores missing and extra ones"
-    if in_layers:
-        fact = f"extra states in a pipeline's layer files are not loaded: {shorten(in_layers, 3)}"
-        advice = "keeps those of this model"
-    if job.load_module_strict:
-        raise MismatchError(f"The model and the checkpoint differ: {fact}. load_module_strict=False {advice}.")
-    job.warn("load_module_strict=False, passing over %s", fact)
 
 
 def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
