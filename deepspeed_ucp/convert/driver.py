@@ -17,8 +17,15 @@ from dataclasses import dataclass
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UnsupportedError, shorten
 from ..formats.deepspeed.seal import OF_CONVERSIONS, Seal, SealedFile
-from ..formats.universal.index import Fingerprint, Manifest, dump_index, find_unplain, place_file, read_manifest
-from ..formats.universal.universal import find_faults
+from ..formats.universal.index import (
+    Fingerprint,
+    Manifest,
+    dump_index,
+    find_faults,
+    find_unplain,
+    place_file,
+    read_manifest,
+)
 from ..io.disk import check_space, create_file, explain_full, write_atomically
 from ..io.memory import Scratch
 from ..io.read import Checked, combine_crc32, crc32

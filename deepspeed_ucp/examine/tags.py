@@ -13,7 +13,7 @@ from ..errors import CheckpointError, UcpError
 from ..formats.deepspeed.files import find_foreign, scan_if_there
 from ..formats.deepspeed.naming import Naming
 from ..formats.foreign.names import PARTS, TRAINER_STATE, is_foreign
-from ..formats.latest import LOST, Age, find_age, find_checkpoint, find_tags, holds_foreign, is_checkpoint
+from ..formats.latest import LOST, Age, find_checkpoint, find_known_age, find_tags, holds_foreign, is_checkpoint
 from ..formats.open import survey_checkpoint
 from ..io.store import list_tree
 from ..model.wrappers import STATELESS
@@ -64,7 +64,7 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, A
             report.require()
     except UcpError as error:
         fault = error
-    age = find_age([where])
+    age = find_known_age([where])
     if index and index.format:
         files = {name: entry for name, entry in files.items() if is_foreign(name)}
         times = (entry.changed for entry in files.values())

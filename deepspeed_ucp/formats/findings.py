@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +19,20 @@ from ..errors import (
     fold_names,
     shorten,
 )
+from ..io.interface import explain_failure
+from ..torchsave.objects import describe
 
 FAULT, WARNING, NOTE = "fault", "warning", "note"
 """Severities: the checkpoint cannot be loaded; it can, with a risk; information."""
 
 COPY = 'Copy the missing files here, name a place that has it ("also", --also), or load another tag.'
 """Remedy for missing files. A load adds ``fallback`` where that option applies."""
+
+REPORT = "Update deepspeed_ucp, or report this message with the version of the library that wrote the file."
+"""Remedy for a value that no known writer saves."""
+
+_LONGEST = 200
+"""Maximum characters of another error's text."""
 
 _MOST = 16
 """Maximum number of findings in one error."""
@@ -127,3 +136,23 @@ def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     order = (FAULT, WARNING, NOTE)
     unique = {(finding.kind, finding.file, finding.text): finding for finding in findings}
     return tuple(sorted(unique.values(), key=lambda f: (order.index(f.severity), f.file, f.kind, f.text)))
+
+
+@contextmanager
+def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None]:
+    """Convert errors of the block to an error that names file, field and value; errors of this package pass unchanged.
+
+    Args:
+        field: key of the value in the file.
+        value: for the message.
+    """
+    try:
+        yield
+    except UcpError:
+        raise
+    except OSError as error:
+        raise explain_failure(path, "read", error) from error
+    except (Exception, MemoryError) as error:  # an unexpected value can upset each reader in its own way
+        subject = f"its {field} is {describe(value)}, a form" if field else "its contents have a form"
+        text = f"{type(error).__name__}: {error}"[:_LONGEST]
+        raise UnsupportedError(f"{subject} that is not supported ({text}). {REPORT}", path=path) from error

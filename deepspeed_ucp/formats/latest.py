@@ -1,6 +1,6 @@
 """Find the checkpoint in a folder: its tags, ``latest``, which names one of them, and the older ones for a fallback.
 
-All functions raise CheckpointError if a folder cannot be listed or a file cannot be read.
+All functions raise CheckpointError if a folder cannot be listed, a file cannot be read, or there is no such checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from ..errors import CheckpointError, UcpError, shorten, suggest
+from ..errors import CheckpointError, OutOfReachError, UcpError, shorten, suggest
 from ..io.interface import explain_failure
 from ..io.paths import UPLOAD, find_tag_folder, normalize
 from ..io.staging import LATEST as UNIVERSAL
@@ -57,12 +57,7 @@ _LONGEST = 4096
 
 
 def read_tag(path: str) -> str:
-    """Read the tag from a ``latest`` file: a relative path of a folder.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CheckpointError: the file cannot be read, is empty, or names a path outside its folder.
-    """
+    """Read the tag from a ``latest`` file: a relative path of a folder; FileNotFoundError without the file."""
     try:
         data = read_small(path, _LONGEST + 1)
         tag = data.decode("utf-8").strip()
@@ -129,8 +124,8 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
 def _refuse_later(load_dir: str, converted: str) -> None:
     """Raise if there are tags of later steps than the atomic checkpoint that is taken because ``latest`` is missing."""
     step = find_age([os.path.join(load_dir, converted)]).step
-    tags = find_tags(load_dir) if step >= 0 else []
-    if later := [tag for tag in tags if find_age([os.path.join(load_dir, tag)]).step > step]:
+    ages = _find_ages([load_dir]) if step >= 0 else {}
+    if later := [tag for tag, age in ages.items() if age.step > step]:
         raise CheckpointError(
             f"{os.path.join(load_dir, LATEST)} is missing, and {UNIVERSAL} names {converted} of step {step}, but there "
             f"are later checkpoints: {shorten(later)}. Name one (tag=… of load_checkpoint, or its folder), or write it "
@@ -258,11 +253,7 @@ def _list_folders(folder: str) -> list[str]:
 
 
 def check_tag(load_dir: str, tag: str) -> str:
-    """Return the folder of a tag.
-
-    Raises:
-        CheckpointError: the tag does not exist; the message lists the existing tags.
-    """
+    """Return the folder of a tag; if it does not exist, the error lists the existing tags."""
     folder = find_folder(load_dir, str(tag))
     if not leads_to_folder(folder):
         if not leads_to_folder(load_dir):
@@ -285,9 +276,6 @@ def find_checkpoint(path: str) -> str:
     """Find the folder of the checkpoint at ``path``, as a load does.
 
     ``latest`` is followed, else ``latest_universal``; a folder with state files is the checkpoint itself.
-
-    Raises:
-        CheckpointError: there is no checkpoint; the message describes the folder.
     """
     folder = path.rstrip("/") or path
     if not leads_to_folder(folder):
@@ -319,14 +307,8 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
         named = read_tag(os.path.join(parent, name))
         is_there = leads_to_folder(os.path.join(parent, named))
     except FileNotFoundError:
-        return [
-            Finding(
-                "latest",
-                name,
-                f"no `{name}` in its parent folder: load_checkpoint needs tag={tag!r}, or this folder",
-                NOTE,
-            )
-        ]
+        text = f"no `{name}` in its parent folder: load_checkpoint needs tag={tag!r}, or this folder"
+        return [Finding("latest", name, text, NOTE)]
     except CheckpointError as error:
         return [Finding("latest", name, str(error), WARNING)]
     if not is_there:
@@ -347,21 +329,24 @@ class Age(NamedTuple):
     Attributes:
         step: from the model states; -1 if unknown.
         sealed: whether the tag has a seal.
-        time: time of the earliest state file; later ones may be copies.
+        time: time of the earliest state file; later ones may be copies. 0 if unknown.
     """
 
-    step: int
-    sealed: bool
-    time: float
+    step: int = -1
+    sealed: bool = False
+    time: float = 0.0
 
     def is_before(self, other: Age) -> bool:
         """Return True if the tag may be older than another one; times count only if a step is unknown."""
-        return self.time <= other.time if -1 in (self.step, other.step) else self.step <= other.step
+        if -1 in (self.step, other.step):
+            return self.time <= other.time or not other.time
+        return self.step <= other.step
 
 
 def find_newest(load_dir: str) -> str | None:
     """Return the tag that was saved last; None without tags."""
-    return max(find_tags(load_dir), key=lambda tag: find_age([os.path.join(load_dir, tag)]), default=None)
+    ages = _find_ages([load_dir])
+    return max(ages, key=ages.__getitem__, default=None)
 
 
 def list_older(places: Sequence[str], tag: str) -> list[str]:
@@ -370,27 +355,42 @@ def list_older(places: Sequence[str], tag: str) -> list[str]:
     Args:
         places: folders of all tags. The earliest time of a tag's copies counts.
     """
-    above, folders = os.path.dirname(tag), defaultdict[str, list[str]](list)
+    above = os.path.dirname(tag)
+    ages = _find_ages(places, above)
+    newest = ages.pop(os.path.basename(tag), Age())
+    older = [name for name, age in ages.items() if age.is_before(newest)]
+    return [tag, *(os.path.join(above, name) for name in sorted(older, key=ages.__getitem__, reverse=True))]
+
+
+def _find_ages(places: Sequence[str], above: str = "") -> dict[str, Age]:
+    """Return the ages of all tags in the folder ``above`` of some places."""
+    folders = defaultdict[str, list[str]](list)
     for place in places:
         for name in find_tags(os.path.join(place, above)):
-            folders[os.path.join(above, name)].append(os.path.join(place, above, name))
-    ages = {candidate: find_age(copies) for candidate, copies in folders.items()}
-    newest = ages.pop(tag, None)
-    older = [candidate for candidate, age in ages.items() if newest is None or age.is_before(newest)]
-    return [tag, *sorted(older, key=ages.__getitem__, reverse=True)]
+            folders[name].append(os.path.join(place, above, name))
+    return {name: find_known_age(copies) for name, copies in folders.items()}
+
+
+def find_known_age(folders: Sequence[str]) -> Age:
+    """Return the age of a tag, as far as it is known if a fault of its ``ucp_published.json`` prevents a load."""
+    try:
+        return find_age(folders)
+    except OutOfReachError:
+        raise
+    except CheckpointError:
+        return Age()
 
 
 def find_age(folders: Sequence[str]) -> Age:
     """Return the age of a tag with copies in some folders."""
-    listed = [(folder, sorted(entries.items())) for folder, entries in map(list_published, folders)]
-    times = [entry.changed for _, entries in listed for name, entry in entries if is_state_file(name)]
-    time = min(filter(None, times), default=0.0)  # 0 if unknown
-    step = next((step for folder, entries in listed for step in _read_steps(folder, [name for name, _ in entries])), -1)
-    return Age(step, any(_exists(os.path.join(folder, SEAL)) for folder, _ in listed), time)
+    listed = [*map(list_published, folders)]
+    times = (entry.changed for _, entries in listed for name, entry in entries.items() if is_state_file(name))
+    step = next((step for folder, entries in listed for step in _read_steps(folder, entries)), -1)
+    return Age(step, any(SEAL in entries for _, entries in listed), min(filter(None, times), default=0.0))
 
 
 def _read_steps(folder: str, names: Iterable[str]) -> Iterable[int]:
-    for name in [name for name in names if holds_run(name)][:_TRIED]:
+    for name in sorted(filter(holds_run, names))[:_TRIED]:
         with suppress(UcpError):  # reported when the tag is loaded
             step = read_file(folder, name).require_model().counters.get("global_steps")
             if isinstance(step, int):
@@ -411,7 +411,12 @@ def is_sealed(places: Sequence[str], tag: str) -> bool:
 def _has_seal(folder: str) -> bool:
     if _exists(os.path.join(folder, SEAL)):
         return True
-    published = resolve_published(folder)
+    try:
+        published = resolve_published(folder)
+    except OutOfReachError:
+        raise
+    except CheckpointError:  # reported when the tag is loaded
+        return False
     return published != folder and _exists(os.path.join(published, SEAL))
 
 

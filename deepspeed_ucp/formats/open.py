@@ -12,8 +12,6 @@ from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
 from ..extensions.registry import SaveExtension
 from ..io.paths import find_tag_folder, normalize
-from ..io.read import sum_range
-from ..io.store import open_stored
 from ..model.index import AtomicIndex, SavedJob
 from .deepspeed.files import find_foreign, holds_atoms, holds_optimizer
 from .deepspeed.gather import ReadResults, find_other_step, gather_save, identify_save, skip_faulty
@@ -26,7 +24,7 @@ from .deepspeed.save import Save
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
 from .foreign.formats import survey_foreign
 from .foreign.names import TRAINER_STATE
-from .places import FileTable, find_files, list_by_host, list_files
+from .places import FileTable, find_files, list_by_host, list_files, sum_file
 from .universal.universal import survey_atomic
 
 if TYPE_CHECKING:  # pydantic takes long to import
@@ -44,9 +42,9 @@ class FolderReport:
     Attributes:
         files: all files, also in further places.
         atomic: whether it is an atomic checkpoint.
-        manifest: of an atomic checkpoint, if it has one.
         index: the atomic view; None if faults prevent it.
         findings: faults, equal on all ranks; warnings and notes, on rank 0.
+        manifest: of an atomic checkpoint, if it has one.
         extensions: special cases of a save.
     """
 
@@ -68,11 +66,7 @@ class FolderReport:
         return make_error(finding for finding in self.findings if finding.kind not in ("unnamed", "unsupported"))
 
     def require(self) -> AtomicIndex:
-        """Return the index of a checkpoint without faults.
-
-        Raises:
-            UcpError: all faults.
-        """
+        """Return the index of a checkpoint without faults; raise all faults as one error."""
         error = make_error(self.findings)
         if error is not None:
             raise error
@@ -116,14 +110,9 @@ def open_checkpoint(folder: str, comm: Comm, naming: Naming | None = None, *, al
 def survey_checkpoint(
     folder: str, comm: Comm, naming: Naming | None = None, *, also: Sequence[str] = ()
 ) -> FolderReport:
-    """Read the headers of a checkpoint's files and collect all findings; collective.
+    """Read the headers of a checkpoint's files and collect all findings; arguments as of :func:`open_checkpoint`.
 
-    Args:
-        also: the tag's folder in further places.
-
-    Raises:
-        CheckpointError: the folder cannot be listed, or machines hold different files under one name.
-        ConfigError: the groups have an invalid form.
+    Only errors of the listing are raised, and ConfigError for groups of an invalid form.
     """
     return survey_files(find_files([folder, *also], comm), comm, naming)
 
@@ -149,20 +138,17 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
 
     Args:
         also: the same folder in further places.
-
-    Raises:
-        UcpError: the files cannot be read, or hold no checkpoint.
     """
     where = find_files([folder, *also], Comm())
     entries = where.entries
     if not holds_atoms(entries) and find_foreign(entries) is not None:
         index = survey_files(where, Comm()).require()
         return replace(index.job, weights_alone=index.is_weights_alone)
-    name = "mp_rank_00_model_states.pt"
+    save = Save.of(where)
     if holds_atoms(entries):
+        name = save.name("model" if save.names["model"] else "model_zero3", 0, 0)
         first = [where.read(name, lambda folder: read_file(folder, name))]
     else:
-        save = Save.of(where)
         error = make_error(identify_save(save, ReadResults(where, Comm())))
         if error is not None and not save.first:
             raise error
@@ -188,9 +174,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
         local: every node has its own folder, and gets the seal.
 
     Raises:
-        CheckpointError: the files are damaged or of several saves; no seal is written.
-        UnsupportedError: the kind of checkpoint is not supported.
-        StorageError: the seal cannot be written.
+        UcpError: the files have faults, so that no seal is written; or the seal cannot be written.
     """
     from .deepspeed.seal import write_seal
 
@@ -205,7 +189,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
 
     headers = comm.run(check)
     swaps = {header.name: header.size for header in headers if header.swap}
-    crcs = where.share(list(swaps), lambda name: _sum_file(where.folder, name, swaps[name]), comm)
+    crcs = where.share(list(swaps), lambda name: sum_file(where.path(name), swaps[name]), comm)
     sums = dict(zip(swaps, crcs, strict=True))
     sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
     if where.access.is_partial:
@@ -213,11 +197,6 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
         comm.run(lambda: write_seal(where.folder, sealed, hosts) if where.is_first else None)
     else:
         comm.once(lambda: write_seal(where.folder, sealed))
-
-
-def _sum_file(folder: str, name: str, size: int) -> int:
-    with open_stored(os.path.join(folder, name), os.POSIX_FADV_SEQUENTIAL) as file:
-        return sum_range(file, 0, size)
 
 
 def _list_earlier(findings: Iterable[Finding]) -> list[str]:

@@ -123,11 +123,7 @@ class FileTable:
         return [self.folders[place] for place in holders] or [self.folder]
 
     def read(self, name: str, work: Callable[[str], T]) -> T:
-        """Call ``work`` with the folders that have a file, until one call succeeds.
-
-        Raises:
-            CheckpointError, UnsupportedError: the error in the first folder, if ``work`` fails in all.
-        """
+        """Call ``work`` with the folders that have a file, until one call succeeds; else raise the first error."""
         folders = {join_path(folder, name): folder for folder in self.list_folders(name)}
         first, *_ = paths = [*folders]
         return self._failover.read(paths, lambda path: work(folders[path]), first)
@@ -152,9 +148,6 @@ class FileTable:
 
         Args:
             apply, first: as in :meth:`.Comm.share`; ``first`` applies if every rank can read all files.
-
-        Raises:
-            UcpError: the first failing rank's error, the same on all ranks.
         """
         access = self.find_access(names)
         if not access.is_partial:
@@ -170,14 +163,11 @@ class FileTable:
 
 
 def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] = list_entries) -> FileTable:
-    """Find the files of a checkpoint; collective.
+    """Find the files of a checkpoint; collective. Refuses different files under one name on several machines.
 
     Args:
         folders: the tag's folder by place.
         list_place: lists one of them.
-
-    Raises:
-        CheckpointError: no rank sees any file, or machines hold different files under one name; equal on all ranks.
     """
     stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
     for folder, entries, _ in stores.values():
@@ -215,11 +205,7 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
 
 
 def list_files(folder: str, comm: Comm) -> FileTable:
-    """List a folder that every rank sees, on one rank; collective.
-
-    Raises:
-        CheckpointError: the folder cannot be listed; equal on all ranks.
-    """
+    """List a folder that every rank sees, on one rank; collective."""
     folder, entries = comm.once(lambda: list_published(folder, list_entries))
     note_listed(folder, entries)
     return FileTable.of(folder, entries)
@@ -330,9 +316,15 @@ def _sum_content(path: str, entry: Entry) -> object:
     """Return a CRC32 that identifies a file's content, else its time of change."""
     crc = _sum(path)
     if crc is None and entry.size <= _SMALL:
-        with suppress(UcpError), open_stored(path, os.POSIX_FADV_SEQUENTIAL) as file:
-            return sum_range(file, 0, entry.size)
+        with suppress(UcpError):
+            return sum_file(path, entry.size)
     return entry.changed if crc is None else crc
+
+
+def sum_file(path: str, size: int) -> int:
+    """Return the CRC32 of a file's bytes."""
+    with open_stored(path, os.POSIX_FADV_SEQUENTIAL) as file:
+        return sum_range(file, 0, size)
 
 
 def _sum(path: str) -> int | None:

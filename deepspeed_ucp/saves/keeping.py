@@ -137,11 +137,10 @@ def _find_step(folder: str, marker: str) -> int | None:
     """Return the step of the complete save in a folder, or None."""
     try:
         named = os.path.join(folder, read_tag(os.path.join(folder, LATEST)))
+        is_there = os.path.isdir(named) and os.path.exists(os.path.join(folder, marker))
+        return find_age([named]).step if is_there else None
     except (UcpError, OSError):
         return None
-    if not os.path.isdir(named) or not os.path.exists(os.path.join(folder, marker)):
-        return None
-    return find_age([named]).step
 
 
 def finish_here() -> None:

@@ -257,7 +257,9 @@ def is_setting(value: Any) -> bool:
 
 
 def to_member(value: Any) -> Any:
-    """Return the value of an enum member (any call with one number or string); other values unchanged."""
+    """Return an enum member's value (any call with one number or string) or a dtype's name; other values unchanged."""
+    if isinstance(value, Global) and is_dtype(value.kind):
+        return value.name
     if isinstance(value, PickledObject) and len(value.args) == 1 and isinstance(value.args[0], (int, str)):
         return value.args[0]
     return value

@@ -17,6 +17,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.files import PUBLISHED
 from deepspeed_ucp.formats.latest import find_checkpoint
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.store import write_small
@@ -98,6 +99,16 @@ def test_an_invalid_latest_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["list", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "latest is empty" in printed.err and "; a resume fails: " in printed.out.splitlines()[0]
+
+
+def test_a_damaged_pointer_hides_no_other_tag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / PUBLISHED).write_text("{")
+    assert main(["list", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "2 checkpoints, 1 not complete; a resume takes " in printed
+    assert f"broken: {PUBLISHED}: is no valid JSON" in printed
 
 
 def test_a_store_is_listed(tmp_path: Path, run_json: Any) -> None:

@@ -15,6 +15,7 @@ from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedEr
 from deepspeed_ucp.formats import check_tag, find_tags, read_latest
 from deepspeed_ucp.formats.deepspeed.files import (
     NO_AXIS,
+    PUBLISHED,
     SEAL,
     SwapName,
     list_entries,
@@ -32,6 +33,7 @@ from deepspeed_ucp.formats.latest import (
     list_older,
     list_unsealed,
 )
+from deepspeed_ucp.io.staging import LATEST as UNIVERSAL
 from tests.formats.saves import STATES, check_refused, open_alone, shard
 from tests.support.damage import refuse_path
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
@@ -320,6 +322,23 @@ def test_tags_are_ordered_by_step_then_seal_then_time(tmp_path: Path) -> None:
     assert list_older([place], "final") == ["final", "sealed", "copy", "old"]
     assert find_age([str(tmp_path / "old")]) == (3, False, 99.0)
     assert find_age([str(tmp_path / "absent"), str(tmp_path / "sealed")]) == (9, True, 7.0)
+
+
+def test_a_tag_with_a_damaged_pointer_hides_no_other_tag(tmp_path: Path) -> None:
+    """A fallback skips such a tag like any other damaged one."""
+    for tag, step in (("new", 9), ("old", 3)):
+        write_checkpoint(tmp_path, TINY, random_state(TINY, 0), Topology(1, 1), tag=tag, run=Run(step))
+    touch(tmp_path / "broken", PUBLISHED)
+    touch(tmp_path / "old", SEAL)
+    place = str(tmp_path)
+    assert find_newest(place) == "new"
+    assert list_older([place], "new") == ["new", "old", "broken"]
+    assert list_older([place], "broken") == ["broken", "new", "old"]
+    assert list_unsealed([place], ["new", "old", "broken"]) == {"new", "broken"}
+    (tmp_path / "latest").unlink()
+    (tmp_path / UNIVERSAL).write_text("old")
+    with pytest.raises(CheckpointError, match=r"there are later checkpoints: new\."):
+        read_latest(place)
 
 
 def test_tags_without_a_seal_are_listed_if_others_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.statedict import LAYOUTS
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.deepspeed.headers import Piece
 from deepspeed_ucp.formats.foreign import contents
 from deepspeed_ucp.formats.foreign.contents import Contents, StoredTensor, TensorBlock, make_index
 from deepspeed_ucp.formats.places import FileTable
@@ -395,7 +396,7 @@ def make_tensor(folder: Path, shape: tuple[int, int], *boxes: tuple[int, int, in
     for row, column, *block in boxes:
         nbytes = block[0] * block[1] * 4
         record = FileRecord(f"{at}", at, nbytes, None)
-        chunks.append(TensorBlock((row, column), (block[0], block[1]), "it", record))
+        chunks.append(TensorBlock((row, column), "it", Piece(record, 0, (block[0], block[1]), "float32")))
         at += nbytes
     (folder / "it").touch()
     os.truncate(folder / "it", at)
@@ -431,7 +432,8 @@ def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
 def test_a_block_beyond_its_record_is_refused(tmp_path: Path) -> None:
     held, table = make_tensor(tmp_path, (4, 4), (0, 0, 4, 4))
     tensor = held.weights["w"]
-    moved = replace(tensor, chunks=(replace(tensor.chunks[0], begin=4),))
+    (block,) = tensor.chunks
+    moved = replace(tensor, chunks=(replace(block, piece=replace(block.piece, offset=4)),))
     with pytest.raises(CheckpointError, match="w: 64 bytes do not fit into 64 of the file's 64"):
         make_index(replace(held, weights={"w": moved}), table)
 

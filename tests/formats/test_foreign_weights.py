@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
@@ -77,6 +78,11 @@ def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, message:
     assert str(found.value).isprintable() and len(str(found.value)) < 500
 
 
+def test_metadata_may_be_null(tmp_path: Path) -> None:
+    write_header(tmp_path / "model.safetensors", {"__metadata__": None, "a": tell()}, 8)
+    assert load_file(tmp_path / "model.safetensors").keys() == {key.name for key in open_alone(tmp_path).atoms} == {"a"}
+
+
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", ".metadata"]
 )
@@ -86,6 +92,42 @@ def test_special_files_are_refused(tmp_path: Path, name: str, target: str | None
         save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
     (tmp_path / name).symlink_to(target) if target else os.mkfifo(tmp_path / name)
     check_refused(tmp_path, "FIFO|device|No such file")
+
+
+def write_shard(folder: Path, number: int, tensors: dict[str, tuple[torch.Tensor, list[int]]]) -> Path:
+    """Write a rank's file as ``HuggingFaceStorageWriter`` does: tensors with their first index in the whole ones."""
+    offsets = json.dumps({name: {"saved_offsets": begin} for name, (_, begin) in tensors.items()})
+    path = folder / f"shard-{number:05d}-model-00001-of-00001.safetensors"
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": offsets}
+    save_file({name: tensor.contiguous() for name, (tensor, _) in tensors.items()}, path, metadata)
+    return path
+
+
+def test_shards_of_each_rank_are_joined_as_torch_joins_them(tmp_path: Path) -> None:
+    """Of two ranks, without consolidation: cut rows, cut columns, and a tensor that one rank has whole."""
+    rows, columns = torch.arange(15.0).view(5, 3), torch.arange(8.0).view(2, 4).bfloat16()
+    whole, joined = torch.arange(2.0), tmp_path / "joined"
+    joined.mkdir()
+    write_shard(tmp_path, 1, {"r": (rows[:3], [0, 0]), "c": (columns[:, :2], [0, 0]), "w": (whole, [0])})
+    second = write_shard(tmp_path, 2, {"r": (rows[3:], [3, 0]), "c": (columns[:, 2:], [0, 2])})
+    index = open_alone(tmp_path)
+    consolidate_safetensors_files(str(tmp_path), str(joined), dict.fromkeys("rcw", 1))
+    for found in (index, open_alone(joined)):
+        for name, value in (("r", rows), ("c", columns), ("w", whole)):
+            assert read_whole(found, found.atoms[name, MODULE, 0]).equal(value)
+    write_shard(tmp_path, 2, {"r": (rows[4:], [4, 0])})
+    with pytest.raises(CheckpointError, match=r"elements \[9, 12\) are missing"):
+        open_alone(tmp_path)
+    write_shard(tmp_path, 2, {"r": (rows[2:], [2, 0])})
+    with pytest.raises(CheckpointError, match="covered twice"):
+        open_alone(tmp_path)
+    write_shard(tmp_path, 2, {"r": (rows[3:].double(), [3, 0])})
+    with pytest.raises(CheckpointError, match="r is in .* and in another file"):
+        open_alone(tmp_path)
+    second.unlink()
+    save_file({"w": whole}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="w is in .* and in another file"):
+        open_alone(tmp_path)
 
 
 def test_a_file_truncated_after_its_header_was_read(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """File names in a DeepSpeed checkpoint folder (engine.py ``_get_ckpt_name`` and similar functions).
 
-Functions that list folders raise CheckpointError if a folder cannot be listed.
+Functions that list folders raise CheckpointError if a folder cannot be listed or holds the files of two saves.
 """
 
 from __future__ import annotations
@@ -76,9 +76,6 @@ def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> st
 
     Args:
         entries: names in the folder, if known; if that file is not among them, it is not read.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, or its folder name is invalid.
     """
     path = os.path.join(folder, PUBLISHED)
     if PUBLISHED not in entries:
@@ -123,8 +120,7 @@ def list_published(
 ) -> tuple[str, Mapping[str, Entry]]:
     """Return the folder with a tag's files and its entries, by default empty if the tag does not exist.
 
-    Raises:
-        CheckpointError: as :func:`resolve_published`; or a later save, by DeepSpeed, is in the tag's folder.
+    Refuses a tag into which DeepSpeed has saved later.
     """
     entries = list_place(folder)
     published = resolve_published(folder, entries)
@@ -161,9 +157,6 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
 
     Returns:
         name without suffix → file to read; other file → file that is read instead.
-
-    Raises:
-        CheckpointError: there are two files of one rank's optimizer states, or files with and without suffix.
     """
     groups: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name in names:
@@ -261,10 +254,6 @@ def sort_names(folder: str, names: Collection[str]) -> tuple[dict[str, dict[Key,
 
     Returns:
         role → key → file, and each file that is not read → the file with the same content that is read.
-
-    Raises:
-        UnsupportedError: the kind of checkpoint is not supported.
-        CheckpointError: the folder holds files of two saves, or no model states.
     """
     chosen, copies = choose_copies(folder, names)
     for bare in sorted(chosen):

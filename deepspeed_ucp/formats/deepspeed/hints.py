@@ -7,17 +7,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...tensor_parallel.metadata import INFO
-from ...torchsave.objects import (
-    Global,
-    PickledObject,
-    TensorRef,
-    describe,
-    has_more_parts,
-    is_dtype,
-    is_short,
-    to_member,
-    to_number,
-)
+from ...torchsave.objects import PickledObject, TensorRef, describe, has_more_parts, is_short, to_member, to_number
 
 _NUMBERS = ("checkpoint_version", "iteration")
 _PLAIN = (str, int, float, bool, type(None))
@@ -30,9 +20,6 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
     Dataclass instances become dicts of their fields with their class's name under ``__class__``. ``args`` (a Namespace
     or a dict, see Megatron-DeepSpeed's ``checkpointing.py``) keeps only scalars and lists of scalars.
-
-    Raises:
-        ValueError: a value has more parts than any run writes.
     """
     for key in (INFO, "args"):
         if has_more_parts(tree.get(key), _MOST_PARTS):
@@ -68,9 +55,9 @@ def simplify_object(value: Any) -> Any:
         return sorted((simplify_object(item) for item in value), key=str)
     if isinstance(value, TensorRef):
         return None if value.data is None else value.item()
-    if isinstance(value, Global) and is_dtype(value.kind):
-        return value.name
-    return _simplify_made(value) if isinstance(value, PickledObject) else None
+    if isinstance(value, PickledObject):
+        return _simplify_made(value)
+    return None if (plain := to_member(value)) is value else plain
 
 
 def _simplify_key(key: Any) -> Any:
@@ -116,15 +103,12 @@ def _is_flat(value: Any) -> bool:
 
 
 def join_hints(hints: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Merge the hints of every model-parallel rank's file.
+    """Merge the hints of every model-parallel rank's file; refuse contradictory ones.
 
     Ranks may describe only their local parameters: dicts and lists are merged. ``args`` come from the first rank.
 
     Args:
         hints: (path, hints) of each file, starting with the first model-parallel rank.
-
-    Raises:
-        CheckpointError: two files contradict each other.
     """
     joined: dict[str, Any] = {}
     first = ""

@@ -24,13 +24,7 @@ from .zero import build_zero
 
 
 def build_index(save: Save, naming: Naming) -> AtomicIndex:
-    """Build the index of a save whose headers have been read.
-
-    Raises:
-        CheckpointError: files are of several saves, or lack parts of the state.
-        UnsupportedError: a kind of checkpoint that is not covered.
-        MismatchError: stage 0 with other param groups than the live ones.
-    """
+    """Build the index of a save whose headers have been read; errors as of :func:`~..open.open_checkpoint`."""
     _refuse_engines(save, naming)
     builder = Builder(save, save.tp)
     if any(save.shards):
@@ -93,17 +87,8 @@ def make_index(
     optim: OptimHeader | None,
     topology: Topology,
     groups: tuple[GroupInfo, ...],
-    *,
-    recorded: Mapping[str, dict[str, Any]] | None = None,
-    dropped: str = "",
 ) -> AtomicIndex:
-    """Combine a builder's parts with the model states.
-
-    Args:
-        optim: the header with loss scaler and clipping.
-        recorded: patterns in the files.
-        dropped: reason why buffers and frozen parameters may be missing.
-    """
+    """Combine a builder's parts with the model states; ``optim`` has the loss scaler and clipping."""
     save = builder.save
     model = save.model(0)
     client = tuple(builder.record(save.main, record) for record in model.others)
@@ -131,10 +116,8 @@ def make_index(
         buffers=frozenset(name for header in save.first_models for name in header.buffers),
         instances=builder.instances,
         hints=join_hints((save.path(headers[0]), save.model(mp).hints) for mp, headers in enumerate(save.models)),
-        recorded=dict(recorded or {}),
         irregular={**builder.irregular, **_find_lost_states(save, atoms)},
         unreadable=builder.unreadable,
-        dropped=dropped,
         unnoticed=tuple(_find_unnoticed(builder.save, topology)),
         ambiguous=builder.ambiguous,
     )

@@ -25,11 +25,6 @@ def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
 
     Args:
         tied: names of parameters of a pipeline's tied modules, if the model states lack them.
-
-    Raises:
-        CheckpointError: a layer with parameters has no file.
-        UnsupportedError: names in a nested dict are ambiguous; or files of several tied modules have buffers or frozen
-            parameters and cannot be distinguished.
     """
     if builder.save.is_pipeline:
         for extension in builder.save.extensions:
@@ -176,11 +171,7 @@ def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
 
 
 def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[str, Piece]:
-    """Return a file's ``module`` by parameter names; a nested dict's keys are matched with the known names.
-
-    Raises:
-        UnsupportedError: names in a nested dict are ambiguous.
-    """
+    """Return a file's ``module`` by parameter names; a nested dict's keys are matched with the known names."""
     model = header.require_model()
     module = model.module or {}
     if not model.nested:

@@ -127,12 +127,7 @@ class NamedOptimizer:
 
 
 def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]:
-    """Convert the param groups that the user describes to the form of a live optimizer's.
-
-    Raises:
-        ConfigError: neither ``"module"`` nor a list of lists of names.
-        MismatchError: ``"module"`` for a pipeline, whose files do not record the names of tied layers.
-    """
+    """Convert the param groups that the user describes to the form of a live optimizer's."""
     lists = [] if isinstance(groups, str) else groups
     if groups != MODULE_GROUP and (
         not lists or any(isinstance(names, str) or not all(isinstance(n, str) for n in names) for names in lists)
@@ -198,10 +193,22 @@ def describe_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str,
     )
 
 
-def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Refuse groups in another order than the saved ones, as equal shapes would hide it."""
-    if len(saved) != len(live):
+def check_order(part: NamedOptimizer, live: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Refuse live groups or parameters in another order than the saved ones, unless the file has names.
+
+    Args:
+        live: hyper-parameters of the live groups.
+    """
+    if part.optim.names is not None and part.groups == [*part.optim.names]:
         return
+    if len(part.optim.groups) == len(live):
+        _check_group_order(part.optim.groups, live, path)
+    if not part.optim.traits.is_flat and len(part.names) == len(part.optim.tensors):
+        _check_state_shapes(part, path)
+
+
+def _check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Refuse groups in another order than the saved ones, as equal shapes would hide it."""
     keys = {key for group in (*saved, *live) for key in group} - set(CHANGING)
     shared = sorted(key for key in keys if all(key in group for group in (*saved, *live)))
     before, now = ([tuple(repr(group[key]) for key in shared) for group in groups] for groups in (saved, live))
@@ -213,11 +220,9 @@ def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping
         )
 
 
-def check_state_shapes(part: NamedOptimizer, path: str) -> None:
+def _check_state_shapes(part: NamedOptimizer, path: str) -> None:
     """Refuse states whose shapes are those of the parameters in another order."""
     optim, names = part.optim, part.names
-    if optim.traits.is_flat or len(names) != len(optim.tensors):
-        return
     known = {part.shapes[name] for name in names}
     for state in sorted({state for tensor in optim.tensors for state in tensor.states}):
         pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.tensors, strict=True) if state in h.states]
@@ -308,14 +313,11 @@ class ModuleOrder:
     apart: str = ""
 
     def follow(self, groups: GroupNames, hyper: Sequence[Mapping[str, Any]]) -> GroupNames:
-        """Return the live optimizer's param groups in the saved order.
+        """Return the live optimizer's param groups in the saved order; MismatchError if that order is uncertain.
 
         Args:
             groups: with the files' names.
             hyper: their hyper-parameters.
-
-        Raises:
-            MismatchError: the module has another order, and the saved optimizer's order is not certain.
         """
         known = [self._list_known(group) for group in groups]
         moved = [names for names in known if self._differ(names, self.now)]

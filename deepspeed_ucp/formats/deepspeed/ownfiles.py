@@ -17,9 +17,10 @@ from ...model.index import AtomicIndex, Use
 from ...model.topology import find_precision
 from ...torchsave.objects import to_member
 from ...torchsave.torchfile import read_header
+from ..findings import explain_form
 from .files import CLIENT, ZERO, scan_folder
 from .hints import read_hints
-from .reading import as_list, explain_form, list_globals, normalize_zero
+from .reading import as_list, list_globals, normalize_zero
 
 _STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
 """Suffixes of all files that DeepSpeed may unpickle."""

@@ -1,26 +1,27 @@
-"""Converts the object tree of a state file's pickle to a :class:`~.headers.FileHeader`."""
+"""Converts the object tree of a state file's pickle to a :class:`~.headers.FileHeader`.
+
+All readers raise the errors of :func:`read_file`. :func:`~..findings.explain_form` converts all other errors.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...extensions.registry import REGISTRY, find_for_tree
-from ...io.interface import explain_failure
 from ...io.memory import pause_collection
 from ...io.paths import join_path
+from ...model.flat import Shape
 from ...model.index import ASKED, BATCH_SIZES, BEGUN, HELPERS, SHUFFLED, Use, to_integer
 from ...model.storage import ITEMSIZE, strip_compiled
 from ...model.wrappers import SCALER_STATE, STAGE, Form, Wrapper, find_saved
 from ...torchsave.objects import (
-    Global,
     PickledObject,
     TensorRef,
     describe,
@@ -36,6 +37,7 @@ from ...torchsave.objects import (
 from ...torchsave.records import FileRecord
 from ...torchsave.repickle import write_pickle
 from ...torchsave.torchfile import TorchFile, read_header
+from ..findings import REPORT, explain_form
 from .files import holds_run, is_state_file, strip_writer
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
@@ -59,36 +61,7 @@ _EMPTY = FileRecord("", 0, 0, None)
 _MOST_ENTRIES = 2_000_000  # of a module's state_dict
 _MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
 _MOST_RANKS = 1 << 20
-_LONGEST_TEXT = 200  # characters of another error's text
 _LONGEST_NUMBER = 9  # characters of an integer that a ds_config has as text
-
-
-_REPORT = "Update deepspeed_ucp, or report this message with the version of the library that wrote the file."
-"""Remedy for a value that no known writer saves."""
-
-
-@contextmanager
-def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None]:
-    """Convert errors of the block to an error that names file, field and value.
-
-    Args:
-        field: key of the value in the file.
-        value: for the message.
-
-    Raises:
-        UnsupportedError: a value has an unexpected type or form. Errors of this package pass unchanged.
-        CheckpointError: the file does not exist or cannot be read.
-    """
-    try:
-        yield
-    except UcpError:
-        raise
-    except OSError as error:
-        raise explain_failure(path, "read", error) from error
-    except (Exception, MemoryError) as error:  # an unexpected value can upset each reader in its own way
-        subject = f"its {field} is {describe(value)}, a form" if field else "its contents have a form"
-        text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
-        raise UnsupportedError(f"{subject} that is not supported ({text}). {_REPORT}", path=path) from error
 
 
 def read_file(folder: str, name: str) -> FileHeader:
@@ -117,11 +90,8 @@ def read_file(folder: str, name: str) -> FileHeader:
 
 def list_globals(file: TorchFile) -> tuple[Use, ...]:
     """Return the uncommon classes and functions that a file's pickle names."""
-
-    def is_common(kind: str) -> bool:
-        return kind in _COMMON_GLOBALS or is_storage(kind) or is_dtype(kind)
-
-    rare = [use for use in file.uses.values() if use.steered or not is_common(use.kind)]
+    uses = (use for use in file.uses.values() if use.steered or use.kind not in _COMMON_GLOBALS)
+    rare = (use for use in uses if use.steered or not (is_storage(use.kind) or is_dtype(use.kind)))
     return tuple(dict.fromkeys([*rare, *file.members]))
 
 
@@ -158,22 +128,17 @@ def _keep_plain(section: dict[Any, Any]) -> dict[Any, Any]:
     """Return a section of a ds_config without other values than plain ones, dtypes (by name) and enum members."""
     kept: dict[Any, Any] = {}
     for key, value in section.items():
-        is_name = isinstance(value, Global) and is_dtype(value.kind)
-        plain = value.name if is_name else _keep_plain(value) if isinstance(value, dict) else to_member(value)
+        plain = _keep_plain(value) if isinstance(value, dict) else to_member(value)
         kept |= {key: plain} if _is_plain(plain) else {}
     return kept
 
 
 def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a ``zero_optimization`` section with integers for ``stage`` and ``mics_shard_size``, also from ``"3"``.
-
-    Raises:
-        TypeError, ValueError: a value that DeepSpeed does not accept.
-    """
+    """Return a ``zero_optimization`` section with integers for ``stage`` and ``mics_shard_size``, also from ``"3"``."""
     normalized = dict(section)
     for key in ("stage", "mics_shard_size"):
         if normalized.get(key) is not None:
-            value = read_stage(normalized[key])
+            value = normalized[key]
             normalized[key] = int(value) if isinstance(value, str) and len(value) < _LONGEST_NUMBER else _as_int(value)
     if normalized.get("stage") not in (None, 0, 1, 2, 3):
         raise ValueError(f"ZeRO stage {normalized['stage']!r:.40}")
@@ -200,6 +165,15 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (str, bytes, float)) or is_setting(value)
 
 
+def locate(ref: TensorRef, storages: Mapping[str, FileRecord]) -> Piece:
+    """Return a tensor's place in its file; in an empty record if the storage is not there."""
+    record = storages.get(ref.storage.key, _EMPTY)
+    itemsize = ITEMSIZE.get(ref.dtype)
+    if itemsize is None:
+        return Piece(record, 0, ref.shape, ref.dtype, f"dtype {ref.dtype} is not covered")
+    return Piece(record, ref.offset * itemsize, ref.shape, ref.dtype, ref.fault)
+
+
 class HeaderReader:
     """Converts one file's object tree to a header."""
 
@@ -211,10 +185,9 @@ class HeaderReader:
         tree = self.file.tree
         facts, writer = dict[str, Any](), dict[str, Any]()
         for extension in find_for_tree(tree):
-            for known, more in zip(
-                (facts, writer), extension.read_facts(tree, partial(self.read_field, tree)), strict=True
-            ):
-                known |= more
+            more_facts, more_writer = extension.read_facts(tree, partial(self.read_field, tree))
+            facts |= more_facts
+            writer |= more_writer
         checked = not self.file.unchecked
         named = list_globals(self.file)
         header = FileHeader(name, self.file.size, self.file.header_crc, named, writer=writer, checked=checked)
@@ -236,11 +209,7 @@ class HeaderReader:
         return replace(header, optim=self.read_optim(state))
 
     def read_field(self, tree: Mapping[Any, Any], key: str, read: Callable[[Any], T]) -> T:
-        """Return ``read`` of one entry of a dict; ``read`` gets None if the entry is missing.
-
-        Raises:
-            UnsupportedError: ``read`` does not know the form of the value.
-        """
+        """Return ``read`` of one entry of a dict; ``read`` gets None if the entry is missing."""
         value = tree.get(key)
         with explain_form(self.file.path, key, value):
             return read(value)
@@ -249,26 +218,15 @@ class HeaderReader:
         """Return a tensor's place in the file; refuse another value, or missing bytes."""
         if not isinstance(value, TensorRef):
             raise CheckpointError(f"{label} is no tensor but {describe(value)}.", path=self.file.path)
-        record = self.file.storages.get(value.storage.key, _EMPTY)
-        itemsize = ITEMSIZE.get(value.dtype)
-        if itemsize is None:
-            return Piece(record, 0, value.shape, value.dtype, f"dtype {value.dtype} is not covered")
-        if (value.offset + value.numel) * itemsize > record.nbytes:
+        piece = locate(value, self.file.storages)
+        if piece.offset + piece.numel * ITEMSIZE.get(piece.dtype, 0) > piece.record.nbytes:
             raise CheckpointError(f"the bytes of {label} are not all there; the file is damaged.", path=self.file.path)
-        return Piece(record, value.offset * itemsize, value.shape, value.dtype, value.fault)
+        return piece
 
     def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
-        """Read a file of model states; the caller applies :func:`explain_form`.
-
-        Raises:
-            CheckpointError: a tensor's bytes are missing, or another value takes the place of a tensor.
-            UnsupportedError: a value of an unexpected form, or an optimizer wrapper that is not covered.
-        """
+        """Read a file of model states; the caller applies :func:`explain_form`."""
         saved, field = tree.get("module"), partial(self.read_field, tree)
         module = None if saved is None else field("module", self.read_tensors)
-        shapes = field(
-            "param_shapes", lambda groups: tuple(tuple(_as_shapes(group).items()) for group in as_list(groups))
-        )
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
         fragments = tree.get("frozen_param_fragments") or {}
@@ -282,10 +240,10 @@ class HeaderReader:
             module=module,
             nested=isinstance(saved, dict) and _is_nested(saved),
             buffers=field("buffer_names", _as_names),
-            param_shapes=None if tree.get("param_shapes") is None else shapes,
+            param_shapes=field("param_shapes", _read_groups),
             frozen_shapes=frozen_shapes,
             frozen=frozen,
-            shared=field("shared_params", lambda pairs: dict(_as_pairs(pairs))),
+            shared=dict(field("shared_params", _as_pairs)),
             counters=self._read_counters(tree),
             batch=field("ds_config", _read_batch),
             optim=optim,
@@ -303,28 +261,17 @@ class HeaderReader:
         return counters
 
     def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
-        """Return the tensors of a state_dict, nested or not, by names joined with dots.
-
-        Raises:
-            TypeError: it is not a dict.
-        """
+        """Return the tensors of a state_dict, nested or not, by names joined with dots."""
         if not isinstance(module, dict):
             raise TypeError("a module's state_dict is expected")
         return _strip((name, self.make_piece(value, name)) for name, value in _walk_tensors(module))
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:
-        """Read an optimizer's state dict according to the wrapper that saved it.
-
-        Raises:
-            CheckpointError: as :meth:`read_model`.
-            UnsupportedError: as :meth:`read_model`, or saved by a DeepSpeed release that is too old.
-        """
+        """Read an optimizer's state dict according to the wrapper that saved it."""
         wrapper = find_saved(state)
         if wrapper is None:
-            raise UnsupportedError(
-                f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered. {_REPORT}",
-                path=self.file.path,
-            )
+            text = f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered. {REPORT}"
+            raise UnsupportedError(text, path=self.file.path)
         masters: list[Any] = state[wrapper.keys[0]] if wrapper.has_copies else []
         if wrapper.form is Form.SINGLE:
             masters = [tensor for group in masters for tensor in group]
@@ -341,10 +288,8 @@ class HeaderReader:
         """Add the stage, slices and paddings that ZeRO 1 and 2 and the BF16 wrapper save."""
         field = partial(self.read_field, state)
         if state.get("param_slice_mappings") is None:
-            raise UnsupportedError(
-                "no param_slice_mappings; saved by a DeepSpeed release too old. Load and save it with a newer one.",
-                path=self.file.path,
-            )
+            text = "no param_slice_mappings; saved by a DeepSpeed release too old. Load and save it with a newer one."
+            raise UnsupportedError(text, path=self.file.path)
         stage = field(STAGE, as_stage)
         return replace(
             header,
@@ -379,7 +324,7 @@ class HeaderReader:
         states = {key: self._read_states(saved.get(key, {})) for key in members}
         for key in members[:1]:  # states of the whole optimizer are recorded with its first parameter
             states[key] = replace(states[key], other=states[key].other | common)
-        kept = len(groups) if wrapper.is_flat else len(members)
+        kept, clip = len(groups) if wrapper.is_flat else len(members), to_number(state.get("clip_grad"))
         if wrapper.has_copies and not wrapper.is_cut and len(masters) != kept:
             raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {kept}")
         return OptimHeader(
@@ -391,7 +336,7 @@ class HeaderReader:
             groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
             partition_count=self.read_field(state, "partition_count", _as_ints),
             scaler=_read_scaler(state),
-            clip_grad=_read_clip(state.get("clip_grad")),
+            clip_grad=clip if isinstance(clip, float) or is_short(clip) else None,
             names=tuple(map(_as_names, named)) if not wrapper.has_copies and named and all(named) else None,
         )
 
@@ -479,39 +424,26 @@ def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
     return tuple(slices)
 
 
-def _read_clip(value: Any) -> float | None:
-    number = to_number(value)
-    return number if isinstance(number, float) or is_short(number) else None
-
-
 def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
     """Read the loss scaler's fields from the pickled object (ZeRO) or the dict (FP16 wrappers)."""
     scaler = state.get("loss_scaler")
     if isinstance(scaler, PickledObject) and isinstance(scaler.state, dict):
-        fields = _pick_numbers(scaler.state)
-        return {**fields, "dynamic": bool(scaler.state.get("dynamic", False))}
-    if "cur_scale" in state:
-        fields = _pick_numbers(state)
-        return {**fields, "dynamic": bool(state.get("dynamic_loss_scale", False))}
-    return {}
-
-
-def _pick_numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
+        fields, dynamic = scaler.state, scaler.state.get("dynamic")
+    elif "cur_scale" in state:
+        fields, dynamic = state, state.get("dynamic_loss_scale")
+    else:
+        return {}
     numbers = {key: to_number(fields[key]) for key in SCALER_STATE if key in fields}
     for key, number in numbers.items():
         if not _is_plain(number):
             raise TypeError(f"the loss scaler's {key} is {describe(number)}")
-    return numbers
+    return {**numbers, "dynamic": bool(dynamic)}
 
 
 def read_hyper(value: Any, path: str) -> Any:
-    """Return a hyper-parameter as plain data, or as an :class:`Unread` if it is not plain.
-
-    Raises:
-        UnsupportedError: it is larger than any hyper-parameter.
-    """
+    """Return a hyper-parameter as plain data, or as an :class:`Unread` if it is not plain."""
     if has_more_parts(value, _MOST_PARTS):
-        raise UnsupportedError(f"{describe(value)} is too large for a hyper-parameter. {_REPORT}", path=path)
+        raise UnsupportedError(f"{describe(value)} is too large for a hyper-parameter. {REPORT}", path=path)
     plain = _simplify(value)
     if _is_plain(plain):
         return plain
@@ -552,6 +484,10 @@ def _as_pairs(shared: Any) -> list[tuple[str, str]]:
     return [(one, other) for one, other in map(_as_names, pairs)]
 
 
+def _read_groups(groups: Any) -> tuple[tuple[tuple[str, Shape], ...], ...] | None:
+    return None if groups is None else tuple(tuple(_as_shapes(group).items()) for group in as_list(groups))
+
+
 def _as_names(values: Any) -> tuple[str, ...]:
     """Return atom names: names without torch.compile's prefix; refuse other types."""
     names = tuple(values or ())
@@ -560,7 +496,7 @@ def _as_names(values: Any) -> tuple[str, ...]:
     return tuple(map(strip_compiled, names))
 
 
-def _as_shapes(group: Any) -> dict[str, tuple[int, ...]]:
+def _as_shapes(group: Any) -> dict[str, Shape]:
     """Return shapes by name as saved, with torch.compile's prefix; refuse other types."""
     _as_names(group)  # only the check
     for name, shape in group.items():
@@ -583,7 +519,7 @@ _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "
 
 def as_stage(value: Any) -> int | None:
     """Return the number of a ZeRO stage; None if it is missing."""
-    return None if value is None else _as_int(read_stage(value))
+    return None if value is None else _as_int(value)
 
 
 def read_stage(value: Any) -> Any:
@@ -594,13 +530,8 @@ def read_stage(value: Any) -> Any:
 
 
 def _as_int(value: Any, least: int | None = None) -> int:
-    """Return a whole number, which DeepSpeed may save as a float, a 0-dim tensor or an enum's member.
-
-    Raises:
-        TypeError: another type, or a fraction: it is never rounded.
-        ValueError: out of range.
-    """
-    number = to_integer(to_number(value))
+    """Return a whole number, which DeepSpeed may save as a float, a 0-dim tensor or an enum's member."""
+    number = to_integer(to_number(read_stage(value)))
     if not isinstance(number, int):
         raise TypeError(f"{describe(number)} where a whole number is expected")
     if not is_short(number) or (least is not None and number < least):

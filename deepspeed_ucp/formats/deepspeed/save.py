@@ -175,11 +175,7 @@ def count_ranks(model: ModelHeader) -> tuple[int, int]:
 
 
 def find_degrees(save: Save, model: ModelHeader) -> tuple[int, int]:
-    """Return the (pipeline, tensor) parallel degrees of a save; older releases store only their product.
-
-    Raises:
-        CheckpointError: the layer files of a pipeline do not fit the number of ranks.
-    """
+    """Return the (pipeline, tensor) parallel degrees of a save; older releases store only their product."""
     ranks, _ = count_ranks(model)
     if model.degrees and model.degrees[0] * model.degrees[1] == ranks:
         return model.degrees
@@ -196,11 +192,7 @@ def find_degrees(save: Save, model: ModelHeader) -> tuple[int, int]:
 
 
 def name_expected_files(save: Save) -> dict[str, str]:
-    """Return the content of ``save.expected``, determined from the headers in ``save.first``.
-
-    Raises:
-        CheckpointError: a pipeline has no layer files, or those of two saves.
-    """
+    """Return the content of ``save.expected``, determined from the headers in ``save.first``."""
     first, model = save.first, save.first[0].require_model()
     pp, tp = find_degrees(save, model)
     _, dp = count_ranks(model)

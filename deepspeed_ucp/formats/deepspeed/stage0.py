@@ -18,16 +18,7 @@ from ...model.storage import MASTER, TIED, count, strip_compiled
 from .builder import Builder, SavedRank, list_ranks
 from .headers import OptimHeader, Piece, TensorStates
 from .module import add_tensors, read_module
-from .naming import (
-    GroupNames,
-    NamedOptimizer,
-    Naming,
-    check_group_order,
-    check_state_shapes,
-    compare_modules,
-    fit_groups,
-    name_groups,
-)
+from .naming import GroupNames, NamedOptimizer, Naming, check_order, compare_modules, fit_groups, name_groups
 from .placement import place_layers
 from .save import Save
 
@@ -66,9 +57,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
     save = builder.save
     parts = _name_parts(save, live, naming)
     for part in parts:
-        if part.optim.names is None or part.groups != [*part.optim.names]:
-            check_group_order(part.optim.groups, naming.hyper, save.path(part.header))
-            check_state_shapes(part, save.path(part.header))
+        check_order(part, naming.hyper, save.path(part.header))
     trained = [_find_trained(part, live) for part in parts]
     losses = [part.find_lost() for part in parts]
     _warn_lost(save, dict.fromkeys(chain(*losses)))

@@ -34,8 +34,8 @@ from ...model.wrappers import ATOMIC
 from ...torchsave.objects import describe
 from ...torchsave.records import FileRecord
 from ...torchsave.unpickle import MOST_DIMENSIONS
-from ..deepspeed.reading import explain_form
-from ..findings import WARNING, Finding
+from ..deepspeed.headers import Piece
+from ..findings import WARNING, Finding, explain_form
 from ..places import FileTable
 
 T = TypeVar("T")
@@ -56,15 +56,7 @@ ODD_STATES = (
 
 
 def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
-    """Read a file from the first place where ``parse`` succeeds.
-
-    Args:
-        parse: reads the file at a path.
-
-    Raises:
-        CheckpointError: the file is damaged or missing.
-        UnsupportedError: the contents have an unknown form.
-    """
+    """Read a file from the first place where ``parse``, which gets its path, succeeds (:func:`.explain_form`)."""
 
     def read(folder: str) -> T:
         path = join_path(folder, name)
@@ -126,20 +118,11 @@ def list_ignored(names: Collection[str], reason: str, where: str, file: str = ""
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
-    """A contiguous, row-major block of a tensor in a file.
-
-    Attributes:
-        offsets, shape: place in the tensor, in elements by dimension.
-        file: file name.
-        record: bytes of the file with at most one checksum.
-        begin: offset of the block in the record, in bytes.
-    """
+    """A contiguous, row-major block of a tensor: its first index by dimension, file name, and place in the file."""
 
     offsets: Shape
-    shape: Shape
     file: str
-    record: FileRecord
-    begin: int = 0
+    piece: Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +172,6 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
 
     Weights of optimized parameters are masters, or copies if the states include a master; all other weights are module
     tensors.
-
-    Raises:
-        CheckpointError: blocks have gaps, overlap or exceed their file, or two tensors have one name.
-        UnsupportedError: tensors have too many pieces.
     """
     maker = _Maker(where)
     trained = {name for names, _ in contents.groups for name in names} | contents.states.keys()
@@ -268,11 +247,11 @@ class _Maker:
             raise CheckpointError(f"holds {name} ({state}) twice.", path=self.where.folder)
         self._keys.add((name, state))
         shape, dtype = tensor.shape, tensor.dtype
-        chunks, blocks = [chunk for chunk in tensor.chunks if count(chunk.shape)], list[Fragment]()
+        chunks, blocks = [chunk for chunk in tensor.chunks if chunk.piece.numel], list[Fragment]()
         for chunk in chunks:
-            record = self._find_record(chunk)
+            record, piece = self._find_record(chunk), chunk.piece
             self._check(name, tensor, chunk)
-            blocks.append(Fragment.of_block(chunk.offsets, chunk.shape, shape, record, chunk.begin))
+            blocks.append(Fragment.of_block(chunk.offsets, piece.shape, shape, record, piece.offset))
         runs = sum(block.count_runs(shape) for block in blocks)
         if runs > len(blocks) and _is_grid(shape, chunks):
             storage = Fragments(dtype, sorted(blocks, key=attrgetter("start")), shape)
@@ -280,10 +259,8 @@ class _Maker:
         else:
             self._runs += runs
             if self._runs > _MOST_RUNS:
-                raise UnsupportedError(
-                    f"{name} is cut irregularly, into more than {_MOST_RUNS} pieces with the others.",
-                    path=self.where.folder,
-                )
+                text = f"{name} is cut irregularly, into more than {_MOST_RUNS} pieces with the others."
+                raise UnsupportedError(text, path=self.where.folder)
             cut = [run for block in blocks for run in block.list_runs(shape, ITEMSIZE[dtype])]
             storage = Fragments(dtype, sorted(cut, key=attrgetter("start")))
             atom = Atom.of(name, state, [(shape, storage)])
@@ -291,20 +268,21 @@ class _Maker:
         self.atoms.append(atom)
 
     def _check(self, name: str, tensor: StoredTensor, chunk: TensorBlock) -> None:
-        dims = list(zip(chunk.offsets, chunk.shape, tensor.shape, strict=False))
-        fits = len(chunk.offsets) == len(chunk.shape) == len(tensor.shape)
+        piece, record = chunk.piece, chunk.piece.record
+        dims = list(zip(chunk.offsets, piece.shape, tensor.shape, strict=False))
+        fits = len(chunk.offsets) == len(piece.shape) == len(tensor.shape)
         if not fits or any(at + size > whole for at, size, whole in dims):
             raise CheckpointError(
-                f"{name}: a block of shape {chunk.shape} at {chunk.offsets} is not inside of shape {tensor.shape}; the "
+                f"{name}: a block of shape {piece.shape} at {chunk.offsets} is not inside of shape {tensor.shape}; the "
                 "file is damaged.",
                 path=self.where.path(chunk.file),
             )
-        nbytes = count(chunk.shape) * ITEMSIZE[tensor.dtype]
+        nbytes = piece.numel * ITEMSIZE[tensor.dtype]
         size = self.where.entries[chunk.file].size
-        if not 0 <= chunk.begin <= chunk.record.nbytes - nbytes or chunk.record.offset + chunk.record.nbytes > size:
+        if not 0 <= piece.offset <= record.nbytes - nbytes or record.offset + record.nbytes > size:
             raise CheckpointError(
-                f"{name}: {nbytes} bytes do not fit into {chunk.record.nbytes} of the file's {size}; it is truncated, "
-                "or of another save.",
+                f"{name}: {nbytes} bytes do not fit into {record.nbytes} of the file's {size}; it is truncated, or of "
+                "another save.",
                 path=self.where.path(chunk.file),
             )
 
@@ -315,16 +293,16 @@ class _Maker:
                 raise CheckpointError("is missing. Copy it here.", path=self.where.path(chunk.file))
             file = self._file_ids[chunk.file] = len(self.files)
             self.files.append(self.where.refer(chunk.file, self.where.entries[chunk.file].size))
-        key = (file, chunk.record)
-        if key not in self._record_ids:
-            self._record_ids[key] = len(self.records)
-            self.records.append(Record(file, chunk.record.offset, chunk.record.nbytes, chunk.record.crc))
-        return self._record_ids[key]
+        record = chunk.piece.record
+        number = self._record_ids.setdefault((file, record), len(self.records))
+        if number == len(self.records):
+            self.records.append(Record(file, record.offset, record.nbytes, record.crc))
+        return number
 
 
 def _is_grid(shape: Shape, chunks: Sequence[TensorBlock]) -> bool:
     """Return True if the chunks are all cells of a grid over a shape."""
-    cuts = [sorted({(chunk.offsets[dim], chunk.shape[dim]) for chunk in chunks}) for dim in range(len(shape))]
+    cuts = [sorted({(chunk.offsets[dim], chunk.piece.shape[dim]) for chunk in chunks}) for dim in range(len(shape))]
     for cut, size in zip(cuts, shape, strict=True):
         if [*(at for at, _ in cut), size] != [0, *(at + width for at, width in cut)]:
             return False

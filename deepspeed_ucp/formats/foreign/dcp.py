@@ -14,6 +14,7 @@ import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
@@ -25,12 +26,12 @@ from ...io.jsonfile import read_bounded
 from ...model.flat import Shape
 from ...model.storage import ITEMSIZE
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
-from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import Header, read_parts
 from ...torchsave.unpickle import read_pickle
 from ..deepspeed.gather import find_other_step
-from ..deepspeed.reading import explain_form
-from ..findings import Finding
+from ..deepspeed.headers import Piece
+from ..deepspeed.reading import locate
+from ..findings import Finding, explain_form
 from ..places import FileTable
 from .contents import (
     NEITHER,
@@ -92,21 +93,12 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 class _Interpreter:
     """Separates model and optimizer by their keys, and assembles tensors of their blocks."""
 
-    def __init__(
-        self,
-        where: FileTable,
-        head: str,
-        metadata: Metadata,
-        entries: Mapping[Key, BlockEntry],
-    ) -> None:
+    def __init__(self, where: FileTable, head: str, metadata: Metadata, entries: Mapping[Key, BlockEntry]) -> None:
         self.where, self.head, self.metadata, self.entries = where, head, metadata, entries
         keys = [*metadata.tensors, *metadata.values]
         roots = {key[: at.start()] for key in keys for at in islice(_IN_GROUPS.finditer(key), _DEEPEST)}
-        begins = (
-            (key, key[: at.start()])
-            for key in keys
-            for at in reversed([*islice(_IN_OPTIMIZER.finditer(key), _DEEPEST)])
-        )
+        found = ((key, at) for key in keys for at in reversed([*islice(_IN_OPTIMIZER.finditer(key), _DEEPEST)]))
+        begins = ((key, key[: at.start()]) for key, at in found)
         self.roots = {key: begin for key, begin in begins if begin in roots}  # of several the shortest
         self.names: dict[str, tuple[str, str]] = {}
         self.values: dict[str, tuple[str, str]] = {}
@@ -123,10 +115,8 @@ class _Interpreter:
         keys = [key for key in self.metadata.tensors if key not in self.roots and key.startswith(prefix)]
         weights = {key[len(prefix) :]: key for key in keys if prefix or not key.startswith(_APART)}
         if not weights:
-            raise UnsupportedError(
-                f"holds no model's tensors by name, only {shorten(self.metadata.tensors)}.",
-                path=self.where.path(self.head),
-            )
+            text = f"holds no model's tensors by name, only {shorten(self.metadata.tensors)}."
+            raise UnsupportedError(text, path=self.where.path(self.head))
         groups = list(self._list_groups())
         owners = {name for name, _ in self.names.values()}.union(*(members for members, _ in groups))
         unnamed = owners - weights.keys()
@@ -137,12 +127,9 @@ class _Interpreter:
             groups.clear()
         counted = Counter([*self.names.values(), *self.values.values()])
         if twice := {name for (name, _), number in counted.items() if number > 1}:
-            raise UnsupportedError(
-                f"several optimizers in it hold states of {shorten(sorted(twice))}. Save one of them alone.",
-                path=self.where.path(self.head),
-            )
-        states, scalars, dtypes = self._read_states(weights)
-        odd = self._read_values(scalars)
+            text = f"several optimizers in it hold states of {shorten(sorted(twice))}. Save one of them alone."
+            raise UnsupportedError(text, path=self.where.path(self.head))
+        states, scalars, dtypes, odd = self._read_states(weights)
         steps = [values["step"] for values in scalars.values() if "step" in values]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
         by_megatron = any(_MEGATRON in key for key in (*self.metadata.tensors, *self.metadata.values))
@@ -168,37 +155,30 @@ class _Interpreter:
 
     def _read_states(
         self, weights: Mapping[str, str]
-    ) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, Any]], dict[str, str]]:
-        """Return optimizer states by parameter, numbers by parameter, and the dtypes of the numbers.
+    ) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, Any]], dict[str, str], list[str]]:
+        """Return states and numbers of the optimizer by parameter, dtypes of numbers, and keys of other values.
 
         Args:
             weights: name → key of the model's tensors.
         """
         states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
         scalars: dict[str, dict[str, Any]] = defaultdict(dict)
-        dtypes: dict[str, str] = {}
+        dtypes, odd = dict[str, str](), list[str]()
         for key, (name, state) in self.names.items():
             dtype, shape, _ = self.metadata.tensors[key]
             if is_number(state, shape, self.metadata.tensors[weights[name]][1] if name in weights else None):
                 scalars[name][state], dtypes[state] = self.find_value(key), dtype
             else:
                 states[name][state] = self.make_tensor(key)
-        return states, scalars, dtypes
-
-    def _read_values(self, scalars: dict[str, dict[str, Any]]) -> list[str]:
-        """Add the numbers that are no tensors to ``scalars``; return the keys of other values except None."""
-        odd = []
         for key, (name, state) in self.values.items():
-            try:
+            value: Any = key
+            with suppress(UnsupportedError):
                 value = self.find_value(key)
-            except UnsupportedError:
-                odd.append(key)
-                continue
             if isinstance(value, (int, float)):
                 scalars[name][state] = value
             elif value is not None:
                 odd.append(key)
-        return odd
+        return states, scalars, dtypes, odd
 
     def _split(self, key: str, root: str) -> tuple[str, str]:
         """Return the parameter and the state of an optimizer's key."""
@@ -267,8 +247,8 @@ class _Interpreter:
         if entry.fault:
             text = f"{key} {entry.fault}, where a plain value is wanted."
             raise UnsupportedError(text, path=self.where.path(entry.file))
-        if entry.dtype and not isinstance(entry.value, (int, float)):
-            kind = f"a tensor of shape {entry.shape} of {entry.dtype}"
+        if entry.piece and not isinstance(entry.value, (int, float)):
+            kind = f"a tensor of shape {entry.piece.shape} of {entry.piece.dtype}"
             raise UnsupportedError(f"{key} is {kind}, where a number is wanted.", path=self.where.path(entry.file))
         return entry.value
 
@@ -279,19 +259,19 @@ class _Interpreter:
         for offsets, size in blocks:
             entry = self.entries.get((key, offsets))
             if entry is None:
-                raise CheckpointError(
-                    f"lists the block of {key} at {offsets} without its place; it is damaged.",
-                    path=self.where.path(self.head),
-                )
+                text = f"lists the block of {key} at {offsets} without its place; it is damaged."
+                raise CheckpointError(text, path=self.where.path(self.head))
             if entry.fault:
                 raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(entry.file))
-            if entry.record is None or (entry.dtype, entry.shape) != (dtype, size):
+            piece = entry.piece
+            if piece is None or (piece.dtype, piece.shape) != (dtype, size):
+                found = f"{piece.dtype} of shape {piece.shape}" if piece else "no tensor"
                 raise CheckpointError(
-                    f"holds {entry.dtype or 'no tensor'} of shape {entry.shape} for the block of {key} at {offsets}, "
+                    f"holds {found} for the block of {key} at {offsets}, "
                     f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
                     path=self.where.path(entry.file),
                 )
-            chunks.append(TensorBlock(offsets, size, entry.file, entry.record, entry.begin))
+            chunks.append(TensorBlock(offsets, entry.file, piece))
         return StoredTensor(dtype, shape, tuple(chunks))
 
 
@@ -324,18 +304,13 @@ class BlockEntry(NamedTuple):
 
     Attributes:
         file: path of the data file in the folder.
-        record: the tensor's bytes; None for another value.
-        begin: byte of the record at which the tensor begins.
-        dtype, shape: of the tensor.
+        piece: the tensor; None for another value.
         value: a plain value, or the number in a tensor of one element.
         fault: why it is not supported; empty if it is.
     """
 
     file: str
-    record: FileRecord | None = None
-    begin: int = 0
-    dtype: str = ""
-    shape: Shape = ()
+    piece: Piece | None = None
     value: Any = None
     fault: str = ""
 
@@ -383,10 +358,8 @@ def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
     """Raise CheckpointError if files are missing."""
     missing = sorted(name for name in names if name not in where.entries)
     if missing:
-        raise CheckpointError(
-            f"names files that do not exist: {shorten(missing)}. Copy them here, or take another checkpoint.",
-            path=where.path(head),
-        )
+        text = f"names files that do not exist: {shorten(missing)}. Copy them here, or take another checkpoint."
+        raise CheckpointError(text, path=where.path(head))
 
 
 def _read_metadata(path: str, *, folder: str) -> Metadata:
@@ -484,13 +457,9 @@ def _read_entry(file: str, part: Header) -> BlockEntry:
     tree = part.tree
     if not isinstance(tree, TensorRef):
         return BlockEntry(file, value=tree) if _is_plain(tree) else BlockEntry(file, fault=f"holds {describe(tree)}")
-    if tree.dtype not in ITEMSIZE:
-        return BlockEntry(file, fault=f"element type {tree.dtype}")
-    if tree.fault:
-        return BlockEntry(file, fault=f"cannot be cut: {tree.fault}", dtype=tree.dtype, shape=tree.shape)
-    record = part.storages.get(tree.storage.key, FileRecord("", 0, 0, None))
-    value = tree.item() if tree.data is not None else None
-    return BlockEntry(file, record, tree.offset * ITEMSIZE[tree.dtype], tree.dtype, tree.shape, value)
+    piece = locate(tree, part.storages)
+    value = tree.item() if tree.data is not None and not piece.fault else None
+    return BlockEntry(file, piece, value, piece.fault and f"cannot be cut: {piece.fault}")
 
 
 def _is_plain(value: Any) -> bool:

@@ -17,8 +17,8 @@ from ...io.paths import join_path
 from ...model.index import AtomicIndex
 from ..deepspeed.files import scan_if_there
 from ..deepspeed.gather import find_late_files, find_other_step
-from ..deepspeed.reading import EXTRA_STATE, explain_form
-from ..findings import WARNING, Finding
+from ..deepspeed.reading import EXTRA_STATE
+from ..findings import WARNING, Finding, explain_form
 from ..latest import find_tags
 from ..places import FileTable
 from . import adapter, dcp, names, weights
@@ -35,8 +35,7 @@ _SHAPING = re.compile(
 
 _EMPTY = (
     "holds no tensors: there is nothing to load. Trainers write such files next to an engine's tag under ZeRO 3 "
-    "without "
-    "stage3_gather_16bit_weights_on_model_save."
+    "without stage3_gather_16bit_weights_on_model_save."
 )
 
 

@@ -16,7 +16,8 @@ from ...model.storage import ITEMSIZE, count
 from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe, is_short, to_number
 from ...torchsave.records import FileRecord, open_file
-from ..deepspeed.reading import read_hyper
+from ..deepspeed.headers import Piece
+from ..deepspeed.reading import locate, read_hyper
 from ..findings import Finding
 from ..places import FileTable
 from .contents import (
@@ -60,6 +61,12 @@ _LONGEST = 100_000_000
 _INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+-)(\d{1,9})(-of-(\d{1,9})\.[^.]+)")
 
+_SHARD = re.compile(r"shard-\d{1,9}-model-.*")
+"""Files of ``torch.distributed.checkpoint.HuggingFaceStorageWriter``: each rank's shards (``_hf_utils.py``)."""
+
+_SHARDING = "DCP_SHARDING_INFO"
+"""Entry of their metadata: name → place of the shard in the tensor, as JSON."""
+
 _UNNAMED = (
     "its optimizer states have numbers, not names, as without FSDP, so their parameters are unknown. Load only the "
     "weights (load_optimizer_states=False)"
@@ -70,17 +77,11 @@ _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 
 _BESIDE = "not in the model's state dict"
 
-NamedTensors = dict[str, tuple[StoredTensor, str | None]]
-"""Name → tensor, and an earlier name of the same bytes, if any."""
+NamedTensors = dict[str, StoredTensor]
 
 
 def read_contents(kind: str, where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the headers of the model's files: one file, several with an index, or numbered ones; collective.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or files contradict each other.
-        UnsupportedError: there are several models.
-    """
+    """Read the headers of the model's files: one file, several with an index, or numbered ones; collective."""
     indexes = sorted(name for name in where.entries if name.endswith(_INDEX))
     files = sorted(name for name in where.entries if not name.endswith(_INDEX))
     weight_map: dict[str, str] | None = None
@@ -122,10 +123,8 @@ def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> No
     if missing:
         raise CheckpointError(f"{shorten(missing)} missing, of the model's files. Copy it here.", path=where.folder)
     if len(indexes) > 1 or (not indexes and (is_several or 1 < len(files) > len(numbers))):
-        raise UnsupportedError(
-            f"holds several models ({shorten(indexes or files)}). Move the wanted one into a separate folder.",
-            path=where.folder,
-        )
+        text = f"holds several models ({shorten(indexes or files)}). Move the wanted one into a separate folder."
+        raise UnsupportedError(text, path=where.folder)
 
 
 def _unite(
@@ -137,9 +136,12 @@ def _unite(
         for name, tensor in tensors.items():
             if weight_map is not None and weight_map.get(name) != file:
                 continue  # Hugging Face's libraries look up each name in the index too
-            if name in merged:
+            if name not in merged:
+                merged[name] = tensor
+            elif (joined := _join_shards(merged[name], tensor)) is not None:
+                merged[name] = joined
+            else:
                 raise CheckpointError(f"{name} is in {file} and in another file.", path=where.folder)
-            merged[name] = tensor
     missing = [name for name in weight_map or () if name not in merged]
     if missing:
         raise CheckpointError(
@@ -150,14 +152,23 @@ def _unite(
     return merged
 
 
-def split_ties(tensors: NamedTensors) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Split tensors into those with data, and tied name → name with the data."""
-    ties = {
-        name: first
-        for name, (tensor, first) in tensors.items()
-        if first is not None and first in tensors and tensors[first][0] == tensor
-    }
-    return {name: tensor for name, (tensor, _) in tensors.items() if name not in ties}, ties
+def _join_shards(one: StoredTensor, other: StoredTensor) -> StoredTensor | None:
+    """Return the tensor of two ranks' shards, whose coverage the index checks; None for other tensors."""
+    chunks = (*one.chunks, *other.chunks)
+    is_cut = all(_SHARD.fullmatch(chunk.file) for chunk in chunks)
+    if not is_cut or (one.dtype, len(one.shape)) != (other.dtype, len(other.shape)):
+        return None
+    return StoredTensor(one.dtype, tuple(map(max, one.shape, other.shape)), chunks)
+
+
+def split_ties(tensors: NamedTensors) -> tuple[NamedTensors, dict[str, str]]:
+    """Split tensors into the first of each with the same bytes, and tied name → name with the data."""
+    firsts, ties = dict[StoredTensor, str](), dict[str, str]()
+    for name, tensor in tensors.items():
+        first = firsts.setdefault(tensor, name) if count(tensor.shape) else name
+        if first != name:
+            ties[name] = first
+    return {name: tensor for name, tensor in tensors.items() if name not in ties}, ties
 
 
 def read_tensors(where: FileTable, name: str) -> tuple[NamedTensors, list[str]]:
@@ -171,19 +182,16 @@ def _read_safetensors(path: str, name: str) -> tuple[NamedTensors, list[str]]:
         size = stream.size
         length = int.from_bytes(stream.read_at(8, 0), "little")
         if not 2 <= length <= min(size - 8, _LONGEST):
-            raise CheckpointError(
-                f"declares a header of {length} bytes in a file of {size}; it is truncated, or no safetensors file.",
-                path=path,
-            )
+            text = f"declares a header of {length} bytes in a file of {size}; it is truncated, or no safetensors file."
+            raise CheckpointError(text, path=path)
         header = parse_json(stream.read_at(length, 8), path, strict=True)
         return _parse_header(header, name, path, 8 + length, size), []
 
 
 def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size: int) -> NamedTensors:
-    tensors, spans = NamedTensors(), []
+    tensors, spans, sharding = NamedTensors(), [], (header.pop("__metadata__", None) or {}).get(_SHARDING)
+    places = parse_json(sharding.encode(), path, strict=True) if sharding else {}
     for key, entry in header.items():
-        if key == "__metadata__":
-            continue
         dtype, shape = DTYPES.get(entry["dtype"]), read_shape(entry["shape"])
         low, high = entry["data_offsets"]
         if dtype is None:
@@ -197,8 +205,10 @@ def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size
                 f"{key} has {high - low} bytes for shape {shape} of {dtype}; it is damaged.", path=path
             )
         spans.append((low, high, key))
-        record = FileRecord(key, begin + low, high - low, None)
-        tensors[key] = StoredTensor(dtype, shape, (TensorBlock((0,) * len(shape), shape, name, record),)), None
+        piece = Piece(FileRecord(key, begin + low, high - low, None), 0, shape, dtype)
+        offsets = read_shape(places[key]["saved_offsets"]) if sharding else (0,) * len(shape)
+        whole = tuple(begin + size for begin, size in zip(offsets, shape, strict=True))
+        tensors[key] = StoredTensor(dtype, whole, (TensorBlock(offsets, name, piece),))
     _check_cover(sorted(spans), size - begin, path)
     return tensors
 
@@ -219,28 +229,23 @@ def _check_cover(spans: list[tuple[int, int, str]], size: int, path: str) -> Non
 
 
 def _read_state_dict(path: str, name: str) -> tuple[NamedTensors, list[str]]:
-    file = torchfile.read_header(path)
-    tensors, seen = NamedTensors(), dict[tuple[Any, ...], str]()
+    file, tensors = torchfile.read_header(path), NamedTensors()
     listed, others = _list_tensors(file.tree, path)
     for key, ref in listed:
         if key in tensors:
             raise CheckpointError(f"holds two tensors under {key}; it is damaged.", path=path)
-        first = seen.setdefault((ref.storage.key, ref.offset, ref.shape, ref.dtype), key)
-        tensor = _store_tensor(key, ref, file.storages, name, path)
-        tensors[key] = tensor, first if ref.numel and first != key else None
+        tensors[key] = _store_tensor(key, ref, file.storages, name, path)
     return tensors, others
 
 
 def _store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], name: str, path: str) -> StoredTensor:
     """Return a tensor of a ``torch.save`` file as one block."""
-    if fault := ref.fault or "its dtype is not covered" * (ref.dtype not in ITEMSIZE):
-        raise UnsupportedError(f"{key} ({describe(ref)}): {fault}.", path=path)
-    record = storages.get(ref.storage.key)
-    if record is None and ref.numel:
+    piece = locate(ref, storages)
+    if piece.fault:
+        raise UnsupportedError(f"{key} ({describe(ref)}): {piece.fault}.", path=path)
+    if ref.numel and not piece.record.nbytes:
         raise CheckpointError(f"has no bytes of {key} ({describe(ref)}); it is damaged.", path=path)
-    begin = ref.offset * ITEMSIZE[ref.dtype]
-    chunks = (TensorBlock((0,) * len(ref.shape), ref.shape, name, record, begin),) if record else ()
-    return StoredTensor(ref.dtype, ref.shape, chunks)
+    return StoredTensor(ref.dtype, ref.shape, (TensorBlock((0,) * len(ref.shape), name, piece),))
 
 
 def _list_tensors(tree: Any, path: str) -> tuple[list[tuple[str, TensorRef]], list[str]]:

@@ -1,1 +1,1 @@
-"""Atomic checkpoints as sources: ours, which a manifest describes, and those of DeepSpeed's ``ds_to_universal``."""
+"""Atomic checkpoints as sources: by this package, with a manifest, and by DeepSpeed's ``ds_to_universal``."""

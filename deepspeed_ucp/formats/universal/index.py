@@ -1,4 +1,4 @@
-"""The manifest of a conversion: a seal with the index of all files. A load needs no other header."""
+"""Conversions by this package. The manifest is a seal with the index of all files: a load needs no other header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Required, get_type_hint
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from ...errors import CheckpointError, UnsupportedError, shorten
+from ...comm import Comm
+from ...errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ...io.paths import is_url
+from ...io.store import find_entry, list_tree
 from ...model.index import AtomicIndex, GroupInfo
 from ...model.records import FileRef, Record
 from ...model.storage import ITEMSIZE, Atom, AtomKey, Fragment, Fragments, ParamKey, count
@@ -24,7 +27,9 @@ from ...tensor_parallel.kinds import Pattern
 from ...tensor_parallel.recorded import record_pattern
 from ..deepspeed.files import MANIFEST, ZERO
 from ..deepspeed.headers import FileHeader
-from ..deepspeed.seal import Seal, SealedFile, read_seal
+from ..deepspeed.reading import read_file
+from ..deepspeed.seal import Seal, SealedFile, compare_file, read_seal
+from ..findings import Finding, from_failure
 
 STATE_FILE = "mp_rank_00_model_states.pt"
 """The file of a conversion with scheduler, counters and client state."""
@@ -163,12 +168,9 @@ def dump_index(
     """Return the entry ``index`` of a conversion's seal.
 
     Args:
-        patterns: parameter → pattern by which it was assembled.
+        patterns: parameter → pattern of its assembly.
         origin: parameter → origin of the pattern.
         identity: ``fingerprint``, ``view`` and ``verified``.
-
-    Raises:
-        UnsupportedError: a hint is not plain data.
     """
     topology = {field.name: getattr(index.topology, field.name) for field in fields(Topology) if field.name != "flats"}
     if index.degrees is not None:
@@ -194,7 +196,7 @@ def find_unplain(index: AtomicIndex) -> list[str]:
 
 
 def keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters that a load restores: plain data. Objects stay those of the live optimizer."""
+    """Return the hyper-parameters that a load restores: plain data. Objects stay the live optimizer's."""
     return {key: value for key, value in hyper.items() if is_plain(value)}
 
 
@@ -205,6 +207,14 @@ def read_manifest(folder: str) -> Manifest | None:
         return parse_index(read_seal(path), path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def find_manifest(folder: str) -> Manifest | Finding | None:
+    """Return the manifest in a folder, its fault, or None without one."""
+    try:
+        return read_manifest(folder)
+    except CheckpointError as error:
+        return from_failure("seal", MANIFEST, error)
 
 
 def parse_index(seal: Seal, path: str) -> Manifest:
@@ -266,13 +276,61 @@ def place_file(key: AtomKey) -> str:
     return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
 
-def index_conversion(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str] = ()) -> AtomicIndex:
-    """Build the index of a conversion.
+def open_conversion(
+    folder: str, manifest: Manifest, places: Sequence[str], comm: Comm
+) -> tuple[AtomicIndex | None, list[Finding]]:
+    """Return the index of a conversion, or its faults; collective. Only the client's state file is read.
 
     Args:
-        header: header of the state file; all tensors in it belong to the client.
         places: folders that may hold copies, nearest first; empty if there is only ``folder``.
     """
+    seal = manifest.seal
+    if is_url(folder):  # every rank learns the files' versions
+        findings = comm.run(lambda: find_faults(folder, seal))
+    else:
+        by_file = comm.share([*seal.files], lambda name: find_faults(folder, seal, [name]))
+        findings = [fault for faults in by_file for fault in faults]
+    if not any(fault.file == STATE_FILE for fault in findings):
+        header = comm.once(lambda: _read_state_file(folder, seal))
+        if isinstance(header, Finding):
+            findings.append(header)
+        elif not findings:
+            return _index(folder, manifest, header, places), []
+    return None, findings
+
+
+def find_faults(folder: str, seal: Seal, names: Iterable[str] | None = None) -> list[Finding]:
+    """Return the faults of sealed files that are missing or not of the sealed size.
+
+    An object store lists a thousand files at once; a file system is asked for each file.
+
+    Args:
+        names: files to look at (default: all).
+    """
+    tree = list_tree(folder) if is_url(folder) else {}
+    findings: list[Finding | None] = []
+    for name in seal.files if names is None else names:
+        path = os.path.join(folder, name)
+        entry = tree.get(name) if is_url(folder) else find_entry(path)
+        if entry is None:
+            text = f"{path} is missing; the manifest lists it. Copy it here, or convert again."
+            findings.append(Finding("missing", name, text))
+        else:
+            findings.append(compare_file(folder, name, entry.size, None, seal))
+    return [fault for fault in findings if fault]
+
+
+def _read_state_file(folder: str, seal: Seal) -> FileHeader | Finding:
+    """Read the header of the client's state file, or return its fault."""
+    try:
+        header = read_file(folder, STATE_FILE)
+    except UcpError as error:
+        return from_failure("header", STATE_FILE, error)
+    return compare_file(folder, STATE_FILE, header.size, header.crc, seal) or header
+
+
+def _index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str]) -> AtomicIndex:
+    """Build the index; all tensors in the state file, which has this header, belong to the client."""
     files = [
         FileRef(f"{folder}/{name}", file.size, file.crc, tuple(f"{place}/{name}" for place in places))
         for name, file in manifest.seal.files.items()
@@ -310,11 +368,7 @@ def is_plain(value: Any) -> bool:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Encode plain data as JSON; errors name ``where``.
-
-    Raises:
-        UnsupportedError: the value is not plain data.
-    """
+    """Encode plain data as JSON; UnsupportedError for other values, with ``where`` in its text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ...comm import Comm
-from ...errors import CheckpointError, MismatchError, UcpError, shorten
+from ...errors import CheckpointError, MismatchError, shorten
 from ...extensions.registry import find_for_fused
 from ...io.paths import Entry, choose_map, is_url
-from ...io.store import find_entry, list_tree, note_listed
+from ...io.store import note_listed
 from ...model.index import AtomicIndex, GroupInfo
 from ...model.storage import MASTER, MODULE, AtomKey, ParamKey, are_alike, count, strip_compiled
 from ...model.topology import Topology
@@ -37,15 +37,14 @@ from ..deepspeed.files import MANIFEST, ZERO, holds_atoms, scan_folder
 from ..deepspeed.headers import FileHeader, OptimHeader, Piece
 from ..deepspeed.index import find_saved_precision, make_index
 from ..deepspeed.module import add_modules
-from ..deepspeed.reading import HeaderReader, as_stage, explain_form, read_file
+from ..deepspeed.reading import HeaderReader, as_stage, read_file
 from ..deepspeed.save import Save, arrange_headers, describe_offload, find_foreign_files, name_model_files
 from ..deepspeed.zero import add_frozen_zero3
-from ..findings import WARNING, Finding, from_failure, make_error
+from ..findings import WARNING, Finding, explain_form, make_error
 from ..places import FileTable
 from .upstream import CAT_DIM, EQUAL_PARTS, VOCABULARY, read_keys
 
 if TYPE_CHECKING:  # pydantic takes long to import
-    from ..deepspeed.seal import Seal
     from .index import Manifest
 
 _OPTIMIZER = f"{ZERO}/optimizer_state.pt"
@@ -60,31 +59,20 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
     With a manifest, one rank reads only this file, and sizes are checked. For DeepSpeed's ``ds_to_universal`` all
     headers are read. Each atom has one shard of the logical shape. An atomic checkpoint must be whole in one place that
     every rank sees.
-
-    Raises:
-        CheckpointError: a folder of ``ds_to_universal`` is damaged, incomplete, or not visible to all ranks; equal on
-            all ranks.
-        UnsupportedError: the kind of checkpoint is not supported.
     """
+    from .index import find_manifest, open_conversion
+
     place, *others = _choose_places(where)
     folder = where.folders[place]
-    manifest = comm.once(lambda: _read_manifest(folder))
+    manifest = comm.once(lambda: find_manifest(folder))
     if isinstance(manifest, Finding):
         return None, [manifest], None
     if manifest is None:
-        sizes = {name: entry.size for name, entry in where.visible[place].items()}
-        return *_open_converted(folder, sizes, comm), None
-    from .index import STATE_FILE, index_conversion
-
-    findings = _find_all_faults(folder, manifest.seal, comm)
-    header: FileHeader | Finding | None = next((fault for fault in findings if fault.file == STATE_FILE), None)
-    if header is None:
-        header = comm.once(lambda: _read_state_file(folder, STATE_FILE, manifest.seal))
-        findings += [header] if isinstance(header, Finding) else []
-    if findings or isinstance(header, Finding):
-        return None, findings, manifest
+        part = _read_headers(FileTable.of(folder, where.visible[place]), comm)
+        index, notes = comm.run(lambda: _build(part))
+        return index, [Finding("dropped", "", f"{folder}: {note}", WARNING) for note in notes], None
     places = [near for near in where.near if near == place or near in others] if others else []
-    return index_conversion(folder, manifest, header, [where.folders[near] for near in places]), [], manifest
+    return *open_conversion(folder, manifest, [where.folders[near] for near in places], comm), manifest
 
 
 def _choose_places(where: FileTable) -> list[int]:
@@ -92,62 +80,9 @@ def _choose_places(where: FileTable) -> list[int]:
     views = [view.places for view in where.views] or [where.visible]
     common = [place for place in range(len(where.folders)) if all(holds_atoms(view[place]) for view in views)]
     if not common:
-        raise CheckpointError(
-            "some ranks see an atomic checkpoint, others do not. Put all of it where every rank sees it.",
-            path=where.folder,
-        )
+        text = "some ranks see an atomic checkpoint, others do not. Put all of it where every rank sees it."
+        raise CheckpointError(text, path=where.folder)
     return common
-
-
-def _read_manifest(folder: str) -> Manifest | Finding | None:
-    from .index import read_manifest
-
-    try:
-        return read_manifest(folder)
-    except CheckpointError as error:
-        return from_failure("seal", MANIFEST, error)
-
-
-def _find_all_faults(folder: str, seal: Seal, comm: Comm) -> list[Finding]:
-    """Check the sizes of all files; collective. In an object store, every rank learns the files' versions."""
-    if is_url(folder):
-        return comm.run(lambda: find_faults(folder, seal))
-    by_file = comm.share([*seal.files], lambda name: find_faults(folder, seal, [name]))
-    return [fault for faults in by_file for fault in faults]
-
-
-def find_faults(folder: str, seal: Seal, names: Iterable[str] | None = None) -> list[Finding]:
-    """Return the faults of sealed files that are missing or not of the sealed size.
-
-    An object store lists a thousand files at once; a file system is asked for each file.
-
-    Args:
-        names: files to look at (default: all).
-    """
-    from ..deepspeed.seal import compare_file
-
-    tree = list_tree(folder) if is_url(folder) else {}
-    findings: list[Finding | None] = []
-    for name in seal.files if names is None else names:
-        path = os.path.join(folder, name)
-        entry = tree.get(name) if is_url(folder) else find_entry(path)
-        if entry is None:
-            text = f"{path} is missing; the manifest lists it. Copy it here, or convert again."
-            findings.append(Finding("missing", name, text))
-        else:
-            findings.append(compare_file(folder, name, entry.size, None, seal))
-    return [fault for fault in findings if fault]
-
-
-def _read_state_file(folder: str, name: str, seal: Seal) -> FileHeader | Finding:
-    """Read the header of the client's state file, or return its fault."""
-    from ..deepspeed.seal import compare_file
-
-    try:
-        header = read_file(folder, name)
-    except UcpError as error:
-        return from_failure("header", name, error)
-    return compare_file(folder, name, header.size, header.crc, seal) or header
 
 
 # -- folders of DeepSpeed's converter ----------------------------------------------------------------------------------
@@ -179,8 +114,7 @@ class UniversalHeaders:
 
     Attributes:
         save: the copied model states, without optimizer files.
-        optim: the optimizer's param groups, at stage 3 with the states of data-parallel rank 0.
-        stage: ZeRO stage of the source.
+        optim: the optimizer's param groups, at stage 3 with the states of data-parallel rank 0; the source's stage.
         params: folder in ``zero`` → state → file.
         shapes: parameter of the optimizer → local shape by tensor-parallel rank.
         flats: parameter of the optimizer → its flat buffer; None if unknown.
@@ -188,7 +122,6 @@ class UniversalHeaders:
 
     save: Save
     optim: OptimHeader
-    stage: int
     params: dict[str, dict[str, ParamHeader]]
     shapes: dict[str, dict[int, Shape]]
     flats: dict[str, int | None]
@@ -196,29 +129,28 @@ class UniversalHeaders:
 
 def _make_incomplete(folder: str, names: str) -> CheckpointError:
     """Return the error for missing files."""
-    text = (
-        f"lacks {names}: the conversion by ds_to_universal was interrupted, or the copy is not complete. Convert or "
-        "copy again."
-    )
-    return CheckpointError(text, path=folder, kind="missing")
+    text = f"lacks {names}: the conversion by ds_to_universal was interrupted, or the copy is not complete"
+    return CheckpointError(f"{text}. Convert or copy again.", path=folder, kind="missing")
 
 
-def _read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHeaders:
+def _read_headers(where: FileTable, comm: Comm) -> UniversalHeaders:
     """Read the headers of a converted folder, each on one rank; collective."""
-    entries = comm.once(lambda: _list_params(folder, sizes))
+    folder = where.folder
+    entries = comm.once(lambda: _list_params(where))
     note_listed(os.path.join(folder, ZERO), entries)  # any rank may read a file whose header another rank has read
     files = _sort_by_param(entries)
     names = [*files]
     params = comm.share(names, lambda name: _read_param(folder, name, files[name]), choose_map(folder))
-    optim, stage = comm.once(lambda: _read_optimizer(folder))
-    save = _read_models(folder, sizes, stage, comm)
+    optim = comm.once(lambda: _read_optimizer(folder))
+    save = _read_models(where, optim.stage, comm)
     by_name = dict(zip(map(strip_compiled, names), params, strict=True))
-    return UniversalHeaders(save, optim, stage, by_name, *comm.run(lambda: _list_owned(save, optim)))
+    return UniversalHeaders(save, optim, by_name, *comm.run(lambda: _list_owned(save, optim)))
 
 
-def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
+def _list_params(where: FileTable) -> dict[str, Entry]:
     """List ``zero``; in an object store, which lists a thousand files at once, including its subfolders."""
-    if _TEMPORARY in sizes:
+    folder = where.folder
+    if _TEMPORARY in where.entries:
         raise CheckpointError(
             f"holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
             "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder.",
@@ -227,8 +159,7 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
     entries = scan_folder(os.path.join(folder, ZERO), deep=is_url(folder))
     params = _sort_by_param(entries)
     if not params or os.path.basename(_OPTIMIZER) not in entries:
-        lacking = _OPTIMIZER if params else "every parameter's folder"
-        raise _make_incomplete(folder, lacking)
+        raise _make_incomplete(folder, _OPTIMIZER if params else "every parameter's folder")
     return entries
 
 
@@ -282,8 +213,8 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
     raise CheckpointError(f"holds a {type(tree).__name__}, neither a tensor nor a number.", path=file.path)
 
 
-def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
-    """Read the optimizer's header of a converted checkpoint, and the ZeRO stage of its source.
+def _read_optimizer(folder: str) -> OptimHeader:
+    """Read the optimizer's header of a converted checkpoint, with the ZeRO stage of its source.
 
     For stage 3 it includes the states of data-parallel rank 0, else only the param groups.
     """
@@ -295,18 +226,19 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
             raise CheckpointError("has no param_groups; it is no optimizer state of ds_to_universal.", path=path)
         reader = HeaderReader(file)
         if find_wrapper("zero3").saved(tree):
-            return reader.read_optim(tree), 3
+            return reader.read_optim(tree)
         wrapper = find_wrapper("zero12" if STAGE in tree else "bf16")
         header = reader.read_inner(tree, {"param_groups": tree["param_groups"]}, wrapper, [])
-        return header, reader.read_field(tree, STAGE, as_stage) or 0
+        return replace(header, stage=reader.read_field(tree, STAGE, as_stage) or 0)
 
 
-def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
+def _read_models(where: FileTable, stage: int, comm: Comm) -> Save:
     """Read the copied model states of all ranks."""
-    save, main = comm.run(lambda: _find_main(folder, sizes, stage))
+    folder = where.folder
+    save, main = comm.run(lambda: _find_main(where, stage))
     first = comm.once(lambda: read_file(folder, main))
     names = name_model_files(save, first)[1:]
-    if absent := [name for name in names if name not in sizes]:
+    if absent := [name for name in names if name not in where.entries]:
         raise _make_incomplete(folder, shorten(absent))
     arrange_headers(save, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
     error = make_error(find_foreign_files(save))
@@ -315,13 +247,12 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
     return save
 
 
-def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Save, str]:
+def _find_main(where: FileTable, stage: int) -> tuple[Save, str]:
     """Return the files by role, and the name of the first rank's model states."""
-    save = Save.of(FileTable.of(folder, {name: Entry(size, 0.0) for name, size in sizes.items()}))
-    main = save.names["model_zero3" if stage == 3 else "model"].get((0, 0))
-    if main is None:
-        wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-        raise _make_incomplete(folder, f"{wanted}, which a checkpoint converted from stage {stage} has")
+    save = Save.of(where)
+    main = save.name("model_zero3" if stage == 3 else "model", 0, 0)
+    if main not in where.entries:
+        raise _make_incomplete(where.folder, f"{main}, which a checkpoint converted from stage {stage} has")
     return save, main
 
 
@@ -344,13 +275,6 @@ def _list_owned(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[int, Sha
     return shapes, flats
 
 
-def _open_converted(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[AtomicIndex, list[Finding]]:
-    """Return the index of a folder of ``ds_to_universal``, and warnings; collective."""
-    part = _read_headers(folder, sizes, comm)
-    index, notes = comm.run(lambda: _build(part))
-    return index, [Finding("dropped", "", f"{folder}: {note}", WARNING) for note in notes]
-
-
 def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     """Build the index; return it with notes for warnings."""
     save, builder = part.save, Builder(part.save)
@@ -364,15 +288,14 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     atoms = builder.finish_atoms()
     masters = [atom.dtype for atom in atoms.values() if atom.state == MASTER]
     topology = Topology(
-        zero_stage=part.stage or int(save.zero.get("stage") or 0),
+        zero_stage=part.optim.stage or int(save.zero.get("stage") or 0),
         wrapper=ATOMIC,
         precision=find_saved_precision(save, atoms),
         master=masters[0] if masters else "float32",
         offload=describe_offload(save.zero),
     )
-    groups, recorded = _make_groups(part, notes), _record_cuts(part)
-    index = make_index(builder, atoms, part.optim, topology, groups, recorded=recorded, dropped=dropped)
-    index = replace(index, degrees=(save.tp, save.pp))
+    index = make_index(builder, atoms, part.optim, topology, _make_groups(part, notes))
+    index = replace(index, recorded=_record_cuts(part), dropped=dropped, degrees=(save.tp, save.pp))
     files = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
     return split(index, {name: file.count for name, file in files.items() if file and file.count}), notes
 
@@ -405,18 +328,14 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
     The converter writes tensors of stage 3 without tensor parallelism flat, and vocabularies without padding.
     """
     local = shapes[min(shapes)]
-    if header.count and piece.shape[1:] == local[1:]:
-        return piece.shape
-    if part.save.tp > 1 or piece.shape == local:
-        return piece.shape
-    if header.keys.get("vocab_tensor") and piece.shape[1:] == local[1:] and piece.shape[0] <= local[0]:
+    has_same_rows = len(piece.shape) == len(local) and piece.shape[1:] == local[1:]
+    may_differ = header.count or (header.keys.get(VOCABULARY) and piece.shape < local)
+    if part.save.tp > 1 or piece.shape == local or (has_same_rows and may_differ):
         return piece.shape
     if piece.shape == (count(local),):
         return local
-    raise CheckpointError(
-        f"has shape {piece.shape}, {part.save.main.name} says {local}. The file belongs to another run.",
-        path=f"{part.save.folder}/{header.file.name}",
-    )
+    text = f"has shape {piece.shape}, {part.save.main.name} says {local}. The file belongs to another run."
+    raise CheckpointError(text, path=f"{part.save.folder}/{header.file.name}")
 
 
 def _check_states(part: UniversalHeaders) -> None:
@@ -431,10 +350,8 @@ def _check_states(part: UniversalHeaders) -> None:
             f"{name}/{state}.pt" for name in names for state in sorted(everything - set(part.params.get(name, {})))
         ]
         if lacking:
-            raise _make_incomplete(
-                f"{part.save.folder}/zero",
-                f"{shorten(lacking)}, although other parameters of the same group have such files",
-            )
+            text = f"{shorten(lacking)}, although other parameters of the same group have such files"
+            raise _make_incomplete(f"{part.save.folder}/zero", text)
     strangers = [name for name, states in part.params.items() if set(states) - {MASTER} and name not in part.shapes]
     if strangers:
         raise CheckpointError(
@@ -485,11 +402,11 @@ def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], not
     """Add buffers, frozen parameters and ties that the model states hold whole.
 
     Returns:
-        Why some may be missing; empty if none is.
+        Why some may be missing; empty if all are there.
     """
     save = part.save
     if not save.is_pipeline and save.tp == save.pp == 1:
-        if part.save.is_sharded:
+        if save.is_sharded:
             add_frozen_zero3(builder, SavedRank(), save.models[0], optimized)
         add_modules(builder, optimized)
         return ""
@@ -524,7 +441,7 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
 
 
 def _describe_copies(part: UniversalHeaders) -> list[str]:
-    """Describe parameters of several pipeline stages, of which the converter keeps only the last stage's files.
+    """Describe parameters of several pipeline stages: the converter keeps only the last stage's files.
 
     Parameters that the checkpoint declares equal on all stages are excluded.
     """
@@ -561,7 +478,7 @@ def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, .
 
 
 def _record_cuts(part: UniversalHeaders) -> dict[str, dict[str, Any]]:
-    """Return the patterns by which the converter joined tensor-parallel shards, as recorded in its files."""
+    """Return the patterns of joined tensor-parallel shards that the converter's files record."""
     masters = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes if part.save.tp > 1}
     patterns = {
         name: read_keys(master.keys, master.piece.shape) for name, master in masters.items() if master and master.piece

@@ -26,7 +26,7 @@ VOCABULARY = "vocab_tensor"
 
 
 def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict[str, Any]:
-    """Return the entries by which upstream's loader cuts a parameter.
+    """Return the entries that make upstream's loader cut a parameter.
 
     Args:
         pattern: pattern of the cut; None if unknown.
@@ -91,7 +91,7 @@ def _find_axis(pattern: ShardNC | Viewed, layout: Layout) -> int | None:
 
 
 def read_keys(keys: Mapping[str, Any], shape: Shape) -> Pattern | None:
-    """Return the pattern by which upstream's converter joined tensor-parallel shards; None without keys.
+    """Return the pattern of tensor-parallel shards that upstream's converter joined; None without keys.
 
     Replicated parameters have no keys.
     """

@@ -17,9 +17,10 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
+from deepspeed_ucp.formats.open import look_at_job
 from deepspeed_ucp.io import objects
 from deepspeed_ucp.io.objects import ObjectStore
-from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.index import AtomicIndex, SavedJob
 from deepspeed_ucp.model.storage import COPY, AtomKey, ParamKey
 from deepspeed_ucp.tensor_parallel.kinds import ShardH, ShardV
 from deepspeed_ucp.tensor_parallel.recorded import read_pattern
@@ -91,6 +92,7 @@ def test_everything_is_there_and_loads(source: Topology, made: Callable[[Topolog
     assert (index.topology.wrapper, index.topology.zero_stage) == ("atomic", source.stage)
     assert index.topology.precision == normal.topology.precision
     assert not index.dropped
+    assert look_at_job(str(folder)) == look_at_job(str(folder.with_name("tag"))) != SavedJob(1, 1, 0, None, None)
     for target in (Topology(2, 3), Topology(3, 2, source.precision)):
         targets = make_targets(MODEL, target)
         ranks = load(index, targets)
@@ -198,6 +200,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text": (write_file("one/fp32.pt", "x"), "zero/one/fp32.pt: holds a str"),
     "other shape": (write_file("b.weight/fp32.pt", OTHER_SHAPE),
                     r"zero/b.weight/fp32.pt: has shape \(6, 7\), .* says \(5, 7\)"),
+    "no rows": (write_file("one/fp32.pt", {"param": torch.tensor(1.0), "vocab_tensor": True}),
+                r"zero/one/fp32.pt: has shape \(\), .* says \(1,\)"),
     **{f"{kind} state": (write_file("b.weight/exp_avg.pt", {"param": torch.zeros(*shape)}),
                          rf"zero/b.weight/exp_avg.pt: holds \({shape[0]}, {shape[1]}\), fp32.pt \(5, 7\)")
        for kind, shape in (("other", (6, 7)), ("turned", (7, 5)))},
