@@ -23,6 +23,7 @@ from deepspeed_ucp.model.storage import AtomKey, count
 from deepspeed_ucp.model.topology import Topology as Saved
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.expertmodels import expert_trips
+from tests.support.exports import open_model
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (
     PATIENT,
@@ -197,8 +198,7 @@ def test_unknown_patterns_are_refused_as_by_the_load(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_batch_sizes(saved: dict[str, Any], dp: int, fits: bool, tmp_path: Path) -> None:
     run = Run(ds_config={**Topology(1, 2).ds_config(), "train_micro_batch_size_per_gpu": None, **saved})
-    write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2), run=run)
-    index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm())
+    index = open_model(tmp_path, Topology(1, 2), MODEL, run=run)
     degrees = parse_degrees(f"dp={dp}", index.topology)
     found = check_resume(index, degrees)
     assert (not found.obstacles) == fits
@@ -212,8 +212,7 @@ def open_experts(folder: Path, degrees: tuple[int, int]) -> AtomicIndex:
     names = [f"h.{layer}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.w" for layer in (0, 1) for e in range(4)]
     layers = tuple(ExpertLayer(f"h.{layer}.mlp", 4) for layer in (0, 1))
     model = Model((Param("dense", (5,)), *(Param(name, (6,)) for name in names)), experts=layers)
-    path = write_checkpoint(folder, model, random_state(model, 1), Topology(1, 4, ep=degrees))
-    return open_checkpoint(str(path), Comm())
+    return open_model(folder, Topology(1, 4, ep=degrees), model)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +228,7 @@ def test_impossible_degrees_are_obstacles(target: str, told: str, tmp_path: Path
     index = open_experts(tmp_path, (2, 2))
     found = check_resume(index, parse_degrees(target, index.topology))
     assert told in " ".join(found.obstacles) and bool(told) == bool(found.obstacles)
-    plain = open_checkpoint(str(write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))), Comm())
+    plain = open_model(tmp_path, Topology(1, 2), MODEL)
     assert "no experts" in check_resume(plain, parse_degrees("dp=4,ep=2", plain.topology)).obstacles[0]
 
 
@@ -240,8 +239,7 @@ def test_experts_may_lie_on_other_ranks_in_the_same_degrees(tmp_path: Path) -> N
 
 
 def test_rename_rules_make_another_model(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))
-    index = open_checkpoint(str(folder), Comm())
+    index = open_model(tmp_path, Topology(1, 2), MODEL)
     rules = from_config(json.loads('{"rename": [{"from": "h.0.(?P<x>.*)", "to": "layers.0.{x}"}]}'))
     found = check_resume(index, parse_degrees("dp=2", index.topology), rules)
     assert (found.loader, found.obstacles) == (OURS, []) and found.state > 0

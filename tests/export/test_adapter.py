@@ -19,7 +19,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.foreign.adapter import read_config
 from tests.support.adapters import LORAS, make_base, make_peft
-from tests.support.exports import check_same, load_all
+from tests.support.exports import check_same, load_all, open_model
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 from tests.synth.description import DTYPES
 
@@ -129,11 +129,9 @@ def test_modules_named_like_peft_layers_keep_their_names(tmp_path: Path, bias: A
 
 def test_a_checkpoint_without_an_adapter_is_refused(tmp_path: Path) -> None:
     described = Model((Param("a.weight", (3, 5)),))
-    path = write_checkpoint(tmp_path, described, random_state(described, 1), Topology(1, 2))
+    index = open_model(tmp_path, Topology(1, 2), described)
     with pytest.raises(CheckpointError, match="no adapter"):
-        export_safetensors(
-            open_checkpoint(str(path), Comm()), str(tmp_path / "out"), options=ExportOptions(adapter="default")
-        )
+        export_safetensors(index, str(tmp_path / "out"), options=ExportOptions(adapter="default"))
 
 
 def test_the_configuration_is_found_in_the_parent_folder(tmp_path: Path) -> None:

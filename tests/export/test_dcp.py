@@ -20,13 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError
 from deepspeed_ucp.export.chunks import Chunk, Planner, cut_chunks
 from deepspeed_ucp.export.dcp import export_dcp, make_scaler
 from deepspeed_ucp.export.statedict import LAYOUTS, complete_group
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.foreign.names import OPTIMIZER_FOLDER, SCALER
 from deepspeed_ucp.model.storage import MASTER, AtomKey
 from tests.support import fsdp_run
@@ -34,7 +32,7 @@ from tests.support.exports import MODEL, TOPOLOGIES, check_same, open_model, rea
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples
 from tests.support.reshard3d import VOCAB, draw_state, make_plain, open_held, rules_of
-from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
+from tests.synth import Model, Param, Run, State, Topology, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -188,8 +186,8 @@ def test_deepspeeds_adam_gets_the_defaults_of_torch(tmp_path: Path) -> None:
     model = Model((Param("w", (4, 3)),))
     drawn = random_state(model, 0)
     hyper = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.0, "bias_correction": True}
-    path = write_checkpoint(tmp_path, model, State(drawn.atoms, {"w": {"step": 3}}, (hyper,)), Topology(1, 2))
-    export_dcp(open_checkpoint(str(path), Comm()), str(tmp_path / "out"))
+    state = State(drawn.atoms, {"w": {"step": 3}}, (hyper,))
+    export_dcp(open_model(tmp_path, Topology(1, 2), model, state), str(tmp_path / "out"))
     optim = read_all(tmp_path / "out")["optim"]
     check_same({"step": optim["state"]["w"]["step"]}, {"step": torch.tensor(3.0)})
     fresh = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
@@ -204,8 +202,7 @@ def test_weight_decay_of_deepspeeds_adam_follows_its_config(
     params = {"adam_w_mode": decoupled, "weight_decay": 0.1}
     optimizer = {} if decoupled is None else {"optimizer": {"type": "Adam", "params": params}}
     run = Run(ds_config={**Topology(1, 2).ds_config(), **optimizer})
-    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), run=run)
-    export_dcp(open_checkpoint(str(path), Comm()), str(tmp_path / "out"), options=OPTIONS)
+    export_dcp(open_model(tmp_path, Topology(1, 2), run=run), str(tmp_path / "out"), options=OPTIONS)
     groups = read_all(tmp_path / "out")["optim"]["param_groups"]
     assert [group["decoupled_weight_decay"] for group in groups] == [decoupled is not False] * 2
     assert ("does not record whether its Adam decouples" in caplog.text) is (decoupled is None)

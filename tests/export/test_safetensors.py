@@ -299,8 +299,7 @@ def test_values_that_a_type_cannot_hold_are_recognised(target: str) -> None:
 
 def test_parts_that_are_not_written_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Run(nest=lambda module: {**module, "layer._extra_state": b"recipe"})
-    path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), run=run)
-    index = replace(open_checkpoint(str(path), Comm()), dropped="a converter omits buffers")
+    index = replace(open_model(tmp_path, Topology(1, 2), run=run), dropped="a converter omits buffers")
     export_safetensors(index, str(tmp_path / "out"))
     assert "extra states of modules are not written: layer._extra_state" in caplog.text
     assert "model_states.pt: a converter omits buffers" in caplog.text
@@ -391,8 +390,7 @@ def test_transformers_loads_it(tmp_path: Path, tied: bool, sharded: bool) -> Non
         )
     )
     state = random_state(described, 1)
-    path = write_checkpoint(tmp_path, described, state, Topology(2, 3))
-    index = open_checkpoint(str(path), Comm())
+    index = open_model(tmp_path, Topology(2, 3), described, state)
     out = tmp_path / "out"
     export_safetensors(index, str(out), like=str(tmp_path / "hf"), max_shard=4000 if sharded else 10**9)
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)

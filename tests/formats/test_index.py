@@ -14,7 +14,6 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.headers import Piece
 from deepspeed_ucp.formats.deepspeed.module import drop_ties
 from deepspeed_ucp.formats.deepspeed.naming import Naming
-from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
 from deepspeed_ucp.torchsave.records import FileRecord
 from tests.formats.atoms import check_atom, check_index
@@ -32,10 +31,6 @@ def test_the_index_is_the_state(case: Case) -> None:
         path = case.write(folder)
         index = open_checkpoint(str(path), Comm(), Naming(case.model.live_groups))
         check_index(index, case, read_state(path, case.model, case.topology))
-    check_topology(index, case)
-
-
-def check_topology(index: AtomicIndex, case: Case) -> None:
     topology, found = case.topology, index.topology
     wrappers = {"raw": "torch", "unfused": "fp16_unfused", "fused": "fp16_fused", "bf16": "bf16"}
     assert found.wrapper == wrappers.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")

@@ -212,20 +212,6 @@ FUSED = {"bias_correction": True, "step": 0}
 """Entries of a param group of DeepSpeed's FusedAdam."""
 
 
-def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, half: str = "") -> AtomicIndex:
-    """Open a stage-0 save with these steps (None: no state); ``half`` names a parameter with 16-bit states."""
-    files = make_files(STEPPED, Topology(0))
-    optimizer = files[STATES]["optimizer"]
-    for place, (param, step) in enumerate(zip(STEPPED.params, steps, strict=True)):
-        held = optimizer["state"].pop(place)
-        if step is not None:
-            states = {n: t.bfloat16() if param.name == half else t for n, t in held.items() if torch.is_tensor(t)}
-            optimizer["state"][place] = {**states, "step": step}
-    for each in optimizer["param_groups"]:
-        each.update(group)
-    return open_files(folder, files, Naming(groups=[["a", "b", "c"], ["d"]]))
-
-
 @pytest.mark.parametrize(
     ("steps", "group", "half", "expected"),
     [
@@ -241,7 +227,17 @@ def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, 
 def test_steps_of_deepspeeds_fused_adam(
     steps: list[int | None], group: dict[str, Any], half: str, expected: list[int | None], tmp_path: Path
 ) -> None:
-    index = open_steps(tmp_path, steps, group, half=half)
+    """None: the parameter has no states; ``half`` names one with 16-bit states."""
+    files = make_files(STEPPED, Topology(0))
+    optimizer = files[STATES]["optimizer"]
+    for place, (param, step) in enumerate(zip(STEPPED.params, steps, strict=True)):
+        held = optimizer["state"].pop(place)
+        if step is not None:
+            states = {n: t.bfloat16() if param.name == half else t for n, t in held.items() if torch.is_tensor(t)}
+            optimizer["state"][place] = {**states, "step": step}
+    for each in optimizer["param_groups"]:
+        each.update(group)
+    index = open_files(tmp_path, files, Naming(groups=[["a", "b", "c"], ["d"]]))
     found = {param.name: held["step"] for param, held in index.scalars.items() if held}
     assert found == {n: step for n, step in zip("abcd", expected, strict=True) if step is not None}
 

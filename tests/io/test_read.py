@@ -19,7 +19,7 @@ from isal import isal_zlib
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError
 from deepspeed_ucp.io import direct, memory, store
 from deepspeed_ucp.io.memory import Scratch
-from deepspeed_ucp.io.read import Checked, MemorySink, RecordReader, merge_checks, sum_range
+from deepspeed_ucp.io.read import Checked, RecordReader, sum_range
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.model.records import CopyItem, FileRef, Read, Record
 from deepspeed_ucp.torchsave.torchfile import list_records
@@ -63,16 +63,6 @@ def test_bytes_go_where_the_items_say(file: FileRef) -> None:
     assert bytes(straight.data) == got[12:14] + bytes(4) + got[:4]
     assert bytes(staged.data) == bytes(2) + got[7:12] + bytes(3)
     assert checks == [Checked(0, 50, 16, isal_zlib.crc32(got))]
-
-
-@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
-def test_rows_go_through_scratch_memory(file: FileRef, staged: bool) -> None:
-    """Rows of a buffer are not contiguous."""
-    sink = Bytes(20, staged=staged)
-    checks = read([read_of(CopyItem(0, 0, 2, 2, 3, 0, 1, 5), item(0, 6, 3, 0, 17))], file, [sink])
-    got = DATA[100:109]
-    assert bytes(sink.data) == (bytes(1) + got[:2] + bytes(3) + got[2:4] + bytes(3) + got[4:6] + bytes(4) + got[6:9])
-    assert [check.crc for check in checks] == [isal_zlib.crc32(got)]
 
 
 @pytest.mark.parametrize("checksum", [True, False])
@@ -156,24 +146,6 @@ def test_the_checksum_of_a_range(file: FileRef, chunk: int) -> None:
         assert sum_range(stored, 10, 300, chunk) == isal_zlib.crc32(DATA[10:310])
         with pytest.raises(CheckpointError, match="ends at byte 4000"):
             sum_range(stored, 10, 4000, chunk)
-
-
-def test_checksums_of_consecutive_ranges_are_merged() -> None:
-    def check(record: int, low: int, high: int) -> Checked:
-        return Checked(record, low, high - low, isal_zlib.crc32(DATA[low:high]))
-
-    checks = [check(0, 40, 42), check(0, 0, 10), check(1, 0, 5), check(0, 10, 30)]
-    assert merge_checks(checks) == [check(0, 0, 30), check(0, 40, 42), check(1, 0, 5)]
-
-
-@pytest.mark.parametrize("itemsize", [1, 4])
-def test_plain_memory_takes_rows(file: FileRef, itemsize: int) -> None:
-    memory = bytearray(20 * itemsize)
-    rows = CopyItem(0, 0, 2 * itemsize, 2 * itemsize, 3, 0, 1, 5)
-    read([read_of(rows)], file, [MemorySink(memoryview(memory), itemsize)])
-    parts = [DATA[100 + low : 100 + low + 2 * itemsize] for low in range(0, 6 * itemsize, 2 * itemsize)]
-    gap = bytes(3 * itemsize)
-    assert bytes(memory) == bytes(itemsize) + gap.join(parts) + bytes(7 * itemsize)
 
 
 # -- past the page cache ----------------------------------------------------------------------------------------------

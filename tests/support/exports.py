@@ -40,9 +40,12 @@ TOPOLOGIES = (
 )
 
 
-def open_model(folder: Path, topology: Topology, model: Model = MODEL, seed: int = 0) -> AtomicIndex:
-    """A synthesised checkpoint's index."""
-    path = write_checkpoint(folder, model, random_state(model, seed, precision=topology.precision), topology)
+def open_model(
+    folder: Path, topology: Topology, model: Model = MODEL, state: State | None = None, **options: Any
+) -> AtomicIndex:
+    """Write a synthesised checkpoint, and open it."""
+    state = state or random_state(model, 0, precision=topology.precision)
+    path = write_checkpoint(folder, model, state, topology, **options)
     return open_checkpoint(str(path), Comm(), Naming(model.live_groups))
 
 
