@@ -19,6 +19,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.formats.foreign.adapter import read_config
 from tests.support.adapters import LORAS, make_base, make_peft
+from tests.support.covering import all_turns
 from tests.support.exports import check_same, load_all, open_model
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 from tests.synth.description import DTYPES
@@ -76,8 +77,9 @@ def export(
     export_safetensors(index, str(out), options=options)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
-@pytest.mark.parametrize("kind", [*UNTIED, *TIED])
+@pytest.mark.parametrize(
+    ("kind", "topology"), all_turns([*UNTIED, *TIED], TOPOLOGIES, 1, lambda row: f"{row[0]}-{row[1].label}")
+)
 def test_an_adapter_is_written_as_by_peft(tmp_path: Path, kind: str, topology: Topology) -> None:
     """PEFT loads it; it writes a module that is kept whole under each of its names, and new tokens once."""
     tied = kind in TIED

@@ -209,8 +209,9 @@ def test_weight_decay_of_deepspeeds_adam_follows_its_config(
 
 
 def test_other_optimizers_keep_their_hyper_parameters() -> None:
-    momentum, amsgrad = {"momentum_buffer": 0}, dict.fromkeys(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
-    assert complete_group({"lr": 1}, {"w": momentum}, ["w"]) == {"lr": 1, "initial_lr": 1}
+    amsgrad = dict.fromkeys(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+    for state in ("momentum_buffer", "exp_avg"):
+        assert complete_group({"lr": 1}, {"w": {state: 0}}, ["w"]) == {"lr": 1, "initial_lr": 1}
     assert complete_group({"lr": 1}, {"w": amsgrad}, ["w"])["amsgrad"] is True
 
 

@@ -181,6 +181,8 @@ def merge_upstream(shards, view, dim, widths):
         (parts_info([3, -1], 0, 0.3), (24, 5), 0, [[4, 4]] * 3, None),
         (parts_info([(12, 4, 4), 5], 0, 0.3), (20, 5), 0, [[6, 6], [2, 2], [2, 2]], None),
         (parts_info([-1, (4, 4)], 1, 0.3), (5, 8), 1, [[2, 2], [2, 2]], None),
+        # Since 0.4 it is the width of the only part.
+        (parts_info([8, 5], 0), (8, 5), 0, [[4, 4]], None),
         # A rank without key/value heads.
         (parts_info([(4, 2, 2), 3], 0, widths=[[2, 2], [2, 0], [2, 0]]), (8, 3), 0, [[2, 2], [2, 0], [2, 0]], None),
         # Experts: the tensor [3 × 8, 5] viewed as [3, (4; 4), 5] and cut along the middle.
@@ -190,7 +192,7 @@ def merge_upstream(shards, view, dim, widths):
         # A bias.
         (parts_info([(4, 2)], 0, widths=[[2, 2], [1, 1]]), (6,), 0, [[2, 2], [1, 1]], None),
     ],
-    ids=["gqa", "count", "sizes", "columns", "empty", "experts", "heads", "bias"],
+    ids=["gqa", "count", "sizes", "columns", "width", "empty", "experts", "heads", "bias"],
 )
 def test_sub_parameters_are_joined_as_deepspeed_joins_them(info, view, dim, widths, local):
     sizes = []

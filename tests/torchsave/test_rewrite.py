@@ -123,13 +123,15 @@ def make_attributed(kind, *args, **attributes):
 
 
 def make_cycles():
-    shared, loop, table = ["shared"], [], {}
+    shared, loop, table, knot = ["shared"], [], {}, ([],)
     loop.append(loop)
+    knot[0].append(knot)
     table["self"] = (table, [table], shared)
     owner = argparse.Namespace(children=[])
     owner.children.append(argparse.Namespace(parent=owner, held=shared))
     owner.me = owner
-    return {"twice": [shared, shared], "loop": loop, "table": table, "owner": owner, "pair": (shared, (shared,))}
+    pair = (shared, (shared,))
+    return {"twice": [shared, shared], "loop": loop, "table": table, "owner": owner, "pair": pair, "knot": knot}
 
 
 def make_tensors():
