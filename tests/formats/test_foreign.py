@@ -36,8 +36,7 @@ from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.torchsave.records import FileRecord
-from tests.formats.atoms import read_whole
-from tests.formats.saves import check_refused, open_alone
+from tests.formats.saves import check_refused, open_alone, read_whole
 from tests.properties.samples import PLAIN
 from tests.support import fsdp_run, wholes
 from tests.support.exports import TOPOLOGIES, check_same, open_model, read_all

@@ -17,8 +17,7 @@ from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.model.storage import MODULE, ParamKey
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.stream.reader import AtomReader
-from tests.formats.atoms import read_whole
-from tests.formats.saves import check_refused, open_alone
+from tests.formats.saves import check_refused, open_alone, read_whole
 from tests.support.exports import check_same
 
 FORM = "a form that is not supported"

@@ -16,8 +16,7 @@ from deepspeed_ucp.formats.deepspeed.module import drop_ties
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey
 from deepspeed_ucp.torchsave.records import FileRecord
-from tests.formats.atoms import check_atom, check_index
-from tests.formats.saves import STATES, edit, make_files, open_alone, open_files
+from tests.formats.saves import STATES, check_atom, check_index, edit, make_files, open_alone, open_files
 from tests.support.cases import Case, cases
 from tests.support.descriptors import count_read_bytes
 from tests.support.reshard import examples, temporary_folder

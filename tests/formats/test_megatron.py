@@ -20,8 +20,7 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY
 from deepspeed_ucp.tensor_parallel.metadata import INFO
-from tests.formats.atoms import read_all
-from tests.formats.saves import make_files, open_files
+from tests.formats.saves import make_files, open_files, read_all
 from tests.support.pythons import OLD_MEMBERS
 from tests.synth import Model, Param, Run, Topology
 from tests.synth.megatron import client_state, megatron_args, nested_module, old_universal_info, universal_info

@@ -12,8 +12,7 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, AtomKey, ParamKey
-from tests.formats.atoms import read_atom
-from tests.formats.saves import PIPE, PLAIN, POSITION, WORD, make_files, open_files
+from tests.formats.saves import PIPE, PLAIN, POSITION, WORD, make_files, open_files, read_atom
 from tests.support.contents import check_content
 from tests.support.reshard import LIVE_LR
 from tests.support.reshard3d import draw_state, expect, load_all, make_config, make_pipeline, make_plain

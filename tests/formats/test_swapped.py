@@ -20,8 +20,7 @@ from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.formats.open import seal_folder, survey_checkpoint
 from deepspeed_ucp.model.index import AtomicIndex
 from tests.convert.conversions import read_bytes
-from tests.formats.atoms import check_index
-from tests.formats.saves import open_alone
+from tests.formats.saves import check_index, open_alone
 from tests.support.cases import Case
 from tests.support.conversion import convert_checkpoint
 from tests.support.damage import flip
