@@ -6,7 +6,7 @@ from itertools import accumulate
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.plan.conversion import (
@@ -32,6 +32,7 @@ outputs_of = st.lists(
 
 
 @mock.patch("deepspeed_ucp.plan.conversion.MAX_RANGES", 8)
+@example(outputs=[Output(1, 1)] * 20, nodes=1, most=MIB)
 @given(outputs=outputs_of, nodes=st.integers(1, 5), most=st.sampled_from((MIB, 4 * MIB, 16 * MIB)))
 @examples(150)
 def test_each_element_once(outputs: list[Output], nodes: int, most: int) -> None:
