@@ -20,6 +20,13 @@ from deepspeed_ucp.stream.reader import AtomReader
 from tests.formats.saves import check_refused, open_alone, read_whole
 from tests.support.exports import check_same
 
+
+def write_header(path: Path, header: Any, nbytes: int) -> None:
+    """Write a file with a header, given as text or as a value for JSON."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode("utf-8", "surrogateescape")
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+
+
 FORM = "a form that is not supported"
 
 
@@ -64,8 +71,7 @@ def tell(**changed: Any) -> dict[str, Any]:
 )
 def test_contradictory_headers_are_refused(tmp_path: Path, header: Any, message: str) -> None:
     """Of 20 bytes of data: holes, overlaps, invalid numbers, ambiguous JSON. The message has one line."""
-    text = (header if isinstance(header, str) else json.dumps(header)).encode("utf-8", "surrogateescape")
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(20))
+    write_header(tmp_path / "model.safetensors", header, 20)
     with pytest.raises((CheckpointError, UnsupportedError), match=message) as found:
         open_alone(tmp_path)
     assert str(found.value).isprintable() and len(str(found.value)) < 500
