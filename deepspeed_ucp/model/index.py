@@ -72,6 +72,7 @@ class SavedJob:
         asked: value of :data:`ASKED`; None if the job trained on the script's own batch.
         begun: values of :data:`BEGUN`; None if no resume has changed them.
         shuffled: value of :data:`SHUFFLED`; None if unknown.
+        micro: samples in a micro batch; None if unknown.
         format: name of a foreign format, which records neither ranks nor batch; empty for a DeepSpeed save.
         weights_alone: the checkpoint has no optimizer states.
     """
@@ -86,6 +87,14 @@ class SavedJob:
     format: str = ""
     weights_alone: bool = False
     shuffled: int | None = None
+    micro: int | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks with samples of their own; ranks that divide a sequence have the same ones."""
+        if self.total_batch and self.micro and self.accumulation:
+            return self.total_batch // (self.micro * self.accumulation)
+        return self.ranks // self.model_ranks
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
@@ -98,7 +107,7 @@ class SavedJob:
         ours, micro = map(numbers.get, BEGUN)
         begun = (ours, micro) if ours and micro else None
         batch = (total or None, numbers.get(BATCH_SIZES[2]), numbers.get(ASKED), begun)
-        return cls(ranks, model_ranks, steps, *batch, shuffled=numbers.get(SHUFFLED))
+        return cls(ranks, model_ranks, steps, *batch, shuffled=numbers.get(SHUFFLED), micro=numbers.get(BATCH_SIZES[1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ def find_job(
     )
     if not micro:
         return job
-    return replace(job, total_batch=micro * (job.accumulation or 1) * (job.ranks // job.model_ranks))
+    return replace(job, total_batch=micro * (job.accumulation or 1) * job.replicas)
 
 
 def _find_tag(folder: str, config: UniversalConfig, comm: Comm) -> str:

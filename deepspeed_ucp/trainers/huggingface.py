@@ -275,10 +275,23 @@ def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
     Args:
         now: ranks and micro batches of this launch.
     """
-    begun = job.begun or (job.ranks // job.model_ranks, job.accumulation or now[1])
+    begun = job.begun or (job.replicas, job.accumulation or now[1])
+    was_divided = job.ranks != job.replicas * job.model_ranks
+    if was_divided != _divides_sequences(trainer):
+        begun = now
+        if connect().rank == 0:
+            logger.warning(
+                "the trainer scales losses otherwise under sequence parallelism, which only "
+                f"{'the saved run' if was_divided else 'this run'} uses. Compare the first losses with the saved ones."
+            )
     state = find_state(trainer)
     state.begun, state.uses_count = begun if begun != now else None, None
     trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.update(zip(BEGUN, begun, strict=True))
+
+
+def _divides_sequences(trainer: Any) -> bool:
+    """Return True under sequence parallelism, in which the trainer averages losses over ranks."""
+    return bool(hasattr(trainer, "get_sp_size") and trainer.get_sp_size() > 1)
 
 
 def set_initial_training_values(
@@ -478,7 +491,8 @@ def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> floa
         begun: ranks and micro batches per step in the run's first launch.
     """
     ranks, accumulation = _count_replicas(trainer), trainer.args.gradient_accumulation_steps
-    adds_ranks = getattr(trainer.args, "average_tokens_across_devices", False)
+    is_average = training and _divides_sequences(trainer)
+    adds_ranks = not is_average and getattr(trainer.args, "average_tokens_across_devices", False)
     adds_micro = training and getattr(trainer, "loss_is_scaled_for_ga", None) is not False
     return (begun[0] / ranks if adds_ranks else 1.0) * (begun[1] / accumulation if adds_micro else 1.0)
 

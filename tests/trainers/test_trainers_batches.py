@@ -11,10 +11,10 @@ import pytest
 
 from deepspeed_ucp import ConfigError, MismatchError, UnsupportedError
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.model.index import SavedJob
+from deepspeed_ucp.model.index import BATCH_SIZES, SavedJob
 from deepspeed_ucp.trainers import accelerating, lightning
 from deepspeed_ucp.trainers.batches import BatchSizes
-from deepspeed_ucp.trainers.huggingface import choose_batch
+from deepspeed_ucp.trainers.huggingface import _record_begun, choose_batch, find_factor, find_state
 
 
 def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
@@ -27,6 +27,28 @@ def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
 def test_ranks_that_cannot_share_it_are_refused() -> None:
     with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Use a number of ranks that divides it"):
         choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", BatchSizes(4, 1, 3), None)
+
+
+COUNTERS = {"dp_world_size": 4, "global_steps": 5, **dict(zip(BATCH_SIZES, (8, 2, 2), strict=True))}
+
+
+@pytest.mark.parametrize(("saved", "live", "warns"), [(2, 2, False), (1, 1, False), (2, 1, True), (1, 2, True)])
+def test_losses_under_sequence_parallelism(saved: int, live: int, warns: bool, caplog: Any) -> None:
+    """The Trainer averages the losses of all ranks, but adds up those of micro batches."""
+    job = SavedJob.read({**COUNTERS, "train_batch_size": 16 // saved})
+    assert job.replicas == 4 // saved
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(config={}))
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(gradient_accumulation_steps=2, average_tokens_across_devices=True),
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
+        get_sp_size=lambda: live,
+        get_total_train_batch_size=lambda _: 16 // live,
+        _train_batch_size=2,
+    )
+    _record_begun(trainer, job, (4 // live, 2))
+    assert find_state(trainer).begun is None
+    assert ("under sequence parallelism" in caplog.text) is warns
+    assert find_factor(trainer, (8, 1), training=True) == (0.5 if live == 2 else 1.0)
 
 
 def load_with_accelerate(folder: str, patch: pytest.MonkeyPatch) -> None:
