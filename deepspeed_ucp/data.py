@@ -256,8 +256,10 @@ class Order(ABC):
         if size is None or self._engine is None or self.rank or (worker is not None and worker.id):
             return
         micro = to_integer(self._engine.train_micro_batch_size_per_gpu())
-        split = self.total_batch // self.world // to_integer(self._engine.gradient_accumulation_steps())
-        if size not in (micro, split):  # Accelerate may split the batches of one order over all ranks
+        share = self.total_batch // self.world
+        split = share // to_integer(self._engine.gradient_accumulation_steps())
+        # Accelerate may split the batches of one order over all ranks; a script may split those of a whole step.
+        if size not in (micro, split, share):
             logger.warning(
                 f"the DataLoader makes batches of {pluralize(size, 'sample')}, but the engine counts micro batches of "
                 f"{micro}: a resume continues at another sample. Set batch_size={micro}."

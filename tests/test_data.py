@@ -175,11 +175,11 @@ def test_prefetched_samples_are_not_consumed() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [make_sampler, make_stream])
-@pytest.mark.parametrize(("world", "size", "warns"), [(2, 2, 0), (1, 2, 0), (1, 4, 0), (2, 3, 1), (1, 6, 1)])
+@pytest.mark.parametrize(("world", "size", "warns"), [(2, 2, 0), (1, 2, 0), (1, 4, 0), (2, 6, 0), (2, 3, 1), (1, 6, 1)])
 def test_batches_of_another_size_than_the_engines_are_a_warning(
     make: Any, workers: int, world: int, size: int, warns: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two ranks take micro batches of two samples; Accelerate may split batches of four over them."""
+    """Two ranks take three micro batches of two samples. Accelerate may split batches of four over them."""
     stream = make is make_stream
     order = make(0, world, **({"batch_size": size} if stream else {}))
     order.follow(Engine(global_samples=0))
