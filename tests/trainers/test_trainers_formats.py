@@ -96,8 +96,8 @@ def test_the_trainer_with_an_adapter(tmp_path: Path, ucp_worlds: WorldPool) -> N
 
 def test_accelerate(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     saved = tmp_path / "in/it"
-    jobs = [{"how": "deepspeed", "steps": range(3), "save": str(saved)}, {"how": "deepspeed", "steps": range(5)}]
-    _, (losses, rates, _) = ucp_worlds.get(1).run(trainers_fsdp.accelerate_all, jobs)[0]
+    ucp_worlds.get(1).run(trainers_fsdp.accelerate, "deepspeed", range(3), save=str(saved))
+    losses, rates, _ = ucp_worlds.get(1).run(trainers_fsdp.accelerate, "deepspeed", range(5))[0]
     folders = {"tag": saved, "atomic": convert(saved, "pytorch_model", tmp_path / "atomic/it")}
     for how in ("2 SHARDED", "1 SHARDED", "2 FULL"):
         folders[how] = tmp_path / how / "it"

@@ -54,15 +54,13 @@ def check_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_accelerate_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """One rank under DeepSpeed saves; two under FSDP2 and FSDP1 load model, optimizer, schedule and random states."""
     saved, out = str(tmp_path / "saved"), str(tmp_path / "out")
-    jobs = [{"how": "deepspeed", "steps": range(3), "save": saved}, {"how": "deepspeed", "steps": range(5)}]
-    (_, rates, _), (losses, *_) = ucp_worlds.get(1).run(trainers_fsdp.accelerate_all, jobs)[0]
+    one, two, run = ucp_worlds.get(1), ucp_worlds.get(2), trainers_fsdp.accelerate
+    ((_, rates, _),) = one.run(run, "deepspeed", range(3), save=saved)
+    ((losses, *_),) = one.run(run, "deepspeed", range(5))
     assert main(["export", saved, out, "--to", "dcp", "--layout", "accelerate"]) == 0
-    jobs = [
-        {"how": "2 SHARDED", "steps": range(0), "load": out, "save": str(tmp_path / "2")},
-        {"how": "1 SHARDED", "steps": range(0), "load": out, "save": str(tmp_path / "1"), "warm": True},
-        {"how": "2 SHARDED", "steps": range(3, 5), "load": out},
-    ]
-    *_, (went_on, after, drawn) = ucp_worlds.get(2).run(trainers_fsdp.accelerate_all, jobs)[0]
+    for version in ("2", "1"):
+        two.run(run, f"{version} SHARDED", range(0), load=out, save=str(tmp_path / version), warm=version == "1")
+    (went_on, after, drawn), _ = two.run(run, "2 SHARDED", range(3, 5), load=out)
     wanted = read_folders(Path(out))
     for version in ("2", "1"):
         check_states(read_folders(tmp_path / version), wanted)

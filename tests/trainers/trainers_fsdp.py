@@ -19,6 +19,7 @@ from trainers_common import choose_gloo
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.support import fsdp_run
 from tests.support.engines import foreign_run
+from tests.support.engines.letters import group
 from tests.support.engines.ranks import listen
 
 
@@ -100,11 +101,6 @@ def _step(accelerator: Any, net: Any, optimizer: Any, scheduler: Any, *, step: i
     return float(loss.item())
 
 
-def accelerate_all(jobs: list[dict[str, Any]]) -> list[tuple[list[float], list[float], int]]:
-    """Run several loops in turn."""
-    return [accelerate(**job) for job in jobs]
-
-
 # -- Hugging Face's Trainer -------------------------------------------------------------------------------------------
 
 
@@ -184,10 +180,7 @@ def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[Captur
     for folder in folders:
         for stage in stages:
             model = make_llama(seed=1)
-            decayed = [param for param in model.parameters() if param.dim() > 1]
-            others = [param for param in model.parameters() if param.dim() < 2]
-            optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=1e-2)
-            engine = foreign_run.make_engine(model, optimizer, stage)
+            engine = foreign_run.make_engine(model, torch.optim.AdamW(group(model), lr=1e-2), stage)
             with listen() as heard:
                 engine.load_checkpoint(folder)
             found.append((capture(engine), [text for _, text in heard]))
