@@ -193,6 +193,8 @@ def load_state(
     if engine.ucp_report.saved is not None:  # else the numbering of the ranks is unknown
         restore_ranks(engine, folder, job, partial(read_random, folder))
     _restore_step(accelerator, folder, job)
+    if accelerator.is_main_process and config.param_groups == "saved" and not (config.arguments or kwargs):
+        warn_rate(engine.lr_scheduler, folder)
 
 
 def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
@@ -297,6 +299,19 @@ def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int
             f"in the saved run, so they must not be made for the {now} of this run."
         )
     return inner, {_RATE: was}
+
+
+def warn_rate(schedule: Any, folder: str) -> None:
+    """Warn if DeepSpeed's schedule, at the saved step, gives another learning rate than the saved one."""
+    if not type(schedule).__module__.startswith("deepspeed") or schedule.last_batch_iteration < 0:
+        return
+    saved, live = [float(group["lr"]) for group in schedule.optimizer.param_groups], schedule.get_lr()
+    if any(not math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-12) for pair in zip(saved, live, strict=False)):
+        logger.warning(
+            f"{folder}: {type(schedule).__name__} of this run gives the learning rate {live[0]:g} at the saved step, "
+            f"but the saved run had {saved[0]:g}. Accelerate divides total_num_steps of a DummyScheduler by the number "
+            "of ranks: pass optimizer steps × num_processes, or write total_num_steps into the ds_config."
+        )
 
 
 def _holds_functions(scheduler: Any) -> bool:

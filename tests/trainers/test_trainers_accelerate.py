@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import trainers_common
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR
 from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
@@ -337,6 +338,18 @@ def test_a_schedule_keeps_its_length(
     state = {**inner.state_dict(), **saved}
     assert accelerating._convert(wrapped, state, SavedJob(4, 1, 5, 8, 1), ranks) == (inner, changes)
     assert warning in caplog.text and len(caplog.records) == bool(warning)
+
+
+def test_a_schedule_of_deepspeed_with_another_length_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Accelerate divides the length of a ``DummyScheduler`` by the number of ranks."""
+    for length, warns in ((100, False), (50, True)):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        saved, live = (WarmupDecayLR(optimizer, total, 0.0, 0.1, 10) for total in (100, length))
+        for _ in range(20):
+            saved.step()
+        live.load_state_dict(saved.state_dict())
+        accelerating.warn_rate(live, "folder")
+        assert ("gives the learning rate 0.07" in caplog.text) is warns
 
 
 @pytest.mark.parametrize(("split", "scheduler"), all_turns([True, False], ["plain", "cosine"], 1, str))
