@@ -1,0 +1,244 @@
+"""Loads between 40 pairs of topologies do what `recorded.json.gz` says: each read, each copied byte, each loaded value.
+
+The record depends on no class of the loader: it names files, byte ranges and destinations. A commit that changes plans
+on purpose rewrites it with `UPDATE_RECORDED=1 pytest tests/load/test_recorded.py`, and says why.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.model.index import AtomicIndex
+from deepspeed_ucp.model.records import CopyItem
+from deepspeed_ucp.model.storage import ITEMSIZE
+from deepspeed_ucp.plan.locate import locate
+from tests.support import atomic
+from tests.support.cases import AWKWARD, KINDS, pair_id
+from tests.support.covering import few, params
+from tests.support.expertmodels import FUSED, NATIVES
+from tests.support.ranks import run_ranks
+from tests.support.reshard import FakeTarget, Loaded, Options, make_targets, open_for, plan, prepare_rank
+from tests.support.reshard3d import PIPELINE, PIPELINES, PLAIN, PLAINS, draw_state, expect, load_all, make_config
+from tests.support.swapped import MODEL as SWAPPED
+from tests.support.swapped import SwappedTarget
+from tests.synth import Model, Topology, random_state, write_checkpoint
+
+RECORD = Path(__file__).with_name("recorded.json.gz")
+Found = tuple[AtomicIndex, list[Loaded]]
+Run = tuple[str, str, int, int, int, str]
+"""Record, buffer, first byte, first element, number of bytes, dtype in the file."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A saved topology, the topology that loads it, and how."""
+
+    kind: str
+    source: Topology
+    target: Topology
+    load: Callable[[Topology, Topology, Path], Found]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {pair_id((self.source, self.target))}"
+
+
+def load_flat(source: Topology, target: Topology, folder: Path) -> Found:
+    """Load a run without model parallelism."""
+    path = write_checkpoint(folder, AWKWARD, random_state(AWKWARD, 7, precision=source.precision), source)
+    return load_all(path, make_targets(AWKWARD, target), Options().config)
+
+
+def load_3d(model: Model) -> Callable[[Topology, Topology, Path], Found]:
+    """Load a run with tensor, pipeline or expert parallelism."""
+
+    def load(source: Topology, target: Topology, folder: Path) -> Found:
+        held = draw_state(model, source)
+        return load_all(held.write(folder), expect(held, target).make_targets(), make_config(model))
+
+    return load
+
+
+def load_converted(model: Model) -> Callable[[Topology, Topology, Path], Found]:
+    """Load what `ds_ucp convert` makes of a run."""
+
+    def load(source: Topology, target: Topology, folder: Path) -> Found:
+        held = draw_state(model, source)
+        _, out = atomic.convert_run(held, folder)
+        return load_all(out, expect(held, target).make_targets(), Options().config)
+
+    return load
+
+
+def load_swapped(source: Topology, target: Topology, folder: Path) -> Found:
+    """Plan a load into swap files."""
+    path = write_checkpoint(folder / "tag", SWAPPED, random_state(SWAPPED, 0, precision=source.precision), source)
+    targets = [SwappedTarget(folder / "swap", target, rank) for rank in range(target.dp)]
+    index = open_for(path, targets[0])
+
+    def prepare(rank: int, comm: Any) -> Loaded:
+        loaded = prepare_rank(index, targets[rank], comm)
+        plan(loaded, Options())
+        return loaded
+
+    return index, run_ranks(target.dp, prepare)
+
+
+def list_pairs() -> Iterator[Pair]:
+    for source, target in zip(KINDS * 2, [*KINDS[3:], *KINDS[:3], *KINDS[6:], *KINDS[:6]], strict=True):
+        yield Pair("ZeRO", source, target, load_flat)
+    for source, target in zip(PIPELINES, [*PIPELINES[2:], *PIPELINES[:2]], strict=True):
+        yield Pair("pipeline", source, target, load_3d(PIPELINE))
+    for source, target in zip(PLAINS, [*PLAINS[3:], *PLAINS[:3]], strict=True):
+        yield Pair("tensor parallel", source, target, load_3d(PLAIN))
+    for model, kind in ((NATIVES, "experts"), (FUSED, "AutoEP")):
+        yield Pair(kind, Topology(1, 4, "bf16", ep=(2,)), Topology(2, 2, ep=(1,)), load_3d(model))
+    yield Pair("experts", Topology(1, 4, tp=2, ep=(2,)), Topology(0, 4, ep=(4,)), load_3d(NATIVES))
+    yield Pair("NVMe", Topology(1, 3), Topology(3, 2), load_swapped)
+    source, target = Topology(1, 2, "bf16", tp=2, pp=2), Topology(0, 1, tp=3)
+    yield Pair("converted", source, target, load_converted(atomic.PIPELINE))
+    yield Pair("converted", Topology(2, 2, "bf16", tp=4), Topology(3, 3, "bf16"), load_converted(atomic.PLAIN))
+
+
+PAIRS = {pair.name: pair for pair in list_pairs()}
+
+
+# -- what a load did --------------------------------------------------------------------------------------------------
+
+
+def describe(index: AtomicIndex, ranks: Sequence[Loaded]) -> dict[str, list[list[str]]]:
+    """Describe each rank's reads, the bytes that reach its memory and the values that it holds afterwards."""
+    return {
+        "reads": [sorted(list_reads(index, rank)) for rank in ranks],
+        "copies": [sorted(list_copies(index, rank)) for rank in ranks],
+        "values": [list_values(rank.target) for rank in ranks],
+    }
+
+
+def name_records(index: AtomicIndex) -> list[str]:
+    """Name each record by its file and its place among the file's records: where torch puts them may change."""
+    records, names = list(index.records), dict[int, str]()
+    seen = Counter[int]()
+    for number in sorted(range(len(records)), key=lambda number: (records[number].file, records[number].offset)):
+        file = records[number].file
+        names[number] = f"{os.path.basename(index.files[file].path)} {seen[file]}"
+        seen[file] += 1
+    return [names[number] for number in range(len(records))]
+
+
+def list_reads(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
+    """Yield ``FILE RECORD BYTE LENGTH`` for each read."""
+    names = name_records(index)
+    for read in rank.reads:
+        yield f"{names[read.record]} {read.offset:06} {read.nbytes}"
+
+
+def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
+    """Yield ``FILE RECORD BYTE LENGTH DTYPE → BUFFER ELEMENT`` for each longest run of bytes that stay together."""
+    records, names, wants = name_records(index), name_buffers(rank), rank.work.wants
+    runs = []
+    for item in (item for want in wants.wants for item in locate(want)):
+        buffer, stored = wants.sinks[item.destination]
+        for offset, element in list_runs(item, ITEMSIZE[stored]):
+            runs.append((records[item.record], names[buffer], offset, element, item.run, stored))
+    for name, buffer, low, element, nbytes, stored in join_runs(sorted(runs)):
+        yield f"{name} {low:06} {nbytes} {stored} → {buffer} {element}"
+
+
+def name_buffers(rank: Loaded) -> list[str]:
+    """Name each buffer by what it holds, and number buffers of equal names."""
+    seen, names = Counter[str](), []
+    for spec in rank.work.wants.buffers:
+        seen[spec.slot] += 1
+        names.append(f"{spec.slot}[{seen[spec.slot] - 1}]")
+    return names
+
+
+def list_runs(item: CopyItem, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yield (byte of the record, element of the destination) of each run."""
+    for number in range(item.count):
+        yield item.offset + number * item.step, item.position + number * (item.stride or item.run // itemsize)
+
+
+def join_runs(runs: Iterable[Run]) -> list[Run]:
+    """Join runs that follow each other in the file and in the destination."""
+    joined: list[Run] = []
+    for record, buffer, low, element, nbytes, stored in runs:
+        last = joined[-1] if joined else None
+        if last and (record, buffer, low, element, stored) == (*last[:2], last[2] + last[4], find_end(last), last[5]):
+            joined[-1] = (*last[:4], last[4] + nbytes, stored)
+        else:
+            joined.append((record, buffer, low, element, nbytes, stored))
+    return joined
+
+
+def find_end(run: Run) -> int:
+    """Return the element behind a run."""
+    return run[3] + run[4] // ITEMSIZE[run[5]]
+
+
+def list_values(target: FakeTarget) -> list[str]:
+    """List a digest of each tensor that the rank holds; in swap files of each file."""
+    if isinstance(target, SwappedTarget):
+        return [f"{name} {digest(data)}" for name, data in target.look().items()]
+    told = []
+    for number, flat in enumerate(target.flats):
+        state = target.wrapped.state.get(flat.tensor, {}) if target.wrapped else {}
+        told.append(f"flat {number} fp32 {digest_tensor(flat.data)}")
+        told += [f"flat {number} {key} {digest_tensor(torch.as_tensor(value))}" for key, value in sorted(state.items())]
+    return told + [f"{extra.name} {digest_tensor(extra.data)}" for extra in target.extras()]
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    return digest(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+# -- the record -------------------------------------------------------------------------------------------------------
+
+
+def read_record() -> dict[str, Any]:
+    return json.loads(gzip.decompress(RECORD.read_bytes())) if RECORD.exists() else {}  # type: ignore[no-any-return]
+
+
+def find_difference(before: dict[str, list[list[str]]], now: dict[str, list[list[str]]]) -> str:
+    """Return the first row that differs."""
+    for kind, ranks in before.items():
+        for rank, (old, new) in enumerate(zip(ranks, now[kind], strict=True)):
+            gone, added = [row for row in old if row not in new], [row for row in new if row not in old]
+            if old != new:
+                return (
+                    f"rank {rank}, {kind}: no longer {gone[:3]}, but {added[:3]} ({len(old)} rows before, {len(new)})"
+                )
+    return ""
+
+
+@pytest.mark.parametrize("name", params(few(list(PAIRS), len(PAIRS) // 2), PAIRS))
+def test_a_load_does_what_is_recorded(name: str, tmp_path: Path) -> None:
+    pair, record = PAIRS[name], read_record()
+    if pair.kind == "AutoEP":
+        pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
+    now = describe(*pair.load(pair.source, pair.target, tmp_path))
+    if os.environ.get("UPDATE_RECORDED"):
+        record[name] = now
+        text = json.dumps({key: record[key] for key in sorted(record.keys() & PAIRS.keys())}, ensure_ascii=False)
+        RECORD.write_bytes(gzip.compress(text.encode(), mtime=0))
+    assert not find_difference(record[name], now)
+
+
+def test_the_record_has_all_pairs_and_no_others() -> None:
+    assert read_record().keys() == PAIRS.keys() and len(PAIRS) == 40
