@@ -158,8 +158,8 @@ WORDS = "language_model.embedding.word_embeddings.weight"
 FAMILIES = {"dense": "megatron-gpt", "padded": "megatron-gpt"}  # "llama" needs no rules
 ROUTES_3D = {  # the first target of each model is not exhaustive; all of a model have the same files
     "dense": [pipe(1, 2, world=2), pipe(2, world=2), pipe(2, 2), pipe(world=2)],
-    "padded": [pipe(2, world=2), pipe(1, 2, world=2)],
-    "llama": [pipe(world=2), pipe(2, world=2)],
+    "padded": [pipe(1, 2, world=2), pipe(world=2)],
+    "llama": [pipe(world=2), pipe(1, 2, world=2)],
 }
 
 
@@ -173,7 +173,8 @@ def check_known(saved: Saved, outcome: Outcome) -> None:
 
 for model, targets in ROUTES_3D.items():
     change = partial(convert, patterns={"family": FAMILIES.get(model)})
-    SOURCE = Source(TP2_PP2.but(model=model), change=change, check=check_known)
+    degrees = TP2_PP2 if model == "dense" else pipe(2, world=2)
+    SOURCE = Source(degrees.but(model=model), change=change, check=check_known)
     ROWS += [
         Row(target.but(model=model, config=UPSTREAM), [SOURCE], "upstream", exhaustive=number > 0)
         for number, target in enumerate(targets)

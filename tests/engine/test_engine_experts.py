@@ -63,7 +63,7 @@ def with_plan(rows: list[Row]) -> list[Row]:
     return [row if row.exhaustive else replace(row, check=check_plan) for row in rows]
 
 
-ROWS = with_plan(choose(TARGETS, SOURCES, {2: (3,), 4: (5,)} if len(SOURCES) == 6 else {0: (0, 1), 2: (2,)}))
+ROWS = with_plan(choose(TARGETS, SOURCES, {2: (3,), 5: (5,)} if len(SOURCES) == 6 else {0: (0, 1), 2: (2,)}))
 """Stages, orders of ranks and numbers of experts per rank; below, rows into stage 1 need the plugin, too."""
 
 # --- with tensor and pipeline parallelism
@@ -124,7 +124,7 @@ ALONE = [
 TURNS, BENT = Degrees(1, 4, ep=2, pp=2, turns=True, dual=True), Degrees(2, 4, "bf16", tp=2, ep=4, turns=True)
 BIDIRECTIONAL = [TURNS, TURNS.but(dual=False), BENT]
 ROWS += choose(TARGETS_3D, SOURCES_3D, {3: (6,), 8: (3,)}, "3d")
-ROWS += [Row(TARGETS_3D[0], ALONE[3:], "weights")]
+ROWS += [Row(TARGETS_3D[10], ALONE[3:], "weights")]
 ROWS += [Row(TARGETS_3D[place], ALONE, "weights", exhaustive=True) for place in (0, 3, 8, 10)]
 if not find_reason("DualPipeV"):  # always without experts, in test_engine_parallel.py
     ROWS += [Row(target, [TURNS], "DualPipeV", exhaustive=True) for target in BIDIRECTIONAL]
@@ -221,7 +221,7 @@ LOST = [
     Spread(0, 2, "fp32", (1, 1), tied=True),
     Spread(1, 2, "fp32", (2, 2), residual=BELOW),
 ]
-SHUFFLED = Spread(1, 4, "bf16", (2, 4), shuffled=True)
+SHUFFLED = Spread(1, 2, "bf16", (1, 2), shuffled=True)
 PAIRS = [(each, each.but(**to)) for each in LOST for to in ({}, {"stage": 2, "ep": (1, 1)}, {"stage": 0, "ep": (2, 2)})]
 PAIRS += [(SHUFFLED.but(shuffled=False), SHUFFLED), (SHUFFLED, SHUFFLED.but(shuffled=False))]
 ROWS += [

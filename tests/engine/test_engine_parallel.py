@@ -64,7 +64,7 @@ def list_weights(source: Launch, **more: Any) -> list[Source]:
 # --- the example's GPT
 
 ROUTES = [
-    Row(pipe(1, 2), list_weights(TP2_PP2), "dense"),
+    Row(pipe(1, 2, world=2), list_weights(TP2_PP2), "dense"),
     go(TP2_PP2, pipe(1, 4, method="parameters")),
     go(TP2_PP2, plain(1, 3, world=2)),
     Row(pipe(4), [TP2_PP2_BF16], "dense", compared=MOST),
@@ -238,7 +238,7 @@ FUSED = {"interleaved": "megatron-gpt-interleaved", "megatron-llama": "megatron-
 def list_megatron() -> Iterator[Row]:
     """The first row has the metadata of several releases, the others the newest alone."""
     four, newest = megatron(TP2_PP2, model="megatron"), EDGES if is_exhaustive() else EDGES[:1]
-    yield of_each(four, PP2, PATTERNS["rules"], EDGES)
+    yield of_each(four, pipe(1, 2, world=2), PATTERNS["rules"], EDGES)
     for target, layout in product((pipe(4), PP2), PATTERNS):
         yield of_each(four, target, PATTERNS[layout], exhaustive=True)
     for target, model in product((plain(1, 3, world=2), plain(4)), FUSED):
@@ -288,12 +288,13 @@ def check_pipeline_weights(saved: Saved, outcome: Outcome) -> None:
 
 def list_letters() -> Iterator[Row]:
     alone = partial(Source, arguments={"load_optimizer_states": False}, check=check_pipeline_weights)
-    modules = Source(BF16_PIPELINE, arguments={"load_module_only": True}, check=check_pipeline_weights)
+    two = BF16_PIPELINE.but(world=2)
+    modules = Source(two, arguments={"load_module_only": True}, check=check_pipeline_weights)
     # DeepSpeed does not restore untied copies of a tied module: they come from the masters. The head's buffers have no
     # file.
     own = {**LETTERS, "ignored": "buffer", "tolerance": 0.0}
     yield Row(Stages(2), [alone(Stages(2)), Stages(2)], GPT, compared=own)
-    yield Row(BF16_PIPELINE, [modules, alone(BF16_PIPELINE), BF16_PIPELINE], GPT, compared=own)
+    yield Row(two, [modules, alone(two), two], GPT, compared=own)
     yield Row(FP16_PIPELINE, [alone(FP16_PIPELINE), FP16_PIPELINE], GPT, compared=own, exhaustive=True)
     yield letters(Stages(2), Stages(2), NORM, compared=own, exhaustive=True)
     ours = Stages(4, 0, "bf16")  # BF16_Optimizer, without ZeRO, on whose save DeepSpeed's own load fails
@@ -304,8 +305,8 @@ def list_letters() -> Iterator[Row]:
     yield more(Stages(2), Stages(2, method="type:embedding"))
     yield more(Stages(2), BF16_PIPELINE)
     yield more(Stages(1, 1, "bf16", fp32_grads=True), Stages(4, 1, "bf16"))
-    yield letters(Stages(4, 0, "bf16"), Stages(2, 1, "bf16", method="parameters"))
-    yield letters(Stages(4), Stages(2), TWICE)
+    yield letters(Stages(4, 0, "bf16"), Stages(2, 1, "bf16", method="parameters", world=2))
+    yield letters(Stages(4), Stages(2, world=2), TWICE)
     yield more(Stages(4, 0), Stages(2, 1), NORM)
     yield letters(Stages(2, 1), Stages(4, 0), NORM)
     yield more(Stages(4, 0), Stages(1, 1), EMPTY)
@@ -314,7 +315,7 @@ def list_letters() -> Iterator[Row]:
         return
     # Under DualPipeV every rank holds two stages, whose layers are not contiguous.
     yield more(Stages(2, dual=True), Stages(2, dual=True), compared=own)
-    yield letters(Stages(2), Stages(2, dual=True))
+    yield letters(Stages(2), Stages(2, dual=True, world=2))
     yield letters(Stages(2, dual=True), Stages(4))
     yield more(Stages(4, dual=True), Stages(2), TWICE)
     yield more(Stages(2, dual=True), Stages(1))
@@ -384,8 +385,8 @@ TIED = "tied_modules.embed.position_embeddings.weight"
     ("source", "target", "warned"),
     [
         pytest.param(TP2_PP2, pipe(1, 2), [], marks=pytest.mark.exhaustive),  # each stage gets its copy back, as above
-        (TP2_PP2, pipe(2), [1, 0, 0, 0]),  # the first stage's copy counts
-        (TP2_PP2_STAGE0, pipe(1, 2), [1]),  # no file has the last stage's copy
+        (TP2_PP2, pipe(2, world=2), [1, 0]),  # the first stage's copy counts
+        (TP2_PP2_STAGE0, pipe(1, 2, world=2), [1]),  # no file has the last stage's copy
     ],
     ids=["both", "first", "unsaved"],
 )
