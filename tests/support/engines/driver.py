@@ -103,7 +103,7 @@ class Outcome:
     ) -> None:
         """Compare the loader, all states to the bit, the client state and the losses with the saved run.
 
-        Rank 0 alone logs the load; DeepSpeed's load runs once or not at all.
+        Rank 0 alone logs the load; DeepSpeed's load runs once or not at all. No report means that the plugin is off.
 
         Args:
             direct: the plugin's loader is expected; by default `is_direct` of the kind.
@@ -113,9 +113,11 @@ class Outcome:
         """
         assert not self.errors, self.errors[0]
         expected = self.kind.is_direct(saved.kind) if direct is None else direct
+        is_off = self.kind.config.get("checkpoint", {}).get("universal") is False
         for rank, local in enumerate(self.ranks):
+            assert (local.direct is None) == is_off
             assert (bool(local.direct), local.calls) == (expected, int(not expected)), local.reason
-            assert len(local.list_messages("INFO", " loaded in ")) == (rank == 0 and local.direct is not None)
+            assert len(local.list_messages("INFO", " loaded in ")) == (rank == 0 and not is_off)
         self.count, differences = self.kind.compare(saved.state, self.state, **options)
         assert not differences, "\n".join(differences[:20])
         assert self.count >= least
