@@ -179,7 +179,10 @@ if HAS_AUTOEP:
     ROWS += choose(TARGETS_AUTO, SOURCES_AUTO, {8: (14,)})[:1] if NEW else []
     # At ZeRO 2 DeepSpeed would load rank 0's frozen experts on every rank: they are in the experts' files alone.
     FROZEN = [AutoEP(2, 2, "fp32", 2), AutoEP(1, 2, "fp32", 1)]
-    ROWS += [Row(each, FROZEN[:1], "frozen", {"frozen": True}, compared={"direct": True}) for each in FROZEN]
+    ROWS += [
+        Row(each, FROZEN[:1], "frozen", {"frozen": True}, compared={"direct": True}, exhaustive=each.stage == 1)
+        for each in FROZEN
+    ]
 
     def check_momentum(saved: Saved, _outcome: Outcome) -> None:
         """ZeRO 1 and 2 keep the momentum of a whole tensor if the partition contains a part of its experts."""

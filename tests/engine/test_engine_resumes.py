@@ -447,14 +447,12 @@ FROM = [list_ways("alst", (1, 3)), list_ways("megatron", (1,))]
 IN_BF16 = Spread(3, precision="bf16", mpu="alst", way="micro", sp=4)
 Sequence_ = partial(Row, options={"scheduler": True}, check=check_samples, compared=EVERY_TENSOR)
 ULYSSES_ROWS = [
-    Sequence_(
-        each, few(rotate(FROM[1], number + 1), 1), "ulysses", marks=[pytest.mark.engine_smoke], exhaustive=number == 1
-    )
+    Sequence_(each, few(rotate(FROM[1], 1), 1), "ulysses", marks=[pytest.mark.engine_smoke], exhaustive=number == 1)
     for number, each in enumerate(ULYSSES)
 ]
 ALST_ROWS = [
     *(
-        Sequence_(each, few(rotate(FROM[0], number + 1), 1), "alst", marks=[RELEASES], exhaustive=number not in (0, 4))
+        Sequence_(each, few(rotate(FROM[0], 1), 1), "alst", marks=[RELEASES], exhaustive=number not in (0, 4))
         for number, each in enumerate(ALST)
     ),
     Sequence_(IN_BF16, list_ways("alst", (2,), "bf16"), "alst", marks=[RELEASES], exhaustive=True),
