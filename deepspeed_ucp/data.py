@@ -47,7 +47,7 @@ def _digest(values: Sequence[float] | Ids | None) -> str | None:
 
 
 def _rank(shards: Sequence[Any]) -> list[int] | None:
-    """Return the order of shards relative to their sorted names, which a moved folder keeps; None without names."""
+    """Return the order of shards by name, which a moved folder keeps; else None."""
     try:
         return sorted(range(len(shards)), key=shards.__getitem__)
     except (TypeError, ValueError):
@@ -55,7 +55,7 @@ def _rank(shards: Sequence[Any]) -> list[int] | None:
 
 
 def _find_batch_size(caller: FrameType | None) -> int | None:
-    """Return the batch size of a ``DataLoader``, if ``caller`` is a frame in which it makes a batch; else None.
+    """Return the size of the batch that a ``DataLoader`` makes in a frame, or None.
 
     Another dataset or sampler between them may take more samples for a batch.
     """
@@ -251,7 +251,7 @@ class Order(ABC):
             )
 
     def _compare_batch_size(self, size: int | None) -> None:
-        """Warn if the engine takes other batches than a ``DataLoader`` makes, so that it counts wrong samples."""
+        """Warn if a ``DataLoader`` makes other batches than the engine takes."""
         worker = get_worker_info()
         if size is None or self._engine is None or self.rank or (worker is not None and worker.id):
             return
@@ -451,7 +451,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         self._is_unfinished = False
 
     def _check_worker(self, workers: int, batch_size: int | None) -> None:
-        """Refuse a worker process that would not yield the samples in order, or from a wrong position.
+        """Refuse a worker whose samples would have a wrong order or position.
 
         Args:
             batch_size: of the ``DataLoader``; None if unknown.

@@ -91,7 +91,7 @@ class SavedJob:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel ranks with samples of their own; ranks that divide a sequence have the same ones."""
+        """Data-parallel ranks with different samples; ranks may divide a sequence."""
         if self.total_batch and self.micro and self.accumulation:
             return self.total_batch // (self.micro * self.accumulation)
         return self.ranks // self.model_ranks

@@ -136,7 +136,7 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
 
 
 def _record_order(accelerator: Any, engine: Any) -> None:
-    """Record the steps of schedulers in their states, and the seed of the samples in the ds_config."""
+    """Record steps of schedulers in their states, and the seed in the ds_config."""
     for scheduler in _list_plain(accelerator):
         if scheduler.step_with_optimizer:
             vars(scheduler.scheduler).setdefault(_RATE, _count_steps(scheduler, accelerator.num_processes))
@@ -146,7 +146,7 @@ def _record_order(accelerator: Any, engine: Any) -> None:
 
 
 def _find_seed(accelerator: Any) -> int | None:
-    """Return the seed of the first data loader that Accelerate shuffles (``use_seedable_sampler``), or None."""
+    """Return the seed of the first data loader that Accelerate shuffles, or None."""
     samplers = (loader.get_sampler() for loader in accelerator._dataloaders if hasattr(loader, "get_sampler"))
     return next((sampler.initial_seed for sampler in samplers if hasattr(sampler, "initial_seed")), None)
 
@@ -302,7 +302,7 @@ def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int
 
 
 def warn_rate(schedule: Any, folder: str) -> None:
-    """Warn if DeepSpeed's schedule, at the saved step, gives another learning rate than the saved one."""
+    """Warn if DeepSpeed's schedule gives another learning rate than the saved one."""
     if not type(schedule).__module__.startswith("deepspeed") or schedule.last_batch_iteration < 0:
         return
     saved, live = [float(group["lr"]) for group in schedule.optimizer.param_groups], schedule.get_lr()

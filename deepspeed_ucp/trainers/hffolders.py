@@ -204,7 +204,7 @@ def read_trainer_state(folder: str) -> dict[str, Any]:
 
 
 def read_arguments(folder: str) -> Mapping[str, Any]:
-    """Read the saved run's arguments, without running code of the file; empty if they are unknown."""
+    """Read the saved run's arguments as inert data; empty if they are unknown."""
     try:
         tree: Any = read_header(os.path.join(folder, "training_args.bin")).tree
     except (OSError, UcpError):  # the trainer does not need the file

@@ -146,7 +146,7 @@ def _count_replicas(trainer: Any) -> int:
 
 
 def check_order(args: Any, folder: str) -> None:
-    """Warn about an order of samples that a resume cannot reproduce, or that is not the saved run's."""
+    """Warn about an order of samples that does not continue the saved run's."""
     if connect().rank:
         return
     strategy, seed = _describe_order(vars(args))
@@ -164,7 +164,7 @@ def check_order(args: Any, folder: str) -> None:
 
 
 def _describe_order(args: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the strategy of a trainer's arguments, and the seed if the order depends on it."""
+    """Return a trainer's sampling strategy, and its seed if the order has one."""
     legacy = "group_by_length" if args.get("group_by_length") else "random"  # before transformers 5
     strategy, seed = args.get("train_sampling_strategy", legacy), args.get("data_seed")
     if strategy == "sequential":
@@ -290,7 +290,7 @@ def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
 
 
 def _divides_sequences(trainer: Any) -> bool:
-    """Return True under sequence parallelism, in which the trainer averages losses over ranks."""
+    """Return True if ranks divide sequences, whose losses the trainer averages."""
     return bool(hasattr(trainer, "get_sp_size") and trainer.get_sp_size() > 1)
 
 
