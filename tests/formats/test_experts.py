@@ -13,7 +13,6 @@ from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.extensions.experts.files import (
     NO_LAYER,
     ROLES,
-    ExpertFiles,
     count_tp_shards,
     name_unwritten_models,
 )
@@ -341,15 +340,6 @@ PLAIN = make_tensors(0, "0")
 def test_other_headers_are_not_encoded(tensors: dict[str, Piece]) -> None:
     header = make_expert(tensors)
     assert encode([header], FileHeader("first", 1))[0][0] is header
-
-
-def test_experts_are_counted_by_their_files() -> None:
-    files = [make_expert(make_tensors(layer, number)) for layer, number in ((0, "0"), (0, "1"), (1, "0"))]
-    _, short = encode(files, FileHeader("first", 1))
-    headers = [*short, make_expert(make_tensors(0, "2")), make_expert(PLAIN)]
-    experts = ExpertFiles()
-    experts.files = dict(enumerate(headers))  # type: ignore[arg-type]
-    assert experts.counts == {LAYER.format(0): 3, LAYER.format(1): 1}
 
 
 def make_shard(rank: int, numel: int, dtype: str = "float32") -> FileHeader:

@@ -71,15 +71,12 @@ def _tensor_differences(left: torch.Tensor, right: torch.Tensor, path: str) -> I
     for what in ("shape", "dtype", "requires_grad"):
         if getattr(left, what) != getattr(right, what):
             yield f"{path}.{what}: {getattr(left, what)} is not {getattr(right, what)}"
-    for what, get in (("storage offset", torch.Tensor.storage_offset), ("storage size", _storage_size)):
-        if get(left) != get(right):
-            yield f"{path}: {what} {get(left)} is not {get(right)}"
+    places = [(tensor.storage_offset(), tensor.untyped_storage().nbytes()) for tensor in (left, right)]
+    for what, *pair in zip(("storage offset", "storage size"), *places, strict=True):
+        if pair[0] != pair[1]:
+            yield f"{path}: {what} {pair[0]} is not {pair[1]}"
     if left.shape == right.shape and left.dtype == right.dtype and not same_bits(left, right):
         yield f"{path}: values {left} are not {right}"
-
-
-def _storage_size(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
 
 
 def _mapping_differences(left: Mapping[str, Any], right: Mapping[str, Any], path: str) -> Iterator[str]:

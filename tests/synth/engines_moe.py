@@ -36,7 +36,9 @@ class CaseMoE(RealSave):
     def model(self) -> Model:
         """In a pipeline the names start with the number of the layer."""
         found = describe_autoep() if self.fused else self._describe_blocks()
-        return _rename(found, _number_autoep if self.fused else _number_block) if self.topology.pp > 1 else found
+        if self.topology.pp == 1:
+            return found
+        return _rename(found, _number_autoep if self.fused else lambda name: name.removeprefix("layers."))
 
     def _describe_blocks(self) -> Model:
         """Describe two dense blocks with two layers of experts between them."""
@@ -109,10 +111,6 @@ def _rename(model: Model, name: Callable[[str], str]) -> Model:
     params = [replace(param, alias_of=param.alias_of and name(param.alias_of)) for param in params]
     experts = tuple(replace(layer, name=name(layer.name)) for layer in model.experts)
     return Model(tuple(params), layers=(Layer(),) * 4, experts=experts)
-
-
-def _number_block(name: str) -> str:
-    return name.removeprefix("layers.")
 
 
 def _number_autoep(name: str) -> str:

@@ -73,15 +73,12 @@ def shared_params(model: Model, topology: Topology, *, first: bool) -> dict[str,
 
 
 def _own_tensor(param: Param, state: State, topology: Topology) -> torch.Tensor:
+    """Return the value of a rank's parameter."""
     if topology.stage == 3:
         return torch.empty(0, dtype=topology.dtype)
-    return join_atoms(param, state).to(topology.dtype, copy=True)
-
-
-def join_atoms(param: Param, state: State) -> torch.Tensor:
-    """Return the value of a rank's parameter."""
     held = [state.atoms[name]["fp32"] for name in param.atoms]
-    return torch.stack(held) if param.parts and held[0].shape != param.shape else held[0]
+    whole = torch.stack(held) if param.parts and held[0].shape != param.shape else held[0]
+    return whole.to(topology.dtype, copy=True)
 
 
 def _views(layout: GroupLayout, state: State, topology: Topology) -> dict[str, torch.Tensor]:

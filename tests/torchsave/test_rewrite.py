@@ -22,8 +22,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.torchsave import rewrite as rewriting
@@ -32,7 +30,6 @@ from deepspeed_ucp.torchsave.rewrite import save_parts
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
 from tests.support.damage import flip, write_checksums
-from tests.support.reshard import examples
 from tests.torchsave.inputs import assert_same
 
 
@@ -244,18 +241,6 @@ def test_every_protocol(case, protocol):
     assert found.protocol == (protocol if protocol > 1 else 0)
     assert found.end == len(old)
     assert_same(pickle.loads(old), pickle.loads(write_pickle(found.root, max(protocol, 2))))
-
-
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-
-
-@examples(60)
-@given(st.recursive(PLAIN, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner)))
-def test_nested_plain_values(value):
-    for protocol in (2, 5):
-        root = read_pickle(pickle.dumps(value, protocol), "x.pt").root
-        assert protocol == 2 or root == value
-        assert pickle.loads(write_pickle(root, protocol)) == value
 
 
 class Trap:
