@@ -159,9 +159,19 @@ def _name_latest(save: Snapshot, place: str, named: bytes | None) -> None:
         if named == before:
             raise StorageError("the store refused a conditional write of `latest`, which has not changed.", path=place)
         tag = (named or b"").decode(errors="replace").strip()
-        if tag and find_age([os.path.join(place, tag)]).step > save.step:
+        if tag and _find_step(place, tag) > save.step:
             logger.warning("%s: another job has let `latest` name %s, which stays", place, tag)
             return
+
+
+def _find_step(place: str, tag: str) -> int:
+    """Return the step of a tag, or -1 if it has none or is damaged."""
+    try:
+        return find_age([os.path.join(place, tag)]).step
+    except OutOfReachError:
+        raise
+    except CheckpointError:
+        return -1
 
 
 def find_mark(place: str, tag: str) -> str:

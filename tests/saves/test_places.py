@@ -151,6 +151,18 @@ def test_a_removal_that_failed_is_completed(is_saved_again: bool, run: Run, capl
     assert ("a" in run.list_names()) == is_saved_again and "b" not in run.list_names()
 
 
+def test_latest_that_has_come_to_name_a_damaged_tag_is_replaced(run: Run) -> None:
+    def damage() -> None:
+        write_small(f"{run.place}/theirs/{PUBLISHED}", b"{")
+        write_small(f"{run.place}/latest", b"theirs")
+
+    os.makedirs(f"{run.place}/theirs") if "://" not in run.place else None
+    run.save()
+    with call_before("_name_latest", damage):
+        assert run.write()
+    assert run.latest == TAG and run.is_whole()
+
+
 @pytest.mark.parametrize(("step", "named"), [(1, "theirs"), (9, TAG)])
 def test_latest_does_not_go_back_behind_another_jobs_save(step: int, named: str, run: Run, other: Run) -> None:
     other.save(tag="theirs", step=3)
