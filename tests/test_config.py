@@ -176,14 +176,7 @@ def test_a_word_in_the_environment_is_enough(word: str) -> None:
     assert parse_config({}, [source, ("install", True)]) == UniversalConfig()
 
 
-OPENRLHF = {
-    "steps_per_print": 100,
-    "zero_optimization": {"stage": 3, "sub_group_size": "auto", "zero_hpz_partition_size": 1},
-    "bf16": {"enabled": True},
-    "data_types": {"grad_accum_dtype": None},
-    "checkpoint": {"load_universal": False},
-    "tensor_parallel": {"autotp_size": 1},
-}
+OPENRLHF = {"zero_optimization": {"stage": 3, "sub_group_size": "auto"}, "checkpoint": {"load_universal": False}}
 HUGGING_FACE = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"}
 
 

@@ -24,12 +24,11 @@ from deepspeed_ucp.load import choice
 from deepspeed_ucp.load.choice import choose_loader, find_damage, find_own_differences, list_other_orders
 from tests.plan.matching import make_index
 from tests.support.damage import flip
-from tests.support.direct import UpstreamEngine, make_job
+from tests.support.direct import STATES, UpstreamEngine, make_job
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
-STATES = "mp_rank_00_model_states.pt"
 MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
 
 

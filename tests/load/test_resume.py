@@ -36,7 +36,6 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 @pytest.mark.parametrize("after", [False, True], ids=["load", "refresh"])
 def test_a_failure_marks_the_engine(after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """In DeepSpeed's own load, or in the refresh after it."""
-
     engine, choice = UpstreamEngine(), ("of the future", SimpleNamespace(), None)
     fail, find = mock.Mock(side_effect=error("its own")), mock.Mock(return_value=("folder/tag", None))
     job, refresh = replace(make_job(engine, Comm()), load_dir="folder"), fail if after else mock.Mock()
@@ -212,6 +211,7 @@ def test_a_checkpoints_own_folder_is_loaded(
     for load_dir, tag in ((str(own), None), (f"{own}/", None), (str(own), "tag")):
         assert load(load_dir, tag)[0] == str(own)
         assert os.path.samefile(choose.call_args.args[1], own)
+    assert choose.call_count == 3
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         load(str(own), None)
