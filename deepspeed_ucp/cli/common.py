@@ -166,28 +166,21 @@ def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, A
 
 
 def open_index(
-    options: argparse.Namespace, folders: Sequence[str], comm: Comm, *, weights_only: bool = False
-) -> AtomicIndex:
-    """Open a checkpoint, with the names of ``--groups``; collective.
-
-    Args:
-        folders: the tag's folder in each place, as :func:`find_folders` returns them.
-    """
+    options: argparse.Namespace, path: str, also: Sequence[str], comm: Comm, *, weights_only: bool = False
+) -> tuple[str, AtomicIndex]:
+    """Open a checkpoint, with the names of ``--groups``; return its tag's folder and its index; collective."""
     from ..formats import open_checkpoint
     from ..formats.deepspeed.naming import Naming
 
     groups = comm.run(lambda: read_groups(options.groups))
-    folder, *also = folders
-    return open_checkpoint(folder, comm, Naming(groups=groups, weights_only=weights_only), also=also)
+    folder, *also = find_folders(path, also, comm)
+    return folder, open_checkpoint(folder, comm, Naming(groups=groups, weights_only=weights_only), also=also)
 
 
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     """Find the tag's folder in each place, in order; collective. The first place in which a rank sees a tag names it.
 
     A place that is the folder of a tag stands for this tag under any name.
-
-    Raises:
-        UcpError: no rank sees a checkpoint in any place.
     """
     from ..formats.latest import find_checkpoint, leads_to_folder
     from ..io.paths import normalize

@@ -6,25 +6,15 @@ import argparse
 import logging
 
 from ..errors import pluralize
-from .common import (
-    REPORT_KEYS,
-    Commands,
-    add_checkpoint,
-    add_command,
-    add_shared_options,
-    find_folders,
-    open_index,
-    read_rules,
-    read_work_options,
-)
+from . import common
 from .printing import OK, emit, format_bytes, format_duration, list_fields
 
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: common.Commands) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = common.add_command(
         commands,
         "convert",
         description="Write each parameter and optimizer state of a checkpoint as a separate file, in the layout of "
@@ -39,16 +29,16 @@ def add_parser(commands: Commands) -> None:
             mpirun -np 8 --map-by ppr:1:node ds_ucp convert checkpoints/
             torchrun --nnodes 8 --nproc-per-node 1 --no-python ds_ucp convert checkpoints/
         """,
-        keys=REPORT_KEYS,
+        keys=common.REPORT_KEYS,
     )
-    add_checkpoint(parser, "source", "SOURCE")
+    common.add_checkpoint(parser, "source", "SOURCE")
     text = "folder to be made (default: the tag's folder + _universal)"
     parser.add_argument("destination", metavar="DST", nargs="?", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace another atomic checkpoint at DST")
     parser.add_argument("--no-latest", action="store_true", help="leave latest_universal as it is")
     text = "do not compare the source's bytes with the checksums stored with them"
     parser.add_argument("--no-verify", action="store_true", help=text)
-    add_shared_options(parser, checkpoint=True, patterns=True, window=256)
+    common.add_shared_options(parser, checkpoint=True, patterns=True, window=256)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,19 +48,18 @@ def run(options: argparse.Namespace) -> int:
     from ..tensor_parallel.rules import list_renames
 
     how = ConvertOptions(
-        **read_work_options(options, least=16),
+        **common.read_work_options(options, least=16),
         verify=not options.no_verify,
         overwrite=options.overwrite,
         latest=not options.no_latest,
     )
     with join_launch() as comm:
-        rules = comm.run(lambda: read_rules(options))
+        rules = comm.run(lambda: common.read_rules(options))
         if list_renames(rules) or any(rule.resizes for rule in rules):
             logger.warning("--patterns: rename and resize rules are for loads; the saved names and shapes are written")
-        folders = find_folders(options.source, options.also, comm)
-        index = open_index(options, folders, comm)
-        destination = options.destination or default_destination(folders[0])
-        report = convert_index(index, folders[0], destination, comm, how, rules=rules)
+        folder, index = common.open_index(options, options.source, options.also, comm)
+        destination = options.destination or default_destination(folder)
+        report = convert_index(index, folder, destination, comm, how, rules=rules)
         text = f"{report.destination}: already there, made of the same checkpoint."
         if not report.reused:
             rate = format_bytes(report.state_bytes / max(report.seconds, 1e-9))

@@ -8,16 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, pluralize
-from .common import (
-    Commands,
-    add_checkpoint,
-    add_command,
-    add_shared_options,
-    find_folders,
-    open_index,
-    read_rules,
-    read_work_options,
-)
+from . import common
 from .printing import FAULT, OK, emit, format_count, format_table, list_fields
 
 if TYPE_CHECKING:
@@ -29,9 +20,9 @@ ROWS = 20
 """Lines of the table without ``--all``."""
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: common.Commands) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = common.add_command(
         commands,
         "diff",
         description="Compare two checkpoints of any topologies and formats: every parameter and optimizer state "
@@ -47,8 +38,8 @@ def add_parser(commands: Commands) -> None:
         "dtypes); atoms (tensors that differ); values (other differences); notes; unused (rules); tolerance. With "
         "--config: a, b, equal, values, notes",
     )
-    add_checkpoint(parser, "a", "A")
-    add_checkpoint(parser, "b", "B")
+    common.add_checkpoint(parser, "a", "A")
+    common.add_checkpoint(parser, "b", "B")
     parser.add_argument("--only", default="", metavar="REGEX", help="parameters whose names match somewhere")
     text = "these states of them, such as fp32,exp_avg; nothing but tensors"
     parser.add_argument("--states", default="", metavar="NAMES", help=text)
@@ -57,7 +48,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--all", action="store_true", help="a line for every tensor that differs")
     text = "compare ds_config and hyper-parameters instead; A and B may be files of a ds_config, too"
     parser.add_argument("--config", action="store_true", help=text)
-    add_shared_options(parser, checkpoint=True, patterns=True, second="b", window=64)
+    common.add_shared_options(parser, checkpoint=True, patterns=True, second="b", window=64)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,14 +61,14 @@ def run(options: argparse.Namespace) -> int:
     if not options.tolerance >= 0:
         raise ConfigError("--tolerance must be a number of at least 0.")
     how = DiffOptions(
-        **read_work_options(options, least=1),
+        **common.read_work_options(options, least=1),
         only=options.only,
         states=frozenset(filter(None, map(str.strip, options.states.split(",")))),
         tolerance=options.tolerance,
     )
     with join_launch() as comm:
-        rules = comm.run(lambda: read_rules(options))
-        left, right = (open_index(options, find_folders(*side, comm), comm) for side in _list_sides(options))
+        rules = comm.run(lambda: common.read_rules(options))
+        (_, left), (_, right) = (common.open_index(options, *side, comm) for side in _list_sides(options))
         found = diff_checkpoints(left, right, comm, how, rules=rules)
     data = {"a": options.a, "b": options.b, "equal": found.equal, **list_fields(found)}
     emit(options, data, to_text(found, everything=options.all))
@@ -120,7 +111,7 @@ def _open_settings(
 
     if is_file(path):
         return None, read_config(path)
-    index = open_index(options, find_folders(path, also, Comm()), Comm())
+    _, index = common.open_index(options, path, also, Comm())
     return index, read_saved_config(index)
 
 

@@ -78,11 +78,7 @@ def split_launcher_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code.
-
-    Raises:
-        SystemExit: the command line is wrong, or asks for help.
-    """
+    """Run a command; returns the exit code."""
     launcher, ours = split_launcher_arguments(sys.argv[1:] if argv is None else argv)
     if ours[:1] == ["run"]:  # streams, errors and interrupts are the script's
         options = _parse(ours)

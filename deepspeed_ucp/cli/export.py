@@ -8,18 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, pluralize
 from ..io.paths import join_path
-from .common import (
-    REPORT_KEYS,
-    Commands,
-    add_checkpoint,
-    add_command,
-    add_shared_options,
-    find_folders,
-    make_parser,
-    open_index,
-    read_rules,
-    read_work_options,
-)
+from . import common
 from .printing import OK, emit, format_bytes, format_count, format_duration, list_fields
 
 if TYPE_CHECKING:
@@ -38,16 +27,16 @@ DTYPES = {
     "stored": None,
 }
 
-_parse_size = make_parser(
+_parse_size = common.make_parser(
     {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30},
     "a size such as 500MB, 5GB or 2GiB",
     whole=True,
 )
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: common.Commands) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = common.add_command(
         commands,
         "export",
         description="Write a checkpoint's consolidated weights for Hugging Face (safetensors), or weights "
@@ -63,9 +52,9 @@ def add_parser(commands: Commands) -> None:
             ds_ucp export out/checkpoint-300/ fsdp/checkpoint-300/ --to dcp --layout accelerate
             mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/
         """,
-        keys=REPORT_KEYS,
+        keys=common.REPORT_KEYS,
     )
-    add_checkpoint(parser)
+    common.add_checkpoint(parser)
     parser.add_argument("out", metavar="OUT", help="folder to create")
     text = "format: Hugging Face (safetensors), or torch.distributed.checkpoint (default: hf)"
     parser.add_argument("--to", choices=("hf", "dcp"), default="hf", help=text)
@@ -105,7 +94,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--layout", choices=("torch", "flattened", "torchtitan", "accelerate"), help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at OUT")
-    add_shared_options(parser, checkpoint=True, patterns=True, window=256)
+    common.add_shared_options(parser, checkpoint=True, patterns=True, window=256)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,8 +106,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     with join_launch() as comm:
         only_weights = options.to == "hf" or options.weights_only
-        folders = find_folders(options.checkpoint, options.also, comm)
-        report = _export(options, open_index(options, folders, comm, weights_only=only_weights), comm)
+        _, index = common.open_index(options, options.checkpoint, options.also, comm, weights_only=only_weights)
+        report = _export(options, index, comm)
         tensors, files = pluralize(report.tensors, "tensor"), pluralize(len(report.files), "file")
         rate = format_bytes(report.bytes_read / max(report.seconds, 1e-9))
         lines = [
@@ -147,7 +136,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
-    rules = comm.run(lambda: read_rules(options))
+    rules = comm.run(lambda: common.read_rules(options))
     how = comm.run(lambda: _read_options(options, os.path.dirname(index.state_file)))
     if options.to == "hf":
         from ..export.like import find_model
@@ -180,5 +169,5 @@ def _read_options(options: argparse.Namespace, folder: str) -> ExportOptions:
         overwrite=options.overwrite,
         adapter=(options.adapter_name or "default") if options.adapter else "",
         adapter_config=read_config(options.adapter_config, folder) if options.adapter else {},
-        **read_work_options(options, least=8),
+        **common.read_work_options(options, least=8),
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, advise, shorten
-from .common import Commands, add_checkpoint, add_command, add_shared_options, find_folders, read_groups, read_rules
+from . import common
 from .printing import OK, emit
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .contents import Parameter
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: common.Commands) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = common.add_command(
         commands,
         "inspect",
         description="Show a checkpoint's topology, step, optimizer, parameters, sizes and faults. Only the headers of "
@@ -38,12 +38,12 @@ def add_parser(commands: Commands) -> None:
         "states, pattern (or null), origin, group, scalars, nbytes, why; ties; instances; client_state; files; "
         "findings (kind, file, text, severity, names, rules). With --param one parameter with hyper and layout",
     )
-    add_checkpoint(parser)
+    common.add_checkpoint(parser)
     text = "one line per parameter, also for layers of equal form"
     parser.add_argument("-a", "--all", action="store_true", help=text)
     text = "show one parameter in detail: its name, or a regular expression that only it matches"
     parser.add_argument("-p", "--param", metavar="NAME", help=text)
-    add_shared_options(parser, checkpoint=True, patterns=True)
+    common.add_shared_options(parser, checkpoint=True, patterns=True)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> int:
     from ..formats.open import survey_checkpoint
 
     with join_launch() as comm:
-        folder, *also = find_folders(options.checkpoint, options.also, comm)
-        rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
+        folder, *also = common.find_folders(options.checkpoint, options.also, comm)
+        rules, groups = comm.run(lambda: (common.read_rules(options), common.read_groups(options.groups)))
         report = survey_checkpoint(folder, comm, Naming(groups=groups), also=also)
         faults = {finding.kind for finding in report.findings if not finding.warning}
         is_unnamed = not groups and faults == {"unnamed"}

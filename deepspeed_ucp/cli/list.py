@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..errors import CheckpointError, UcpError, pluralize
-from .common import Commands, add_command, add_shared_options
+from . import common
 from .printing import FAULT, OK, emit, format_bytes, format_table
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ Row: TypeAlias = dict[str, Any]
 """A checkpoint, as in the JSON."""
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: common.Commands) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = common.add_command(
         commands,
         "list",
         description="List the checkpoints of a folder and of its subfolders (such as a trainer's checkpoint-500), on "
@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("folder", metavar="FOLDER", help=text)
     text = 'folder of saves in memory, as in "save": {"memory": DIR} (default: /dev/shm)'
     parser.add_argument("--memory", metavar="DIR", default="/dev/shm", help=text)
-    add_shared_options(parser)
+    common.add_shared_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

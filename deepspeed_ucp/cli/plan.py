@@ -7,16 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, pluralize
-from .common import (
-    Commands,
-    add_checkpoint,
-    add_command,
-    add_shared_options,
-    find_folders,
-    make_parser,
-    open_index,
-    read_rules,
-)
+from . import common
 from .printing import FAULT, OK, emit, format_both, format_bytes, format_count, format_duration, format_table
 
 if TYPE_CHECKING:
@@ -37,15 +28,15 @@ _NEEDS = {
 """Option → options that need it."""
 
 _SUFFIXES = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_parse_count = make_parser(_SUFFIXES, "a number such as 70e9 or 175B", whole=True)
-_parse_ranks = make_parser({"": 1}, "a positive integer", whole=True)
-_parse_speed = make_parser({"": GIGA}, "a speed in GB/s")
-_parse_time = make_parser({"D": 86400, "H": 3600, "M": 60, "S": 1}, "a time such as 8h, 30m or 1h30m")
+_parse_count = common.make_parser(_SUFFIXES, "a number such as 70e9 or 175B", whole=True)
+_parse_ranks = common.make_parser({"": 1}, "a positive integer", whole=True)
+_parse_speed = common.make_parser({"": GIGA}, "a speed in GB/s")
+_parse_time = common.make_parser({"D": 86400, "H": 3600, "M": 60, "S": 1}, "a time such as 8h, 30m or 1h30m")
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: common.Commands) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = common.add_command(
         commands,
         "plan",
         description="Check, from the headers and with the checks of a load, whether a checkpoint can be resumed at "
@@ -63,7 +54,7 @@ def add_parser(commands: Commands) -> None:
         "(bytes per rank); restored, checkpoint, files, seconds. With --mtbf also saves: mtbf, size (total, "
         "node, nodes), ways",
     )
-    add_checkpoint(parser, needed=False)
+    common.add_checkpoint(parser, needed=False)
     add = parser.add_argument
     text = (
         "topology: a list of dp, tp, pp, sp, ep (of experts), zero and precision (fp32, bf16, fp16). Missing degrees "
@@ -82,7 +73,7 @@ def add_parser(commands: Commands) -> None:
     add("--net-gbs", type=_parse_speed, metavar="GBS", help="network bandwidth of a rank, for copies on a neighbour")
     add("--stall", type=_parse_time, metavar="TIME", help="measured stall of a save (default: a copy at 10 GB/s)")
     add("--ranks-per-node", type=_parse_ranks, metavar="N", help="ranks of a node (default: 8)")
-    add_shared_options(parser, checkpoint=True, patterns=True)
+    common.add_shared_options(parser, checkpoint=True, patterns=True)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,9 +96,9 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     from ..examine.sizing import count_state
     from ..model.topology import list_undescribed
 
-    index = open_index(options, find_folders(options.checkpoint, options.also, Comm()), Comm())
+    _, index = common.open_index(options, options.checkpoint, options.also, Comm())
     degrees = parse_degrees(options.target, index.topology, world=options.ranks)
-    check = check_resume(index, degrees, read_rules(options), train_batch=options.train_batch_size)
+    check = check_resume(index, degrees, common.read_rules(options), train_batch=options.train_batch_size)
     data = {"possible": not check.obstacles, "source": index.written, "target": degrees.describe()}
     data |= {**asdict(check), "read_per_rank": -(-check.read // degrees.world)}
     rows = [("from", index.written), ("to", degrees.describe())]

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, UcpError
-from .common import Commands, add_command
+from . import common
 from .printing import ERROR, OK, print_message
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: common.Commands) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = common.add_command(
         commands,
         "run",
         description="Run SCRIPT with the plugin installed and on for every engine whose ds_config does not say "

@@ -7,24 +7,16 @@ import os
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, pluralize
-from .common import (
-    Commands,
-    add_checkpoint,
-    add_command,
-    add_shared_options,
-    find_folders,
-    read_groups,
-    read_work_options,
-)
+from . import common
 from .printing import FAULT, OK, emit, format_bytes, format_duration, list_fields, print_message
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: common.Commands) -> None:
     """Add the parser of the command."""
-    parser = add_command(
+    parser = common.add_command(
         commands,
         "verify",
         description="Check every file of a checkpoint: the CRC32 of each record, whether every element of every "
@@ -40,7 +32,7 @@ def add_parser(commands: Commands) -> None:
         "checked; others; read; seconds; faults (kind, file, text, severity, names); fingerprint; whole; nbytes; "
         "unchecked (bytes without a checksum)",
     )
-    add_checkpoint(parser)
+    common.add_checkpoint(parser)
     text = (
         "compare the files with a seal (ucp_seal.json), or a manifest (ucp_manifest.json) of the checkpoint or of a "
         "conversion of it"
@@ -49,7 +41,7 @@ def add_parser(commands: Commands) -> None:
     text = "write ucp_seal.json into the folder or URL of a normal checkpoint if it is complete"
     parser.add_argument("--seal", action="store_true", help=text)
     parser.add_argument("--headers-only", action="store_true", help="read only headers, not the bytes of tensors")
-    add_shared_options(parser, checkpoint=True, window=64)
+    common.add_shared_options(parser, checkpoint=True, window=64)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
 
     if options.seal and options.also:
         raise ConfigError("--seal needs a folder that is complete without other places. Remove --also.")
-    how = WorkOptions(**read_work_options(options, least=1))
+    how = WorkOptions(**common.read_work_options(options, least=1))
     with join_launch() as comm:
-        folder, *also = find_folders(options.checkpoint, options.also, comm)
+        folder, *also = common.find_folders(options.checkpoint, options.also, comm)
         if options.seal:
             comm.once(lambda: _refuse_seal(folder))
         found = verify_checkpoint(
@@ -73,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             how,
             also=also,
             headers_only=options.headers_only,
-            groups=comm.run(lambda: read_groups(options.groups)),
+            groups=comm.run(lambda: common.read_groups(options.groups)),
             against=options.against,
         )
         if options.seal and found.whole:

@@ -368,9 +368,6 @@ def join_ranges(
 
     Args:
         numbers: outputs to combine (default: all).
-
-    Raises:
-        CheckpointError: ranges are missing.
     """
     sums: dict[int, tuple[int, int]] = {}
     for item in sorted(written):

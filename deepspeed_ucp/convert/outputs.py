@@ -106,11 +106,7 @@ def find_formless(full: FullTensors) -> list[str]:
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Refuse paths that conflict; the names of parameters and states are not trusted.
-
-    Raises:
-        UnsupportedError: a path leads out of its folder, cannot be a path, or is that of two files.
-    """
+    """Refuse paths that conflict; the names of parameters and states are not trusted."""
     seen = {OPTIMIZER_STATE: True}  # path → True for a file
     for path in paths:
         folders = list(accumulate(path.split("/"), lambda left, right: f"{left}/{right}"))[:-1]

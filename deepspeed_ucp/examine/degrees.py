@@ -76,9 +76,6 @@ def parse_degrees(text: str, source: Topology, *, world: int | None = None) -> D
     Args:
         source: topology with the default stage and precision.
         world: number of ranks, which implies ``dp`` if it is missing.
-
-    Raises:
-        ConfigError: unknown key, invalid value, or degrees that do not multiply to ``world``.
     """
     given: dict[str, str] = {}
     for item in (part.strip() for part in text.split(",") if part.strip()):

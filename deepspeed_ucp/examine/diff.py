@@ -173,11 +173,6 @@ def diff_checkpoints(
 
     Args:
         rules: the user's patterns and renames (from A's names to B's).
-
-    Raises:
-        MismatchError: an unknown pattern of parameters that both cut differently; or replicas that differ.
-        CheckpointError: a file cannot be read.
-        ConfigError: ``only`` is no regular expression, or with ``states`` selects no tensor; or a state is unknown.
     """
     comm = comm or Comm()
     left = recast(left, list_shapes(right))

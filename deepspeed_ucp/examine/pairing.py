@@ -98,9 +98,6 @@ def pair_atoms(
     Args:
         rules: the user's.
         wanted: (name, state) → whether it is compared.
-
-    Raises:
-        MismatchError: unknown patterns of parameters that both cut differently; all in one message.
     """
     rules = [replace(rule, resizes=()) for rule in rules]  # another shape is a difference
     renamed = apply_renames(left, list_shapes(right), rules, right.aliases)

@@ -20,9 +20,6 @@ def read_proof(path: str, *, of_source: bool) -> Seal:
 
     Args:
         of_source: of a manifest, return the seal of the conversion's source, not of its own files.
-
-    Raises:
-        ConfigError: the file is neither, or cannot be read, or has no checksum of a file.
     """
     try:
         seal = read_seal(path)

@@ -63,9 +63,6 @@ def check_resume(
     Args:
         rules: the user's patterns and renames.
         train_batch: a ``train_batch_size`` that replaces the saved one.
-
-    Raises:
-        CheckpointError: the state file cannot be read.
     """
     files = index.files
     check = ResumeCheck(degrees, files=len(files), checkpoint=sum(file.size for file in files))

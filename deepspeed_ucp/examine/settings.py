@@ -19,12 +19,7 @@ _MOST = 16 << 20
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read a ds_config from a file, which may have comments.
-
-    Raises:
-        ConfigError: the file is not a ds_config.
-        StorageError: it cannot be read.
-    """
+    """Read a ds_config from a file, which may have comments."""
     import hjson
 
     try:

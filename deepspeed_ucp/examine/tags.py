@@ -22,11 +22,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def find_saves(folder: str) -> list[str]:
-    """Return the folders of checkpoints in a folder and its subfolders, relative to it; ``.`` if it is one itself.
-
-    Raises:
-        CheckpointError: there is none, or the folder cannot be listed.
-    """
+    """Return the folders of checkpoints in a folder and its subfolders, relative to it; ``.`` if it is one itself."""
     if is_checkpoint(folder):
         return ["."]
     saves = find_tags(folder) or ["."] * holds_foreign(folder)

@@ -39,9 +39,6 @@ from ..torchsave.torchfile import list_records, name_storages
 
 DEFAULT = WorkOptions(window=64 << 20)
 
-NAMED = 8
-"""Maximum number of atoms in a fault's text; ``Finding.names`` has all."""
-
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
@@ -116,10 +113,6 @@ def verify_checkpoint(
             written ones.
         also: the folder in further places. Each file is read in the nearest place. If it is damaged there, it is read
             in the next one, and the damage is a warning, since a load reads that copy too.
-
-    Raises:
-        CheckpointError: the folder cannot be listed, or holds no checkpoint.
-        ConfigError: ``groups`` have an invalid form, or ``against`` is neither a seal nor a manifest.
     """
     comm, begin, others = comm or Comm(), time.perf_counter(), set[str]()
 
@@ -333,7 +326,7 @@ def _find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index
     findings = []
     for kind, text, record in damaged:
         names = (atoms.get(record.offset) or storages.get(record.name, [])) if record else []
-        contents = f"; it holds {shorten(names, NAMED)}" if names else ""
+        contents = f"; it holds {shorten(names)}" if names else ""
         if not names and record and record.name == "data.pkl":
             contents = "; it holds the object tree of the file"
         findings.append(Finding(kind, name, f"{text}{contents}.", names=tuple(names)))

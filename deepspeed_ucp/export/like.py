@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -47,11 +48,7 @@ _ADAPTER = (
 
 
 def find_model(like: str) -> str:
-    """Return the folder of a model, given the folder or the id of a cached model of the hub.
-
-    Raises:
-        ConfigError: the model does not exist, or has no configuration.
-    """
+    """Return the folder of a model, given the folder or the id of a cached model of the hub."""
     folder = like
     if not os.path.isdir(like):
         try:
@@ -88,13 +85,18 @@ class LikeModel:
     def models(self) -> list[Any]:
         """Models that transformers creates from the configuration, without memory; several if the kind is unknown."""
         try:
+            import torch
             import transformers
 
             config = transformers.AutoConfig.from_pretrained(self.folder, trust_remote_code=False)  # no prompt
             named = [getattr(transformers, name, None) for name in config.architectures or ()]
             kinds = [kind._from_config for kind in named if kind is not None]
             auto = (transformers.AutoModelForCausalLM, transformers.AutoModel)
-            return [*_make_models(kinds or [kind.from_config for kind in auto], config)]
+            models = []
+            for make in kinds or [kind.from_config for kind in auto]:
+                with suppress(ValueError), torch.device("meta"):  # not a model of that kind
+                    models.append(make(config))
+            return models
         except Exception as error:  # noqa: BLE001 - missing packages, or a model that needs remote code
             logger.info("%s: transformers makes no model of its configuration (%s)", self.folder, error)
             return []
@@ -134,9 +136,6 @@ class LikeModel:
 
         Returns:
             Names to omit: the model ties them to names with equal elements (FSDP saves both).
-
-        Raises:
-            MismatchError: a tensor is missing, superfluous, or of another shape.
         """
         written = {tensor.names[0]: tensor.shape for tensor in selection.weights}
         readings = [_read(model, written) for model in self.models]
@@ -166,7 +165,11 @@ class LikeModel:
                 if name == CONFIG:
                     create_file(os.path.join(folder, name), self._dump_config(dtypes).encode())
                 elif name == TEMPLATES and os.path.isdir(path):
-                    shutil.copytree(path, os.path.join(folder, name), ignore=_ignore_no_templates)
+                    shutil.copytree(
+                        path,
+                        os.path.join(folder, name),
+                        ignore=lambda _, files: [file for file in files if not file.endswith(".jinja")],
+                    )
                 elif name != ADAPTER_CONFIG and os.path.isfile(path):  # from_pretrained would load an adapter
                     shutil.copyfile(path, os.path.join(folder, name))
 
@@ -178,21 +181,6 @@ class LikeModel:
             known = [name for name in ("dtype", "torch_dtype") if name in config]
             config |= dict.fromkeys(known or ["torch_dtype"], floating[0])
         return json.dumps(config, indent=2) + "\n"
-
-
-def _ignore_no_templates(_folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if not name.endswith(".jinja")]
-
-
-def _make_models(kinds: Iterable[Callable[[Any], Any]], config: Any) -> Iterator[Any]:
-    import torch
-
-    for make in kinds:
-        try:
-            with torch.device("meta"):
-                yield make(config)
-        except ValueError:  # not a model of that kind
-            continue
 
 
 def _list_files(model: Any) -> dict[str, Shape]:

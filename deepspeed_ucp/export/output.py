@@ -19,7 +19,6 @@ from ..io.read import Checked
 from ..io.staging import OutputKind, Staging
 from ..io.store import is_folder, list_folder, list_tree
 from ..io.upload import open_staging
-from ..model.index import AtomicIndex
 from ..model.storage import MASTER
 from ..stream.duplicates import check_samples, find_diverged
 from ..stream.reader import verify_reads
@@ -98,14 +97,9 @@ def stage_export(
     tensors: int,
     nbytes: int,
 ) -> Iterator[Export]:
-    """Context manager of an output folder that becomes the destination after success; collective.
-
-    Raises:
-        StorageError: the destination must not be replaced, or another process writes it.
-        DiskFullError: the disk is full.
-    """
+    """Context manager of an output folder that becomes the destination after success; collective."""
     index = selection.index
-    comm.once(lambda: _warn_losses(index, selection))
+    comm.once(lambda: _warn_losses(selection))
     report = OutputReport(
         format=format,
         source=os.path.dirname(index.state_file),
@@ -147,8 +141,9 @@ def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> 
     check_space(staging.folder, nbytes)
 
 
-def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
+def _warn_losses(selection: Selection) -> None:
     """Warn of data that an export cannot hold or that the source lacks."""
+    index = selection.index
     if index.dropped:
         logger.warning("%s: %s", index.state_file, index.dropped)
     if extra := select_extra_states(read_state_tree(index)):

@@ -65,9 +65,6 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str
     Args:
         tensors: name → tensor, in the order of the state dict.
         max_shard: bytes of data per file; a larger tensor gets its own file.
-
-    Raises:
-        UnsupportedError: the format lacks an element type, or a name is no Unicode text.
     """
     if odd := [name for name in tensors if any("\ud800" <= char <= "\udfff" for char in name)]:
         raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --to dcp has them.")

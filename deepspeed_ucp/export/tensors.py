@@ -158,11 +158,6 @@ def select_tensors(
     Args:
         tied: default of ``options.tied``.
         states: filter of states.
-
-    Raises:
-        ConfigError: the element type is unknown, a rule is invalid, or the frozen parameters are not known.
-        MismatchError: a pattern is unknown, rules do not fit, or two names become one.
-        UnsupportedError: tensors that cannot be read.
     """
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is unknown. {advise(options.dtype, sorted(FLOATING))}")
@@ -256,9 +251,6 @@ def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, An
 
     Args:
         config: the adapter's configuration, with the trained biases of the base.
-
-    Raises:
-        CheckpointError: the adapter does not exist.
     """
     written = dict[str, str]()
     mode, biases = config.get("bias", "none"), {f"{module}.base_layer.bias" for module in list_adapted(names)}
