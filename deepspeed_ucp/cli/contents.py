@@ -45,7 +45,7 @@ Parameter: TypeAlias = dict[str, Any]
 * ``dtype``: of the master, or of the module's tensor; ``copy``: of the model's copy of a trained parameter
 * ``states``: state → dtype, masters first, copies left out
 * ``pattern``, ``origin``: how tensor parallelism cuts it (None: not known), and the source of the pattern
-* ``nbytes``: of all states as stored, replicas of tensor-parallel ranks included, copies not
+* ``nbytes``: of all states as stored, replicas of tensor-parallel ranks included; copies only if there is nothing else
 * ``why``: rule to give if the pattern is not known
 """
 
@@ -138,7 +138,7 @@ def _describe_parameter(
         "origin": origin,
         "group": group,
         "scalars": dict(index.scalars.get(param, {})),
-        "nbytes": sum(atom.nbytes for state, atom in states.items() if state != COPY),
+        "nbytes": sum(atom.nbytes for atom in states.values()),
         "why": why,
     }
 

@@ -154,10 +154,11 @@ def _warn_losses(selection: Selection) -> None:
             shorten(parted),
         )
     if not any(key.state == MASTER for key in index.atoms) and index.topology.precision != "float32":
-        remedy = "; if the optimizer was given model.parameters() at stage 0, --groups module names its fp32 weights"
+        is_unnamed = not (index.stateless or index.format)
+        names = "; if the optimizer was given model.parameters() at stage 0, --groups module names its fp32 weights"
         logger.warning(
-            "this checkpoint has no fp32 weights with names, so the model's own %s are written%s",
-            *(index.topology.precision, "" if index.stateless else remedy),
+            "this checkpoint has no fp32 weights%s, so the model's own %s are written%s",
+            *(" with names" if is_unnamed else "", index.topology.precision, names if is_unnamed else ""),
         )
     if rounded := [w.names[0] for w in selection.weights if (w.full.dtype, w.dtype) == ("float64", "float32")]:
         logger.warning("float64 is rounded to float32 (--dtype stored keeps it): %s", shorten(rounded))
