@@ -237,7 +237,10 @@ def _compare_rest(
 ) -> tuple[list[ValueDifference], list[str]]:
     """Compare everything except tensors; return differences and notes."""
     weights = left.is_weights_alone or right.is_weights_alone
-    values = [] if options.states or weights else compare_values(left, right, pairs.names, options.wants)
+    chosen = {pair.left.name for pair in pairs.both} | {atom.name for atom, _ in pairs.shapes}
+    values = []
+    if not options.states and not weights:
+        values = compare_values(left, right, pairs.names, lambda name: not options.only or name in chosen)
     if left.format or right.format:  # foreign formats do not record the topology
         notes = [] if left.written == right.written else [f"written: {left.written} → {right.written}"]
     else:

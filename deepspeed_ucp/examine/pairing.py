@@ -97,15 +97,17 @@ def pair_atoms(
 
     Args:
         rules: the user's.
-        wanted: (name, state) → whether it is compared.
+        wanted: (name, state) → whether it is compared; one of its names in either checkpoint counts.
     """
     rules = [replace(rule, resizes=()) for rule in rules]  # another shape is a difference
     renamed = apply_renames(left, list_shapes(right), rules, right.aliases)
     names = {old: new for new, old in renamed.items()}
     weights = left.is_weights_alone or right.is_weights_alone
-    mine, theirs = _list_wanted(left, wanted, weights), _list_wanted(right, wanted, weights)
+    mine, theirs = _list_atoms(left, weights), _list_atoms(right, weights)
     keys = _match(mine, theirs, left, right, names, weights)
     met = {a for a, _ in keys}, {b for _, b in keys}
+    chosen = _choose(mine, left, wanted, weights), _choose(theirs, right, wanted, weights)
+    keys = [(a, b) for a, b in keys if a in chosen[0] or b in chosen[1]]
     settled = _settle_both(left, right, keys, rules)
     layouts, both = settled.pairs, []
     for a, b in keys:
@@ -117,8 +119,8 @@ def pair_atoms(
             )
     return Pairs(
         both=both,
-        only_left=[atom for key, atom in mine.items() if key not in met[0]],
-        only_right=[atom for key, atom in theirs.items() if key not in met[1]],
+        only_left=[mine[key] for key in chosen[0] if key not in met[0]],
+        only_right=[theirs[key] for key in chosen[1] if key not in met[1]],
         shapes=[(mine[a], settled.wrong[a.name]) for a, _ in keys if a.name in settled.wrong],
         names=names,
         unused=settled.unused,
@@ -129,13 +131,24 @@ _WEIGHTS = (MASTER, MODULE)
 """States of a weight if one side has only weights."""
 
 
-def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool], weights: bool) -> dict[AtomKey, Atom]:
-    def is_wanted(key: AtomKey) -> bool:
-        if weights:
-            return key.state in _WEIGHTS and any(wanted(key.name, state) for state in _WEIGHTS)
-        return wanted(key.name, key.state)
+def _list_atoms(index: AtomicIndex, weights: bool) -> dict[AtomKey, Atom]:
+    kept = (key for key in index.atoms if not is_remade(key, index) and (key.state in _WEIGHTS or not weights))
+    return {key: index.atoms[key] for key in kept}
 
-    return {key: atom for key, atom in index.atoms.items() if is_wanted(key) and not is_remade(key, index)}
+
+def _choose(
+    keys: Iterable[AtomKey], index: AtomicIndex, wanted: Callable[[str, str], bool], weights: bool
+) -> dict[AtomKey, None]:
+    """Return the wanted atoms in order. A tied parameter has several names."""
+    names: dict[str, list[str]] = {}
+    for alias, owner in index.aliases.items():
+        names.setdefault(owner, []).append(alias)
+
+    def is_wanted(key: AtomKey) -> bool:
+        states = _WEIGHTS if weights else (key.state,)
+        return any(wanted(name, state) for name in (key.name, *names.get(key.name, ())) for state in states)
+
+    return dict.fromkeys(filter(is_wanted, keys))
 
 
 def _match(

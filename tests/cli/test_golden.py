@@ -97,7 +97,7 @@ LINES = {
         "diff good damaged --tolerance inf",
         "diff good damaged --only wte",
         "diff good damaged --states fp32",
-        *("diff foreign good", "diff good foreign"),
+        *("diff foreign good", "diff good foreign", "diff foreign good --only lm_head"),
         "diff exported good",
         "diff good exported",
         "diff exported-bf16 good",

@@ -279,6 +279,7 @@ def test_ties_on_one_side(tmp_path: Path, left: AtomicIndex) -> None:
     b = save(tmp_path / "b", Topology(1, 2), state, model=tied)
     assert diff_checkpoints(a, b).equal
     assert diff_checkpoints(b, a).equal
+    assert diff_checkpoints(b, a, options=DiffOptions(only="c.1")).equal
     found = diff_checkpoints(left, b)
     assert {(atom.name, atom.kind) for atom in found.atoms} == {("c.1", "values")}
 
@@ -310,6 +311,9 @@ def test_names_can_be_translated(tmp_path: Path, left: AtomicIndex) -> None:
     rules = from_config({"rules": [], "rename": [{"from": "(?P<name>.*)", "to": "module.{name}"}]})
     assert diff_checkpoints(left, right, rules=rules).equal
     assert not diff_checkpoints(left, right).equal
+    for only in ("^a$", "module.a"):  # the name in either checkpoint
+        found = diff_checkpoints(left, right, None, DiffOptions(only=only), rules=rules)
+        assert (found.equal, found.compared) == (True, 3)
 
 
 # -- what is not an element -------------------------------------------------------------------------------------------
