@@ -51,11 +51,7 @@ Parameter: TypeAlias = dict[str, Any]
 
 
 def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[RuleSet] = ()) -> dict[str, Any]:
-    """List the contents of a checkpoint that opens, as data for ``--json``.
-
-    Args:
-        rules: the user's, for parameters whose pattern the checkpoint does not record.
-    """
+    """List the contents of a checkpoint that opens, as data for ``--json``."""
     settled = settle_index(index, rules)
     rows, files = _list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)

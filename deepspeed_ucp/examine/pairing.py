@@ -96,7 +96,6 @@ def pair_atoms(
     compared with the other side's masters, and optimizer states are left out.
 
     Args:
-        rules: the user's.
         wanted: (name, state) → whether it is compared; one of its names in either checkpoint counts.
     """
     rules = [replace(rule, resizes=()) for rule in rules]  # another shape is a difference

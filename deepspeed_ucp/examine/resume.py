@@ -61,7 +61,6 @@ def check_resume(
     """Check a resume at other degrees with the functions that a load checks it with.
 
     Args:
-        rules: the user's patterns and renames.
         train_batch: a ``train_batch_size`` that replaces the saved one.
     """
     files = index.files

@@ -108,7 +108,7 @@ def verify_checkpoint(
     Args:
         folder: a tag's folder, or an atomic checkpoint.
         headers_only: do not read the tensors.
-        groups: parameter names of a stage-0 checkpoint's optimizer (see ``open_checkpoint``).
+        groups: parameter names of a stage-0 checkpoint's optimizer (``Naming.groups``).
         against: path of a seal or of an atomic checkpoint's manifest: the files must be the sealed, converted or
             written ones.
         also: the folder in further places. Each file is read in the nearest place. If it is damaged there, it is read

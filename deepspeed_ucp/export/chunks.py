@@ -47,7 +47,6 @@ class Planner(DefaultSavePlanner):
     views of the same memory.
 
     Args:
-        selection: the tensors.
         placeholders: tensors of the placeholders in the state dict.
         most: maximum bytes of a chunk, unless a row is larger.
         checks, repeated: collect the CRC32s of the bytes read, and of those read again for a tied name.

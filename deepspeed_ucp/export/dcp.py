@@ -57,8 +57,6 @@ def export_dcp(
     """Write a checkpoint's weights and optimizer state for ``torch.distributed.checkpoint``; collective.
 
     Args:
-        destination: folder to create.
-        weights_only: omit the optimizer.
         layout: one of ``LAYOUTS``.
 
     Raises:
@@ -93,11 +91,7 @@ def export_dcp(
 
 
 def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) -> None:
-    """Plan, read and write this node's chunks of one state dict; collective.
-
-    Args:
-        folder: subfolder of the export; empty for the export's folder.
-    """
+    """Plan, read and write this node's chunks of one state dict; collective."""
     comm, report = export.comm, export.report
     report.workers = export.options.divide(export.report.source)[0]
     writer = Writer(os.path.join(export.folder, folder), thread_count=1, per_thread_copy_ahead=0, sync_files=False)

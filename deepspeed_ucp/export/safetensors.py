@@ -123,8 +123,6 @@ def export_safetensors(
     """Write a checkpoint's weights as safetensors; collective.
 
     Args:
-        destination: folder to create.
-        max_shard: bytes of data per file.
         like: folder of a Hugging Face model with the required names and shapes; its configuration and tokenizer files
             are copied.
 

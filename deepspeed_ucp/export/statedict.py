@@ -87,7 +87,6 @@ def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, A
 
     Args:
         states: states of all parameters, by which Adam-like optimizers are recognised.
-        names: parameters of the group.
     """
     kept = {key: value for key, value in hyper.items() if key not in ("params", "param_names")}
     kept |= {"initial_lr": kept["lr"]} if "lr" in kept and "initial_lr" not in kept else {}

@@ -20,8 +20,6 @@ def compare(saved: CapturedEngine, loaded: CapturedEngine, *, optimizer_states: 
     their states before or in the first step. Tensors are cast to the loaded engine's dtype first.
 
     Args:
-        saved: captured when the checkpoint was written.
-        loaded: captured after the load.
         optimizer_states: False ignores the optimizer's tensors and scalars.
 
     Returns:

@@ -421,12 +421,13 @@ def _share_groups() -> None:
     make, made = torch.distributed.new_group, dict[object, Any]()
 
     def new_group(ranks: Iterable[int] | None = None, *args: Any, **options: Any) -> Any:
-        key = None if ranks is None else tuple(sorted(ranks))
+        listed = None if ranks is None else sorted(ranks)
         if args or options.keys() - {"backend"}:
-            return make(ranks if key is None else list(key), *args, **options)
-        if (key, options.get("backend")) not in made:
-            made[key, options.get("backend")] = make(ranks if key is None else list(key), **options)
-        return made[key, options.get("backend")]
+            return make(listed, *args, **options)
+        key = (None if listed is None else tuple(listed)), options.get("backend")
+        if key not in made:
+            made[key] = make(listed, **options)
+        return made[key]
 
     torch.distributed.new_group = new_group
 
