@@ -112,7 +112,10 @@ def _open_settings(
     if is_file(path):
         return None, read_config(path)
     _, index = common.open_index(options, path, also, Comm())
-    return index, read_saved_config(index)
+    config = read_saved_config(index)
+    if not config:
+        raise ConfigError(f"--config: {path} has no ds_config. Name a save of DeepSpeed, or a file.")
+    return index, config
 
 
 def to_text(found: Difference, *, everything: bool = False) -> list[str]:

@@ -110,7 +110,7 @@ LINES = {
         "diff good good --patterns [nonsense",
         "diff --config good good",
         "diff --config good other",
-        "diff --config good other --only x",
+        *("diff --config good other --only x", "diff --config foreign exported"),
     ],
     "plan": [
         "plan good --target dp=3,zero=3 --read-gbs 2",
