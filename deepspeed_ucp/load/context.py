@@ -10,6 +10,7 @@ from typing import Any
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..extensions.registry import Extension
+from ..io.paths import normalize
 from ..io.read import Checked
 from ..model.index import SavedJob
 from ..stream.report import Report
@@ -90,8 +91,11 @@ class LoadContext:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The caller's folder and those of the ``also`` option."""
-        return self.load_dir, *self.config.also
+        """The caller's folder and those of the ``also`` option, each once: destinations of saves are among these."""
+        named: dict[str, str] = {}
+        for place in (self.load_dir, *self.config.also):
+            named.setdefault(normalize(place), place)
+        return tuple(named.values())
 
     @property
     def loads_universal(self) -> bool:

@@ -71,7 +71,7 @@ def resume(
     may_suggest_fallback = tag is None and not config.fallback
     with suggest_fallback(comm, lambda: may_suggest_fallback and bool(find_all_tags(job.places))):
         chosen = find_tag(
-            load_dir, tag, comm, universal=job.loads_universal, fallback=config.fallback, also=config.also
+            load_dir, tag, comm, universal=job.loads_universal, fallback=config.fallback, also=job.places[1:]
         )
     if chosen is None:
         state = find_state(engine)

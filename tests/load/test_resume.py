@@ -23,6 +23,7 @@ from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import SEAL
+from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.context import LoadContext
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from tests.support.damage import refuse_path
@@ -264,6 +265,20 @@ def test_seals_and_older_tags_are_looked_for_in_every_place(falling_back: Fallin
     os.utime(there / "global_step2" / STATES, (11, 11))
     falling_back.fails = {"global_step3": CUT}
     assert falling_back.load(also=[str(there), str(tmp_path / "absent")]) == "global_step2"
+
+
+def test_a_place_that_is_named_twice_is_searched_once(
+    falling_back: FallingBack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A destination of saves is mostly the folder of the load, too."""
+    also = [f"{falling_back.folder}/", "s3://bucket/run/", str(tmp_path / "other"), "s3://bucket/run"]
+    job = replace(make_job(None, Comm(), also=also), load_dir=falling_back.folder)
+    assert job.places == (falling_back.folder, also[1], also[2])
+    asked: list[str] = []
+    look = tags._look
+    monkeypatch.setattr(tags, "_look", lambda place, **how: asked.append(place) or look(place, **how))
+    (Path(falling_back.folder) / "latest").write_text("absent")
+    assert falling_back.load(also=[falling_back.folder]) == "global_step3" and asked == [falling_back.folder]
 
 
 def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_marked(falling_back: FallingBack) -> None:
