@@ -196,9 +196,9 @@ _MISSING, _EMPTY = _ABSENT = "does not exist", "is empty"
 def report_absent(places: Sequence[str], comm: Comm, *, require: bool, saved_to: Iterable[str] = ()) -> None:
     """Log that a load found no checkpoint (collective).
 
-    INFO if the folder is missing or empty, as on the first start of a run. WARNING if it has content, or if its path
-    looks mistyped: the parent folder is missing, other checkpoints lie in the parent folder, or the engine saves
-    somewhere else.
+    INFO if the folder is missing or empty, or holds only unfinished saves, as on the first start of a run. WARNING if
+    it has content, or if its path looks mistyped: the parent folder is missing, other checkpoints lie in the parent
+    folder, or the engine saves somewhere else.
 
     Args:
         places: folders or URLs that were searched; the first is the argument of the load.
