@@ -221,7 +221,7 @@ def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: P
 @pytest.mark.parametrize(
     ("seconds", "taken"),
     [
-        ({0: 1.0}, [5, 10, 15]),
+        pytest.param({0: 1.0}, [5, 10, 15], marks=pytest.mark.exhaustive),  # without a change of the rate
         ({0: 0.1, 10: 2.1}, [12, 14, 16]),  # at ten steps a second it would have been step 50
     ],
 )
