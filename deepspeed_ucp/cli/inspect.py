@@ -68,7 +68,7 @@ def _show(options: argparse.Namespace, report: FolderReport, index: AtomicIndex,
     from .contents import detail_parameter, list_contents, write_detail, write_summary
 
     data = list_contents(report, index, rules)
-    if options.param:
+    if options.param is not None:
         detail = detail_parameter(index, _pick_parameter(index, data["parameters"], options.param))
         emit(options, detail, write_detail(detail))
     else:

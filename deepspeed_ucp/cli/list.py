@@ -161,7 +161,8 @@ def _mark_resumed(folder: str, in_memory: Sequence[Row], stored: Sequence[Row]) 
             return "no checkpoint is named: a resume needs the folder of one"
         taken["resume"] = True
     doubt = "" if _is_usable(taken) else ", which is not complete"
-    return f"a resume takes {taken['tag']} from {taken['place']}{doubt}"
+    name = "this folder" if taken["tag"] == "." else taken["tag"]
+    return f"a resume takes {name} from {taken['place']}{doubt}"
 
 
 def _read_name(folder: str, name: str) -> str | None:
