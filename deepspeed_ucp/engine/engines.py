@@ -73,6 +73,7 @@ class Zero12Target(PartitionedTarget):
         wait = getattr(self.wrapped, "_wait_for_offload_copies", None)
         if wait:
             wait()
+        super().prepare()
 
     def refresh_copies(self) -> None:
         for _, _, partitions, master, process_group in self._list_groups():
@@ -94,6 +95,7 @@ class Zero12Target(PartitionedTarget):
         opt._hp_optimizer_states_linked = False
         if all(opt.optimizer.state.get(flat.tensor) for flat in self.flats):
             opt._lazy_init_hp_params_optimizer_state()  # so that safe_get_full_optimizer_state works before a step
+        super().relink()
 
 
 class Zero3Target(PartitionedTarget):
