@@ -281,17 +281,15 @@ def _load_from_memory(
 
     Damage that all ranks find before the engine has changed is a warning.
     """
-    snapshot = find_in_memory(config, load_dir, tag, comm)
-    if snapshot is None:
+    found = find_in_memory(config, load_dir, tag, comm)
+    if found is None:
         return None
     if comm.rank == 0:
-        logger.info(
-            "%s: taken from memory, tag %s of step %d: %s", load_dir, snapshot.tag, snapshot.step, snapshot.folder
-        )
-    fallback, broken_before = partial(fallback, load_dir=snapshot.folder, tag=snapshot.tag), find_state(engine).broken
-    config = config.model_copy(update={"also": [*snapshot.copies, *config.also]})
+        logger.info("%s: taken from memory, tag %s of step %d: %s", load_dir, found.tag, found.step, found.folder)
+    fallback, broken_before = partial(fallback, load_dir=found.folder, tag=found.tag), find_state(engine).broken
+    config = config.model_copy(update={"also": [*found.copies, *config.also]})
     try:
-        return load(snapshot.folder, snapshot.tag, config, fallback)
+        return load(found.folder, found.tag, config, fallback)
     except CheckpointError as error:
         if find_state(engine).broken is not broken_before or not comm.is_common(error):
             raise

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from ..errors import shorten
 from ..io.memory import measure_available
 from ..io.paths import MEMORY, find_kind
-from .memory import Job, Snapshot, describe_late, is_locked, list_dead, locate
+from .memory import Job, SavePart, describe_late, is_locked, list_dead, locate
 from .places import is_sealed
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -28,7 +28,7 @@ def count_free(root: str) -> int:
     return min(free, measure_available()) if find_kind(root) == MEMORY else free
 
 
-def is_safe(save: Snapshot) -> bool:
+def is_safe(save: SavePart) -> bool:
     """Return True if all destinations have all nodes' files of a save, so that no memory is needed for it.
 
     The part of a node without files needs no memory in any case.
@@ -38,7 +38,7 @@ def is_safe(save: Snapshot) -> bool:
     return save.is_written() and all(is_sealed(save, place) for place in save.destinations)
 
 
-def is_unneeded(save: Snapshot, saves: Iterable[Snapshot], *, is_dead: bool) -> bool:
+def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> bool:
     """Return True if a save or a copy may be deleted: all destinations have it, or a later save replaces it.
 
     Args:
@@ -69,7 +69,7 @@ def free_unwanted(job: Job, *, is_agreed: bool) -> None:
             save.recycle()
 
 
-def _list_unneeded(job: Job, is_replaced: Callable[[Snapshot], bool] = lambda _: False) -> list[Snapshot]:
+def _list_unneeded(job: Job, is_replaced: Callable[[SavePart], bool] = lambda _: False) -> list[SavePart]:
     """Return a dead job's unneeded saves, and copies that are unneeded or belong to one of these saves.
 
     Args:
@@ -138,7 +138,7 @@ class MemoryBudget:
     def _is_enough(self) -> bool:
         return count_free(self.root) >= self._count_needed()
 
-    def _remove(self, saves: Iterable[Snapshot]) -> None:
+    def _remove(self, saves: Iterable[SavePart]) -> None:
         """Delete saves, with a log line for each, until the next one fits."""
         for save in saves:
             if self._is_enough():
@@ -156,7 +156,7 @@ class MemoryBudget:
         """
         folder = locate(save_dir)
 
-        def is_replaced(save: Snapshot) -> bool:
+        def is_replaced(save: SavePart) -> bool:
             """Return True if this job's save makes a dead job's save for the same folder obsolete.
 
             Pending saves stay, except those with the same tag, and those of several nodes: without the part of a lost

@@ -29,7 +29,7 @@ from ..io.disk import count_allocated, write_at
 from ..io.paths import LONGEST_PATH, is_below
 from ..io.read import crc32
 from .budget import count_free
-from .memory import Job, Snapshot
+from .memory import Job, SavePart
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -71,7 +71,7 @@ def _look_at(folder: str, path: str) -> _SentFile:
 class _Parcel(_Message):
     """A save, its files (None if the receiver has them), and its marks by destination."""
 
-    save: Snapshot
+    save: SavePart
     files: list[_SentFile] | None
     done: dict[str, str]
 
@@ -251,7 +251,7 @@ class Replicator:
                 self._note_failure(save, str(error) or type(error).__name__)
                 time.sleep(_AGAIN)
 
-    def _choose(self) -> Snapshot | None:
+    def _choose(self) -> SavePart | None:
         """Return the save whose files or marks the target lacks, or None."""
         saves, current = self.job.list_saves(), self.job.read("copying").get("current")
         for save in saves[::-1]:
@@ -263,7 +263,7 @@ class Replicator:
                 return save
         return None
 
-    def _send(self, save: Snapshot) -> dict[str, str]:
+    def _send(self, save: SavePart) -> dict[str, str]:
         """Send a save; return its marks as sent.
 
         Raises:
@@ -290,7 +290,7 @@ class Replicator:
             save.note("copied", {str(self.target): "yes"})
         return done
 
-    def _note_failure(self, save: Snapshot | None, why: str) -> None:
+    def _note_failure(self, save: SavePart | None, why: str) -> None:
         self._failing = time.monotonic() if self._failing is None else self._failing
         self._warn("sent", f"node {self.target} has no copy, to be sent again: {why}")
         with suppress(OSError, UcpError):

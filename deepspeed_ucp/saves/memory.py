@@ -4,7 +4,7 @@
 writer) and a folder for each save. A save's folder has the form of any checkpoint folder with one tag. Its state file
 ``save-<node>.json`` has a JSON object of such objects on each line; later lines add to earlier ones:
 
-* ``save``: all ranks of the node have written their files; the fields of :class:`Snapshot`.
+* ``save``: all ranks of the node have written their files; the fields of :class:`SavePart`.
 * ``done``: by destination that has the save its mark; an empty mark means that it must not be written there.
 * ``copied``: by node to which a copy was sent ``yes``, or an empty text if the copy failed.
 * ``refused``: by destination that no retry can write to the reason.
@@ -49,7 +49,7 @@ _RESERVED = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SavePart:
     """One node's part of a save in memory.
 
     Attributes:
@@ -114,7 +114,7 @@ class Snapshot:
         done = self.read("done")
         return bool(self.destinations) and all(map(done.get, self.destinations))
 
-    def supersedes(self, older: Snapshot) -> bool:
+    def supersedes(self, older: SavePart) -> bool:
         """Return True if a load of the older save's folder would take this one of the same job instead."""
         is_later = self.number > older.number and self.save_dir == older.save_dir
         return is_later and (self.latest or not older.latest)
@@ -270,7 +270,7 @@ class Job:
         """Return the numbers of all saves, incomplete ones included, in order."""
         return sorted(int(name) for name in _list(self.folder) if name.isdecimal())
 
-    def list_saves(self) -> list[Snapshot]:
+    def list_saves(self) -> list[SavePart]:
         """Return the saves that are complete on this node, in order."""
         return [save for number in self.list_numbers() for save in _read_records(self.find_folder(number))]
 
@@ -278,7 +278,7 @@ class Job:
         """Return the path of the folder for a copy of another node's part of a save."""
         return os.path.join(self.folder, f"copy-{node}-{number:08d}")
 
-    def list_copies(self) -> list[Snapshot]:
+    def list_copies(self) -> list[SavePart]:
         """Return the complete copies of other nodes' parts, by node and number."""
         names = sorted(name for name in _list(self.folder) if _COPY.fullmatch(name))
         return [copy for name in names for copy in _read_records(os.path.join(self.folder, name))]
@@ -392,7 +392,7 @@ def _is_private(folder: str) -> bool:
     return False
 
 
-def list_later(save: Snapshot) -> list[Snapshot]:
+def list_later(save: SavePart) -> list[SavePart]:
     """Return complete saves for the same folder by running jobs if the save's job is dead: they are later."""
     job = Job(os.path.dirname(save.folder))
     if job.is_owned():
@@ -406,7 +406,7 @@ def locate(place: str) -> str:
     return normalize(place) if is_url(place) else os.path.realpath(normalize(place))
 
 
-def list_late(saves: Iterable[Snapshot]) -> dict[str, list[str]]:
+def list_late(saves: Iterable[SavePart]) -> dict[str, list[str]]:
     """Return by destination the tags of a job's pending saves, the oldest first."""
     tags: dict[str, list[str]] = defaultdict(list)
     for save in saves:
@@ -415,16 +415,16 @@ def list_late(saves: Iterable[Snapshot]) -> dict[str, list[str]]:
     return dict(tags)
 
 
-def describe_late(saves: Iterable[Snapshot], is_wanted: Callable[[str], bool] = lambda _: True) -> str:
+def describe_late(saves: Iterable[SavePart], is_wanted: Callable[[str], bool] = lambda _: True) -> str:
     """Name the pending saves of the wanted destinations: ``best, last to /checkpoints``."""
     late = sorted(list_late(saves).items())
     return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in late if is_wanted(place))
 
 
-def _read_records(folder: str) -> Iterator[Snapshot]:
+def _read_records(folder: str) -> Iterator[SavePart]:
     for name in sorted(name for name in _list(folder) if name.startswith(_STATE)):
         with suppress(OSError, CheckpointError, TypeError, KeyError):
-            yield Snapshot(**{**_read_state(os.path.join(folder, name))["save"], "folder": folder})
+            yield SavePart(**{**_read_state(os.path.join(folder, name))["save"], "folder": folder})
 
 
 def _read_state(path: str) -> dict[str, dict[str, Any]]:

@@ -25,7 +25,7 @@ from ..formats.open import seal_folder
 from ..io.paths import Entry
 from ..io.store import exchange_small, exists, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
-from .memory import Snapshot, list_later
+from .memory import SavePart, list_later
 from .publishing import begin_writing, make_tag, name_node_file, remove_tag, remove_tree
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -42,7 +42,7 @@ _LOOKED_AGAIN, _SELDOM = 0.05, 1.0
 """Seconds between the first polls for other nodes' files, and between later ones."""
 
 
-def write_save(save: Snapshot, place: str, wait: float) -> str:
+def write_save(save: SavePart, place: str, wait: float) -> str:
     """Write a node's files of a save to a place; when all are there the first node publishes it.
 
     Args:
@@ -87,12 +87,12 @@ def write_save(save: Snapshot, place: str, wait: float) -> str:
     return find_mark(place, save.tag)
 
 
-def is_replaced(save: Snapshot) -> bool:
+def is_replaced(save: SavePart) -> bool:
     """Return True if a later job has saved under the same tag."""
     return any(later.tag == save.tag for later in list_later(save))
 
 
-def _put_part(save: Snapshot, folder: str) -> list[str]:
+def _put_part(save: SavePart, folder: str) -> list[str]:
     """Write a node's files of the tag, except those that an earlier attempt has written; return their names."""
     inside, present = f"{save.tag}/", dict[str, int]()
     names = [path.removeprefix(inside) for path in save.list_files() if path.startswith(inside)]
@@ -146,7 +146,7 @@ def _read_latest(place: str) -> bytes | None:
         return None
 
 
-def _name_latest(save: Snapshot, place: str, named: bytes | None) -> None:
+def _name_latest(save: SavePart, place: str, named: bytes | None) -> None:
     """Let ``latest`` name a save, unless the save is not to be named or ``latest`` has come to name a later one.
 
     Args:
@@ -195,12 +195,12 @@ def _describe_states(entries: Mapping[str, Entry]) -> dict[str, str]:
     return {name: str(entry) for name, entry in entries.items() if is_state_file(name)}
 
 
-def has_begun(save: Snapshot, place: str) -> bool:
+def has_begun(save: SavePart, place: str) -> bool:
     """Return True if the first node has begun to write a save to a place."""
     return exists(make_tag(save, place).record)
 
 
-def is_sealed(save: Snapshot, place: str) -> bool:
+def is_sealed(save: SavePart, place: str) -> bool:
     """Return True if the seal of a save's tag names this node's files as they are in memory; False without files."""
     memory = os.path.join(save.folder, save.tag)
     try:
@@ -214,7 +214,7 @@ def is_sealed(save: Snapshot, place: str) -> bool:
     )
 
 
-def find_fault(save: Snapshot, error: Exception, *, is_repeated: bool = False) -> UcpError | None:
+def find_fault(save: SavePart, error: Exception, *, is_repeated: bool = False) -> UcpError | None:
     """Return the fault of a save that no retry of its writing can mend, or None.
 
     Args:
@@ -238,7 +238,7 @@ def find_fault(save: Snapshot, error: Exception, *, is_repeated: bool = False) -
     return error if is_repeated and others else None  # another node writes its part only once
 
 
-def end_save(save: Snapshot, place: str) -> None:
+def end_save(save: SavePart, place: str) -> None:
     """Delete the coordination files of a save, on the first node, after it is recorded as complete."""
     if save.node:
         return

@@ -35,7 +35,7 @@ from ..io.store import (
     write_small,
 )
 from ..io.threads import map_threads
-from .memory import Job, Snapshot
+from .memory import Job, SavePart
 
 WRITTEN = ".ucp-written-"
 """Prefix of the files that mark a node's part of a save as written, and of the record that its writing has begun."""
@@ -80,7 +80,7 @@ class Tag:
 
     marker = SEAL
 
-    def __init__(self, save: Snapshot, place: str) -> None:
+    def __init__(self, save: SavePart, place: str) -> None:
         self.save, self.place, self.final = save, place, os.path.join(place, save.tag)
         above, name = os.path.split(self.final)
         self._set_paths(os.path.join(above, f".{name}"))
@@ -171,7 +171,7 @@ class Tag:
         return {save.number for save in saves if self.place in save.list_pending()}
 
 
-def make_tag(save: Snapshot, place: str) -> Tag:
+def make_tag(save: SavePart, place: str) -> Tag:
     """Make the :class:`Tag` of a save for a folder or an object store."""
     return (_StoreTag if is_url(place) else Tag)(save, place)
 
@@ -197,7 +197,7 @@ def begin_writing(tag: Tag) -> str:
     return record["before"]
 
 
-def name_node_file(save: Snapshot, node: int) -> str:
+def name_node_file(save: SavePart, node: int) -> str:
     """Return the name of the file that marks a node's part of a save as written."""
     return f"{WRITTEN}{save.job}-{save.number}-{node}"
 
@@ -290,7 +290,7 @@ class _StoreTag(Tag):
 
     marker = PUBLISHED
 
-    def __init__(self, save: Snapshot, place: str) -> None:
+    def __init__(self, save: SavePart, place: str) -> None:
         super().__init__(save, place)
         self._set_paths(f"{self.final}/")
         self.published = self.temporary

@@ -33,7 +33,7 @@ from .launch import POLLED, WriterPipe, finish_dead, wait_until_written
 from .memory import (
     FINISHED,
     Job,
-    Snapshot,
+    SavePart,
     describe_late,
     find_root,
     is_locked,
@@ -205,7 +205,7 @@ class Saver:
         for tier in self.options.to:
             if not is_snapshot and self.made % tier.every == 0:
                 places[locate(tier.place)] = tier.keep
-        Snapshot(
+        SavePart(
             job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
             node=self.node, nodes=self.nodes, destinations=places, folder=self.folder,
         ).write_record()  # fmt: skip
@@ -256,7 +256,7 @@ class Saver:
 
     def warn_late(self) -> None:
         """Warn once about each destination that lacks a save when the next one comes, until it has all saves."""
-        late = defaultdict[str, list[Snapshot]](list)
+        late = defaultdict[str, list[SavePart]](list)
         for save in self._look_late():
             for place in save.list_lacking():
                 late[place].append(save)
@@ -268,7 +268,7 @@ class Saver:
                 tags, why = ", ".join(save.tag for save in saves), fault or f"see {self.job.folder}/log"
                 logger.warning("%s still lacks %s, which memory holds: %s", place, tags, why)
 
-    def _look_late(self) -> list[Snapshot]:
+    def _look_late(self) -> list[SavePart]:
         """Return the saves in memory, and note which ones of the script are written."""
         saves = self.job.list_saves() if self.is_owner else []
         if not self.is_lost():

@@ -21,7 +21,7 @@ from ..formats.latest import find_age, read_latest
 from ..io.paths import normalize
 from ..io.store import is_folder
 from .launch import finish_dead
-from .memory import Job, Snapshot, find_root, list_jobs, locate, owns_memory
+from .memory import Job, SavePart, find_root, list_jobs, locate, owns_memory
 from .places import find_mark
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -96,7 +96,7 @@ def search_memory(
     return newest
 
 
-_Marked = tuple[Snapshot, Mapping[str, str]]
+_Marked = tuple[SavePart, Mapping[str, str]]
 """A save, its folder relative to the jobs' folder, and its marks by destination."""
 
 
@@ -123,7 +123,7 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
     complete = [save for save, _ in marked.values() if len(nodes[save.key]) == save.nodes]
     complete.sort(key=lambda save: (save.step, *save.key), reverse=True)  # names of jobs begin with their time
 
-    def select() -> Snapshot | None:
+    def select() -> SavePart | None:
         try:
             place, stored = _find_stored((load_dir, *also), tag) if complete else ("", None)
         except (UcpError, OSError):
@@ -153,7 +153,7 @@ def _find_stored(places: Sequence[str], tag: str | None) -> tuple[str, str | Non
     return places[0], tag
 
 
-def _find_mark(save: Snapshot, marked: Mapping[tuple[str, int], _Marked], place: str) -> str | None:
+def _find_mark(save: SavePart, marked: Mapping[tuple[str, int], _Marked], place: str) -> str | None:
     """Return the mark of a save at a place.
 
     A save that was dropped for later ones counts as pending unless one of them has been written there.
@@ -169,7 +169,7 @@ def _find_mark(save: Snapshot, marked: Mapping[tuple[str, int], _Marked], place:
 
 
 def _precedes(
-    save: Snapshot, marked: Mapping[tuple[str, int], _Marked], place: str, stored: str | None, tag: str | None
+    save: SavePart, marked: Mapping[tuple[str, int], _Marked], place: str, stored: str | None, tag: str | None
 ) -> bool:
     """Return True if a load takes the save from memory rather than the stored checkpoint.
 
@@ -203,7 +203,7 @@ class HeldSave:
         is_taken: a load without a tag takes it.
     """
 
-    parts: tuple[Snapshot, ...]
+    parts: tuple[SavePart, ...]
     place: str
     is_running: bool
     is_taken: bool
@@ -233,7 +233,7 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
         root: folder of the jobs in memory.
         folder: only saves to this folder, to its direct subfolders, or with this tag folder; None for all.
     """
-    parts = defaultdict[tuple[str, tuple[str, int]], list[Snapshot]](list)
+    parts = defaultdict[tuple[str, tuple[str, int]], list[SavePart]](list)
     jobs, wanted, taken = list_jobs(root), None if folder is None else locate(folder), dict[str, Found | None]()
     for save in (save for job in jobs for save in [*job.list_saves(), *job.list_copies()]):
         place = save.save_dir if wanted is None else _find_place(save, wanted)
@@ -256,12 +256,12 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
     ]
 
 
-def list_places(save: Snapshot) -> list[str]:
+def list_places(save: SavePart) -> list[str]:
     """Return the folders in which a load finds a save: the one that the script named, and its destinations."""
     return list(dict.fromkeys([save.save_dir, *save.destinations]))
 
 
-def _find_place(save: Snapshot, folder: str) -> str | None:
+def _find_place(save: SavePart, folder: str) -> str | None:
     """Return the first place of a save that equals a folder, lies directly in it, or has it as tag folder, or None."""
     places = list_places(save)
     return next(

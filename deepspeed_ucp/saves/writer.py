@@ -26,7 +26,7 @@ from ..io.paths import is_url
 from ..io.store import set_storage_options
 from .budget import free_unwanted, is_safe
 from .copies import Replicator
-from .memory import FINISHED, Job, Snapshot, list_late
+from .memory import FINISHED, Job, SavePart, list_late
 from .places import (
     WrittenTag,
     end_save,
@@ -182,7 +182,7 @@ class PlaceWriter(threading.Thread):
             self._warn(str(error) or repr(error))
             return False
 
-    def _list_pending(self) -> list[Snapshot]:
+    def _list_pending(self) -> list[SavePart]:
         """Return the pending saves in order, without those that are refused."""
         with self.writer.lock:
             saves = [save for save in self.job.list_saves() if save.number not in self._refused]
@@ -208,7 +208,7 @@ class PlaceWriter(threading.Thread):
                 raise
             return ended
 
-    def _choose(self, begun: set[int]) -> list[Snapshot]:
+    def _choose(self, begun: set[int]) -> list[SavePart]:
         """Return the saves to write next, in order; drop replaced ones."""
         pending = self._list_pending()
         newer = [save for save in pending if save.number in begun]
@@ -225,7 +225,7 @@ class PlaceWriter(threading.Thread):
             self.writer.free()
         return [save for save in newer if save not in spare]
 
-    def _write(self, save: Snapshot) -> bool:
+    def _write(self, save: SavePart) -> bool:
         try:
             named = replace(save, latest=save.latest and not self._is_overtaken(save))
             mark = write_save(named, self.folder, self.writer.wait)
@@ -253,7 +253,7 @@ class PlaceWriter(threading.Thread):
         self._logged.clear()
         return True
 
-    def _is_overtaken(self, save: Snapshot) -> bool:
+    def _is_overtaken(self, save: SavePart) -> bool:
         """Return True if ``latest`` of the destination has named a later save, which memory may not hold any more."""
         return any(entry.number > save.number for entry in self._list_written().values())
 
@@ -264,7 +264,7 @@ class PlaceWriter(threading.Thread):
             self._written = {tag: WrittenTag(*entry) for tag, entry in recorded.items()}
         return self._written
 
-    def _add_written(self, save: Snapshot, mark: str) -> None:
+    def _add_written(self, save: SavePart, mark: str) -> None:
         written = dict(self._list_written())
         former = written.pop(save.tag, WrittenTag("", 0))
         number = save.number if save.latest else former.number

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp.saves.launch import WriterPipe
-from deepspeed_ucp.saves.memory import Job, Snapshot, is_locked, list_late
+from deepspeed_ucp.saves.memory import Job, SavePart, is_locked, list_late
 from deepspeed_ucp.saves.saver import finish_saves
 from tests.saves.saving import CONFIG, find_writer, is_whole, make_save
 from tests.saves.training import Training, write_tag
@@ -103,12 +103,12 @@ def save_into_small_memory(folder: Path) -> None:
             write_tag(folder, tag)
             fill()
 
-        def write_record(made: Snapshot) -> None:
+        def write_record(made: SavePart) -> None:
             own(made)
             fill()
 
-        own = Snapshot.write_record
-        with mock.patch.object(Snapshot, "write_record", write_record):
+        own = SavePart.write_record
+        with mock.patch.object(SavePart, "write_record", write_record):
             assert training.save(tag, write=write)
 
     def is_running() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from deepspeed_ucp.saves.copies import Peer, Replicator
-from deepspeed_ucp.saves.memory import Job, Snapshot, find_root, name_job
+from deepspeed_ucp.saves.memory import Job, SavePart, find_root, name_job
 from tests.saves.saving import PATIENCE, TAG, make_save
 from tests.support.until import wait_until
 
@@ -49,7 +49,7 @@ class Nodes:
             self.writers[-1].start()
         return self.writers[-1]
 
-    def copy(self, save: Snapshot) -> None:
+    def copy(self, save: SavePart) -> None:
         """Copy a save of the first node to the second one, with nothing else going on."""
         ours, theirs = socket.socketpair()
         sender, receiver = self.make(0), self.make(1)
@@ -74,13 +74,13 @@ class Nodes:
         for listener in self.listeners:
             listener.close()
 
-    def save(self, node: int, tag: str = TAG, **changes: Any) -> Snapshot:
+    def save(self, node: int, tag: str = TAG, **changes: Any) -> SavePart:
         """Make a node's part of its next save, which is to be copied now."""
         made = make_save(self.jobs[node], str(self.folder / "place"), tag=tag, node=node, nodes=2, **changes)
         self.jobs[node].note("copying", {"safe": 0, "current": made.number})
         return made
 
-    def save_copied(self, node: int = 0) -> Snapshot:
+    def save_copied(self, node: int = 0) -> SavePart:
         """Make a node's part and wait until the other node has a copy."""
         made = self.save(node)
         wait_until(lambda: made.read("copied").get(str(1 - node)))

@@ -25,7 +25,7 @@ from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves import writer as writing
-from deepspeed_ucp.saves.memory import LOG, Job, Snapshot
+from deepspeed_ucp.saves.memory import LOG, Job, SavePart
 from deepspeed_ucp.saves.writer import PlaceWriter, SaveWriter
 from tests.convert.conversions import write_source
 from tests.support.memory import read_tree
@@ -45,7 +45,7 @@ CONFIG = UniversalConfig(save=SaveOptions(wait_s=PATIENCE))
 """Configuration of a job that saves into memory."""
 
 
-def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: Any) -> Snapshot:
+def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: Any) -> SavePart:
     """Make the next save of a job: complete, with other weights than the last one."""
     number = max(job.list_numbers(), default=0) + 1
     folder = Path(job.find_folder(number))
@@ -55,7 +55,7 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
         made.rename(folder / tag)
     (folder / SCRIPT).write_text("# a script")
     places = dict.fromkeys(folders, keep)
-    save = Snapshot(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
+    save = SavePart(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
     save = replace(save, **changes)
     save.write_record()
     return save
@@ -69,7 +69,7 @@ class Run:
         self.job = Job(str(folder / memory / name))
         self.job.own()
 
-    def save(self, *folders: str, **changes: Any) -> Snapshot:
+    def save(self, *folders: str, **changes: Any) -> SavePart:
         """Make the next save, to folders below the test's folder or to the place."""
         return make_save(self.job, *([str(self.folder / each) for each in folders] or [self.place]), **changes)
 
@@ -77,7 +77,7 @@ class Run:
         """Write the pending saves by a new writer; return True if none failed."""
         return write(self.job, wait=wait)
 
-    def write_save(self, *folders: str, **changes: Any) -> Snapshot:
+    def write_save(self, *folders: str, **changes: Any) -> SavePart:
         """Make the next save and write it."""
         made = self.save(*folders, **changes)
         assert self.write()
@@ -95,7 +95,7 @@ class Run:
     def is_whole(self, tag: str = TAG) -> bool:
         return is_whole(f"{self.place}/{tag}")
 
-    def holds(self, save: Snapshot) -> bool:
+    def holds(self, save: SavePart) -> bool:
         """Return True if the place has a complete tag with exactly the files of a save."""
         tag = resolve_published(f"{self.place}/{save.tag}")
         return is_whole(f"{self.place}/{save.tag}") and strip(read_tree(tag)) == read_tree(f"{save.folder}/{save.tag}")
@@ -114,11 +114,11 @@ def make_parts(folder: Path) -> list[Run]:
         part.mkdir(parents=True)
         for path in whole[node::2]:
             shutil.copy(path, part)
-        Snapshot("job", 1, run.place, TAG, 3, True, node, 2, {run.place: None}, str(part.parent)).write_record()
+        SavePart("job", 1, run.place, TAG, 3, True, node, 2, {run.place: None}, str(part.parent)).write_record()
     return nodes
 
 
-def begin(save: Snapshot) -> None:
+def begin(save: SavePart) -> None:
     """Record that the first node has begun to write a save; other nodes wait for that."""
     publishing.begin_writing(publishing.make_tag(replace(save, node=0), next(iter(save.destinations))))
 
@@ -163,7 +163,7 @@ def call_before(name: str, act: Callable[[], object]) -> Iterator[None]:
 def fail_save(tag: str, error: Exception) -> mock._patch[Any]:
     """Let writers of this process fail to write saves under a tag."""
 
-    def write_or_fail(save: Snapshot, *args: Any) -> str:
+    def write_or_fail(save: SavePart, *args: Any) -> str:
         if save.tag == tag:
             raise error
         return places.write_save(save, *args)

@@ -25,7 +25,7 @@ from deepspeed_ucp.io.read import crc32
 from deepspeed_ucp.saves import budget, copies, neighbours
 from deepspeed_ucp.saves.copies import Peer
 from deepspeed_ucp.saves.launch import start_writer
-from deepspeed_ucp.saves.memory import Snapshot, find_root, is_locked, name_job
+from deepspeed_ucp.saves.memory import SavePart, find_root, is_locked, name_job
 from deepspeed_ucp.saves.neighbours import Neighbours, find_address, find_neighbours
 from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.search import find_in_memory, search_memory
@@ -45,7 +45,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     made.close()
 
 
-def describe(save: Snapshot, **changes: Any) -> dict[str, Any]:
+def describe(save: SavePart, **changes: Any) -> dict[str, Any]:
     """Return the description of a save that its sender sends first."""
     files = [
         {"path": path, "size": os.path.getsize(Path(save.folder, path)), "changed": 1} for path in save.list_files()
@@ -378,7 +378,7 @@ def test_all_nodes_copy_the_same_save(nodes: Nodes, caplog: pytest.LogCaptureFix
     job = nodes.jobs[0]
     known = Neighbours(job, {"name": "here", "to": 1}, nodes.listeners[0])
 
-    def make(**changes: Any) -> Snapshot:
+    def make(**changes: Any) -> SavePart:
         return make_save(job, str(nodes.folder / "place"), nodes=2, **changes)
 
     def agree(number: int, other: str) -> tuple[int, int]:

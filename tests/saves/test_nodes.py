@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp.saves import budget
-from deepspeed_ucp.saves.memory import Snapshot
+from deepspeed_ucp.saves.memory import SavePart
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
 from tests.saves.saving import PATIENCE, TAG, Run, begin, fail_save, make_parts, strip, write_both, write_pending
@@ -34,7 +34,7 @@ def test_a_save_is_published_when_all_nodes_have_written(nodes: list[Run], caplo
     assert strip(read_bytes(Path(nodes[0].place, TAG))) == read_bytes(nodes[0].folder / "whole" / TAG)
 
 
-def copy_save(run: Run, number: int, tag: str = TAG, **changes: Any) -> Snapshot:
+def copy_save(run: Run, number: int, tag: str = TAG, **changes: Any) -> SavePart:
     """Make a save with the files of the first one."""
     (first, *_), folder = run.job.list_saves(), Path(run.job.find_folder(number))
     shutil.copytree(Path(first.folder, TAG), folder / tag)

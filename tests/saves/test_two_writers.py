@@ -26,7 +26,7 @@ from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves import places, publishing
-from deepspeed_ucp.saves.memory import Job, Snapshot
+from deepspeed_ucp.saves.memory import Job, SavePart
 from deepspeed_ucp.saves.publishing import WRITTEN, is_save_file
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
@@ -54,7 +54,7 @@ class Bench:
         first: name of the job whose save is there at the beginning; empty for none.
     """
 
-    def __init__(self, saves: dict[str, Snapshot], place: str) -> None:
+    def __init__(self, saves: dict[str, SavePart], place: str) -> None:
         self.saves, self.place = dict(saves), place
         self.contents = {name: self._read_memory(save) for name, save in saves.items()}
         self.published, self.known = list[str](), dict[object, str]()
@@ -65,7 +65,7 @@ class Bench:
         self.stop_at: Callable[[Callable[[], None]], None] = lambda _: None
 
     @staticmethod
-    def _read_memory(save: Snapshot) -> dict[str, bytes]:
+    def _read_memory(save: SavePart) -> dict[str, bytes]:
         folder = Path(save.folder, save.tag)
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -159,9 +159,9 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Snapshot]:
+def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SavePart]:
     """Saves of three jobs under the same tag; their files have the same names and sizes."""
-    folder, made = tmp_path_factory.mktemp("memory"), dict[str, Snapshot]()
+    folder, made = tmp_path_factory.mktemp("memory"), dict[str, SavePart]()
     for number, name in enumerate("abc"):
         job = Job(str(folder / f"job-{name}"))
         job.own()
@@ -176,7 +176,7 @@ def run_here(work: Callable[[str], object], items: Iterator[str], *_: object) ->
 
 
 @contextmanager
-def use_fake_store(saves: dict[str, Snapshot], root: Path) -> Iterator[Bench]:
+def use_fake_store(saves: dict[str, SavePart], root: Path) -> Iterator[Bench]:
     """A single writer's requests to its temporary folder count only if they mark the end of a part or of the save."""
     fake, bench = FakeStore(root), Bench(saves, PLACE)
 
@@ -201,7 +201,7 @@ FOLDER_STEPS = (
 
 
 @contextmanager
-def use_folder(saves: dict[str, Snapshot], root: Path) -> Iterator[Bench]:
+def use_folder(saves: dict[str, SavePart], root: Path) -> Iterator[Bench]:
     """A writer also stops while it holds the lock, on which the other one waits."""
     bench, stops, held = Bench(saves, str(root / "place")), list[Callable[[], None]](), set[str]()
 
@@ -253,7 +253,7 @@ KINDS = ["folder", "folder, existing", "store", "store, existing", "store, plain
 
 
 @pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest, saves: dict[str, Snapshot]) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, saves: dict[str, SavePart]) -> Iterator[Bench]:
     """A place without the tag, and one that has it from another job or without ``ucp_published.json``."""
     kind, _, prepared = request.param.partition(", ")
     use = use_folder if kind == "folder" else use_fake_store
@@ -315,7 +315,7 @@ def test_any_order(bench: Bench, turns: list[tuple[str, int]]) -> None:
 
 
 @pytest.mark.parametrize("bench", ["store"], indirect=True)
-def test_two_nodes_of_a_job_and_another_job(bench: Bench, saves: dict[str, Snapshot], tmp_path: Path) -> None:
+def test_two_nodes_of_a_job_and_another_job(bench: Bench, saves: dict[str, SavePart], tmp_path: Path) -> None:
     """The nodes' files are one save, or none of it is published."""
     for node, name in enumerate(("a", "node1")):
         shutil.copytree(saves["a"].folder, tmp_path / name)

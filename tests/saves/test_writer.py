@@ -22,7 +22,7 @@ from deepspeed_ucp.errors import CheckpointError, DiskFullError, UcpError, Unsup
 from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.launch import start_writer
-from deepspeed_ucp.saves.memory import Job, Snapshot, name_job
+from deepspeed_ucp.saves.memory import Job, SavePart, name_job
 from deepspeed_ucp.saves.writer import SaveWriter
 from tests.convert.conversions import read_bytes
 from tests.saves.mounts import run_in_namespace, save_into_small_memory, write_to_small_disk
@@ -59,7 +59,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """The tags and places that a writer in this process tries."""
     attempts, original = list[tuple[str, str]](), places.write_save
 
-    def note(save: Snapshot, place: str, *args: Any) -> str:
+    def note(save: SavePart, place: str, *args: Any) -> str:
         attempts.append((save.tag, os.path.basename(place)))
         return original(save, place, *args)
 
@@ -150,14 +150,14 @@ def test_coordination_files_that_cannot_be_deleted_do_not_undo_a_save(run: Run) 
 
 def fill_memory(kind: str) -> mock._patch[Any]:
     """Let memory have no room for an object of a state."""
-    note = Snapshot.note
+    note = SavePart.note
 
-    def note_or_fail(save: Snapshot, given: str, record: Mapping[str, str]) -> None:
+    def note_or_fail(save: SavePart, given: str, record: Mapping[str, str]) -> None:
         if given == kind:
             raise DiskFullError("full", path="memory")
         note(save, given, record)
 
-    return mock.patch.object(Snapshot, "note", note_or_fail)
+    return mock.patch.object(SavePart, "note", note_or_fail)
 
 
 def test_a_writer_survives_a_full_memory(run: Run) -> None:
@@ -400,7 +400,7 @@ def test_a_clock_that_is_set_back_or_ahead_changes_nothing(moved: float, run: Ru
     """Older saves of this job are removed, and a tag that others have overwritten stays, whatever the files' times."""
     place = Path(run.place)
 
-    def move(save: Snapshot, *_: object) -> None:
+    def move(save: SavePart, *_: object) -> None:
         for number, path in enumerate((place / save.tag).iterdir()):
             os.utime(path, (0, time.time() + moved * (number + 1)))
 
