@@ -66,7 +66,7 @@ class Pairs:
     Attributes:
         both: in A and in B.
         only_left, only_right: in one of them.
-        shapes: (atom of A, description) of atoms with different logical shapes.
+        shapes: (atom, description) of atoms with different logical shapes.
         names: A's name → B's name, if they differ.
         unused: the user's rules without a match.
     """
@@ -107,6 +107,9 @@ def pair_atoms(
     met = {a for a, _ in keys}, {b for _, b in keys}
     chosen = _choose(mine, left, wanted, weights), _choose(theirs, right, wanted, weights)
     keys = [(a, b) for a, b in keys if a in chosen[0] or b in chosen[1]]
+    first = dict(reversed(keys))  # a tensor of A that is tied may be two tensors in B, even of two shapes
+    odd = dict.fromkeys((a, b) for a, b in keys if _local(theirs[b]) != _local(theirs[first[a]]))
+    keys = [pair for pair in keys if pair not in odd]
     settled = _settle_both(left, right, keys, rules)
     layouts, both = settled.pairs, []
     for a, b in keys:
@@ -120,7 +123,10 @@ def pair_atoms(
         both=both,
         only_left=[mine[key] for key in chosen[0] if key not in met[0]],
         only_right=[theirs[key] for key in chosen[1] if key not in met[1]],
-        shapes=[(mine[a], settled.wrong[a.name]) for a, _ in keys if a.name in settled.wrong],
+        shapes=[
+            *((mine[a], settled.wrong[a.name]) for a, _ in keys if a.name in settled.wrong),
+            *((theirs[b], f"another shape than {a.param}, to which A ties it") for a, b in odd),
+        ],
         names=names,
         unused=settled.unused,
     )
@@ -190,7 +196,7 @@ def _settle_both(
     left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[AtomKey, AtomKey]], rules: Sequence[RuleSet]
 ) -> Settled:
     """Settle the layouts of both sides by A's names; ``wrong`` has parameters with different logical shapes."""
-    keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # weights determine the shapes
+    keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1))  # weights determine the shapes
     source = {a.name: _local(left.atoms[a]) for a, _ in keys}
     target = {a.name: _local(right.atoms[b]) for a, b in keys}
     theirs = [replace(rule, by="target") for rule in order_rules(right, ())]

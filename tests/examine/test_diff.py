@@ -296,6 +296,17 @@ def test_a_tied_tensor_may_be_saved_twice(tmp_path: Path, equal: bool) -> None:
     assert [atom.kind for atom in diff_checkpoints(tied, twice).atoms] == ([] if equal else ["values"])
 
 
+def test_two_tensors_of_a_tied_one_may_have_two_shapes(tmp_path: Path) -> None:
+    untied = Model((*MODEL.params[:3], Param("c.1", (2, 5), frozen=True)))
+    tied = Model((*MODEL.params[:3], replace(MODEL.params[3], alias_of="c.0")))
+    state = random_state(untied, 0)
+    same = State({**state.atoms, "c.1": state.atoms["c.0"]}, state.scalars, state.groups)
+    a = save(tmp_path / "a", Topology(1, 2), same, model=tied)
+    b = save(tmp_path / "b", Topology(1, 2), state, model=untied)
+    for sides in ((a, b), (b, a)):
+        assert [(atom.name, atom.kind) for atom in diff_checkpoints(*sides).atoms] == [("c.1", "shape")]
+
+
 def test_tensors_that_are_not_compared_are_noted(left: AtomicIndex) -> None:
     row, frozen = AtomKey("a", "row"), AtomKey("b", "module")
     odd = replace(left, irregular={row: "shape (9,)"}, unreadable={frozen: "quantized"})
