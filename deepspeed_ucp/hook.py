@@ -21,7 +21,7 @@ from .engine.guard import guard_engine
 from .engine_state import collect, find_state, get_config, hand_out
 from .errors import CheckpointError, UcpError, clear_frames, describe_changes, pluralize
 from .io.store import set_storage_options
-from .load.resume import load_switched_off, resume
+from .load.resume import load_without_plugin, resume
 from .model.index import to_integer
 from .preemption import save_if_signaled
 from .saves.saver import save_into_memory
@@ -248,7 +248,7 @@ def _load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     config = get_config(engine)
     if config is None:
-        path, client_state = load_switched_off(engine, load_dir, tag, fallback)
+        path, client_state = load_without_plugin(engine, load_dir, tag, fallback)
     else:
         begin = time.monotonic()
 

@@ -230,6 +230,21 @@ def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
         yield
 
 
+def begin_load_event(engine: Any) -> None:
+    """Call DeepSpeed's ``checkpoint_event_prologue``, if the engine has one."""
+    if engine._optimizer_has_ckpt_event_prologue():
+        engine.optimizer.checkpoint_event_prologue()
+
+
+def end_load_event(engine: Any) -> None:
+    """Call DeepSpeed's ``checkpoint_event_epilogue``, if the engine has one (collective).
+
+    After an error of one rank alone it would hang.
+    """
+    if engine._optimizer_has_ckpt_event_epilogue():
+        engine.optimizer.checkpoint_event_epilogue()
+
+
 def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> None:
     """Update copies that DeepSpeed's load leaves stale; collective.
 

@@ -62,9 +62,9 @@ class LoadContext:
     """Constants of one ``load_checkpoint``, and the arguments that select the restored state.
 
     Attributes:
-        load_dir: the caller's folder or URL.
+        load_dir: the folder or URL with the tags: the caller's, or that of saves in memory.
         rules: the user's, as configured.
-        deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
+        deepspeed_load: DeepSpeed's load, with all arguments after the option ``arguments`` was applied.
         unknown: arguments that only DeepSpeed's load knows.
         extensions: special cases of a direct load.
     """

@@ -13,8 +13,8 @@ from ..comm import connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine.base import Target
-from ..engine.coverage import describe_own_files, list_unsaved
-from ..engine.finish import refresh_after_own_load, wait_behind_reads
+from ..engine.coverage import describe_own_files, is_switched_off, list_unsaved, was_made_before_import
+from ..engine.finish import begin_load_event, end_load_event, refresh_after_own_load, wait_behind_reads
 from ..engine.guard import mark, release
 from ..engine.references import keep_references
 from ..engine.rule import watch_edits
@@ -55,12 +55,14 @@ def resume(
     """Load a checkpoint into an engine as the replacement of ``engine.load_checkpoint`` (collective).
 
     Args:
-        arguments: fields of :class:`.context.LoadContext`, as the caller of ``load_checkpoint`` gave them.
-        deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
+        load_dir: the caller's folder; for saves in memory, theirs. The same holds for ``tag``.
+        arguments: fields of :class:`.context.LoadContext`, after the option ``arguments`` was applied.
+        deepspeed_load: DeepSpeed's load, with these and all other arguments.
         unknown: names of arguments that this plugin does not support; only DeepSpeed's load accepts them.
 
     Raises:
         UcpError: the same on every rank.
+        Exception: an error of DeepSpeed's own load, perhaps on one rank alone.
     """
     if config.storage_options is not None:
         set_storage_options(config.storage_options)
@@ -80,14 +82,14 @@ def resume(
         return deepspeed_load()
     is_tag_folder = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is None and config.fallback and not is_tag_folder:
-        return _resume_newest_complete(job, chosen)
+        return _try_tags(job, chosen)
     may_suggest_fallback &= not is_tag_folder
     with suggest_fallback(comm, lambda: may_suggest_fallback and not find_all_tags(job.places) <= {chosen}):
         return _resume_tag(job, chosen)
 
 
-def _resume_newest_complete(job: LoadContext, newest: str) -> Loaded:
-    """Resume from the newest complete tag (collective).
+def _try_tags(job: LoadContext, newest: str) -> Loaded:
+    """Try the tag in ``latest``, then older tags, until one loads (collective).
 
     Raises:
         CheckpointError: no tag is complete, or one was found damaged after the engine had been changed.
@@ -96,8 +98,8 @@ def _resume_newest_complete(job: LoadContext, newest: str) -> Loaded:
     load_dir = job.load_dir
     marked = find_state(job.engine).broken  # a mark of an earlier load does not keep older tags from being tried
     skipped: list[str] = []
-    for tag, is_cut_off in _list_candidates(job, newest):
-        if is_cut_off:
+    for tag, is_unsealed in _list_candidates(job, newest):
+        if is_unsealed:
             skipped.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
             continue
         try:
@@ -112,12 +114,14 @@ def _resume_newest_complete(job: LoadContext, newest: str) -> Loaded:
             if skipped:
                 job.warn("%s: resumed from %s; skipped: %s", load_dir, tag, " ".join(skipped))
             return loaded
-    text = f"none of its {len(skipped)} checkpoints is whole: {' '.join(skipped)}"
+    text = f"none of its {len(skipped)} checkpoints is complete: {' '.join(skipped)}"
     raise job.comm.common(CheckpointError(text, path=load_dir))
 
 
 def _list_candidates(job: LoadContext, newest: str) -> Iterator[tuple[str, bool]]:
-    """Yield each tag, newest first, and whether it has no seal although others have one (collective).
+    """Yield ``newest``, then older tags; with True for a tag to skip (collective).
+
+    A tag is skipped if the option ``seal`` is on and only other candidates have a seal.
 
     Older tags are listed only after the newest has failed, so an unreachable additional place does not prevent the load
     of the newest. After that it is an error, since that place may hold the next older tag.
@@ -154,7 +158,7 @@ def _resume_tag(job: LoadContext, tag: str) -> Loaded:
         names = shorten(job.unknown)
         text = f"load_checkpoint got arguments that this release does not know: {names}."
         raise comm.common(UnsupportedError(text))
-    return _load(job, folder, index, target)
+    return _load_directly(job, folder, index, target)
 
 
 def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) -> Loaded:
@@ -164,6 +168,7 @@ def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) ->
 
     Raises:
         CheckpointError: DeepSpeed has loaded nothing, which it only logs.
+        Exception: any other error of DeepSpeed, perhaps on one rank alone.
     """
     with_states = job.with_states
     describe_edits = watch_edits(job.engine, with_scheduler=job.load_lr_scheduler_states)
@@ -185,8 +190,11 @@ def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) ->
     return loaded
 
 
-def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
-    """Run the direct load; in mode "atomic", convert the checkpoint first or reuse a conversion (collective)."""
+def _load_directly(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
+    """Run the plugin's load, after a conversion in mode "atomic" (collective).
+
+    It loads weights alone if the checkpoint has no more.
+    """
     if index.is_weights_alone and not job.load_module_only:
         job.warn(
             "%s: holds weights alone, in %s: the optimizer keeps its states and steps (a new one starts at 0), and "
@@ -199,27 +207,19 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
     if job.config.mode == "atomic" and not index.topology.is_atomic and job.with_states:
         with job.report.phase("convert"):
             index, job.report.converted = convert_before_load(job, index, target, folder)
-    engine = job.engine
-    if engine._optimizer_has_ckpt_event_prologue():
-        engine.optimizer.checkpoint_event_prologue()
+    begin_load_event(job.engine)
     try:
         job.comm.run(target.prepare)
         with limit_torch():
             loaded = index.state_file, load_direct(job, index, target)
     except UcpError as error:
         if is_shared(error):
-            _end_event(engine)
+            end_load_event(job.engine)
         raise
     finally:
         target.discard()
-    _end_event(engine)
+    end_load_event(job.engine)
     return loaded
-
-
-def _end_event(engine: Any) -> None:
-    """End DeepSpeed's load event (collective); do not call it after an error on one rank alone, as it would hang."""
-    if engine._optimizer_has_ckpt_event_epilogue():
-        engine.optimizer.checkpoint_event_epilogue()
 
 
 def convert_before_load(
@@ -246,23 +246,23 @@ def convert_before_load(
     return open_checkpoint(destination, comm), converted
 
 
-def load_switched_off(engine: Any, load_dir: str, tag: Any, deepspeed_load: Callable[[], T]) -> T:
+def load_without_plugin(engine: Any, load_dir: str, tag: Any, deepspeed_load: Callable[[], T]) -> T:
     """Run DeepSpeed's load; if it fails on a checkpoint of another topology, add a note to the error."""
     try:
         return deepspeed_load()
     except Exception as error:
-        if note := explain_failure(engine, load_dir, tag):
+        if note := _explain_other_topology(engine, load_dir, tag):
             error.add_note(note)
         raise
 
 
-def explain_failure(engine: Any, load_dir: str, tag: Any) -> str:
-    """Explain a failure by a difference between this rank's files and the live topology; empty if there is none.
+def _explain_other_topology(engine: Any, load_dir: str, tag: Any) -> str:
+    """Explain a failed load by differences of this rank's files from the engine.
 
-    No explanation is given if the ds_config switches the plugin off explicitly.
+    Returns:
+        Advice; empty without a difference, if the files cannot be read, or if the ds_config switches the plugin off.
     """
-    section = engine._config._param_dict.get("checkpoint") or {}
-    if section.get("universal") is False:
+    if is_switched_off(engine):
         return ""
     try:
         wanted = read_latest(load_dir) if tag is None else str(tag)
@@ -273,7 +273,7 @@ def explain_failure(engine: Any, load_dir: str, tag: Any) -> str:
         return ""
     if not differences:
         return ""
-    late = not hasattr(engine._config, "ucp_config")
+    late = was_made_before_import(engine)
     why = "it was made before deepspeed_ucp was imported" if late else 'its ds_config has no "checkpoint.universal"'
     do = "Import deepspeed_ucp before deepspeed.initialize, with" if late else "Write"
     return (

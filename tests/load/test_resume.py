@@ -25,7 +25,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import SEAL
 from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.context import LoadContext
-from deepspeed_ucp.load.resume import _load, _resume_tag, resume
+from deepspeed_ucp.load.resume import _load_directly, _resume_tag, resume
 from tests.support.damage import refuse_path
 from tests.support.direct import STATES, UpstreamEngine, make_job
 from tests.support.held import without_collector
@@ -57,7 +57,7 @@ def test_a_failure_marks_the_engine(after: bool, error: type[BaseException], mon
 
 
 class StandIns:
-    """An engine, a target and an index with the attributes that `_load` uses."""
+    """An engine, a target and an index with the attributes that `_load_directly` uses."""
 
     def __init__(self, end: Callable[[], object] | None = None, **target: Callable[[], object]) -> None:
         self.engine = SimpleNamespace(
@@ -69,7 +69,7 @@ class StandIns:
         self.index = SimpleNamespace(state_file="states", unchecked="", is_weights_alone=False)
 
     def load(self, comm: Comm) -> Any:
-        return _load(make_job(self.engine, comm), "", self.index, self.target)  # type: ignore[arg-type]
+        return _load_directly(make_job(self.engine, comm), "", self.index, self.target)  # type: ignore[arg-type]
 
 
 def test_torch_uses_a_share_of_the_cores_while_a_rank_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_tag_without_a_seal(falling_back: FallingBack, tmp_path: Path, caplog:
     assert f"{tmp_path}/run/global_step3: has no seal" in warning.getMessage()
     assert "global_step1" not in warning.getMessage()
     falling_back.fails = dict.fromkeys(("global_step1", "global_step2"), CUT)
-    with pytest.raises(CheckpointError, match=r"none of its 3 .* is whole: .*global_step3: has no seal") as raised:
+    with pytest.raises(CheckpointError, match=r"none of its 3 .* is complete: .*global_step3: has no seal") as raised:
         falling_back.load(seal=True)
     assert raised.value.shared
 
