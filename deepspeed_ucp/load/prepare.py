@@ -109,7 +109,7 @@ def _join_shapes(reports: Iterable[tuple[int, Shapes]], tp: int, unsharded: Set[
             f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks. "
             "Build the same model on all ranks, with the mpu or the tensor_parallel section of the run that saved it."
         )
-    return {name: tuple(ranks[rank] for rank in range(len(ranks))) for name, ranks in by_rank.items()}
+    return {name: tuple(map(ranks.__getitem__, range(len(ranks)))) for name, ranks in by_rank.items()}
 
 
 def check_alike(view: EngineView, target: Target) -> None:

@@ -385,15 +385,21 @@ def make_plan(
         addressed: per owner, this rank's claims.
         answers: per owner, its answers to them.
     """
-    granted = chain.from_iterable(_select_claims(addressed, answers, SELF_READ))
-    direct = order_reads([*granted, *owner_plan.direct], files, rank)
-    count = max([len(owner_plan.rounds), *(int(answer[:, 0].max(initial=SELF_READ)) + 1 for answer in answers)])
-    idle = [Round.empty(len(addressed)) for _ in range(count - len(owner_plan.rounds))]
-    rounds = []
-    for number, round_ in enumerate([*owner_plan.rounds, *idle]):
-        places = [answer[answer[:, 0] == number, 1].tolist() for answer in answers]
-        rounds.append(replace(round_, receives=_select_claims(addressed, answers, number), places=places))
-    return LoadPlan(direct, rounds, owner_plan.same_node)
+    rows = [answer.tolist() for answer in answers]
+    count = max((number + 1 for row in rows for number, _ in row), default=0)
+    idle = [Round.empty(len(rows)) for _ in range(count - len(owner_plan.rounds))]
+    rounds = [
+        replace(each, receives=[[] for _ in rows], places=[[] for _ in rows]) for each in owner_plan.rounds + idle
+    ]
+    granted = list[Read]()
+    for owner, row in enumerate(rows):
+        for claim, (number, place) in zip(addressed[owner], row, strict=True):
+            if number == SELF_READ:
+                granted.append(claim)
+            else:
+                rounds[number].receives[owner].append(claim)
+                rounds[number].places[owner].append(place)
+    return LoadPlan(order_reads([*granted, *owner_plan.direct], files, rank), rounds, owner_plan.same_node)
 
 
 _GOLDEN = 2_654_435_769
@@ -415,9 +421,3 @@ def order_reads(reads: Iterable[Read], files: Sequence[int], rank: int) -> list[
 def _spread_start(total: int, place: int) -> int:
     """Return a place in [0, total), 0 for the first; any consecutive numbers are spread evenly."""
     return (total * (place * _GOLDEN % (1 << 32))) >> 32
-
-
-def _select_claims(addressed: Sequence[Sequence[Read]], answers: Sequence[Answers], wanted: int) -> list[list[Read]]:
-    """Return per owner the claims with a given answer."""
-    pairs = zip(addressed, answers, strict=True)
-    return [[claims[number] for number in np.flatnonzero(answer[:, 0] == wanted).tolist()] for claims, answer in pairs]

@@ -367,8 +367,8 @@ def test_decoded_optimizer_headers_equal_the_originals_and_form_a_table() -> Non
     alike, apart = select_files(batch_files([first, *again]), [*again, first])
     assert (alike.parts, apart.parts) == ([0, 1, 3], [2])
     assert alike.headers == [*again[:2], first]
-    assert alike.pick(0, "offset") == [64, 128, 0]
-    assert alike.pick(1, "start") == [20, 32, 32]
-    assert alike.pick_padding(0) == [1, 2, 0]
+    assert [*alike.pick(0, "offset")] == [64, 128, 0]
+    assert [*alike.pick(1, "start")] == [20, 32, 32]
+    assert alike.pick_padding(0) == (1, 2, 0)
     assert alike.template.firsts == [0, 0]
     assert headers[0].optim and [*alike.split()][2].make_piece(1) == headers[0].optim.tensors[0].states["exp_avg"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 from ...errors import CheckpointError, UnsupportedError
 from ...formats.deepspeed.builder import Builder, SavedRank
-from ...formats.deepspeed.files import Key, choose_copies, read_model_rank, read_optim_ranks, scan_folder, sort_roles
+from ...formats.deepspeed.files import Key, read_model_rank, read_optim_ranks, scan_folder, sort_roles, strip_writer
 from ...formats.deepspeed.headers import FileBatch, FileHeader, Piece, batch_files, select_files
 from ...formats.deepspeed.reading import as_list
 from ...formats.deepspeed.save import Save, find_degrees
@@ -83,7 +82,8 @@ class SavedExperts(ExpertFiles, SaveExtension):
 
         Complete the header of the first rank's model states, and read those of later pipeline stages.
         """
-        save.names |= sort_roles(ROLES, choose_copies(save.folder, save.where.entries)[0])
+        chosen = {strip_writer(name): name for name in save.where.entries if name not in save.copies}
+        save.names |= sort_roles(ROLES, chosen)
         model, optims = save.first[0].model, save.names["expert_optim"]
         if find is None or model is None or not model.facts["experts"]:
             return
@@ -260,8 +260,10 @@ class SavedExperts(ExpertFiles, SaveExtension):
         ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in self.files}
         compact: dict[int, list[FileHeader]] = defaultdict(list)
         for (_, expert, mp), header in self.files.items():
-            _check_expert(save, header, expert)
-            if not over_tp and find_compact(header):
+            found = find_compact(header)
+            if found is None or found[1] != expert:
+                _check_expert(save, header, expert)
+            if not over_tp and found:
                 compact[mp].append(header)
             else:
                 _add_expert(builder, ranks[mp], header, seen if over_tp else None, optimized)
@@ -404,8 +406,7 @@ def _add_expert(
 
 def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
     """Raise CheckpointError if a file has tensors of another expert than in its file name."""
-    compact = find_compact(header)
-    for name in (header.layer or {}) if compact is None or compact[1] != expert else ():
+    for name in header.layer or {}:
         if (read := read_name(name)) is None or read.number != expert:
             raise CheckpointError(
                 f"holds {name}, which is not of expert {expert}. The file "
@@ -421,8 +422,8 @@ def _add_batch(builder: Builder, rank: SavedRank, batch: FileBatch, optimized: s
     for piece, named in enumerate(names):
         first = batch.make_piece(piece)
         buffer = join_parameters(0, named, [first.shape] * parts, parts=parts, partition=first.numel)
-        records = array("q", builder.number_records(batch, piece))
-        storage = PartitionedState(buffer, first.dtype, records, array("q", batch.pick(piece, "start")))
+        records, begins = builder.number_records(batch, piece), batch.pick(piece, "start")
+        storage = PartitionedState(buffer, first.dtype, records, begins)
         states.append((first.shape, {COPY: storage}, {MODULE: storage}))
     for place, (header, *local) in enumerate(zip(headers, *names, strict=True)):
         for name, (shape, copies, others) in zip(local, states, strict=True):

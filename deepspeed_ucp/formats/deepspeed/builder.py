@@ -272,7 +272,7 @@ class Builder:
             self.records.append(Record(file, record.offset, record.nbytes, record.crc))
         return number
 
-    def number_records(self, batch: FileBatch, piece: int) -> list[int]:
+    def number_records(self, batch: FileBatch, piece: int) -> array[int]:
         """Return the record number of a piece in each file of a batch; all files with its template are numbered."""
         first = batch.template.firsts[piece]
         if first not in batch.records:
@@ -282,7 +282,7 @@ class Builder:
             column = batch.table[:, first]
             columns = (array("q", column[name].tobytes()) for name in ("offset", "nbytes", "crc"))
             self.records.extend(batch.numbers, *columns)
-        return [batch.records[first] + file for file in batch.files]
+        return array("q", (batch.rows + batch.records[first]).tobytes())
 
     def _file(self, header: FileHeader) -> int:
         number = self.file_ids.get(header.name)

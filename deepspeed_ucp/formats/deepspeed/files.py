@@ -145,8 +145,13 @@ def _list_swaps(folder: str) -> dict[str, Entry]:
 
 def strip_writer(name: str) -> str:
     """Remove the suffix ``-WRITER.WRITERS`` of DeepSpeed's fast writer from a file name."""
-    match = _COPY.fullmatch(name)
+    match = _match_copy(name)
     return match[1] if match else name
+
+
+def _match_copy(name: str) -> re.Match[str] | None:
+    """Match the name of a file of the fast writer; names without a number at the end are most."""
+    return _COPY.fullmatch(name) if name[-1:].isdigit() else None
 
 
 def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -160,7 +165,7 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
     """
     groups: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name in names:
-        match = _COPY.fullmatch(name)
+        match = _match_copy(name)
         role, writer, writers = match.groups() if match else (name, 0, 0)
         groups[role].append((-int(writers), int(writer), name))
     for role, group in groups.items():

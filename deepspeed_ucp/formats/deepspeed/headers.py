@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -84,6 +84,10 @@ class TensorStates:
         return replace(self, states={**self.states, **states}, scalars=scalars)
 
 
+Slices = tuple[tuple[str, int, int], ...]
+"""Parts of parameters in a partition: (name, first element in the partition, elements)."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimHeader:
     """An optimizer's state in one file.
@@ -112,7 +116,7 @@ class OptimHeader:
     tensors: Sequence[TensorStates]
     owners: tuple[int, ...]
     groups: tuple[dict[str, Any], ...]
-    slices: tuple[tuple[tuple[str, int, int], ...], ...] = ()
+    slices: tuple[Slices, ...] = ()
     partition_count: tuple[int, ...] = ()
     paddings: tuple[int, ...] = ()
     alignment: tuple[tuple[int, ...], ...] = ()
@@ -404,7 +408,8 @@ class HeaderDelta(NamedTuple):
             tensors = LazyParts(self.numbers, len(optim.tensors), template.make_states, template)
             optim = replace(optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
         _, name, size, crc, writer, *_ = self
-        return replace(header, name=name, size=size, crc=crc, writer=writer, optim=optim, layer=layer)
+        common = header.globals, header.config, header.marks, header.model
+        return FileHeader(name, size, crc, *common, optim, layer, writer, checked=header.checked)
 
 
 def _restore_delta(*fields: Any) -> HeaderDelta:
@@ -466,28 +471,33 @@ class FileBatch:
         return [self.all_files[file] for file in self.files]
 
     @cached_property
-    def optims(self) -> list[OptimHeader]:
-        """The selected files' optimizers."""
-        return [header.require_optim() for header in self.headers]
+    def slices(self) -> list[tuple[Slices, ...]]:
+        """Slices of each group in each selected file."""
+        return list(zip_longest(*(header.require_optim().slices for header in self.headers), fillvalue=()))
 
     @cached_property
-    def _rows(self) -> npt.NDArray[np.int64]:
+    def paddings(self) -> list[tuple[int, ...]]:
+        """Elements of padding at the end of each group's partition in each selected file."""
+        return list(zip(*(header.require_optim().paddings for header in self.headers), strict=True))
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The selected files' rows in the table."""
         return np.array(self.files, np.int64)
 
     def make_piece(self, piece: int) -> Piece:
         """Build a piece of the first selected file."""
         return self.template.make_piece(piece, self.table[self.files[0]].tobytes())
 
-    def pick(self, piece: int, field: str) -> list[int]:
+    def pick(self, piece: int, field: str) -> array[int]:
         """Return one field of :data:`PIECE` of a piece for each selected file."""
-        values: list[int] = self.table[field][self._rows, piece].tolist()
-        return values
+        return array("q", self.table[field][self.rows, piece].tobytes())
 
-    def pick_padding(self, group: int) -> list[int]:
+    def pick_padding(self, group: int) -> Sequence[int]:
         """Return the elements of padding at the end of a group's partition for each file; 0 if not recorded."""
         optim = self.template.optim
         recorded = optim.traits.strips_padding and group < len(optim.paddings)
-        return [each.paddings[group] for each in self.optims] if recorded else [0] * len(self.files)
+        return self.paddings[group] if recorded else [0] * len(self.files)
 
     def split(self) -> Iterator[FileBatch]:
         """Yield a selection of each file."""

@@ -16,12 +16,9 @@ from ...model.storage import MASTER, MODULE, ParamKey, PartitionedState, count, 
 from ...model.topology import drop_labels
 from ...model.wrappers import MOMENTUM
 from .builder import Builder, SavedRank, fill_param_shapes, list_ranks
-from .headers import FileBatch, FileHeader, OptimHeader, Piece, TensorStates, batch_files, select_files
+from .headers import FileBatch, FileHeader, OptimHeader, Piece, Slices, TensorStates, batch_files, select_files
 from .module import add_tensors
 from .save import Save, describe_offload
-
-Slices = tuple[tuple[str, int, int], ...]
-"""Parts of parameters in a partition: (name, first element in the partition, elements)."""
 
 _Files = tuple[list[FileHeader], list[FileBatch]]
 """Files of some ranks, by rank and by template."""
@@ -240,7 +237,7 @@ class _BufferAdder:
         for state, header in swaps.items():
             if header.swap is not None:
                 record = self.builder.record(header, header.swap.record)
-                self._put(state, header.swap, batch.parts, [record], [header.swap.offset])
+                self._put(state, header.swap, batch.parts, array("q", [record]), array("q", [header.swap.offset]))
         if not swaps:
             self._check_masters(batch)
             self._put_pieces(MASTER, self.index, batch)
@@ -274,8 +271,8 @@ class _BufferAdder:
     def _check_slices(self, batch: FileBatch) -> None:
         """Refuse files of another rank or run by their ``param_slice_mappings``, which round robin makes wrong."""
         zero, headers = batch.headers[0].config.get("zero_optimization") or {}, batch.headers
-        expected = [self.expected[part % len(self.expected)] for part in batch.parts]
-        recorded = [each.slices[self.index] if self.index < len(each.slices) else () for each in batch.optims]
+        expected = tuple([self.expected[part % len(self.expected)] for part in batch.parts])
+        recorded = batch.slices[self.index] if self.index < len(batch.slices) else ((),) * len(headers)
         if recorded != expected and not zero.get("round_robin_gradients"):
             for header, actual, wanted in zip(headers, recorded, expected, strict=True):
                 self._compare_slices(header, actual, wanted)
@@ -337,9 +334,7 @@ class _BufferAdder:
         records = self.builder.number_records(batch, piece)
         self._put(state, first, batch.parts, records, batch.pick(piece, "start"))
 
-    def _put(
-        self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]
-    ) -> None:
+    def _put(self, state: str, piece: Piece, parts: Sequence[int], records: array[int], offsets: array[int]) -> None:
         missing = array("q", [-1]) * len(self.shards)
         dtype, record_numbers, begins = self.columns.setdefault(state, (piece.dtype, missing, missing[:]))
         if dtype != piece.dtype:
@@ -347,7 +342,7 @@ class _BufferAdder:
             shape = self.rank.shapes[name]
             self.builder.refuse_mismatch(shard, self.rank.param(name), state, (piece.dtype, shape), (dtype, shape))
         if len(parts) == len(self.shards):  # all, in order
-            record_numbers[:], begins[:] = array("q", records), array("q", offsets)
+            record_numbers[:], begins[:] = records, offsets
             return
         for part, record, offset in zip(parts, records, offsets, strict=True):
             record_numbers[part], begins[part] = record, offset
