@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,28 +222,39 @@ def test_docstrings_do_not_begin_with_a_relative_clause(bench: Any) -> None:
 # -- thousands of ranks ------------------------------------------------------------------------------------------------
 
 
-def make_job(bench: Any, kind: str, times: int) -> Any:
-    """Make a job with `times` as many ranks and files."""
+def make_job(bench: Any, kind: str, times: int = 1, layers: int = 1) -> Any:
+    """Make a job with `times` as many ranks and files, and, if it is dense, `layers` times as many layers."""
     jobs = bench.jobs
     if kind == "moe":
         source, target = (bench.moe.MoeRanks(jobs.QUICK_MOE, ranks * times, 16) for ranks in (64, 48))
         return jobs.make_moe(source, target)
-    source, target = (bench.dense.DenseRanks(jobs.QUICK_DENSE, 4, 4, dp * times) for dp in (4, 3))
+    sizes = replace(jobs.QUICK_DENSE, layers=layers * jobs.QUICK_DENSE.layers)
+    source, target = (bench.dense.DenseRanks(sizes, 4, 4, dp * times) for dp in (4, 3))
+    if kind == "dense3":
+        target = bench.dense.DenseRanks(sizes, 1, 1, 48 * times, 100_000)
     return jobs.make_dense(source, target)
 
 
-def count_received(bench: Any, job: Any) -> dict[str, int]:
-    """Return the bytes that a rank receives in each step."""
-    script = bench.scale_plan.make_script(job, [5])
-    planned = bench.scale_plan.Planner(job, script, 5).plan()
-    return planned.received | {f"after the plan: {name}": size for name, size in planned.received_later.items()}
+def plan_rank(bench: Any, job: Any) -> Any:
+    return bench.scale_plan.Planner(job, bench.scale_plan.make_script(job, [5]), 5).plan()
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.exhaustive), "moe"])
 def test_messages_to_a_rank_grow_no_faster_than_the_ranks(bench: Any, kind: str) -> None:
-    once, twice = (count_received(bench, make_job(bench, kind, times)) for times in (1, 2))
-    assert once.keys() == twice.keys()
-    assert all(twice[step] <= 2.2 * nbytes for step, nbytes in once.items())
+    once, twice = (plan_rank(bench, make_job(bench, kind, times)) for times in (1, 2))
+    for before, after in ((once.received, twice.received), (once.received_later, twice.received_later)):
+        assert before.keys() == after.keys()
+        assert all(after[step] <= 2.2 * nbytes for step, nbytes in before.items())
+
+
+@pytest.mark.parametrize("kind", ["dense", "dense3"])
+def test_reads_of_a_rank_grow_no_faster_than_its_share(bench: Any, kind: str) -> None:
+    """Of twice the ranks each has half as much; each layer adds as many reads and bytes of messages."""
+    first, second, fourth = (plan_rank(bench, make_job(bench, kind, layers=layers)) for layers in (1, 2, 4))
+    assert plan_rank(bench, make_job(bench, kind, times=2)).requests <= 1.1 * first.requests
+    for measure in (lambda plan: plan.requests, lambda plan: sum(plan.received.values())):
+        small, medium, large = map(measure, (first, second, fourth))
+        assert large - medium <= 1.1 * 2 * (medium - small)
 
 
 @pytest.mark.parametrize("name", ["dense1-quick", "dense3-quick", "moe-quick"])

@@ -114,11 +114,10 @@ def plan_wants(
     *,
     block: int = 1 << 20,
     window: int = 1 << 20,
-    min_direct: int = 1,
 ) -> Planned:
     """Plan for as many ranks as there are lists of wants."""
     claims = [list_claims(mine, block) for mine in wants]
-    return plan_claims(claims, records, window, block, min_direct)
+    return plan_claims(claims, records, window, block, min_direct=1)
 
 
 def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tuple[Planned, Planned]:
