@@ -28,6 +28,16 @@ Item = TypeVar("Item")
 _Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 
+def pack(value: Any) -> bytes:
+    """Pickle a value for other ranks of this launch."""
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(packed: bytes | memoryview) -> Any:
+    """Restore a value that a rank of this launch has pickled."""
+    return pickle.loads(packed)  # noqa: S301 - not a file's
+
+
 class Comm:
     """Ranks that load or convert together; the base class is for one rank.
 
@@ -159,10 +169,10 @@ class Comm:
 
     def _pack(self, value: Any) -> Any:
         """Pickle outside of the collective, where a pickling error would fail one rank alone."""
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.size > 1 else value
+        return pack(value) if self.size > 1 else value
 
     def _unpack(self, packed: Any) -> Any:
-        return pickle.loads(packed) if self.size > 1 else packed  # noqa: S301 - another rank of this launch made it
+        return unpack(packed) if self.size > 1 else packed
 
     def __enter__(self) -> Comm:
         return self
@@ -251,7 +261,7 @@ class TorchComm(Comm):
         import torch
 
         self.wait()
-        packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        packed = pack(value)
         row = len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH]
         data = torch.frombuffer(bytearray(row.ljust(_ROW, b"\0")), dtype=torch.uint8).to(self.device)
         gathered = torch.empty(self.size, _ROW, dtype=torch.uint8, device=self.device)
@@ -262,7 +272,7 @@ class TorchComm(Comm):
             parts = self._gather_parts(packed, sizes)
         else:
             parts = [row[_LENGTH : _LENGTH + size] for row, size in zip(rows, sizes, strict=True)]
-        return [pickle.loads(part) for part in parts]  # noqa: S301 - other ranks of this launch made them
+        return list(map(unpack, parts))
 
     def _gather_parts(self, part: bytes, sizes: list[int]) -> list[memoryview]:
         """Gather parts of any size through rank 0; equal rows would need the longest part's size for every rank."""
@@ -275,12 +285,12 @@ class TorchComm(Comm):
         return [whole[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.rank == src else b""
+        packed = pack(value) if self.rank == src else b""
         self.wait()
         row = self._broadcast_row(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW, src)
         size = int.from_bytes(row[:_LENGTH], "little")
         data = row[_LENGTH : _LENGTH + size] if size <= _ROW - _LENGTH else self._broadcast_row(packed, size, src)
-        return pickle.loads(data)  # noqa: S301 - another rank of this launch made it
+        return unpack(data)
 
     def _broadcast_row(self, row: bytes | NumpyArray, width: int, src: int) -> memoryview:
         """Broadcast ``width`` bytes of rank ``src``; a shorter row is padded."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -112,12 +112,11 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRa
         The ranks, and the number of stages of each parameter that several pipeline stages hold.
     """
     stages = [dict.fromkeys(chain(*names[first : first + save.tp])) for first in range(0, len(names), save.tp)]
-    holders: dict[str, int] = {}
+    holders = Counter[str]()
     ranks = []
     for pp, stage_names in enumerate(stages):
         instances = {name: holders[name] for name in stage_names if name in holders}
-        for name in stage_names:
-            holders[name] = holders.get(name, 0) + 1
+        holders.update(stage_names.keys())
         for tp in range(save.tp):
             lacking = stage_names.keys() - set(names[pp * save.tp + tp])
             empty = _find_empty(save, pp * save.tp + tp) if lacking else {}
@@ -209,7 +208,7 @@ def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]
 def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
     """Refuse a pipeline stage of another step: no parameter has a step of the first stage."""
     first: set[Any] = set()
-    for mp, rank in list(enumerate(ranks))[:: save.tp]:
+    for mp, rank in list(enumerate(ranks))[:: save.tp] if save.pp > 1 else ():
         members = (member for group in rank.groups for member in group.members)
         steps = {scalars[member]["step"] for member in members if "step" in scalars.get(member, {})}
         first = first or steps

@@ -238,7 +238,7 @@ def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileH
     known = {header.name for header in first}
     names = [name for name in save.expected if name in entries and name not in known]
     further = {name for (_, rank), name in save.names["model_zero3"].items() if rank}
-    common, templates = HeaderTemplate(first[-1]), dict[HeaderTemplate, HeaderTemplate]()
+    common, templates = HeaderTemplate(first[-1]), dict[HeaderTemplate, bytes]()
 
     def read(name: str) -> HeaderDelta | ReadResult:
         result = results.pop(name, None) or results.read(name)  # keep only the compact form of thousands
@@ -247,7 +247,8 @@ def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileH
         return encode_header(_slim(result, first[0], repeats=name in further), common, templates)
 
     shared = save.where.share(names, read, comm, choose_map(save.folder), first=1)
-    decoded = [result.decode(common) if isinstance(result, HeaderDelta) else result for result in shared]
+    packed = {b"": common}
+    decoded = [result.decode(packed) if isinstance(result, HeaderDelta) else result for result in shared]
     headers = [result for result in decoded if isinstance(result, FileHeader)]
     return [*first, *headers], [result for result in decoded if isinstance(result, Finding)]
 

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ...comm import pack, unpack
 from ...model.flat import Shape
 from ...model.index import Use
 from ...model.storage import count, strip_compiled
@@ -287,8 +288,15 @@ class HeaderTemplate:
         counts = [len(tensor.states) + len(tensor.zero_dim) for tensor in optim.tensors] if optim else []
         self.starts = list(accumulate(counts, initial=len(optim.masters))) if optim else []
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HeaderTemplate, (self.header,)
+    def pack(self) -> bytes:
+        """Pickle the template; equal templates of state_dicts mostly have equal bytes."""
+        header = self.header
+        if header.layer:
+            pieces = zip(self.ends, self._pieces, self.firsts, strict=True)
+            records = ((end, piece, FileRecord(piece.record.name, first, 0, None)) for end, piece, first in pieces)
+            layer = {end: replace(piece, record=record, offset=0) for end, piece, record in records}
+            header = replace(header, name="", size=0, crc=None, writer={}, layer=layer)
+        return pack(header)
 
     def __hash__(self) -> int:
         return self._hash
@@ -377,13 +385,13 @@ class HeaderDelta(NamedTuple):
     """A header encoded against its template, for sending.
 
     Attributes:
-        template: None for the template of a header that every rank has.
+        template: packed; empty for the template of a header that every rank has.
         name, size, crc, writer: the header's.
         variables: see :data:`_Variables`.
         numbers: its encoded pieces.
     """
 
-    template: HeaderTemplate | None
+    template: bytes
     name: str
     size: int
     crc: int | None
@@ -395,9 +403,11 @@ class HeaderDelta(NamedTuple):
         """Pickle the numbers as integers: most take a few bytes."""
         return _restore_delta, (*self[:-1], struct.unpack(f"<{len(self.numbers) // 8}q", self.numbers))
 
-    def decode(self, first: HeaderTemplate) -> FileHeader:
-        """Return the header; ``first`` is the template of the header that every rank has."""
-        template = self.template or first
+    def decode(self, known: dict[bytes, HeaderTemplate]) -> FileHeader:
+        """Return the header; ``known`` are templates by their packed form, to which a new one is added."""
+        template = known.get(self.template)
+        if template is None:
+            template = known[self.template] = HeaderTemplate(unpack(self.template))
         header, optim = template.header, template.header.optim
         layer: Mapping[str, Piece] | None = None
         if optim is None:
@@ -417,13 +427,13 @@ def _restore_delta(*fields: Any) -> HeaderDelta:
 
 
 def encode_header(
-    header: FileHeader, first: HeaderTemplate, known: dict[HeaderTemplate, HeaderTemplate]
+    header: FileHeader, first: HeaderTemplate, known: dict[HeaderTemplate, bytes]
 ) -> FileHeader | HeaderDelta:
     """Encode the header of an optimizer's file or a state_dict; return other headers unchanged.
 
     Args:
         first: template of a header that every rank has.
-        known: this rank's other templates, to which new ones are added.
+        known: this rank's other templates and their packed form, to which new ones are added.
     """
     if header.optim is not None:
         variables: _Variables = header.optim.slices, header.optim.paddings
@@ -433,7 +443,9 @@ def encode_header(
         if not prefix or not all(piece.numel and not piece.fault for piece in tensors.values()):
             return header
     template = HeaderTemplate(header)
-    sent = None if template == first else known.setdefault(template, template)
+    if template != first and template not in known:
+        known[template] = template.pack()
+    sent = known.get(template, b"")
     return HeaderDelta(sent, header.name, header.size, header.crc, header.writer, variables, _number_pieces(header))
 
 

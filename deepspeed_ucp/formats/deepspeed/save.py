@@ -425,8 +425,11 @@ def _compare(
     save: Save, headers: Iterable[FileHeader], label: str, read: Callable[[FileHeader], Any], severity: str
 ) -> Iterator[Finding]:
     alike: list[tuple[Any, list[FileHeader]]] = []
-    for header in headers:
-        value = read(header)
+    headers = list(headers)
+    values = list(map(read, headers))
+    if values.count(values[0] if values else None) == len(values):
+        return
+    for header, value in zip(headers, values, strict=True):
         # NaN is not equal to itself
         same = (group for known, group in alike if known is value or known == value or repr(known) == repr(value))
         group = next(same, None)
