@@ -1,4 +1,4 @@
-"""Writes a save from memory to a place, a folder or a store, and checks which saves a place has.
+"""Writes saves to destinations (folders or stores), and checks which saves are there.
 
 All nodes write to one temporary folder; a file of each node records that its part is there. The first node seals the
 folder and publishes it (:mod:`.publishing`); then ``latest`` names the tag.
@@ -35,28 +35,31 @@ T = TypeVar("T")
 _COPIERS = 4
 """Number of files that a writer copies at once."""
 
-_DONE = "on the first node"
-"""Mark of a save on nodes other than the first."""
+_NO_MARK = "on the first node"
+"""Result of :func:`write_save` on other nodes; the first node has the mark."""
 
-_LOOKED_AGAIN, _SELDOM = 0.05, 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds between the first polls for other nodes' files, and between later ones."""
 
 
 def write_save(save: SavePart, place: str, wait: float) -> str:
-    """Write a node's files of a save to a place; when all are there the first node publishes it.
+    """Write this node's part of a save to a destination.
+
+    The first node then waits for the others, seals the folder and publishes it. It deletes replaced and abandoned
+    folders, and updates ``latest``.
 
     Args:
         wait: seconds that other nodes may take longer.
 
     Returns:
-        On the first node the save's mark (:func:`find_mark`); on others a constant.
+        On the first node the save's mark (:func:`find_mark`); on others :data:`_NO_MARK`.
 
     Raises:
         UcpError: another node has not written in time, or the files do not belong together.
         OSError: the system or the store reports an error.
     """
-    if save.node and not has_begun(save, place) and is_sealed(save, place):
-        return _DONE  # it was stopped right before it could note that
+    if save.node and not has_begun(save, place) and has_sealed_part(save, place):
+        return _NO_MARK  # it was stopped right before it could note that
     tag, named = make_tag(save, place), _read_latest(place)
     before, missing = begin_writing(tag), {name_node_file(save, node) for node in range(save.nodes)}
 
@@ -70,20 +73,20 @@ def write_save(save: SavePart, place: str, wait: float) -> str:
     if not tag.check_published(before):
         parts = _put_part(save, tag.temporary)
         if save.node:
-            return _DONE
+            return _NO_MARK
         wait_until(look, wait, explain, tag.temporary)
         if is_replaced(save):
             raise StorageError("a later job has saved this tag while it was written.", path=tag.final)
         _seal(tag.temporary, parts)
         tag.publish(before)
     if save.node:
-        return _DONE
+        return _NO_MARK
     tag.delete_replaced(before)
     tag.delete_abandoned()
     for path in save.list_files():
         if not path.startswith(f"{save.tag}/"):
             put_file(os.path.join(place, path), os.path.join(save.folder, path))
-    _name_latest(save, place, named)
+    _update_latest(save, place, named)
     return find_mark(place, save.tag)
 
 
@@ -93,7 +96,10 @@ def is_replaced(save: SavePart) -> bool:
 
 
 def _put_part(save: SavePart, folder: str) -> list[str]:
-    """Write a node's files of the tag, except those that an earlier attempt has written; return their names."""
+    """Write this node's part of a tag to a folder; return the names of its files.
+
+    Files that are there with the same size are not written again. The node's marker file is written last.
+    """
     inside, present = f"{save.tag}/", dict[str, int]()
     names = [path.removeprefix(inside) for path in save.list_files() if path.startswith(inside)]
     with suppress(FileNotFoundError):
@@ -112,8 +118,10 @@ def _put_part(save: SavePart, folder: str) -> list[str]:
 def _seal(folder: str, names_here: Iterable[str]) -> None:
     """Seal the temporary folder of a save.
 
+    If its files do not belong together, delete this node's files and raise, so that the next attempt writes them again.
+
     Args:
-        names_here: names of this node's files, which the next attempt writes again if they do not belong together.
+        names_here: names of this node's files.
     """
     try:
         seal_folder(folder, Comm())
@@ -129,25 +137,27 @@ def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], 
     Raises:
         StorageError: it returned None for ``wait`` seconds.
     """
-    end, pause = time.monotonic() + wait, _LOOKED_AGAIN
+    end, pause = time.monotonic() + wait, _FIRST_PAUSE
     while (result := look()) is None:
         if time.monotonic() > end:
             raise StorageError(f"{explain()} within {wait:.0f} s.", path=folder)
         time.sleep(pause)
-        pause = min(2 * pause, _SELDOM)
+        pause = min(2 * pause, _LONGEST_PAUSE)
     return result
 
 
 def _read_latest(place: str) -> bytes | None:
-    """Return the content of a place's ``latest``, or None."""
+    """Return the content of a destination's ``latest``, or None."""
     try:
         return read_small(os.path.join(place, LATEST))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _name_latest(save: SavePart, place: str, named: bytes | None) -> None:
-    """Let ``latest`` name a save, unless the save is not to be named or ``latest`` has come to name a later one.
+def _update_latest(save: SavePart, place: str, named: bytes | None) -> None:
+    """Let ``latest`` name a save, if it is to be named.
+
+    ``latest`` stays if it meanwhile names a save of a later step, or if a later job has saved.
 
     Args:
         named: its content before the save was written.
@@ -175,9 +185,10 @@ def _find_step(place: str, tag: str) -> int:
 
 
 def find_mark(place: str, tag: str) -> str:
-    """Return a digest of a sealed tag's seal and files in a place; any writer that replaces them changes it.
+    """Return a digest of the seal and of the state files' sizes, times and versions.
 
-    A save without the plugin leaves the seal as it is. Empty if there is no seal that can be read.
+    Contents are not read. Any writer that replaces the files changes the digest; a save without the plugin leaves the
+    seal as it is. Empty if there is no seal that can be read.
     """
     with suppress(OSError, UcpError):
         return _make_mark(*list_published(os.path.join(place, tag)))
@@ -186,22 +197,25 @@ def find_mark(place: str, tag: str) -> str:
 
 def _make_mark(folder: str, entries: Mapping[str, Entry]) -> str:
     """Return the mark of a sealed folder with these files."""
-    described = [read_seal(os.path.join(folder, SEAL)).digest, sorted(_describe_states(entries).items())]
+    described = [read_seal(os.path.join(folder, SEAL)).digest, sorted(_fingerprint_files(entries).items())]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-def _describe_states(entries: Mapping[str, Entry]) -> dict[str, str]:
-    """Return texts by state file that differ after another write: size, time, and in a store the version."""
+def _fingerprint_files(entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return state file → fingerprint: size, time, and in a store the version."""
     return {name: str(entry) for name, entry in entries.items() if is_state_file(name)}
 
 
 def has_begun(save: SavePart, place: str) -> bool:
-    """Return True if the first node has begun to write a save to a place."""
+    """Return True if the first node has begun to write a save to a destination."""
     return exists(make_tag(save, place).record)
 
 
-def is_sealed(save: SavePart, place: str) -> bool:
-    """Return True if the seal of a save's tag names this node's files as they are in memory; False without files."""
+def has_sealed_part(save: SavePart, place: str) -> bool:
+    """Return True if the seal of a save's tag lists this node's state files.
+
+    It must list them with the sizes and header CRCs that they have in memory. False without state files.
+    """
     memory = os.path.join(save.folder, save.tag)
     try:
         sealed = read_seal(os.path.join(resolve_published(os.path.join(place, save.tag)), SEAL)).files
@@ -214,8 +228,8 @@ def is_sealed(save: SavePart, place: str) -> bool:
     )
 
 
-def find_fault(save: SavePart, error: Exception, *, is_repeated: bool = False) -> UcpError | None:
-    """Return the fault of a save that no retry of its writing can mend, or None.
+def find_permanent_error(save: SavePart, error: Exception, *, is_repeated: bool = False) -> UcpError | None:
+    """Return the error that no retry of writing a save can mend, or None.
 
     Args:
         error: raised by :func:`write_save`.
@@ -238,8 +252,11 @@ def find_fault(save: SavePart, error: Exception, *, is_repeated: bool = False) -
     return error if is_repeated and others else None  # another node writes its part only once
 
 
-def end_save(save: SavePart, place: str) -> None:
-    """Delete the coordination files of a save, on the first node, after it is recorded as complete."""
+def delete_coordination_files(save: SavePart, place: str) -> None:
+    """Delete a save's coordination files, on the first node.
+
+    Call it after the save is recorded as complete.
+    """
     if save.node:
         return
     tag = make_tag(save, place)
@@ -249,12 +266,12 @@ def end_save(save: SavePart, place: str) -> None:
 
 
 class WrittenTag(NamedTuple):
-    """A tag that a job has written to a place.
+    """A tag that a job has written to a destination.
 
     Attributes:
         mark: its mark after it was written (:func:`find_mark`).
-        number: number of its save if ``latest`` was to name it, else 0.
-        states: its state files when its removal began; None if it has not begun.
+        number: number of its save if ``latest`` was to name it, else the former number of the tag, or 0.
+        states: state file → fingerprint, when its removal began; None if it has not begun.
         folder: folder of these files, relative to the tag.
     """
 
@@ -267,9 +284,9 @@ class WrittenTag(NamedTuple):
 def prune_place(
     place: str, keep: int | None, written: Mapping[str, WrittenTag], record: Callable[[dict[str, WrittenTag]], None]
 ) -> None:
-    """Delete the oldest tags that this job has written to a place until ``keep`` remain.
+    """Delete all but the newest ``keep`` tags of this job from a destination.
 
-    The tag in ``latest`` is kept. If a removal fails or is interrupted, the next call completes it.
+    The tag in ``latest`` is never deleted. If a removal fails or is interrupted, the next call completes it.
 
     Args:
         keep: number of tags to keep; None keeps all.
@@ -291,7 +308,7 @@ def prune_place(
         try:
             folder, entries = list_published(path)
             now = _make_mark(folder, entries) if SEAL in entries else ""
-            states = _describe_states(entries)
+            states = _fingerprint_files(entries)
             if now and now == known.mark:
                 remaining[tag] = WrittenTag(now, known.number, states, os.path.relpath(folder, path))
                 record(remaining)

@@ -1,4 +1,4 @@
-"""A save's tag in a place: a rename publishes it in a folder, one conditional write in a store.
+"""A save's tag in a destination: a rename publishes it in a folder, one conditional write in a store.
 
 The removal of a tag may be interrupted: it leaves no tag that looks complete.
 """

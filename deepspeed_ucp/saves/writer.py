@@ -29,11 +29,11 @@ from .copies import Replicator
 from .memory import FINISHED, Job, SavePart, list_late
 from .places import (
     WrittenTag,
-    end_save,
-    find_fault,
+    delete_coordination_files,
+    find_permanent_error,
     has_begun,
+    has_sealed_part,
     is_replaced,
-    is_sealed,
     prune_place,
     wait_until,
     write_save,
@@ -85,7 +85,7 @@ class SaveWriter:
             for place in save.destinations:
                 if place in save.read("done") and not is_url(place):
                     with suppress(OSError):
-                        end_save(save, place)  # a killed writer may have left coordination files
+                        delete_coordination_files(save, place)  # a killed writer may have left coordination files
 
     def run(self, note_end: Callable[[], None] = lambda: None) -> int:
         """Write saves until standard input ends and nothing is pending; return the exit code.
@@ -204,7 +204,7 @@ class PlaceWriter(threading.Thread):
         try:
             return wait_until(look, self.writer.wait, lambda: why, self.folder)
         except StorageError:  # the first node may have finished one that is not recorded here
-            if not (ended := {save.number for save in self._list_pending() if is_sealed(save, self.folder)}):
+            if not (ended := {save.number for save in self._list_pending() if has_sealed_part(save, self.folder)}):
                 raise
             return ended
 
@@ -235,11 +235,11 @@ class PlaceWriter(threading.Thread):
                 save.note("done", {self.folder: mark})
             if save.node == 0:
                 with suppress(OSError):  # the save is complete: such files go with later saves, or with the tag
-                    end_save(save, self.folder)
+                    delete_coordination_files(save, self.folder)
                 prune_place(self.folder, save.destinations[self.folder], self._written, self._record_written)
         except Exception as error:  # noqa: BLE001 - other saves may still be written there
             why = str(error) or repr(error)
-            fault = find_fault(save, error, is_repeated=self._logged.get(save.tag) == why)
+            fault = find_permanent_error(save, error, is_repeated=self._logged.get(save.tag) == why)
             why = str(fault or why)
             if fault is None:
                 self._warn(why, save.tag)

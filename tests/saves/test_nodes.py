@@ -99,7 +99,7 @@ def test_a_running_job_frees_memory_without_a_look_at_the_place(nodes: list[Run]
     (made,) = nodes[1].job.list_saves()
     copy_save(nodes[1], 2)
     made.note("done", {nodes[1].place: "on the first node"})
-    with mock.patch.object(budget, "is_sealed", side_effect=AssertionError):
+    with mock.patch.object(budget, "has_sealed_part", side_effect=AssertionError):
         budget.free_unwanted(nodes[1].job, is_agreed=False)
     assert [save.number for save in nodes[1].job.list_saves()] == [2]
 

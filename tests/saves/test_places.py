@@ -158,7 +158,7 @@ def test_latest_that_has_come_to_name_a_damaged_tag_is_replaced(run: Run) -> Non
 
     os.makedirs(f"{run.place}/theirs") if "://" not in run.place else None
     run.save()
-    with call_before("_name_latest", damage):
+    with call_before("_update_latest", damage):
         assert run.write()
     assert run.latest == TAG and run.is_whole()
 

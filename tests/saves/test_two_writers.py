@@ -88,10 +88,10 @@ class Bench:
             try:
                 places.write_save(save, place, 0.0)
                 self.reported[name] = len(self.published)
-                places.end_save(save, place)
+                places.delete_coordination_files(save, place)
                 return DONE
             except Exception as error:  # noqa: BLE001 - as the writer does
-                last, fault = error, places.find_fault(save, error)
+                last, fault = error, places.find_permanent_error(save, error)
                 if fault is not None:
                     return str(fault)
         raise last

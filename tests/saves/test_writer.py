@@ -141,7 +141,9 @@ def test_a_disk_that_fails_leaves_the_former_files(code: int, run: Run) -> None:
 def test_coordination_files_that_cannot_be_deleted_do_not_undo_a_save(run: Run) -> None:
     """The next save of the job deletes its record next to the tag."""
     run.save(tag="first")
-    with mock.patch.object(writing, "end_save", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
+    with mock.patch.object(
+        writing, "delete_coordination_files", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))
+    ):
         assert run.write() and list(run.job.read("written")[run.place]) == ["first"]
     assert [name for name in run.list_names() if "first" in name] != ["first"]
     run.write_save(tag="second")
@@ -405,7 +407,7 @@ def test_a_clock_that_is_set_back_or_ahead_changes_nothing(moved: float, run: Ru
             os.utime(path, (0, time.time() + moved * (number + 1)))
 
     for tag in "abcd":
-        with mock.patch.object(places, "_name_latest", side_effect=move):
+        with mock.patch.object(places, "_update_latest", side_effect=move):
             run.write_save(tag=tag, keep=2)
         if tag == "b":
             path = place / "b" / "mp_rank_00_model_states.pt"
