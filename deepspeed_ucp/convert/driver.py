@@ -44,7 +44,7 @@ from ..tensor_parallel.rules import RuleSet
 from ..version import __version__
 from .identity import identify
 from .outputs import CONVERSION, OutputFile, check_paths, find_formless, list_files, list_steps
-from .states import find_dropped_client, find_dropped_extra, write_states
+from .states import find_dropped_client, write_states
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -162,8 +162,6 @@ def _warn_losses(index: AtomicIndex, full: FullTensors) -> None:
         )
     if unplain := find_unplain(index):
         logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
-    if extra := find_dropped_extra(index):
-        logger.warning("extra states of modules in a pipeline's layer files are not kept: %s", shorten(extra, 3))
     if client := find_dropped_client(index):
         logger.info("client states of data-parallel ranks other than the first are not kept: %s", shorten(client, 3))
 

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..engine_state import KEY
-from ..formats.deepspeed.files import CLIENT, ROLES, choose_copies, sort_names, sort_roles
+from ..formats.deepspeed.files import CLIENT, sort_names
 from ..formats.deepspeed.ownfiles import find_state_file
 from ..formats.deepspeed.reading import select_extra_states
 from ..formats.deepspeed.save import DEEPSPEEDS
 from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import STATE_FILE, is_plain
 from ..io.disk import explain_full
-from ..io.paths import choose_map
 from ..model.index import AtomicIndex, GroupInfo
 from ..model.wrappers import STAGE, WRAPPERS
 from ..stream.reader import read_state_file
@@ -71,18 +70,6 @@ def find_dropped_client(index: AtomicIndex) -> list[str]:
     if index.format or index.topology.zero_stage != 3 or index.topology.dp == 1:
         return []
     return sorted(map(str, _as_dict(read_header(index.state_file).tree).keys() - {*DEEPSPEEDS, KEY}))
-
-
-def find_dropped_extra(index: AtomicIndex) -> list[str]:
-    """Return the extra states of modules in the layer files of a pipeline, which are not kept."""
-    if index.format:
-        return []
-    paths = {os.path.basename(file.path): file.path for file in index.files}
-    listed = sort_roles(ROLES, choose_copies(os.path.dirname(index.state_file), paths)[0])["layer"]
-    layers = {layer: paths[name] for (layer, _), name in sorted(listed.items(), reverse=True)}  # of the first rank
-    trees = choose_map(index.state_file)(lambda path: read_header(path).tree, list(layers.values()))
-    found = zip(layers, trees, strict=True)
-    return [f"{layer}.{key}" for layer, tree in found for key in select_extra_states({"module": tree})][::-1]
 
 
 def _save(file: TorchFile, tree: Any, path: str, added: Mapping[str, bytes]) -> SealedFile:

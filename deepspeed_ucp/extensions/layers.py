@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
+from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..formats.deepspeed.builder import Builder, LayerNames, SavedRank
 from ..formats.deepspeed.files import NO_AXIS
 from ..formats.deepspeed.headers import FileHeader, Piece
 from ..formats.deepspeed.module import drop_ties
 from ..formats.deepspeed.save import Save, find_degrees
+from ..formats.findings import WARNING, Finding
 from ..model.storage import COPY, MODULE, TIED, are_alike, number_layer
 from .registry import SaveExtension
 
@@ -24,6 +26,13 @@ class SavedLayers(SaveExtension):
     def name_files(self, save: Save) -> dict[str, str]:
         model = save.first[0].model
         return dict.fromkeys(_name_layers(save, find_degrees(save, model)[1]), "") if model else {}
+
+    def verify_save(self, save: Save, comm: Comm) -> list[Finding]:
+        """Warn of modules' extra states in layer files, which no load restores."""
+        layers = save.layers[0] if save.layers else {}
+        found = [f"{layer}.{key}" for layer, header in sorted(layers.items()) for key in header.extras]
+        text = f"extra states in a pipeline's layer files are neither loaded nor converted: {shorten(found, 3)}."
+        return [Finding("unsupported", "", f"{save.folder}: {text}", WARNING)] if found else []
 
     def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
         _LayerFiles(builder, tied).add()

@@ -15,7 +15,6 @@ import torch
 
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..convert.states import find_dropped_extra
 from ..engine.base import Target
 from ..engine.finish import (
     check_scheduler,
@@ -216,14 +215,10 @@ def _match_extra_states(
             job.warn("%s: extra states are not loaded: %s", index.state_file, shorten(sorted(kept), 3))
         return {}
     if odd := sorted(used ^ stored):
-        in_layers = [] if stored else job.comm.once(lambda: find_dropped_extra(index))
-        fact, advice = f"extra states that one side lacks: {shorten(odd)}", "ignores missing and extra ones"
-        if in_layers:
-            fact = f"extra states in a pipeline's layer files are not loaded: {shorten(in_layers, 3)}"
-            advice = "keeps those of this model"
+        fact = f"extra states that one side lacks: {shorten(odd)}"
         if job.load_module_strict:
-            text = f"The model and the checkpoint differ: {fact}. load_module_strict=False {advice}."
-            raise job.comm.common(MismatchError(text))
+            advice = "load_module_strict=False ignores missing and extra ones"
+            raise job.comm.common(MismatchError(f"The model and the checkpoint differ: {fact}. {advice}."))
         job.warn("load_module_strict=False, passing over %s", fact)
     common = {plain[key]: live[key] for key in live if key in plain}
     if common and index.written_degrees[0] > 1 and not _has_saved_degrees(index, target):

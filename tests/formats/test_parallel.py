@@ -106,6 +106,17 @@ LOOSE = Model(
 )
 
 
+def test_extra_states_in_layer_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = make_files(PIPE, Topology(1, 1, "fp32", pp=2))
+    for name in [name for name in files if name.startswith("layer_")][:2]:
+        files[name]["block._extra_state"] = b"fp8"
+    open_files(tmp_path, files)
+    assert (
+        caplog.text.count("layer files are neither loaded nor converted: ") == 1
+        and ".block._extra_state, " in caplog.text
+    )
+
+
 # -- copies and ties --------------------------------------------------------------------------------------------------
 
 

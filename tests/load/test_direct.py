@@ -28,7 +28,6 @@ from deepspeed_ucp.load.destinations import Buffer, Work
 from deepspeed_ucp.load.direct import _match_extra_states, _prepare
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.records import FileRef
 from deepspeed_ucp.model.topology import Topology as SavedTopology
 from deepspeed_ucp.plan.rounds import BLOCK
 from tests.support.cases import AWKWARD, KINDS
@@ -356,19 +355,6 @@ def test_extra_states_are_compared_over_all_stages_of_a_pipeline() -> None:
 
     assert run_ranks(2, match) == [["0._extra_state"], ["1._extra_state"]]
     assert {type(each) for each in World(3).run(match)} == {MismatchError}  # the checkpoint lacks that of layer 2
-
-
-def test_extra_states_in_layer_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "layer_00-model_states.pt"
-    torch.save({"weight": torch.ones(2), "_extra_state": 1}, path)
-    files = [FileRef(str(path), path.stat().st_size)]
-    index = AtomicIndex.of(files, (), (), SavedTopology(1, "zero12", "float32", pp=1), str(tmp_path / STATES))
-    target: Any = SimpleNamespace(place=Place(0, 1, 0, 1, 0, 1))
-    text = "extra states in a pipeline's layer files are not loaded: 0._extra_state"
-    with pytest.raises(MismatchError, match=f"{text}. load_module_strict=False keeps"):
-        _match_extra_states(make_stage(0), index, target, {})
-    assert _match_extra_states(make_stage(0, **LENIENT), index, target, {}) == {}
-    assert text in caplog.text
 
 
 @pytest.mark.parametrize("verify", ["crc", "off"])

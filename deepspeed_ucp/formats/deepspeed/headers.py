@@ -195,6 +195,7 @@ class FileHeader:
         config: the parts of the saved ds_config that the index uses.
         marks: values that all files of a save have in common (:func:`~.save.read_marks`).
         layer: the tensors of a plain state_dict, such as of a pipeline's layer.
+        extras: keys of the modules' extra states in such a state_dict.
         writer: ranks that wrote it, as the file records them for extensions.
         swap: the expected content of a swap file, which has no header.
         checked: all records have checksums, so that ``crc`` identifies the file.
@@ -209,6 +210,7 @@ class FileHeader:
     model: ModelHeader | None = None
     optim: OptimHeader | None = None
     layer: Mapping[str, Piece] | None = None
+    extras: tuple[str, ...] = ()
     writer: dict[str, Any] = field(default_factory=dict)
     swap: Piece | None = None
     checked: bool = False
@@ -313,7 +315,7 @@ class HeaderTemplate:
             tensors = tuple(replace(tensor, states={}, zero_dim={}) for tensor in optim.tensors)
             optim = replace(optim, masters=(), tensors=tensors, slices=(), paddings=(0,) * len(optim.paddings))
         header = self.header
-        common = header.globals, header.config, header.marks, header.model, header.checked
+        common = header.globals, header.config, header.marks, header.model, header.extras, header.checked
         return common, optim, names, self.starts, [*self.ends]
 
     @property
@@ -419,7 +421,7 @@ class HeaderDelta(NamedTuple):
             optim = replace(optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
         _, name, size, crc, writer, *_ = self
         common = header.globals, header.config, header.marks, header.model
-        return FileHeader(name, size, crc, *common, optim, layer, writer, checked=header.checked)
+        return FileHeader(name, size, crc, *common, optim, layer, header.extras, writer, checked=header.checked)
 
 
 def _restore_delta(*fields: Any) -> HeaderDelta:

@@ -192,7 +192,7 @@ class HeaderReader:
         named = list_globals(self.file)
         header = FileHeader(name, self.file.size, self.file.header_crc, named, writer=writer, checked=checked)
         if "model_states" in name and not holds_run(os.path.basename(name)):
-            return replace(header, layer=self.read_tensors(tree))
+            return replace(header, layer=self.read_tensors(tree), extras=tuple(select_extra_states({"module": tree})))
         header = replace(
             header,
             config=self.read_field(tree, "ds_config", _pick_config),
