@@ -21,7 +21,7 @@ from ..formats.deepspeed.seal import SealedFile
 from ..formats.universal.index import STATE_FILE, is_plain
 from ..io.disk import explain_full
 from ..model.index import AtomicIndex, GroupInfo
-from ..model.wrappers import STAGE, WRAPPERS
+from ..model.wrappers import WRAPPERS, ZERO_STAGE_KEY
 from ..stream.reader import read_state_file
 from ..torchsave.objects import Global, PickledObject, make_instance, pack_scalar
 from ..torchsave.repickle import PROTOCOL
@@ -39,7 +39,7 @@ _EMPTIED = ("optimizer", "frozen_param_fragments")
 _INNER = tuple({row.inner: None for row in WRAPPERS.values() if row.inner})
 """Keys of the wrapped optimizer's state in wrappers."""
 
-_SHARDED = {"param_slice_mappings", *_INNER, *(key for row in WRAPPERS.values() for key in row.keys)} - {STAGE}
+_SHARDED = {"param_slice_mappings", *_INNER, *(key for row in WRAPPERS.values() for key in row.keys)} - {ZERO_STAGE_KEY}
 """Entries of an optimizer's state that belong to one rank of the source."""
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"

@@ -103,7 +103,7 @@ class Wrapper:
     @property
     def tells_stage(self) -> bool:
         """True if its files contain ZeRO's stage; else only the ds_config does."""
-        return len(self.stages) == 1 or STAGE in self.keys
+        return len(self.stages) == 1 or ZERO_STAGE_KEY in self.keys
 
     def list_whole(self, hyper: Mapping[str, Any], *, offloaded: bool = False) -> frozenset[str]:
         """Return the states of a param group that cover whole parameters (see ``whole``)."""
@@ -134,7 +134,7 @@ class Wrapper:
         return [join_parameters(group, names, shapes, parts=parts, partition=partition, gaps=gaps)]
 
 
-STAGE = "zero_stage"
+ZERO_STAGE_KEY = "zero_stage"
 """Key of ZeRO's stage in a state dict."""
 
 _ROWS = (
@@ -146,7 +146,7 @@ _ROWS = (
         live_class="DeepSpeedZeroOptimizer",
         masters="single_partition_of_fp32_groups",
         params="bit16_groups",
-        keys=("single_partition_of_fp32_groups", STAGE),
+        keys=("single_partition_of_fp32_groups", ZERO_STAGE_KEY),
         inner="base_optimizer_state",
         strips_padding=True,
         can_be_elastic=True,

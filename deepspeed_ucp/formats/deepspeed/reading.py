@@ -20,7 +20,7 @@ from ...io.paths import join_path
 from ...model.flat import Shape
 from ...model.index import ASKED, BATCH_SIZES, BEGUN, HELPERS, SHUFFLED, Use, to_integer
 from ...model.storage import ITEMSIZE, strip_compiled
-from ...model.wrappers import SCALER_STATE, STAGE, Form, Wrapper, find_saved
+from ...model.wrappers import SCALER_STATE, ZERO_STAGE_KEY, Form, Wrapper, find_saved
 from ...torchsave.objects import (
     PickledObject,
     TensorRef,
@@ -290,7 +290,7 @@ class HeaderReader:
         if state.get("param_slice_mappings") is None:
             text = "no param_slice_mappings; saved by a DeepSpeed release too old. Load and save it with a newer one."
             raise UnsupportedError(text, path=self.file.path)
-        stage = field(STAGE, as_stage)
+        stage = field(ZERO_STAGE_KEY, as_stage)
         return replace(
             header,
             stage=header.stage if stage is None else stage,

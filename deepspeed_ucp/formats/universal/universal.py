@@ -1,4 +1,4 @@
-"""Reads universal folders, which this package (with a manifest) or DeepSpeed's converter has written.
+"""Reads atomic checkpoints with a manifest, and DeepSpeed's universal checkpoints.
 
 ``deepspeed/checkpoint/ds_to_universal.py`` writes a folder per parameter (joined over tensor-parallel ranks and
 partitions) and the optimizer's param groups of rank 0, and copies the model states. It omits a pipeline's layer files,
@@ -24,7 +24,7 @@ from ...io.store import note_listed
 from ...model.index import AtomicIndex, GroupInfo
 from ...model.storage import MASTER, MODULE, AtomKey, ParamKey, are_alike, count, strip_compiled
 from ...model.topology import Topology
-from ...model.wrappers import ATOMIC, STAGE, find_wrapper
+from ...model.wrappers import ATOMIC, ZERO_STAGE_KEY, find_wrapper
 from ...plan.derive import split
 from ...tensor_parallel.layout import Shape
 from ...tensor_parallel.metadata import INFO, from_universal_info
@@ -54,11 +54,11 @@ _STEP = "step"
 
 
 def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, list[Finding], Manifest | None]:
-    """Return the index of an atomic checkpoint, its faults, and its manifest; collective.
+    """Return the index, findings and manifest of a checkpoint; collective.
 
-    With a manifest, one rank reads only this file, and sizes are checked. For DeepSpeed's ``ds_to_universal`` all
-    headers are read. Each atom has one shard of the logical shape. An atomic checkpoint must be whole in one place that
-    every rank sees.
+    DeepSpeed's universal checkpoint has no manifest (None), and its faults are raised. With a manifest, one rank reads
+    only this file, and sizes are checked; else all headers are read. Each atom has one shard of the logical shape. The
+    checkpoint must be whole in one place that every rank sees.
     """
     from .index import find_manifest, open_conversion
 
@@ -76,7 +76,11 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
 
 
 def _choose_places(where: FileTable) -> list[int]:
-    """Return the places where every rank sees an atomic checkpoint."""
+    """Return the numbers of the places where every rank sees an atomic checkpoint.
+
+    Raises:
+        CheckpointError: there are none.
+    """
     views = [view.places for view in where.views] or [where.visible]
     common = [place for place in range(len(where.folders)) if all(holds_atoms(view[place]) for view in views)]
     if not common:
@@ -85,7 +89,7 @@ def _choose_places(where: FileTable) -> list[int]:
     return common
 
 
-# -- folders of DeepSpeed's converter ----------------------------------------------------------------------------------
+# -- DeepSpeed's universal checkpoints ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +114,14 @@ class ParamHeader:
 
 @dataclass(frozen=True, slots=True)
 class UniversalHeaders:
-    """The headers of a converted folder.
+    """The headers of DeepSpeed's universal checkpoint.
 
     Attributes:
         save: the copied model states, without optimizer files.
-        optim: the optimizer's param groups, at stage 3 with the states of data-parallel rank 0; the source's stage.
+        optim: param groups and the source's ZeRO stage; at stage 3 also data-parallel rank 0's states.
         params: folder in ``zero`` → state → file.
         shapes: parameter of the optimizer → local shape by tensor-parallel rank.
-        flats: parameter of the optimizer → its flat buffer; None if unknown.
+        flats: parameter of the optimizer → number of its flat buffer; None if unknown.
     """
 
     save: Save
@@ -127,28 +131,34 @@ class UniversalHeaders:
     flats: dict[str, int | None]
 
 
-def _make_incomplete(folder: str, names: str) -> CheckpointError:
+def _make_missing_error(folder: str, names: str) -> CheckpointError:
     """Return the error for missing files."""
     text = f"lacks {names}: the conversion by ds_to_universal was interrupted, or the copy is not complete"
     return CheckpointError(f"{text}. Convert or copy again.", path=folder, kind="missing")
 
 
 def _read_headers(where: FileTable, comm: Comm) -> UniversalHeaders:
-    """Read the headers of a converted folder, each on one rank; collective."""
+    """Read a universal checkpoint's headers, each on one rank; collective."""
     folder = where.folder
-    entries = comm.once(lambda: _list_params(where))
+    entries = comm.once(lambda: _list_zero_folder(where))
     note_listed(os.path.join(folder, ZERO), entries)  # any rank may read a file whose header another rank has read
-    files = _sort_by_param(entries)
+    files = _group_by_param(entries)
     names = [*files]
     params = comm.share(names, lambda name: _read_param(folder, name, files[name]), choose_map(folder))
     optim = comm.once(lambda: _read_optimizer(folder))
     save = _read_models(where, optim.stage, comm)
     by_name = dict(zip(map(strip_compiled, names), params, strict=True))
-    return UniversalHeaders(save, optim, by_name, *comm.run(lambda: _list_owned(save, optim)))
+    return UniversalHeaders(save, optim, by_name, *comm.run(lambda: _read_param_shapes(save, optim)))
 
 
-def _list_params(where: FileTable) -> dict[str, Entry]:
-    """List ``zero``; in an object store, which lists a thousand files at once, including its subfolders."""
+def _list_zero_folder(where: FileTable) -> dict[str, Entry]:
+    """List ``zero``; in an object store including its subfolders.
+
+    A store lists a thousand files at once.
+
+    Raises:
+        CheckpointError: the conversion was interrupted, or files are missing.
+    """
     folder = where.folder
     if _TEMPORARY in where.entries:
         raise CheckpointError(
@@ -157,14 +167,17 @@ def _list_params(where: FileTable) -> dict[str, Entry]:
             path=folder,
         )
     entries = scan_folder(os.path.join(folder, ZERO), deep=is_url(folder))
-    params = _sort_by_param(entries)
+    params = _group_by_param(entries)
     if not params or os.path.basename(_OPTIMIZER) not in entries:
-        raise _make_incomplete(folder, _OPTIMIZER if params else "every parameter's folder")
+        raise _make_missing_error(folder, _OPTIMIZER if params else "every parameter's folder")
     return entries
 
 
-def _sort_by_param(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
-    """Return the listed files by parameter."""
+def _group_by_param(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
+    """Group files by parameter.
+
+    Lists are empty for a local folder, whose subfolders are not listed yet.
+    """
     by_param = defaultdict[str, list[str]](list)
     for name, entry in sorted(entries.items()):
         param, _, file = name.partition("/")
@@ -190,10 +203,11 @@ def _read_file(folder: str, name: str) -> ParamHeader:
     path = os.path.join(folder, name)
     file = read_header(path)
     with explain_form(path):
-        return _describe(file, name)
+        return _parse_param_file(file, name)
 
 
-def _describe(file: TorchFile, name: str) -> ParamHeader:
+def _parse_param_file(file: TorchFile, name: str) -> ParamHeader:
+    """Convert the object tree of a parameter's file to its header."""
     tree, header = file.tree, FileHeader(name, file.size, crc=file.header_crc)
     if isinstance(tree, dict):
         if _PARAM not in tree:
@@ -214,7 +228,7 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
 
 
 def _read_optimizer(folder: str) -> OptimHeader:
-    """Read the optimizer's header of a converted checkpoint, with the ZeRO stage of its source.
+    """Read the optimizer's header, with the ZeRO stage of the source.
 
     For stage 3 it includes the states of data-parallel rank 0, else only the param groups.
     """
@@ -227,9 +241,9 @@ def _read_optimizer(folder: str) -> OptimHeader:
         reader = HeaderReader(file)
         if find_wrapper("zero3").saved(tree):
             return reader.read_optim(tree)
-        wrapper = find_wrapper("zero12" if STAGE in tree else "bf16")
+        wrapper = find_wrapper("zero12" if ZERO_STAGE_KEY in tree else "bf16")
         header = reader.read_inner(tree, {"param_groups": tree["param_groups"]}, wrapper, [])
-        return replace(header, stage=reader.read_field(tree, STAGE, as_stage) or 0)
+        return replace(header, stage=reader.read_field(tree, ZERO_STAGE_KEY, as_stage) or 0)
 
 
 def _read_models(where: FileTable, stage: int, comm: Comm) -> Save:
@@ -239,7 +253,7 @@ def _read_models(where: FileTable, stage: int, comm: Comm) -> Save:
     first = comm.once(lambda: read_file(folder, main))
     names = name_model_files(save, first)[1:]
     if absent := [name for name in names if name not in where.entries]:
-        raise _make_incomplete(folder, shorten(absent))
+        raise _make_missing_error(folder, shorten(absent))
     arrange_headers(save, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
     error = make_error(find_foreign_files(save))
     if error is not None:
@@ -248,16 +262,19 @@ def _read_models(where: FileTable, stage: int, comm: Comm) -> Save:
 
 
 def _find_main(where: FileTable, stage: int) -> tuple[Save, str]:
-    """Return the files by role, and the name of the first rank's model states."""
+    """Return the :class:`Save` that names files, and the first rank's model states."""
     save = Save.of(where)
     main = save.name("model_zero3" if stage == 3 else "model", 0, 0)
     if main not in where.entries:
-        raise _make_incomplete(where.folder, f"{main}, which a checkpoint converted from stage {stage} has")
+        raise _make_missing_error(where.folder, f"{main}, which a checkpoint converted from stage {stage} has")
     return save, main
 
 
-def _list_owned(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[int, Shape]], dict[str, int | None]]:
-    """Return shapes and flat buffers from ``param_shapes``, by group or (stage 3) by sub-group."""
+def _read_param_shapes(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[int, Shape]], dict[str, int | None]]:
+    """Return ``shapes`` and ``flats`` of :class:`UniversalHeaders`.
+
+    They are in ``param_shapes`` of the model states, by group or (stage 3) by sub-group.
+    """
     shapes: dict[str, dict[int, Shape]] = {}
     flats: dict[str, int | None] = {}
     for mp, model in enumerate(save.first_models):
@@ -281,8 +298,8 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     notes: list[str] = []
     for name in part.shapes:
         _add_param(builder, part, name)
-    _add_steps(builder, part, notes)
-    notes += _describe_copies(part)
+    _add_scalars(builder, part, notes)
+    notes += _note_shared_by_stages(part)
     dropped = _add_rest(builder, part, set(part.shapes), notes)
     _check_states(part)
     atoms = builder.finish_atoms()
@@ -295,12 +312,13 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
         offload=describe_offload(save.zero),
     )
     index = make_index(builder, atoms, part.optim, topology, _make_groups(part, notes))
-    index = replace(index, recorded=_record_cuts(part), dropped=dropped, degrees=(save.tp, save.pp))
+    index = replace(index, recorded=_read_patterns(part), dropped=dropped, degrees=(save.tp, save.pp))
     files = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes}
     return split(index, {name: file.count for name, file in files.items() if file and file.count}), notes
 
 
 def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
+    """Add the atoms of a parameter, with the fp32 master's shape."""
     shapes, states = part.shapes[name], part.params.get(name, {})
     master = states.get(MASTER)
     if master is None and not any(count(shape) for shape in shapes.values()):
@@ -309,7 +327,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
         return
     if master is None or master.piece is None:
         file = f"zero/{name}/{MASTER}.pt"
-        error = _make_incomplete(part.save.folder, f"{file}, although {part.save.main.name} lists the parameter")
+        error = _make_missing_error(part.save.folder, f"{file}, although {part.save.main.name} lists the parameter")
         raise CheckpointError(str(error), findings=[Finding("missing", file, str(error))])
     shape = _find_shape(part, master, master.piece, shapes)
     for state, header in states.items():
@@ -339,7 +357,10 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
 
 
 def _check_states(part: UniversalHeaders) -> None:
-    """Check that all parameters of a flat buffer have equal states (a group without gradients has none)."""
+    """Check that the parameters of a flat buffer have the same state names.
+
+    A group without gradients has no states. No parameter that the model states do not list may have states.
+    """
     groups: dict[int | None, list[str]] = {}
     for name, flat in part.flats.items():
         if any(count(shape) for shape in part.shapes[name].values()):
@@ -351,7 +372,7 @@ def _check_states(part: UniversalHeaders) -> None:
         ]
         if lacking:
             text = f"{shorten(lacking)}, although other parameters of the same group have such files"
-            raise _make_incomplete(f"{part.save.folder}/zero", text)
+            raise _make_missing_error(f"{part.save.folder}/zero", text)
     strangers = [name for name, states in part.params.items() if set(states) - {MASTER} and name not in part.shapes]
     if strangers:
         raise CheckpointError(
@@ -361,13 +382,16 @@ def _check_states(part: UniversalHeaders) -> None:
         )
 
 
-def _add_steps(builder: Builder, part: UniversalHeaders, notes: list[str]) -> None:
-    """Add the optimizer's scalars from files or (stage 3) from rank 0's states."""
+def _add_scalars(builder: Builder, part: UniversalHeaders, notes: list[str]) -> None:
+    """Add the optimizer's scalars from files or (stage 3) from rank 0's states.
+
+    If there are none, take the step from the counters, with a note.
+    """
     trained = [name for name in part.shapes if set(part.params.get(name, {})) - {MASTER}]
     for name in trained:
         if part.save.is_sharded:
             flat = part.flats[name]
-            _add_sharded(builder, part, name, 0 if flat is None else flat)
+            _add_zero3_scalars(builder, part, name, 0 if flat is None else flat)
         elif header := part.params[name].get(_STEP):
             if header.value is None:
                 builder.irregular.setdefault(AtomKey(name, _STEP), "a tensor of several elements")
@@ -382,7 +406,8 @@ def _add_steps(builder: Builder, part: UniversalHeaders, notes: list[str]) -> No
         notes.append(f"the converter kept no step of the optimizer; {step}, by the counters, is taken")
 
 
-def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int) -> None:
+def _add_zero3_scalars(builder: Builder, part: UniversalHeaders, name: str, flat: int) -> None:
+    """Add a parameter's scalars from its sub-group in rank 0's states."""
     tensors = part.optim.tensors
     if flat >= len(tensors):
         raise CheckpointError(
@@ -424,7 +449,11 @@ def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], not
 
 
 def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) -> list[str]:
-    """Add buffers that are equal on all tensor-parallel ranks by their checksums; return the missing names."""
+    """Add buffers whose checksums are equal on all tensor-parallel ranks.
+
+    Returns:
+        The names of the frozen parameters and buffers that are not added.
+    """
     ranks = [part.save.model(tp).module or {} for tp in range(part.save.tp)]
     buffers = set(part.save.model(0).buffers)
     frozen = chain.from_iterable(part.save.model(tp).frozen_shapes for tp in range(part.save.tp))
@@ -440,10 +469,11 @@ def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) ->
     return missing
 
 
-def _describe_copies(part: UniversalHeaders) -> list[str]:
-    """Describe parameters of several pipeline stages: the converter keeps only the last stage's files.
+def _note_shared_by_stages(part: UniversalHeaders) -> list[str]:
+    """Return a note on parameters of several pipeline stages, or no note.
 
-    Parameters that the checkpoint declares equal on all stages are excluded.
+    The converter keeps one stage's files; which one is arbitrary. Parameters that the checkpoint declares equal on all
+    stages are excluded.
     """
     save = part.save
     stages: dict[str, int] = {}
@@ -477,8 +507,8 @@ def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, .
     return tuple(GroupInfo(tuple(names), hyper) for names, hyper in zip(members, hypers, strict=True))
 
 
-def _record_cuts(part: UniversalHeaders) -> dict[str, dict[str, Any]]:
-    """Return the patterns of joined tensor-parallel shards that the converter's files record."""
+def _read_patterns(part: UniversalHeaders) -> dict[str, dict[str, Any]]:
+    """Return by parameter the pattern by which the converter joined its shards."""
     masters = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes if part.save.tp > 1}
     patterns = {
         name: read_keys(master.keys, master.piece.shape) for name, master in masters.items() if master and master.piece
