@@ -30,7 +30,7 @@ from deepspeed_ucp.io.read import Checked, merge_checks
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.choice import join_groups, list_stage_groups
 from deepspeed_ucp.load.context import LoadContext, LoadReport
-from deepspeed_ucp.load.destinations import Buffer, Work
+from deepspeed_ucp.load.destinations import Buffer, FillPlan
 from deepspeed_ucp.load.prepare import prepare, view_engine
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SHARES, LoadPlan, address_claims
@@ -73,15 +73,15 @@ def replace_folder(entries: Mapping[str, int], read: Any) -> Iterator[None]:
             (opening, "find_files", partial(find_files, list_place=lambda folder: listing)),
             (gathering, "read_file", lambda folder, name: read(name)),
             (preparing, "check_instances", lambda *_: None),  # reads elements
-            (Buffer, "allow_in_place", _allow_in_place),  # reads the memory of a live engine
+            (Buffer, "try_in_place", _try_in_place),  # reads the memory of a live engine
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
 
 
-def _allow_in_place(buffer: Buffer) -> bool:
+def _try_in_place(buffer: Buffer) -> bool:
     """Behave as before the first step, when masters equal their copies."""
-    buffer.uncommitted = True
+    buffer.fill_first = True
     return True
 
 
@@ -209,7 +209,7 @@ class Planner:
         return [answers[rank] if rank == self.rank else each for rank, each in enumerate(others)]
 
 
-def exchange_checks(work: Work, plan: LoadPlan, comm: ScriptedComm) -> None:
+def exchange_checks(work: FillPlan, plan: LoadPlan, comm: ScriptedComm) -> None:
     """Exchange checksums and samples after the plan, without reading; each rank sends as many checksums as this one."""
     read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.reads]
     send_checks(merge_checks(read), work.index, comm)

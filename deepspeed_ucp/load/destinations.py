@@ -1,8 +1,8 @@
 """Tensors as destinations of bytes: a rank's wants, bound to memory, and copies to a GPU's memory.
 
-Until all ranks agree that every record is valid, bytes only go to uncommitted memory: memory that is not part of the
-engine yet, separate memory, or memory whose values can be recomputed to the bit (:meth:`Work.undo`).
-:meth:`Work.commit`, which reads no file, and the second pass write all other memory of the engine.
+Pass 1 runs before all ranks agree that every record is valid. It only writes memory that is not part of the engine
+yet, separate memory, or memory whose values can be recomputed to the bit (:meth:`FillPlan.undo`). Pass 2 and
+:meth:`FillPlan.commit`, which reads no file, write all other memory of the engine.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ class Buffer:
 
     Args:
         tensor: the destination, any shape and device.
-        uncommitted: the tensor is not part of the engine yet, and may be filled before everything is verified.
+        fill_first: pass 1 may write the tensor, as it is not part of the engine yet.
         spans: ranges of elements [low, high) that will be filled.
         in_file: its memory is a file's.
         copies: the engine's 16-bit copies, 1-D and in order, which the tensor may equal; empty if there are none.
 
     Attributes:
-        uncommitted: the same for ``memory``: only such memory is written before all ranks have verified.
+        fill_first: pass 1 may write ``memory``: it is separate, not yet in the engine, or recomputable.
     """
 
     def __init__(
         self,
         tensor: torch.Tensor,
-        uncommitted: bool,
+        fill_first: bool,
         spans: Iterable[Span] = (),
         *,
         in_file: bool = False,
         copies: Sequence[torch.Tensor] = (),
     ) -> None:
         is_flat, self.in_file = tensor.dim() == 1 and tensor.is_contiguous(), in_file
-        self.tensor, self.uncommitted, self.spans = tensor, uncommitted or not is_flat, spans
+        self.tensor, self.fill_first, self.spans = tensor, fill_first or not is_flat, spans
         self._memory = tensor if is_flat else None
         self._bytes: memoryview | None = None
         self._copies = copies
@@ -67,7 +67,10 @@ class Buffer:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The memory to fill; the elements that are not filled have the tensor's values."""
+        """The memory to fill; the elements that are not filled have the tensor's values.
+
+        Allocates separate memory at first use.
+        """
         if self._memory is None:
             self._memory = self._allocate()
         return self._memory
@@ -85,22 +88,22 @@ class Buffer:
         return self._bytes
 
     @property
-    def is_new(self) -> bool:
+    def is_fresh_host_memory(self) -> bool:
         """Whether the memory is new memory of the host; this allocates it if it is separate."""
         in_file = self.in_file and self.memory is self.tensor
-        return self.uncommitted and not self._origin and not in_file and self.memory.device.type == "cpu"
+        return self.fill_first and not self._origin and not in_file and self.memory.device.type == "cpu"
 
-    def allow_in_place(self) -> bool:
-        """Allow writes before all ranks have verified if the tensor's values can be recomputed; return whether.
+    def try_in_place(self) -> bool:
+        """Set and return ``fill_first``: True if the tensor's values can be recomputed.
 
         This holds before the first step: masters equal their copies to the bit, and states are zero.
         """
         if self.is_separate or not self.tensor.numel():
             return False
         zeros = self.tensor.new_zeros(1).expand(self.tensor.numel())
-        self._origin = next((made for made in ([zeros], self._copies) if _is_made_from(self.tensor, made)), ())
-        self.uncommitted = bool(self._origin)
-        return self.uncommitted
+        self._origin = next((made for made in ([zeros], self._copies) if _equals_cast(self.tensor, made)), ())
+        self.fill_first = bool(self._origin)
+        return self.fill_first
 
     def undo(self) -> None:
         """Restore the values that were overwritten in place."""
@@ -109,7 +112,7 @@ class Buffer:
 
     def use_separate(self) -> None:
         """Use separate memory of the host, allocated at first use, instead of the tensor's."""
-        self._memory, self._bytes, self.uncommitted = None, None, True
+        self._memory, self._bytes, self.fill_first = None, None, True
 
     def _allocate(self) -> torch.Tensor:
         """Allocate separate memory, with the tensor's values in the elements that the load does not fill.
@@ -125,7 +128,7 @@ class Buffer:
         return memory
 
     def commit(self) -> None:
-        """Copy the filled memory to the tensor, and free it if it is separate."""
+        """If the memory is separate, copy it to the tensor and free it."""
         if self._memory is not None and self.is_separate:
             self.tensor.copy_(self._memory.view(self.tensor.shape))
             self._memory = self._bytes = None
@@ -136,8 +139,8 @@ _PIECE = 1 << 18
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-def _is_made_from(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
-    """Return True if a 1-D tensor equals other tensors, cast to its dtype, to the bit, and shares no memory."""
+def _equals_cast(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
+    """Return True if a 1-D tensor equals other tensors, cast to its dtype, to the bit; False if they share memory."""
     memory = {part.untyped_storage().data_ptr() for part in origin}
     if sum(part.numel() for part in origin) != tensor.numel() or tensor.untyped_storage().data_ptr() in memory:
         return False
@@ -202,13 +205,13 @@ def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
 
 
 @dataclass(slots=True)
-class Work:
-    """The work of a load: this rank's wants and the memory that they fill, and the needs of all ranks.
+class FillPlan:
+    """This rank's wants and the memory that they fill, and the needs of all ranks.
 
     Attributes:
         index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
         wants: of this rank; ``resized`` and ``averaged`` of all ranks. Blanks are zeroed when the pass that fills their
-            memory begins, means at the end.
+            memory begins; means are computed in :meth:`commit`.
         buffers: by the wants' buffer numbers.
         sinks: by the numbers in the wants.
         states: optimizer states to attach after verification.
@@ -232,51 +235,54 @@ class Work:
     state_bytes: int = 0
     averages: Mapping[AtomKey, Any] = field(default_factory=dict)
 
-    def pick_sinks(self, *, uncommitted: bool) -> list[TensorSink | None]:
-        """Return the sinks of pass 1, which fills uncommitted memory, or of pass 2, by number; None for the others."""
-        return [sink if sink.buffer.uncommitted == uncommitted else None for sink in self.sinks]
+    def pick_sinks(self, *, is_first_pass: bool) -> list[TensorSink | None]:
+        """Return the sinks of pass 1 or of pass 2, by number; None for the others."""
+        return [sink if sink.buffer.fill_first == is_first_pass else None for sink in self.sinks]
 
-    def zero_blanks(self, *, uncommitted: bool) -> None:
+    def zero_blanks(self, *, is_first_pass: bool) -> None:
         """Zero the elements that no atom fills (padding, missing states) in the memory that a pass fills."""
         for number, low, high in self.wants.blanks:
-            if self.buffers[number].uncommitted == uncommitted:
+            if self.buffers[number].fill_first == is_first_pass:
                 self.buffers[number].memory[low:high].zero_()
 
     def undo(self) -> None:
-        """Restore the memory that was filled in place, the last first: it may be made from one before it."""
+        """Restore the memory that was filled in place.
+
+        The last buffer comes first: a later buffer may be recomputed from an earlier one.
+        """
         for buffer in reversed(self.buffers):
             buffer.undo()
 
     def commit(self) -> None:
-        """Average partial replicas, fill new rows with known means, and copy separate memory to the tensors."""
+        """Average replicas of pattern ``partial``, fill new rows with known means, and commit the buffers."""
         for mean in self.wants.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
         for rows in self.wants.rows:
             row = _pick_columns(self.averages[rows.key], rows)
-            for low, piece in _cut(self.buffers[rows.buffer].memory, rows.low, rows.high):
-                places = torch.arange(piece.numel()).add_(rows.start + low - rows.low).remainder_(row.numel())
-                piece.copy_(row[places])
+            for low, piece in _iterate_pieces(self.buffers[rows.buffer].memory, rows.low, rows.high):
+                indices = torch.arange(piece.numel()).add_(rows.start + low - rows.low).remainder_(row.numel())
+                piece.copy_(row[indices])
         for buffer in self.buffers:
             buffer.commit()
 
 
-def _cut(memory: torch.Tensor, low: int, high: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _iterate_pieces(memory: torch.Tensor, low: int, high: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield elements [low, high) of memory in pieces, each with the number of its first element."""
     for begin in range(low, high, _PIECE):
         yield begin, memory[begin : min(begin + _PIECE, high)]
 
 
 def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
-    """Return the part of a row that a shard holds, in fp64."""
+    """Return the part of a row that a shard holds, in the row's dtype (fp64)."""
     columns = torch.from_numpy(row).view(wanted.view)
     for axis, intervals in enumerate(wanted.columns):
-        places = [place for low, high in intervals for place in range(low, high)]
-        columns = columns.index_select(axis, torch.tensor(places, dtype=torch.int64))
+        indices = [index for low, high in intervals for index in range(low, high)]
+        columns = columns.index_select(axis, torch.tensor(indices, dtype=torch.int64))
     return columns.reshape(-1)
 
 
-def bind(
+def make_buffers(
     wants: Wants, tensors: Mapping[Slot, torch.Tensor], copies: Mapping[Slot, Sequence[torch.Tensor]] | None = None
 ) -> tuple[list[Buffer], list[TensorSink]]:
     """Make a buffer for each wanted tensor, and a sink for each dtype that arrives for it.
@@ -294,11 +300,11 @@ def bind(
     return buffers, [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
 
 
-_LOCKED = 32 << 20
+_PINNED_CHUNK = 32 << 20
 """Bytes of page-locked memory per allocation; torch rounds each up to a power of two."""
 
 
-class Uploads:
+class DeviceCopies:
     """Memory for bytes on their way to the destinations; copies from it are synchronous.
 
     Attributes:
@@ -315,7 +321,7 @@ class Uploads:
         """Context manager for the copies of the calling thread."""
         return nullcontext()
 
-    def begin(self) -> None:
+    def wait_for_earlier(self) -> None:
         """Wait for earlier work on the destinations."""
 
     def finish(self) -> None:
@@ -328,7 +334,7 @@ class Uploads:
         self.pool.clear()
 
 
-class GpuUploads(Uploads):
+class AsyncGpuCopies(DeviceCopies):
     """Copies to a GPU while the next bytes are read.
 
     Page-locked memory is reused when the copies from it are done. There are two pieces per thread: one is read into
@@ -347,7 +353,7 @@ class GpuUploads(Uploads):
         self.device, self.pieces = device, 2 * threads
         self.pool = ScratchPool(self._allocate, self._record, most=self.pieces)
         self._streams = deque[Any]()  # reused by threads: torch has 32, and keeps memory for each
-        self._free, self._is_locked, self._lock = memoryview(b""), True, threading.Lock()
+        self._free, self._can_pin, self._lock = memoryview(b""), True, threading.Lock()
 
     @contextmanager
     def open_stream(self) -> Iterator[None]:
@@ -361,7 +367,7 @@ class GpuUploads(Uploads):
         finally:
             self._streams.append(stream)
 
-    def begin(self) -> None:
+    def wait_for_earlier(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def finish(self) -> None:
@@ -377,31 +383,31 @@ class GpuUploads(Uploads):
         """Cut a piece from the current allocation."""
         with self._lock:
             if self._free.nbytes < nbytes:
-                self._free = self._lock_pages(max(min(_LOCKED, self.pieces * nbytes), nbytes))
+                self._free = self._allocate_pinned_chunk(max(min(_PINNED_CHUNK, self.pieces * nbytes), nbytes))
             piece, self._free = self._free[:nbytes], self._free[nbytes:]
             return piece
 
-    def _lock_pages(self, nbytes: int) -> memoryview:
+    def _allocate_pinned_chunk(self, nbytes: int) -> memoryview:
         """Allocate page-locked memory; if that fails, plain memory, from which copies are synchronous."""
-        if self._is_locked:
+        if self._can_pin:
             try:
                 return _allocate_pinned(nbytes)
             except RuntimeError as error:
-                self._is_locked = False
+                self._can_pin = False
                 logger.warning("no page-locked memory for copies to %s, which take longer: %s", self.device, error)
         return allocate_large(nbytes)
 
     def _record(self) -> Mark:
-        """Record the end of the calling thread's copies so far."""
+        """Record a CUDA event after the calling thread's copies."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
 
-def choose_uploads(sinks: Iterable[TensorSink], threads: int) -> Uploads:
-    """Return asynchronous uploads if all CUDA destinations are on one GPU, else synchronous ones."""
+def choose_device_copies(sinks: Iterable[TensorSink], threads: int) -> DeviceCopies:
+    """Return asynchronous copies if all CUDA destinations are on one GPU, else synchronous ones."""
     devices = {memory.device for sink in sinks if (memory := sink.buffer.memory).device.type == "cuda"}
-    return GpuUploads(threads, devices.pop()) if len(devices) == 1 else Uploads()
+    return AsyncGpuCopies(threads, devices.pop()) if len(devices) == 1 else DeviceCopies()
 
 
 def _allocate_pinned(nbytes: int) -> memoryview:

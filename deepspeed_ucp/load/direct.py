@@ -39,7 +39,7 @@ from ..model.storage import strip_compiled
 from ..stream.reader import read_state_file, verify_records
 from .client import EXTRA_STATES, make_objects
 from .context import LoadContext
-from .destinations import Work
+from .destinations import FillPlan
 from .prepare import prepare
 from .states import attach_states, describe_hyper
 from .transfer import Transfer
@@ -144,7 +144,9 @@ def asks_store(index: AtomicIndex, comm: Comm) -> bool:
     return bool(comm.any_of(np.array([here]))[0])
 
 
-def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:
+def _prepare(
+    job: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool
+) -> tuple[FillPlan, dict[str, Any]]:
     """Match engine and checkpoint and read the state file; logs hyper-parameters that differ (collective)."""
     comm, objections = job.comm, Objections()
     with objections:
@@ -313,7 +315,7 @@ def _restore_others(
         module.set_extra_state(state)
 
 
-def _finish(job: LoadContext, target: Target, work: Work, saved: dict[str, Any], *, with_states: bool) -> None:
+def _finish(job: LoadContext, target: Target, work: FillPlan, saved: dict[str, Any], *, with_states: bool) -> None:
     """Restore states, hyper-parameters, scaler and counters."""
     engine, index = job.engine, work.index
     if with_states:

@@ -28,13 +28,13 @@ from ..tensor_parallel.metadata import from_universal_info
 from ..tensor_parallel.rules import RuleSet, find_renamed, from_attributes
 from ..tensor_parallel.settle import Settled
 from .context import LoadContext
-from .destinations import Work, bind
+from .destinations import FillPlan, make_buffers
 from .states import OptimizerMatch, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states: bool) -> Work:
+def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states: bool) -> FillPlan:
     """Match names, settle patterns and list this rank's wants (collective).
 
     A ``custom_load_fn`` loads all tensors that no optimizer owns.
@@ -44,7 +44,7 @@ def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states
     if with_states:
         comm.alike(lambda: refuse_stateless(saved))
     elif is_custom:
-        return Work(saved)
+        return FillPlan(saved)
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
     work, settled = comm.run(lambda: _match(job, saved, target, view, with_states=with_states))
     _share(job, view, settled, work)
@@ -169,7 +169,7 @@ def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]
 
 def _match(
     job: LoadContext, saved: AtomicIndex, target: Target, view: EngineView, *, with_states: bool
-) -> tuple[Work, Settled]:
+) -> tuple[FillPlan, Settled]:
     """Match engine and checkpoint; returns this rank's work, and how both sides cut each tensor."""
     is_first, rules, objections = job.comm.rank == 0, job.rules, Objections()
     ruled = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
@@ -195,10 +195,10 @@ def _match(
         if with_states and not match.fault:
             optimizer.check()
     objections.settle()
-    return make_work(optimizer, view, settled, with_states=with_states), settled
+    return make_fill_plan(optimizer, view, settled, with_states=with_states), settled
 
 
-def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, with_states: bool) -> Work:
+def make_fill_plan(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, with_states: bool) -> FillPlan:
     """List the work of this rank, with the memory that it fills.
 
     Args:
@@ -224,7 +224,7 @@ def make_work(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, 
             tensors[spec.slot] = map_partition(buffers[spec.slot[1]], filled)
         if spec.slot[0] == MASTER:
             copies[spec.slot] = target.find_copies(spec.slot[1])
-    return Work(index, wants, *bind(wants, tensors, copies), states, match, touched)
+    return FillPlan(index, wants, *make_buffers(wants, tensors, copies), states, match, touched)
 
 
 def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
@@ -283,7 +283,7 @@ def _rounds(stored: str, dtype: str) -> bool:
     return now.eps > before.eps or now.max < before.max
 
 
-def _share(job: LoadContext, view: EngineView, settled: Settled, work: Work) -> None:
+def _share(job: LoadContext, view: EngineView, settled: Settled, work: FillPlan) -> None:
     """Join the needs of all ranks, and log what is unusual (collective)."""
     comm, index, layouts = job.comm, work.index, settled.pairs
     work.touched = _join_touched(index, work.touched, comm)
@@ -320,7 +320,7 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     ]
 
 
-def _log_match(work: Work) -> None:
+def _log_match(work: FillPlan) -> None:
     match, index = work.match, work.index
     if match.kept:
         names = shorten(match.kept, 3 if index.format else 40)

@@ -39,7 +39,7 @@ from ..plan.rounds import (
 from ..plan.wants import Wants
 from ..stream.duplicates import check_overlaps, check_replicas, check_samples
 from ..stream.reader import AtomReader, verify_reads
-from .destinations import Buffer, Work, choose_uploads
+from .destinations import Buffer, FillPlan, choose_device_copies
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -76,7 +76,7 @@ class Transfer:
 
     def __init__(
         self,
-        work: Work,
+        work: FillPlan,
         comm: Comm,
         config: UniversalConfig,
         *,
@@ -104,7 +104,7 @@ class Transfer:
         Pass 1 reads all bytes if checksums are on, else those that it stores; pass 2 reads those for live memory.
         """
         plan = self.plan
-        sinks = [self.work.pick_sinks(uncommitted=uncommitted) for uncommitted in (True, False)]
+        sinks = [self.work.pick_sinks(is_first_pass=is_first_pass) for is_first_pass in (True, False)]
         first, rest = ([sink is not None for sink in filled] for filled in sinks)
         if one_pass:
             return [plan if self.checksum else plan.filter_for_sinks(first)]
@@ -114,22 +114,22 @@ class Transfer:
         return [plan.filter_for_sinks(first, now, whole=self.checksum), plan.filter_for_sinks(rest, then)]
 
     def _configure(self, threads: int, window: int) -> None:
-        """Set threads, sizes and uploads; allocate separate memory; list the ranges that pass 2 reads again."""
+        """Set threads and sizes, allocate separate memory, and list the ranges that pass 2 reads again."""
         wanted = threads or count_readers(self.work.index.state_file)
         self.threads = min(wanted, max(window // (4 * BLOCK), 1))
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
         # the other half.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
-        self.uploads = choose_uploads(self.work.sinks, self.threads)
+        self.device_copies = choose_device_copies(self.work.sinks, self.threads)
         self.pages = LargePages()
-        for memory in (buffer.memory for buffer in self.work.buffers if buffer.is_new):
+        for memory in (buffer.memory for buffer in self.work.buffers if buffer.is_fresh_host_memory):
             self.pages.add(memory.data_ptr(), memory.nbytes)
         # The page cache keeps the bytes that the second pass reads again.
         self.reread = {(read.record, read.offset) for plan in self.passes[1:] for read in plan.reads if self.checksum}
 
     def read(self) -> list[Checked]:
         """Pass 1: read and checksum everything, and fill memory that is not part of the engine or can be recomputed."""
-        self.checks = self._run_pass(self.passes[0], uncommitted=True)
+        self.checks = self._run_pass(self.passes[0], is_first_pass=True)
         return self.checks
 
     def verify(self) -> int:
@@ -152,7 +152,7 @@ class Transfer:
 
     def undo(self) -> None:
         """Restore the values that :meth:`read` has overwritten in place."""
-        self.uploads.close()  # no copy may arrive after the undo
+        self.device_copies.close()  # no copy may arrive after the undo
         self.work.undo()
 
     def fill(self) -> list[Checked]:
@@ -160,7 +160,7 @@ class Transfer:
         second = self._run_second_pass()
 
         def commit() -> None:
-            self.uploads.close()
+            self.device_copies.close()
             self.work.commit()
 
         self.comm.run(commit)  # an error of one rank reaches all
@@ -185,7 +185,7 @@ class Transfer:
 
     def _try_second_pass(self) -> list[Checked]:
         """Run pass 2 once, and check that it has read the bytes that pass 1 verified."""
-        read = [check for plan in self.passes[1:] for check in self._run_pass(plan, uncommitted=False)]
+        read = [check for plan in self.passes[1:] for check in self._run_pass(plan, is_first_pass=False)]
         if self.passes[1:] and self.checksum:
             self.comm.run(lambda: self._compare(read))
         return read
@@ -197,16 +197,16 @@ class Transfer:
             path = index.files[index.records[min(changed).record].file].path
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
-    def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
+    def _run_pass(self, plan: LoadPlan, *, is_first_pass: bool) -> list[Checked]:
         """Execute a pass's plan; bytes for the sinks of the other pass are only checksummed."""
         steps = [(number, step) for number, round_ in enumerate(plan.rounds) for step in range(round_.steps)]
         shares = self._share_out(plan.direct, len(steps) + 1)
-        sinks = self.work.pick_sinks(uncommitted=uncommitted)
+        sinks = self.work.pick_sinks(is_first_pass=is_first_pass)
         checks, received = list[Checked](), list[Received]()
 
         def begin() -> None:
-            self.work.zero_blanks(uncommitted=uncommitted)
-            self.uploads.begin()
+            self.work.zero_blanks(is_first_pass=is_first_pass)
+            self.device_copies.wait_for_earlier()
 
         def prepare(turn: int) -> tuple[Bytes, list[list[Read]], list[list[Read]], Bytes]:
             """Read, store received bytes, pack bytes for other ranks; return these, sends, claims, room to receive.
@@ -223,14 +223,19 @@ class Transfer:
 
         def end() -> list[Checked]:
             rest = self._work(reader, shares[-1], received, sinks)
-            self.uploads.finish()
+            self.device_copies.finish()
             return rest
 
         def is_read_again(read: Read) -> bool:
             return (read.record, read.offset) in self.reread
 
         self.comm.run(begin)
-        options = {"checksum": self.checksum, "pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
+        options = {
+            "checksum": self.checksum,
+            "pool": self.device_copies.pool,
+            "again": is_read_again,
+            "joined": self.joined,
+        }
         with AtomReader(self.work.index, **options) as reader:
             for turn, (number, step) in enumerate(steps):
                 packed, sends, claims, memory = self.comm.run(partial(prepare, turn))
@@ -266,7 +271,7 @@ class Transfer:
         checks: list[Checked] = []
 
         def work(turn: Iterator[list[Read] | Received]) -> None:
-            with self.uploads.open_stream():
+            with self.device_copies.open_stream():
                 for job in turn:
                     begin = time.thread_time()
                     if isinstance(job, list):
@@ -284,9 +289,9 @@ class Transfer:
 
     def _store(self, claim: Read, memory: memoryview, step: int, sinks: Sinks) -> None:
         """Copy the bytes of a claim to its sinks; in ``memory`` its runs begin ``step`` bytes apart."""
-        with self.uploads.pool.lend() as scratch:
+        with self.device_copies.pool.lend() as scratch:
             data = memory[: claim.nbytes]
-            if self.uploads.is_async or not (claim.count == 1 or step == claim.run):
+            if self.device_copies.is_async or not (claim.count == 1 or step == claim.run):
                 data = scratch.take(claim.nbytes)
                 rows = np.frombuffer(data, np.uint8).reshape(claim.count, claim.run)
                 rows[:] = _view_runs(memory, claim.run, step, claim.count)
@@ -350,12 +355,12 @@ def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_
     Returns:
         True, on every rank, if no rank needs pass 2.
     """
-    others = comm.run(lambda: [buffer for buffer in buffers if buffer.uncommitted or not buffer.allow_in_place()])
-    if not comm.any_of(np.array([not all(buffer.uncommitted for buffer in others)]))[0]:
+    others = comm.run(lambda: [buffer for buffer in buffers if buffer.fill_first or not buffer.try_in_place()])
+    if not comm.any_of(np.array([not all(buffer.fill_first for buffer in others)]))[0]:
         return True
     is_enough = prefer_memory and has_memory(others, window, comm)
     for buffer in others:
-        if is_enough and not buffer.uncommitted:
+        if is_enough and not buffer.fill_first:
             buffer.use_separate()
     return is_enough
 
@@ -365,7 +370,7 @@ def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
     hosted = [
         buffer
         for buffer in buffers
-        if not buffer.in_file and (buffer.is_separate or not buffer.uncommitted or buffer.tensor.device.type == "cpu")
+        if not buffer.in_file and (buffer.is_separate or not buffer.fill_first or buffer.tensor.device.type == "cpu")
     ]
     answers = comm.gather(
         (identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available())

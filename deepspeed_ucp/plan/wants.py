@@ -77,8 +77,8 @@ class Wants:
         buffers: to fill.
         sinks: (buffer, dtype of the arriving bytes), by the number in the wants: one buffer may have several.
         wants: to read.
-        blanks: (buffer, low, high): elements that are zeroed before anything is read, because no atom fills all of
-            them: padding, states that the source lacks, new rows of a padded vocabulary.
+        blanks: (buffer, low, high): elements that no atom fills completely: padding, states that the source lacks, new
+            rows of a padded vocabulary. They are zeroed at the beginning of the pass that fills their buffer.
         means: to compute from replicas.
         rows: new rows of resized parameters, which become the mean of the saved ones.
         resized: parameters that have another shape here, vocabularies with other padding included.

@@ -83,7 +83,7 @@ def load(folder: str, stage: int, layers: int, options: dict[str, Any], *, pinne
     """
     engine = make_large(stage, layers, seed=7, options={"mode": "direct", **options}, **config)
     found: list[str] = []
-    choose = destinations.choose_uploads
+    choose = destinations.choose_device_copies
 
     def note(*args: Any) -> Any:
         made = choose(*args)
@@ -95,7 +95,7 @@ def load(folder: str, stage: int, layers: int, options: dict[str, Any], *, pinne
     torch.cuda.reset_peak_memory_stats()
     refuse = mock.patch.object(destinations, "_allocate_pinned", side_effect=RuntimeError("no memory can be locked"))
     start = time.perf_counter()
-    with mock.patch("deepspeed_ucp.load.transfer.choose_uploads", note), nullcontext() if pinned else refuse:
+    with mock.patch("deepspeed_ucp.load.transfer.choose_device_copies", note), nullcontext() if pinned else refuse:
         engine.load_checkpoint(folder)
     torch.cuda.synchronize()
     seconds, held = time.perf_counter() - start, torch.cuda.memory_allocated()
@@ -149,7 +149,7 @@ def test_a_large_model_comes_back_to_the_bit(
     """A load of 50 M parameters uses up to 128 MiB of temporary GPU memory, for any window."""
     for found in ucp_worlds.get(ranks).run(load, saved, stage, LAYERS, options, pinned=pinned):
         assert found["equal"]
-        assert set(found["by"]) == {"GpuUploads"}
+        assert set(found["by"]) == {"AsyncGpuCopies"}
         assert found["beyond"] < 160 << 20
         assert found["backend"] == ("nccl" if ranks == 1 else "host")
 

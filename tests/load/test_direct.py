@@ -24,7 +24,7 @@ from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, transfer
 from deepspeed_ucp.load.context import LoadContext, LoadReport
-from deepspeed_ucp.load.destinations import Buffer, Work
+from deepspeed_ucp.load.destinations import Buffer, FillPlan
 from deepspeed_ucp.load.direct import _match_extra_states, _prepare
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.model.index import AtomicIndex
@@ -416,14 +416,14 @@ def test_one_ranks_mismatch_ends_all_ranks(culprit: int, tmp_path: Path) -> None
 
 
 FAILING = {
-    "looks at its buffers": (Buffer, "allow_in_place"),
+    "looks at its buffers": (Buffer, "try_in_place"),
     "looks for its state file": (direct, "_find_own_file"),
     "lists its claims": (transfer, "list_claims"),
     "plans its blocks": (transfer, "make_owner_plan"),
     "plans its reads": (transfer, "make_plan"),
-    "prepares its reads": (transfer, "choose_uploads"),
+    "prepares its reads": (transfer, "choose_device_copies"),
     "reads": (Transfer, "_work"),
-    "fills its buffers": (Work, "commit"),
+    "fills its buffers": (FillPlan, "commit"),
     "makes its copies": (FakeTarget, "refresh_copies"),
 }
 """Functions of a load."""
@@ -477,7 +477,7 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     """Rounds stage, send and receive a quarter of the window each."""
     path, _, rank = start(tmp_path)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
-    made = Transfer(Work(open_for(path, rank)), Comm(), config)
+    made = Transfer(FillPlan(open_for(path, rank)), Comm(), config)
     assert 1 <= made.threads <= (threads or count_threads())
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 
@@ -486,9 +486,9 @@ def test_new_memory_gets_large_pages(tmp_path: Path, monkeypatch: pytest.MonkeyP
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(transfer.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
     path, _, rank = start(tmp_path)
-    live, apart, states = (Buffer(torch.ones(6), uncommitted=each) for each in (False, False, True))
+    live, apart, states = (Buffer(torch.ones(6), fill_first=each) for each in (False, False, True))
     apart.use_separate()
-    Transfer(Work(open_for(path, rank), buffers=[live, apart, states]), Comm(), UniversalConfig())
+    Transfer(FillPlan(open_for(path, rank), buffers=[live, apart, states]), Comm(), UniversalConfig())
     assert asked == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
 
 

@@ -195,9 +195,9 @@ def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
                 raise CheckpointError(f"{file.path}: cannot be read at byte {offset} (Input/output error).")
         read(file, views, offset)
 
-    def note(self: Transfer, plan: LoadPlan, *, uncommitted: bool) -> Any:
-        reading["live"] = not uncommitted
-        return run_pass(self, plan, uncommitted=uncommitted)
+    def note(self: Transfer, plan: LoadPlan, *, is_first_pass: bool) -> Any:
+        reading["live"] = not is_first_pass
+        return run_pass(self, plan, is_first_pass=is_first_pass)
 
     monkeypatch.setattr(Transfer, "_run_pass", note)
     monkeypatch.setattr(StoredFile, "read", fail)

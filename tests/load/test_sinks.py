@@ -10,7 +10,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import transfer
-from deepspeed_ucp.load.destinations import Buffer, TensorSink, Work
+from deepspeed_ucp.load.destinations import Buffer, FillPlan, TensorSink
 from deepspeed_ucp.model.records import CopyItem
 from deepspeed_ucp.plan.wants import Mean, Wants
 from tests.plan.planning import make_index
@@ -23,7 +23,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 def test_a_tensor_that_is_not_flat_is_filled_in_separate_memory() -> None:
     whole = torch.zeros(3, 2)
-    sink = TensorSink(Buffer(whole.t(), uncommitted=False), "float32")
+    sink = TensorSink(Buffer(whole.t(), fill_first=False), "float32")
     view = sink.view(0, 24)
     assert view is not None
     view[:] = raw(torch.arange(6.0))
@@ -33,7 +33,7 @@ def test_a_tensor_that_is_not_flat_is_filled_in_separate_memory() -> None:
 
 
 def test_an_empty_tensor_has_no_memory() -> None:
-    assert TensorSink(Buffer(torch.zeros(0), uncommitted=True), "float32").view(0, 0) is None
+    assert TensorSink(Buffer(torch.zeros(0), fill_first=True), "float32").view(0, 0) is None
 
 
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
@@ -50,7 +50,7 @@ def test_an_empty_tensor_has_no_memory() -> None:
 def test_bytes_are_stored_in_rows(rows: CopyItem, expected: list[int], skip: int, live: torch.dtype) -> None:
     """Also in a tensor that begins behind the start of its storage."""
     whole = torch.zeros(10 + skip, dtype=live)
-    sink = TensorSink(Buffer(whole[skip:], uncommitted=True), "float32")
+    sink = TensorSink(Buffer(whole[skip:], fill_first=True), "float32")
     sink.store(rows, raw(torch.arange(1.0, 5.0)))
     assert whole.tolist() == [*[0] * skip, *expected]
 
@@ -60,11 +60,11 @@ def test_elements_outside_the_spans_keep_their_values() -> None:
     whole = torch.arange(6.0).view(3, 2)
     for tensor in (whole.t(), whole.view(-1)):
         before = tensor.clone()
-        buffer = Buffer(tensor, uncommitted=False, spans=[(4, 5), (0, 2)])
+        buffer = Buffer(tensor, fill_first=False, spans=[(4, 5), (0, 2)])
         buffer.use_separate()
         buffer.memory[0:2] = torch.tensor([7.0, 8.0])
         buffer.memory[4] = 9.0
-        assert buffer.uncommitted and tensor.equal(before)
+        assert buffer.fill_first and tensor.equal(before)
         buffer.commit()
         assert tensor.reshape(-1).tolist() == [7, 8, *before.reshape(-1)[2:4].tolist(), 9, before.reshape(-1)[5]]
 
@@ -72,16 +72,16 @@ def test_elements_outside_the_spans_keep_their_values() -> None:
 def test_masters_equal_to_their_copies_are_filled_in_place() -> None:
     copies = [torch.tensor([1.5, -0.0, float("nan")]).bfloat16(), torch.tensor([2.0]).bfloat16()]
     made = torch.cat(copies).float()
-    buffer = Buffer(made.clone(), uncommitted=False, copies=copies)
-    assert buffer.allow_in_place() and buffer.uncommitted and buffer.memory is buffer.tensor
+    buffer = Buffer(made.clone(), fill_first=False, copies=copies)
+    assert buffer.try_in_place() and buffer.fill_first and buffer.memory is buffer.tensor
     buffer.memory.fill_(7.0)
     buffer.undo()
     assert raw(buffer.tensor) == raw(made)
 
 
 def test_states_that_are_zero_are_filled_in_place() -> None:
-    zero, negative = (Buffer(torch.tensor([0.0, value]), uncommitted=False) for value in (0.0, -0.0))
-    assert zero.allow_in_place() and not negative.allow_in_place()
+    zero, negative = (Buffer(torch.tensor([0.0, value]), fill_first=False) for value in (0.0, -0.0))
+    assert zero.try_in_place() and not negative.try_in_place()
     zero.memory.fill_(7.0)
     zero.undo()
     assert raw(zero.tensor) == raw(torch.zeros(2))
@@ -100,22 +100,22 @@ def test_states_that_are_zero_are_filled_in_place() -> None:
 )
 def test_masters_unlike_their_copies_are_not_filled_in_place(values: list[float], copies: list[list[float]]) -> None:
     made_from = [torch.tensor(copy).bfloat16() for copy in copies]
-    assert not Buffer(torch.tensor(values), uncommitted=False, copies=made_from).allow_in_place()
+    assert not Buffer(torch.tensor(values), fill_first=False, copies=made_from).try_in_place()
 
 
 def test_a_tensor_that_shares_memory_with_its_copy_is_not_filled_in_place() -> None:
     """ZeRO 3 has no separate masters if both would have one dtype."""
     tensor = torch.tensor([1.5, 2.0])
-    assert not Buffer(tensor, uncommitted=False, copies=[tensor.view(-1)]).allow_in_place()
+    assert not Buffer(tensor, fill_first=False, copies=[tensor.view(-1)]).try_in_place()
 
 
 def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     whole = torch.full((3, 2), 5.0)
-    buffer = Buffer(whole.t(), uncommitted=False, spans=[(0, 6)])
-    replicas = [Buffer(torch.tensor(values), uncommitted=True) for values in ([1.0, 2.0], [3.0, 4.0])]
+    buffer = Buffer(whole.t(), fill_first=False, spans=[(0, 6)])
+    replicas = [Buffer(torch.tensor(values), fill_first=True) for values in ([1.0, 2.0], [3.0, 4.0])]
     wants = Wants(blanks=[(0, 0, 4)], means=[Mean(0, 4, 6, (1, 2))])
-    work = Work(make_index([]), wants, [buffer, *replicas])
-    work.zero_blanks(uncommitted=True)
+    work = FillPlan(make_index([]), wants, [buffer, *replicas])
+    work.zero_blanks(is_first_pass=True)
     assert whole.eq(5).all()
     work.commit()
     assert whole.t().tolist() == [[0, 0, 0], [0, 2, 3]]
@@ -128,7 +128,7 @@ def test_free_memory_counts_for_all_ranks_of_a_machine(monkeypatch: pytest.Monke
     monkeypatch.setattr(transfer, "measure_available", lambda: free["aab"[current_rank()]])
 
     def decide(_rank: int, comm: Comm) -> bool:
-        return transfer.has_memory([Buffer(torch.ones(10), uncommitted=False)], 10, comm)
+        return transfer.has_memory([Buffer(torch.ones(10), fill_first=False)], 10, comm)
 
     assert run_ranks(3, decide) == [True] * 3
     free["a"] = 133
@@ -139,7 +139,7 @@ def test_free_memory_counts_for_all_ranks_of_a_machine(monkeypatch: pytest.Monke
 
 def test_separate_memory_of_tensors_on_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor that is not flat is filled in the host's memory, wherever it is itself."""
-    flat, other = (Buffer(torch.empty(shape, device="meta"), uncommitted=True) for shape in (10, (2, 5)))
+    flat, other = (Buffer(torch.empty(shape, device="meta"), fill_first=True) for shape in (10, (2, 5)))
     monkeypatch.setattr(transfer, "measure_available", lambda: 10)
     assert transfer.has_memory([flat], 1, Comm())
     assert not transfer.has_memory([other], 1, Comm())
@@ -171,10 +171,10 @@ def test_free_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pyt
 
 def test_untouched_memory() -> None:
     """States of a fresh engine and separate memory; not a file's, and not memory that is filled in place."""
-    assert Buffer(torch.zeros(6), uncommitted=True).is_new
-    live, file = Buffer(torch.zeros(6), uncommitted=False), Buffer(torch.zeros(6), uncommitted=True, in_file=True)
-    assert not live.is_new and not file.is_new
-    assert live.allow_in_place() and not live.is_new
-    for each in (Buffer(torch.ones(6), uncommitted=False), Buffer(torch.ones(6), uncommitted=False, in_file=True)):
+    assert Buffer(torch.zeros(6), fill_first=True).is_fresh_host_memory
+    live, file = Buffer(torch.zeros(6), fill_first=False), Buffer(torch.zeros(6), fill_first=True, in_file=True)
+    assert not live.is_fresh_host_memory and not file.is_fresh_host_memory
+    assert live.try_in_place() and not live.is_fresh_host_memory
+    for each in (Buffer(torch.ones(6), fill_first=False), Buffer(torch.ones(6), fill_first=False, in_file=True)):
         each.use_separate()
-        assert each.is_new and each.memory is not each.tensor
+        assert each.is_fresh_host_memory and each.memory is not each.tensor

@@ -17,7 +17,7 @@ import torch
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.memory import ScratchPool, allocate_large, find_address
 from deepspeed_ucp.load import destinations, transfer
-from deepspeed_ucp.load.destinations import GpuUploads, TensorSink, Uploads, choose_uploads
+from deepspeed_ucp.load.destinations import AsyncGpuCopies, DeviceCopies, TensorSink, choose_device_copies
 from tests.support.contents import check_load
 from tests.support.direct import write
 from tests.support.ranks import run_ranks
@@ -102,7 +102,7 @@ class LateCuda(threading.local):
                 stream.catch_up()
 
 
-class LateUploads(GpuUploads):
+class LateCopies(AsyncGpuCopies):
     """Counts the pieces that it allocates."""
 
     def __init__(self, threads: int, most: int) -> None:
@@ -122,9 +122,9 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
     """
     cuda, found = LateCuda([]), SimpleNamespace(most=request.param, made=[], locked=set(), emptied=[])
 
-    def choose(_sinks: object, threads: int) -> Uploads:
+    def choose(_sinks: object, threads: int) -> DeviceCopies:
         cuda.gpu = 1  # as DeepSpeed sets it in the thread that trains
-        found.made.append(LateUploads(threads, request.param))
+        found.made.append(LateCopies(threads, request.param))
         return found.made[-1]  # type: ignore[no-any-return]
 
     def allocate(nbytes: int) -> memoryview:
@@ -138,7 +138,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
     monkeypatch.setattr(destinations, "_allocate_pinned", allocate)
     monkeypatch.setattr(destinations, "_empty_cache", lambda: found.emptied.append(1))
     monkeypatch.setattr(destinations, "_copy", copy)
-    monkeypatch.setattr(transfer, "choose_uploads", choose)
+    monkeypatch.setattr(transfer, "choose_device_copies", choose)
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
     return found
 
@@ -169,7 +169,7 @@ def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None
     made = list[object]()
     cuda = SimpleNamespace(Stream=made.append, device=nullcontext, stream=nullcontext)
     monkeypatch.setattr(torch, "cuda", cuda)
-    lent = GpuUploads(2, torch.device("cuda", 0))
+    lent = AsyncGpuCopies(2, torch.device("cuda", 0))
     for _ in range(3):
         with lent.open_stream(), suppress(KeyError), lent.open_stream():
             raise KeyError
@@ -179,7 +179,7 @@ def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_page_locked_memory_a_load_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     fail = mock.Mock(side_effect=RuntimeError("CUDA error: out of memory"))
     monkeypatch.setattr(destinations, "_allocate_pinned", fail)
-    lent = GpuUploads(1, torch.device("cuda", 0))
+    lent = AsyncGpuCopies(1, torch.device("cuda", 0))
     for nbytes in (1 << 20, 40 << 20):
         lent._allocate(nbytes)[-1] = 1
     assert fail.call_count == 1
@@ -197,20 +197,20 @@ def test_page_locked_memory_is_what_is_needed(threads: int, size: int, monkeypat
         return allocate_large(nbytes)
 
     monkeypatch.setattr(destinations, "_allocate_pinned", allocate)
-    lent = GpuUploads(threads, torch.device("cuda", 0))
+    lent = AsyncGpuCopies(threads, torch.device("cuda", 0))
     pieces = [lent._allocate(size) for _ in range(2 * threads)]
-    assert sum(locked) <= 1.1 * 2 * threads * size + destinations._LOCKED
+    assert sum(locked) <= 1.1 * 2 * threads * size + destinations._PINNED_CHUNK
     begins = sorted(find_address(piece) for piece in pieces)
     assert all(low + size <= high for low, high in pairwise(begins))
     assert {begin % 4096 for begin in begins} == {0}
     assert {piece.nbytes for piece in pieces} == {size}
 
 
-@pytest.mark.parametrize(("gpus", "kind"), [([1, 1], GpuUploads), ([0, 1], Uploads), ([], Uploads)])
-def test_copies_to_several_gpus_are_synchronous(gpus: list[int], kind: type[Uploads]) -> None:
+@pytest.mark.parametrize(("gpus", "kind"), [([1, 1], AsyncGpuCopies), ([0, 1], DeviceCopies), ([], DeviceCopies)])
+def test_copies_to_several_gpus_are_synchronous(gpus: list[int], kind: type[DeviceCopies]) -> None:
     devices = [torch.device("cpu"), *(torch.device("cuda", gpu) for gpu in gpus)]
     sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=each))) for each in devices]
-    chosen = choose_uploads(sinks, 1)
+    chosen = choose_device_copies(sinks, 1)
     assert type(chosen) is kind and getattr(chosen, "device", devices[-1]) == devices[-1]
 
 

@@ -13,7 +13,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.context import LoadContext, LoadReport
-from deepspeed_ucp.load.destinations import Work
+from deepspeed_ucp.load.destinations import FillPlan
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.tensor_parallel.rules import from_config
@@ -146,7 +146,7 @@ def run_load(
 
 
 def check_loaded(targets: list[FakeTarget], state: State, local: Mapping[int, Local] | None = None) -> None:
-    work = Work(planning.make_index([]))
+    work = FillPlan(planning.make_index([]))
     check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state, local)
 
 

@@ -29,7 +29,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.naming import Naming
 from deepspeed_ucp.load.choice import join_groups, list_stage_groups
 from deepspeed_ucp.load.context import LoadContext, LoadReport
-from deepspeed_ucp.load.destinations import TensorSink, Work
+from deepspeed_ucp.load.destinations import FillPlan, TensorSink
 from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.prepare import prepare
 from deepspeed_ucp.load.states import attach_states
@@ -250,7 +250,7 @@ class Loaded:
     """One rank after a load: work, reads, and the number of writes of each element (by tensor)."""
 
     target: FakeTarget
-    work: Work
+    work: FillPlan
     extras: list[EngineBuffer]
     comm: Comm = field(default_factory=Comm)
     transfer: Transfer | None = None
