@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo  # an optimizer imports it, and it reads attributes that `LateCuda` lacks
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.memory import ScratchPool, allocate_large, find_address
