@@ -25,29 +25,31 @@ def check_states(engine: Any, *, with_states: bool) -> None:
 
 @contextmanager
 def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
-    """Context manager around changes of the engine: an error marks it as broken, success removes the mark.
+    """Context manager around changes of the engine: an error blocks it.
+
+    Success unblocks it.
 
     Args:
         with_states: the optimizer states change too.
 
     Raises:
-        UcpError: the error with the mark's message; other errors become a CheckpointError.
+        UcpError: the error with the message of the blocked methods; other errors become a CheckpointError.
     """
     try:
         yield
     except Exception as error:
         kind = type(error) if isinstance(error, UcpError) else CheckpointError
-        marked = kind(mark(engine, error, with_states=with_states))
-        marked.shared, marked.echo = getattr(error, "shared", False), getattr(error, "echo", False)
-        raise marked from error
+        failure = kind(block_engine(engine, error, with_states=with_states))
+        failure.shared, failure.echo = getattr(error, "shared", False), getattr(error, "echo", False)
+        raise failure from error
     except BaseException as interrupt:
-        mark(engine, interrupt, with_states=with_states)
+        block_engine(engine, interrupt, with_states=with_states)
         raise
     release(engine)
 
 
-def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
-    """Mark an engine as broken and block it; returns the message of its blocked methods."""
+def block_engine(engine: Any, error: BaseException, *, with_states: bool) -> str:
+    """Block a half-filled engine; return the message of its blocked methods."""
     reason = str(error) or type(error).__name__
     message = (
         f"{reason} This happened while the engine was being filled: it holds a part of the checkpoint and must not be "
@@ -55,11 +57,11 @@ def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
     )
     state = find_state(engine)
     state.broken, state.half_states = message, with_states or state.half_states
-    block(engine)
+    block_methods(engine)
     return message
 
 
-def block(engine: Any) -> None:
+def block_methods(engine: Any) -> None:
     """Replace the blocked methods of a broken engine; other engines stay unchanged."""
     message, fields = find_state(engine).broken, vars(engine)
     for name in _BLOCKED if message else ():

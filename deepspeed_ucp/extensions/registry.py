@@ -156,7 +156,7 @@ class Extension:
         """Log changes, and read data that the buffers do not need, before the engine changes (collective)."""
 
     def change_engine(self, job: Any, target: Any, work: Any) -> None:
-        """Change the engine before its buffers are filled; an error marks it as unusable (collective)."""
+        """Change the engine before its buffers are filled; an error blocks it (collective)."""
 
     def commit(self) -> None:
         """Finish the fill: everything is verified, and the live buffers have their values."""

@@ -124,7 +124,7 @@ class Scratch:
         return self._memory[:nbytes]
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """An event of background work, as of CUDA."""
 
     def query(self) -> bool:
@@ -139,46 +139,46 @@ class ScratchPool:
 
     Args:
         allocate: as for :class:`Scratch`.
-        mark: called when memory is returned; returns the event of background work that still reads it, or None.
-        most: maximum number of pieces to allocate rather than wait for a mark.
+        record: called when memory is returned; returns the event of background work that still reads it, or None.
+        most: maximum number of pieces to allocate rather than wait for an event.
     """
 
     def __init__(
         self,
         allocate: Callable[[int], memoryview] | None = None,
-        mark: Callable[[], Mark | None] = lambda: None,
+        record: Callable[[], Event | None] = lambda: None,
         most: int = 0,
     ) -> None:
         self._make = Scratch if allocate is None else partial(Scratch, allocate)
-        self._mark, self._allowed, self._lock = mark, most, threading.Lock()
-        self._idle = deque[tuple[Scratch, Mark | None]]()
+        self._record, self._allowed, self._lock = record, most, threading.Lock()
+        self._idle = deque[tuple[Scratch, Event | None]]()
 
     @contextmanager
     def lend(self) -> Iterator[Scratch]:
         """Context of a thread's exclusive use of a piece."""
-        scratch, mark = self._take()
-        if mark is not None:
-            mark.synchronize()
+        scratch, event = self._take()
+        if event is not None:
+            event.synchronize()
         try:
             yield scratch
         finally:
-            self._idle.append((scratch, self._mark()))
+            self._idle.append((scratch, self._record()))
 
-    def _take(self) -> tuple[Scratch, Mark | None]:
+    def _take(self) -> tuple[Scratch, Event | None]:
         """Return the piece that has been idle longest, or a new one if that is still read."""
         with self._lock:
             if self._idle:
-                mark = self._idle[0][1]
-                if mark is None or mark.query() or self._allowed <= 0:
+                event = self._idle[0][1]
+                if event is None or event.query() or self._allowed <= 0:
                     return self._idle.popleft()
             self._allowed -= 1
         return self._make(), None
 
     def settle(self) -> None:
         """Wait until no returned piece is read any more."""
-        for _, mark in list(self._idle):
-            if mark is not None:
-                mark.synchronize()
+        for _, event in list(self._idle):
+            if event is not None:
+                event.synchronize()
 
     def clear(self) -> None:
         """Free the returned pieces; none may be read any more."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..io.cast import average
-from ..io.memory import Mark, ScratchPool, allocate, allocate_large
+from ..io.memory import Event, ScratchPool, allocate, allocate_large
 from ..model.flat import Span, find_gaps
 from ..model.index import AtomicIndex
 from ..model.records import CopyItem
@@ -397,7 +397,7 @@ class AsyncGpuCopies(DeviceCopies):
                 logger.warning("no page-locked memory for copies to %s, which take longer: %s", self.device, error)
         return allocate_large(nbytes)
 
-    def _record(self) -> Mark:
+    def _record(self) -> Event:
         """Record a CUDA event after the calling thread's copies."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))

@@ -26,7 +26,7 @@ from ..engine.finish import (
     restore_rates,
     restore_scaler,
 )
-from ..engine.guard import guard_engine, mark
+from ..engine.guard import block_engine, guard_engine
 from ..engine_state import KEY
 from ..errors import MismatchError, Objections, UnsupportedError, pluralize, shorten
 from ..extensions.registry import find_for_load, name_active
@@ -56,7 +56,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         The client state, as DeepSpeed's load returns it.
 
     Raises:
-        UcpError: the same on every rank. The engine is unchanged, or marked as ``broken`` and the message says so.
+        UcpError: the same on every rank. The engine is unchanged, or blocked and the message says so.
     """
     engine, comm, report = job.engine, job.comm, job.report
     with_states = job.with_states and has_masters(target, comm)
@@ -78,7 +78,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         with _undo_on_error(engine, transfer, with_states=with_states), report.phase("finish"):
             states = [(module, extra[key]) for key, module in modules.items()]
             comm.run(lambda: _restore_others(job, index, saved, states))
-        # From here on the engine changes, and an error marks it.
+        # From here on the engine changes, and an error blocks it.
         for extension in job.extensions:
             extension.change_engine(job, target, work)
         _fill(job, target, transfer)
@@ -96,14 +96,17 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
 @contextmanager
 def _undo_on_error(engine: Any, transfer: Transfer, *, with_states: bool) -> Iterator[None]:
-    """Context manager that undoes the load if an exception is raised inside, and marks the engine if that fails too."""
+    """Context manager that undoes the load after an exception.
+
+    If that fails too, the engine is blocked.
+    """
     try:
         yield
     except BaseException:
         try:
             transfer.undo()
         except BaseException as error:
-            error.add_note(mark(engine, error, with_states=with_states))
+            error.add_note(block_engine(engine, error, with_states=with_states))
             raise
         raise
 

@@ -15,7 +15,7 @@ from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine.base import Target
 from ..engine.coverage import describe_own_files, is_switched_off, list_unsaved, was_made_before_import
 from ..engine.finish import begin_load_event, end_load_event, refresh_after_own_load, wait_behind_reads
-from ..engine.guard import mark, release
+from ..engine.guard import block_engine, release
 from ..engine.references import keep_references
 from ..engine.rule import watch_edits
 from ..engine_state import find_state
@@ -96,7 +96,7 @@ def _try_tags(job: LoadContext, newest: str) -> Loaded:
         UcpError: an error that damaged files did not cause; older tags are not tried.
     """
     load_dir = job.load_dir
-    marked = find_state(job.engine).broken  # a mark of an earlier load does not keep older tags from being tried
+    broken_before = find_state(job.engine).broken  # an earlier load's failure does not keep older tags from being tried
     skipped: list[str] = []
     for tag, is_unsealed in _list_candidates(job, newest):
         if is_unsealed:
@@ -105,7 +105,7 @@ def _try_tags(job: LoadContext, newest: str) -> Loaded:
         try:
             loaded = _resume_tag(job, tag)
         except CheckpointError as error:
-            has_changed = find_state(job.engine).broken is not marked
+            has_changed = find_state(job.engine).broken is not broken_before
             if isinstance(error, OutOfReachError) or has_changed or not job.comm.is_common(error):
                 raise
             skipped.append(str(error))
@@ -164,7 +164,7 @@ def _resume_tag(job: LoadContext, tag: str) -> Loaded:
 def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) -> Loaded:
     """Run DeepSpeed's load and refresh the data that it leaves stale.
 
-    The load changes the engine while it reads: any exception, even an interrupt, marks the engine as unusable.
+    The load changes the engine while it reads: any exception, even an interrupt, blocks the engine.
 
     Raises:
         CheckpointError: DeepSpeed has loaded nothing, which it only logs.
@@ -183,7 +183,7 @@ def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) ->
         if target is not None:
             refresh_after_own_load(target, job.comm, with_states=with_states)
     except BaseException as error:
-        error.add_note(mark(job.engine, error, with_states=with_states))
+        error.add_note(block_engine(job.engine, error, with_states=with_states))
         raise
     job.warn_all(loaded[0], lambda: filter(None, [describe_edits(loaded[1])]))
     release(job.engine)

@@ -152,15 +152,15 @@ def _read_pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
             pinned[number % 2][: pieces[number].numel()].copy_(pieces[number], non_blocking=True)
             return stream.record_event()
 
-    mark = fetch(0)
+    event = fetch(0)
     for number, piece in enumerate(pieces):
-        mark.synchronize()
-        mark = fetch(number + 1)
+        event.synchronize()
+        event = fetch(number + 1)
         yield memoryview(pinned[number % 2][: piece.numel()].numpy())
 
 
 @cache
 def _prepare(device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """Return a device's page-locked buffers and copy stream; storages are copied one after the other."""
+    """Return a device's page-locked buffers and copy stream; storages are event one after the other."""
     pinned = [torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     return pinned, torch.get_device_module(device).Stream(device)

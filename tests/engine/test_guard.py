@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.engine.guard import block, release
+from deepspeed_ucp.engine.guard import block_methods, release
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError
 
@@ -23,10 +23,10 @@ class Engine:
 
 def test_blocking_and_release() -> None:
     engine = Engine()
-    block(engine)
+    block_methods(engine)
     assert vars(engine).keys() <= {"_ucp_state"}  # it is not broken
     find_state(engine).broken = "it holds a part of the checkpoint"
-    block(engine)
+    block_methods(engine)
     for use in (engine.step, lambda: engine.save_checkpoint("here", tag="t")):
         with pytest.raises(CheckpointError, match="a part of the checkpoint"):
             use()
@@ -42,7 +42,7 @@ def test_a_function_that_a_script_has_set_comes_back() -> None:
     engine.step = own = lambda: "the script's"
     for text in ("once", "twice"):
         find_state(engine).broken = text
-        block(engine)
+        block_methods(engine)
     with pytest.raises(CheckpointError, match="twice"):
         engine.step()
     release(engine)

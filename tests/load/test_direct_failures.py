@@ -227,7 +227,7 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
     path, state = write(tmp_path, Topology(1, 3))
     config = UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
     monkeypatch.setattr(transfer, "_ATTEMPTS", 1)
-    marked, index = 0, open_for(path, make_targets(PLAIN, Topology(3, 2))[0])
+    blocked, index = 0, open_for(path, make_targets(PLAIN, Topology(3, 2))[0])
     turn = (2 * trained + much) % 3 + 3 * (verify == "off")
     step = stride(12)
     for number in range(1 + 2 * turn % step, 999, step):
@@ -247,12 +247,12 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
         texts = {str(result) for result in results}
         assert len(texts) == 1 and "states.pt: cannot be read at byte" in texts.pop()
         same = all(now.equal(then) for now, then in zip(keep_values(targets), before, strict=True))
-        marks = [find_state(engine).broken for engine in engines]
-        assert same if marks == ["", ""] else marks == [str(result) for result in results]
-        marked += not same
+        messages = [find_state(engine).broken for engine in engines]
+        assert same if messages == ["", ""] else messages == [str(result) for result in results]
+        blocked += not same
     check_loaded(targets, state)
     few = 0 if trained else sum(len(target.extras()) for target in targets)  # which cannot be recomputed
-    assert number > 8 and (marked <= few) == much
+    assert number > 8 and (blocked <= few) == much
 
 
 def test_a_read_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -304,7 +304,7 @@ def test_a_half_loaded_engine_is_usable_after_the_next_load(tmp_path: Path, monk
     ("owner", "name", "error"),
     [(FakeTarget, "refresh_copies", KeyboardInterrupt), (Transfer, "undo", ZeroDivisionError)],
 )
-def test_an_engine_is_marked_if_its_end_or_an_undo_fails(
+def test_an_engine_is_blocked_if_its_end_or_an_undo_fails(
     owner: type, name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _, rank = start(tmp_path)

@@ -18,7 +18,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine.guard import mark, release
+from deepspeed_ucp.engine.guard import block_engine, release
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.formats import open_checkpoint
@@ -124,7 +124,7 @@ CUT = CheckpointError("cut off.")
 
 
 class FallingBack:
-    """A run of three tags, a load with `fallback`, and the tags that it tries; some fail, some mark the engine."""
+    """A run of three tags, a load with `fallback`, and the tags that it tries; some fail, some block the engine."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.tried, self.engine = str(folder), list[str](), UpstreamEngine()
@@ -140,7 +140,7 @@ class FallingBack:
     def _resume_tag(self, job: LoadContext, tag: str) -> tuple[str, None]:
         self.tried.append(tag)
         if tag in self.marks:
-            mark(job.engine, self.fails[tag], with_states=True)
+            block_engine(job.engine, self.fails[tag], with_states=True)
         if tag in self.fails:
             raise self.fails[tag]
         release(job.engine)
@@ -281,7 +281,7 @@ def test_a_place_that_is_named_twice_is_searched_once(
     assert falling_back.load(also=[falling_back.folder]) == "global_step3" and asked == [falling_back.folder]
 
 
-def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_marked(falling_back: FallingBack) -> None:
+def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_blocked(falling_back: FallingBack) -> None:
     falling_back.fails, falling_back.marks = {"global_step3": CUT}, {"global_step3"}
     for _ in range(2):  # each load marks the engine again, with the same message
         with pytest.raises(CheckpointError, match=r"^cut off\.$"):
