@@ -33,7 +33,7 @@ from deepspeed_ucp.load.context import LoadContext, LoadReport
 from deepspeed_ucp.load.destinations import Buffer, FillPlan
 from deepspeed_ucp.load.prepare import prepare, view_engine
 from deepspeed_ucp.load.transfer import choose_memory, negotiate
-from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, SHARES, LoadPlan, address_claims
+from deepspeed_ucp.plan.rounds import MIN_DIRECT, SELF_READ, WINDOW_PARTS, LoadPlan, split_claims_by_owner
 from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.reader import send_checks
 from deepspeed_ucp.tensor_parallel.rules import from_config
@@ -109,7 +109,7 @@ def _make_tables(claims: Claims, rank: int, ranks: int) -> list[Any]:
     """Return the tables of claims on a rank's blocks, by the rank that claims."""
     owned = list(claims.blocks.owned(rank, claims.touched))
     claimed, single = claims.list_claims(set(owned)), replace(claims.blocks, size=1)  # this rank owns all these blocks
-    return [address_claims(claimed.get(each, ()), single)[0][0] for each in range(ranks)]
+    return [split_claims_by_owner(claimed.get(each, ()), single)[0][0] for each in range(ranks)]
 
 
 def gather_groups(target: Any, comm: Any) -> Any:
@@ -177,7 +177,7 @@ class Planner:
             work = prepare(load, index, target, with_states=True)
             choose_memory(work.buffers, WINDOW, comm, prefer_memory=False)
             near = np.arange(job.ranks) // PER_NODE == self.rank // PER_NODE
-            plan = negotiate(work.wants, work.index, comm, WINDOW // SHARES, near)
+            plan = negotiate(work.wants, work.index, comm, WINDOW // WINDOW_PARTS, near)
             seconds, received = time.process_time() - start, dict(comm.received)
             peak = peak_resident_bytes() - before
             comm.received.clear()

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -26,15 +26,15 @@ from ..plan.locate import list_claims
 from ..plan.rounds import (
     BLOCK,
     MIN_DIRECT,
-    SHARES,
+    WINDOW_PARTS,
     Answers,
     Blocks,
     LoadPlan,
     SameNode,
     Table,
-    address_claims,
     make_owner_plan,
     make_plan,
+    split_claims_by_owner,
 )
 from ..plan.wants import Wants
 from ..stream.duplicates import check_overlaps, check_replicas, check_samples
@@ -62,7 +62,7 @@ class Transfer:
     """One rank's part of a load. Construction, then :meth:`read`, :meth:`verify` and :meth:`fill` are collective.
 
     Args:
-        share: most bytes that a round of the exchange stages, unless it has a single block; default: by the window.
+        round_bytes: maximum bytes that a round stages or sends, if it has several blocks; default: by the window.
         block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
         prefer_memory: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
 
@@ -80,7 +80,7 @@ class Transfer:
         comm: Comm,
         config: UniversalConfig,
         *,
-        share: int = 0,
+        round_bytes: int = 0,
         block: int = BLOCK,
         min_direct: int = MIN_DIRECT,
         prefer_memory: bool = False,
@@ -88,11 +88,13 @@ class Transfer:
         window = config.window_mb << 20
         self.work, self.comm, self.checksum = work, comm, config.verify == "crc"
         one_pass = choose_memory(work.buffers, window, comm, prefer_memory=prefer_memory)
-        share = share or max(window // SHARES, block)
-        self.staging = share_memory(2 * share, comm.rank, comm.gather)
+        round_bytes = round_bytes or max(window // WINDOW_PARTS, block)
+        self.staging = share_memory(2 * round_bytes, comm.rank, comm.gather)
         self.same_node = np.array([memory is not None for memory in self.staging], np.bool_)
         self.is_one_machine = bool(self.same_node.all())  # the same on every rank
-        self.plan = negotiate(work.wants, work.index, comm, share, self.same_node, block=block, min_direct=min_direct)
+        self.plan = negotiate(
+            work.wants, work.index, comm, round_bytes, self.same_node, block=block, min_direct=min_direct
+        )
         self.passes = self._plan_passes(one_pass=one_pass)
         self.checks: list[Checked] = []
         self.files: dict[str, tuple[int, float]] = {}
@@ -111,7 +113,7 @@ class Transfer:
         needs = self.comm.run(lambda: plan.list_needs(first, rest))
         needed = self.comm.swap_tables(needs) if needs else []  # every rank has as many rounds
         now, then = ([columns[:, number] for columns in needed] for number in (0, 1))
-        return [plan.filter_for_sinks(first, now, whole=self.checksum), plan.filter_for_sinks(rest, then)]
+        return [plan.filter_for_sinks(first, now, keep_reads=self.checksum), plan.filter_for_sinks(rest, then)]
 
     def _configure(self, threads: int, window: int) -> None:
         """Set threads and sizes, allocate separate memory, and list the ranges that pass 2 reads again."""
@@ -198,9 +200,12 @@ class Transfer:
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
     def _run_pass(self, plan: LoadPlan, *, is_first_pass: bool) -> list[Checked]:
-        """Execute a pass's plan; bytes for the sinks of the other pass are only checksummed."""
-        steps = [(number, step) for number, round_ in enumerate(plan.rounds) for step in range(round_.steps)]
-        shares = self._share_out(plan.direct, len(steps) + 1)
+        """Execute a pass's plan; bytes for the sinks of the other pass are only checksummed.
+
+        Staged bytes stay at their announced offsets until every rank has copied them.
+        """
+        exchanges = [(number, each) for number, round_ in enumerate(plan.rounds) for each in range(round_.exchanges)]
+        batches = self._distribute(plan.own_reads, len(exchanges) + 1)
         sinks = self.work.pick_sinks(is_first_pass=is_first_pass)
         checks, received = list[Checked](), list[Received]()
 
@@ -209,20 +214,23 @@ class Transfer:
             self.device_copies.wait_for_earlier()
 
         def prepare(turn: int) -> tuple[Bytes, list[list[Read]], list[list[Read]], Bytes]:
-            """Read, store received bytes, pack bytes for other ranks; return these, sends, claims, room to receive.
+            """Read, store received bytes, and pack bytes for other ranks.
 
             Rounds alternate between the two halves of the staging memory. Before a half is overwritten, every rank has
             confirmed that it has copied the bytes of two rounds ago.
+
+            Returns:
+                The packed bytes, the reads of staging memory that they answer, this rank's claims, and room to receive.
             """
-            number, step = steps[turn]
+            number, exchange = exchanges[turn]
             round_, stage = plan.rounds[number], self._find_staging(self.comm.rank, number)
-            sends, claims = round_.select_exchange(self.comm.rank, step, self.same_node)
-            reads = [*(() if step else round_.reads), *shares[turn]]
+            sends, claims = round_.select_exchange(self.comm.rank, exchange, self.same_node)
+            reads = [*(() if exchange else round_.reads), *batches[turn]]
             checks.extend(self._work(reader, reads, received, sinks, MemorySink(stage)))
             return _pack(stage, sends), sends, claims, np.empty(sum(_count_bytes(claims)), np.uint8)
 
         def end() -> list[Checked]:
-            rest = self._work(reader, shares[-1], received, sinks)
+            rest = self._work(reader, batches[-1], received, sinks)
             self.device_copies.finish()
             return rest
 
@@ -237,26 +245,27 @@ class Transfer:
             "joined": self.joined,
         }
         with AtomReader(self.work.index, **options) as reader:
-            for turn, (number, step) in enumerate(steps):
+            for turn, (number, exchange) in enumerate(exchanges):
                 packed, sends, claims, memory = self.comm.run(partial(prepare, turn))
                 received = list(_split_received(claims, self._swap(packed, sends, claims, memory)))
-                for peer, place, claim in () if step else plan.rounds[number].list_local_copies(self.same_node):
-                    received.append((claim, self._find_staging(peer, number)[place:], claim.step))
+                for peer, offset, claim in () if exchange else plan.rounds[number].list_local_copies(self.same_node):
+                    received.append((claim, self._find_staging(peer, number)[offset:], claim.step))
             checks += self.comm.run(end)
             for path, (nbytes, seconds) in reader.spent.items():
                 before = self.files.get(path, (0, 0.0))
                 self.files[path] = before[0] + nbytes, before[1] + seconds
         return checks
 
-    def _share_out(self, direct: Sequence[Read], turns: int) -> list[Sequence[Read]]:
-        """Distribute the direct reads over the turns.
+    def _distribute(self, own_reads: Sequence[Read], turns: int) -> list[Sequence[Read]]:
+        """Distribute the own reads over the turns.
 
         On one machine all turns get some, and storage stays busy while staged bytes are copied. Among several machines
-        each exchange waits for the slowest read of all ranks: the direct reads come after the last exchange.
+        each exchange waits for the slowest read of all ranks: the own reads come after the last exchange.
         """
         if self.is_one_machine:
-            return [direct[len(direct) * turn // turns : len(direct) * (turn + 1) // turns] for turn in range(turns)]
-        return [*([] for _ in range(turns - 1)), direct]
+            limits = [len(own_reads) * turn // turns for turn in range(turns + 1)]
+            return [own_reads[low:high] for low, high in pairwise(limits)]
+        return [*([] for _ in range(turns - 1)), own_reads]
 
     def _work(
         self,
@@ -267,7 +276,7 @@ class Transfer:
         stage: Sink | None = None,
     ) -> list[Checked]:
         """Execute reads and copies in one pool of threads; reads start first, because they wait for storage."""
-        with_stage = [*sinks, stage]  # STAGE is the last
+        with_stage = [*sinks, stage]  # STAGING is the last
         checks: list[Checked] = []
 
         def work(turn: Iterator[list[Read] | Received]) -> None:
@@ -393,7 +402,7 @@ def negotiate(
     wants: Wants,
     index: AtomicIndex,
     comm: Comm,
-    share: int,
+    round_bytes: int,
     same_node: SameNode,
     *,
     block: int = BLOCK,
@@ -402,7 +411,7 @@ def negotiate(
     """Send claims to the owners of their blocks, and plan this rank's reads from their answers (collective).
 
     Args:
-        share: maximum bytes that a round stages or sends, if it has several blocks.
+        round_bytes: maximum bytes that a round stages or sends, if it has several blocks.
         same_node: ranks that see each other's staging memory.
         block, min_direct: as :data:`~..plan.rounds.BLOCK` and :data:`~..plan.rounds.MIN_DIRECT`.
     """
@@ -413,17 +422,17 @@ def negotiate(
     def claim() -> tuple[list[Table], list[list[Read]]]:
         claims = list_claims(wants.wants, block)
         mask[[claim.record for claim in claims]] = True
-        return address_claims(claims, blocks)
+        return split_claims_by_owner(claims, blocks)
 
     tables, addressed = comm.run(claim)
     touched = np.flatnonzero(comm.any_of(mask))
-    asked, place = comm.swap_tables(tables), int(np.argmax(same_node))
+    asked, machine = comm.swap_tables(tables), int(np.argmax(same_node))
 
     def decide() -> tuple[LoadPlan, list[Answers]]:
         owned = blocks.owned(comm.rank, touched)
-        return make_owner_plan(asked, blocks, owned, share, same_node, place, min_direct)
+        return make_owner_plan(asked, blocks, owned, round_bytes, same_node, machine, min_direct)
 
     owner_plan, given = comm.run(decide)
     answers = comm.swap_tables(given)
     plan = comm.run(lambda: make_plan(addressed, answers, owner_plan, comm.rank, records.files))
-    return plan.align(comm.gather(plan.count_exchanges(share)))
+    return plan.align(comm.gather(plan.count_exchanges(round_bytes)))

@@ -60,14 +60,14 @@ class ReadAccess:
         numbers = np.asarray(files, np.int64)
         return self.assign(numbers, self.number(numbers, np.ones_like(numbers)), ranks)
 
-    def find_places(self, rank: int, files: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
+    def find_indices(self, rank: int, files: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
         """Return the files that a rank can read, its index among each file's readers, and their number."""
         mine = files[self.can_read(rank, files)]
-        places, counts = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
+        indices, counts = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
         for rows in self.split(mine):
             readers = self.list_readers(int(mine[rows[0]]), ranks)
-            places[rows], counts[rows] = np.searchsorted(readers, rank), len(readers)
-        return mine, places, counts
+            indices[rows], counts[rows] = np.searchsorted(readers, rank), len(readers)
+        return mine, indices, counts
 
 
 READ_ALL = ReadAccess()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
-STAGE = -1
+STAGING = -1
 """Number of the staging buffer of a rank that reads bytes for others, both as a destination and as a record.
 
 It indexes a list of destinations from its end.

@@ -290,10 +290,10 @@ def _list_new(rows: Intervals, kept: int, width: int, cut: Cut) -> Iterator[Span
         rows: of the logical tensor in the shard; rows from number ``kept`` on are new.
         width: elements of each row in the shard.
     """
-    place = 0
+    index = 0
     for low, high in rows:
-        begin, end = (place + max(low, kept) - low) * width, (place + high - low) * width
+        begin, end = (index + max(low, kept) - low) * width, (index + high - low) * width
         begin, end = max(begin, cut.start), min(end, cut.start + cut.numel)
         if begin < end:
             yield begin, end
-        place += high - low
+        index += high - low

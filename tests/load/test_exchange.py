@@ -20,7 +20,7 @@ from deepspeed_ucp.io import memory
 from deepspeed_ucp.io.memory import share_memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.transfer import Transfer
-from deepspeed_ucp.model.records import STAGE, Read
+from deepspeed_ucp.model.records import STAGING, Read
 from deepspeed_ucp.plan.rounds import LoadPlan, Round
 from tests.support.contents import check_load
 from tests.support.covering import all_turns
@@ -33,12 +33,12 @@ from tests.synth import Model, Param, Topology
 
 def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
     """Make a round that sends and receives so many bytes to and from each rank."""
-    sends, receives = ([[Read.of(0, 0, n)] if n else [] for n in nbytes] for nbytes in (sent, received))
-    return Round(sends, receives, sent=sum(sent))
+    served, claims = ([[Read.of(0, 0, n)] if n else [] for n in nbytes] for nbytes in (sent, received))
+    return Round(served, claims, sent_remote=sum(sent))
 
 
 @pytest.mark.parametrize(
-    ("sent", "received", "steps"),
+    ("sent", "received", "exchanges"),
     [
         ([0, 0, 0, 0], [0, 0, 0, 0], 1),
         ([25, 25, 25, 25], [0, 0, 0, 0], 1),
@@ -49,9 +49,11 @@ def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
     ],
     ids=str,
 )
-def test_a_round_takes_as_many_exchanges_as_its_bytes_need(sent: list[int], received: list[int], steps: int) -> None:
+def test_a_round_takes_as_many_exchanges_as_its_bytes_need(
+    sent: list[int], received: list[int], exchanges: int
+) -> None:
     """But never more than there are ranks."""
-    assert make_round(sent, received).count_exchanges(100, np.zeros(4, np.bool_)) == steps
+    assert make_round(sent, received).count_exchanges(100, np.zeros(4, np.bool_)) == exchanges
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_a_round_takes_as_many_exchanges_as_its_bytes_need(sent: list[int], rece
 )
 def test_direct_reads_hold_up_no_exchange_between_machines(one_machine: bool, shares: list[list[int]]) -> None:
     one: Any = SimpleNamespace(is_one_machine=one_machine)
-    assert transfer.Transfer._share_out(one, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
+    assert transfer.Transfer._distribute(one, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
 
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
@@ -69,7 +71,7 @@ MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": tor
 def test_replicas_are_sent_in_parts(size: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank of stage 0 wants everything, and a block of 64 bytes for all of them exceeds the smallest share.
 
-    In a step two ranks' parts may be sent together, each at most as large as the share.
+    In an exchange two ranks' parts may be sent together, each at most as large as the share.
     """
     sizes: list[int] = []
     pack, scatter = transfer._pack, transfer._split_received
@@ -90,19 +92,19 @@ def test_replicas_are_sent_in_parts(size: int, share: int, tmp_path: Path, monke
     _, ranks = check_load(path, MODEL, Topology(0, size), state, window=4 * share)
     assert 0 < max(sizes) <= 2 * share
     plans = [rank.plan.rounds for rank in ranks if rank.plan]
-    assert len({tuple(each.steps for each in rounds) for rounds in plans}) == 1
-    most = max(each.steps for each in plans[0])
+    assert len({tuple(each.exchanges for each in rounds) for rounds in plans}) == 1
+    most = max(each.exchanges for each in plans[0])
     assert most == {64: max(size - 1, 1), 1 << 20: 1}.get(share, most)
 
 
 def test_only_reads_with_sends_are_kept() -> None:
     """Three blocks of 10 bytes: one for the first pass, one for the second, one for both."""
-    reads = [read_of(item(0, low, 10, STAGE, low)) for low in (0, 10, 20)]
-    sends = [[Read.of(STAGE, 2, 5), Read(STAGE, 12, 2, 4, 2)], [Read.of(STAGE, 20, 25), Read.of(STAGE, 25, 30)]]
+    reads = [read_of(item(0, low, 10, STAGING, low)) for low in (0, 10, 20)]
+    sends = [[Read.of(STAGING, 2, 5), Read(STAGING, 12, 2, 4, 2)], [Read.of(STAGING, 20, 25), Read.of(STAGING, 25, 30)]]
     plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)], np.zeros(2, np.bool_)), np.array([True, False])
     assert plan.filter_for_sinks([], [first, first]).reads == [reads[0], reads[2]]
     assert plan.filter_for_sinks([], [~first, ~first]).reads == [reads[1], reads[2]]
-    assert plan.filter_for_sinks([], [first, first], whole=True).reads == reads
+    assert plan.filter_for_sinks([], [first, first], keep_reads=True).reads == reads
     assert plan.filter_for_sinks([]).reads == reads
     assert plan.filter_for_sinks([], [first & ~first] * 2).reads == []
 
@@ -194,7 +196,7 @@ def test_partitions_are_passed_around(width: int) -> None:
 @pytest.mark.parametrize("hosts", ["aaaa", "abab", "aabc"])
 @pytest.mark.parametrize("share", [64, 1 << 20])
 def test_only_other_machines_get_bytes(hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank of stage 0 wants everything; staging memory is reused two steps later."""
+    """Every rank of stage 0 wants everything; staging memory is reused two rounds later."""
     sent, swap = set[tuple[int, int]](), Transfer._swap
 
     def note(self: Any, packed: Any, sends: Any, claims: Any, into: Any) -> Any:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, ReadAccess
 from deepspeed_ucp.model.index import AtomicIndex
-from deepspeed_ucp.model.records import STAGE, CopyItem, Read, Record
+from deepspeed_ucp.model.records import STAGING, CopyItem, Read, Record
 from deepspeed_ucp.model.storage import MASTER, Atom, Fragment, Fragments
 from deepspeed_ucp.model.topology import Topology
 from deepspeed_ucp.plan.locate import Want, join_items, list_claims, make_items
-from deepspeed_ucp.plan.rounds import Blocks, LoadPlan, address_claims, make_owner_plan, make_plan
+from deepspeed_ucp.plan.rounds import Blocks, LoadPlan, make_owner_plan, make_plan, split_claims_by_owner
 from deepspeed_ucp.tensor_parallel.layout import Run
 
 
@@ -77,7 +77,7 @@ def plan_pieces(
 def plan_claims(
     claims: Sequence[Sequence[Read]],
     records: Sequence[Record],
-    share: int,
+    round_bytes: int,
     block: int,
     min_direct: int,
     access: ReadAccess = READ_ALL,
@@ -87,13 +87,13 @@ def plan_claims(
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
     blocks = Blocks.of(records, block, len(claims), access)
     files = [record.file for record in records]
-    sent = [address_claims(mine, blocks) for mine in claims]
+    sent = [split_claims_by_owner(mine, blocks) for mine in claims]
     decisions = [
         make_owner_plan(
             [tables[owner] for tables, _ in sent],
             blocks,
             blocks.owned(owner, touched),
-            share,
+            round_bytes,
             np.arange(len(claims)) == owner,
             owner,
             min_direct=min_direct,
@@ -104,7 +104,7 @@ def plan_claims(
         make_plan(sent[rank][1], [answers[rank] for _, answers in decisions], decisions[rank][0], rank, files)
         for rank in ranks
     ]
-    counts = [plan.count_exchanges(share) for plan in plans]
+    counts = [plan.count_exchanges(round_bytes) for plan in plans]
     return Planned(records, blocks, claims, [plan.align(counts) for plan in plans])
 
 
@@ -132,7 +132,7 @@ def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tupl
     needs = [plan.list_needs(*passes) for plan in plans]
     narrowed = (
         [
-            plan.filter_for_sinks(sinks, [each[rank][:, number] for each in needs if each], whole=not number)
+            plan.filter_for_sinks(sinks, [each[rank][:, number] for each in needs if each], keep_reads=not number)
             for rank, plan in enumerate(plans)
         ]
         for number, sinks in enumerate(passes)
@@ -158,14 +158,14 @@ def carry_out(
     """
     counts = [np.zeros(record.nbytes, np.int64) for record in planned.records]
     for rank, plan in enumerate(planned.plans):
-        for read in plan.direct:
+        for read in plan.own_reads:
             values = _read(read, data, counts)
             _store_all(read.items, values[: sum(each.nbytes for each in read.items)], itemsize, buffers[rank], fills)
     for number in range(len(planned.plans[0].rounds)):
         stages = [_stage(plan.rounds[number], data, counts) for plan in planned.plans]
         for rank, plan in enumerate(planned.plans):
-            for owner, claims in enumerate(plan.rounds[number].receives):
-                sends = planned.plans[owner].rounds[number].sends[rank]
+            for owner, claims in enumerate(plan.rounds[number].claims):
+                sends = planned.plans[owner].rounds[number].served[rank]
                 received = np.concatenate([_gather(stages[owner], send) for send in sends] or [np.zeros(0, np.uint8)])
                 assert [claim.nbytes for claim in claims] == [send.nbytes for send in sends]
                 items = [each for claim in claims for each in claim.items]
@@ -183,13 +183,13 @@ def _stage(each, data, counts):  # type: ignore[no-untyped-def]
     stage = np.zeros(each.staged, np.uint8)
     for read in each.reads:
         (one,) = read.items
-        assert (one.destination, one.nbytes, one.stride) == (STAGE, read.nbytes, 0)
+        assert (one.destination, one.nbytes, one.stride) == (STAGING, read.nbytes, 0)
         stage[one.position : one.position + one.nbytes] = _read(read, data, counts)
     return stage
 
 
 def _gather(stage, send):  # type: ignore[no-untyped-def]
-    assert send.record == STAGE and not send.items
+    assert send.record == STAGING and not send.items
     lows = [send.offset + index * send.step for index in range(send.count)]
     return np.concatenate([stage[low : low + send.run] for low in lows])
 
@@ -283,7 +283,7 @@ def check_bounds(planned: Planned, window: int) -> None:
             assert read.offset // BLOCK == (read.end - 1) // BLOCK
             assert sum(each.nbytes for each in read.items) in (0, read.nbytes)
         for each in plan.rounds:
-            sent = sum(send.nbytes for peer, one in enumerate(each.sends) for send in one if peer != rank)
+            sent = sum(send.nbytes for peer, one in enumerate(each.served) for send in one if peer != rank)
             blocks = {(read.record, read.offset // BLOCK) for read in each.reads}
             assert len(blocks) <= 1 or (each.staged <= window and sent <= window)
             assert sum(read.nbytes for read in each.reads) <= each.staged

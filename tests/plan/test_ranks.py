@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.model.access import READ_ALL, PartialAccess
-from deepspeed_ucp.model.records import STAGE, CopyItem, Read, Record
+from deepspeed_ucp.model.records import STAGING, CopyItem, Read, Record
 from deepspeed_ucp.plan.locate import Want
 from deepspeed_ucp.plan.rounds import Blocks
 from deepspeed_ucp.tensor_parallel.layout import Run
@@ -37,14 +37,14 @@ def test_reads_follow_files_and_offsets_for_any_order_of_records_and_wants() -> 
     atoms = [make_atom(name, 1, (0, 1, record, 0)) for name, record in (("a", 0), ("b", 1), ("c", 2))]
     records = [Record(1, 64, 4, 0), Record(0, 200, 4, 0), Record(0, 64, 4, 0)]
     (plan,) = plan_wants([[Want(atom, 0, 1, 0, i) for i, atom in enumerate(atoms)]], records).plans
-    assert [records[read.record].file for read in plan.direct] == [0, 0, 1]
+    assert [records[read.record].file for read in plan.own_reads] == [0, 0, 1]
 
 
 def test_each_rank_begins_at_a_place_of_its_own() -> None:
     atoms = [make_atom(f"a{i}", 4, (0, 4, i, 0)) for i in range(6)]
     records = [Record(i, 0, 16, 0) for i in range(6)]
     plans = plan_wants([[Want(atom, rank, 1, 0, 0) for atom in atoms] for rank in range(4)], records).plans
-    assert [[read.record for read in plan.direct] for plan in plans] == [
+    assert [[read.record for read in plan.own_reads] for plan in plans] == [
         [0, 1, 2, 3, 4, 5],
         [3, 4, 5, 0, 1, 2],
         [1, 2, 3, 4, 5, 0],
@@ -57,7 +57,7 @@ def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
     atoms = [make_atom(f"a{i}", 1, (0, 1, i, 0)) for i in range(2)]
     wants: list[list[Want]] = [[], [], [Want(atom, 0, 1, 0, 0) for atom in atoms]]
     plans = plan_wants(wants, [Record(i, 0, 28, 0) for i in range(2)], block=8).plans
-    assert [sorted(read[:3] for read in plan.direct) for plan in plans] == [
+    assert [sorted(read[:3] for read in plan.own_reads) for plan in plans] == [
         [(0, 4, 4), (0, 24, 4), (1, 16, 8)],
         [(0, 8, 8), (1, 4, 4), (1, 24, 4)],
         [(0, 0, 4), (0, 16, 8), (1, 0, 4), (1, 8, 8)],
@@ -72,11 +72,11 @@ def test_bytes_for_two_ranks_are_read_by_the_owner_and_sent_to_both() -> None:
     wants = [[], [Want(atom, 0, 3, 0, 5)], [Want(atom, 1, 3, 2, 0)]]
     plans = plan_wants(wants, [Record(0, 0, 8, 0), Record(0, 64, 16, 0)]).plans
     owner = plans[1].rounds[0]
-    assert [plan.direct for plan in plans] == [[], [], []]
-    assert owner.reads == [read_of(item(1, 0, 16, STAGE, 0))]
+    assert [plan.own_reads for plan in plans] == [[], [], []]
+    assert owner.reads == [read_of(item(1, 0, 16, STAGING, 0))]
     assert owner.staged == 16
-    assert owner.sends == [[], [Read.of(STAGE, 0, 12)], [Read.of(STAGE, 4, 16)]]
-    assert [each.rounds[0].receives[1] for each in plans] == [
+    assert owner.served == [[], [Read.of(STAGING, 0, 12)], [Read.of(STAGING, 4, 16)]]
+    assert [each.rounds[0].claims[1] for each in plans] == [
         [],
         [read_of(item(1, 0, 12, 0, 5))],
         [read_of(item(1, 4, 12, 2, 0))],
@@ -88,8 +88,8 @@ def test_runs_that_interleave_are_sent_as_runs() -> None:
     """Columns of a 2 × 4 matrix for two ranks (a refined Shard-H)."""
     pieces = [[Piece(0, 0, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
     plans = plan_pieces(pieces, [Record(0, 0, 32, 0)]).plans
-    assert plans[0].rounds[0].sends == [[Read(STAGE, 0, 8, 16, 2)], [Read(STAGE, 8, 8, 16, 2)]]
-    assert plans[1].rounds[0].receives[0] == [Read(0, 8, 8, 16, 2, (CopyItem(0, 8, 8, 16, 2, 0, 0),))]
+    assert plans[0].rounds[0].served == [[Read(STAGING, 0, 8, 16, 2)], [Read(STAGING, 8, 8, 16, 2)]]
+    assert plans[1].rounds[0].claims[0] == [Read(0, 8, 8, 16, 2, (CopyItem(0, 8, 8, 16, 2, 0, 0),))]
     assert [plan.nbytes for plan in plans] == [32, 0]
 
 
@@ -103,7 +103,7 @@ def test_owners_send_at_the_same_time_and_ranks_receive_in_steps() -> None:
         [[32], [96]],
         [[112], [48]],
     ]
-    assert {each.steps for plan in plans for each in plan.rounds} == {2}
+    assert {each.exchanges for plan in plans for each in plan.rounds} == {2}
     assert sum(plan.nbytes for plan in plans) == 128
 
 
@@ -138,7 +138,7 @@ def test_random_claims(data: st.DataObject, demand: Demand, window: int, min_dir
         assert access.can_read(rank, [records[read.record].file for read in plan.reads]).all()
         own = set(planned.blocks.owned(rank, np.arange(len(records))))
         passed = [read for each in plan.rounds for read in each.reads]
-        passed += [read for read in plan.direct if not read.items]
+        passed += [read for read in plan.own_reads if not read.items]
         assert {(read.record, read.offset // BLOCK) for read in passed} <= own
 
 
@@ -153,7 +153,7 @@ def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], 
     assert all((mine == all_).all() for mine, all_ in zip(buffers, whole, strict=True))
     for plan, before in zip(two.plans, planned.plans, strict=True):
         assert {read[:3] for read in plan.reads} <= {read[:3] for read in before.reads}
-        assert all(any(each.destination not in first for each in read.items) for read in plan.direct)
+        assert all(any(each.destination not in first for each in read.items) for read in plan.own_reads)
 
 
 # -- files that only some ranks can read -------------------------------------------------------------------------------

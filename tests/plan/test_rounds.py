@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.model.records import STAGE, Read, Record
+from deepspeed_ucp.model.records import STAGING, Read, Record
 from deepspeed_ucp.plan.locate import join_items
-from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, address_claims, make_owner_plan
+from deepspeed_ucp.plan.rounds import SELF_READ, Answers, Blocks, LoadPlan, make_owner_plan, split_claims_by_owner
 from tests.support.reads import item
 from tests.support.reshard import examples
 
@@ -20,13 +20,18 @@ Row = tuple[int, int, int, int, int]
 
 
 def judge(
-    *tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100, share: int = 1000, place: int = 0
+    *tables: Sequence[Row],
+    nbytes: int = 100,
+    min_direct: int = 20,
+    block: int = 100,
+    round_bytes: int = 1000,
+    machine: int = 0,
 ) -> tuple[LoadPlan, list[Answers]]:
     """Return the decision of rank 0 about blocks that are all its own."""
     arrays = [np.array(rows, np.int64).reshape(-1, 5) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
     owned = blocks.owned(0, np.array([0]))
-    return make_owner_plan(arrays, blocks, owned, share, np.zeros(len(tables), np.bool_), place, min_direct)
+    return make_owner_plan(arrays, blocks, owned, round_bytes, np.zeros(len(tables), np.bool_), machine, min_direct)
 
 
 def plain(offset: int, nbytes: int) -> Row:
@@ -58,21 +63,21 @@ def test_granted_claims(tables: list[list[Row]], unclaimed: list[tuple[int, int,
     found, answers = judge(*tables)
     assert decided(answers) == [[True] * len(table) for table in tables]
     assert found.rounds == []
-    assert spans(found.direct) == unclaimed
+    assert spans(found.own_reads) == unclaimed
 
 
 def test_short_runs_of_several_ranks_are_served() -> None:
     found, _ = judge([plain(0, 19)], [plain(19, 19)])
-    assert spans(found.direct) == []
+    assert spans(found.own_reads) == []
     (served,) = found.rounds
     assert spans(served.reads) == [(0, 100, 0)]
-    assert [len(sends) for sends in served.sends] == [1, 1]
+    assert [len(row) for row in served.served] == [1, 1]
 
 
 def test_machines_begin_with_different_rounds() -> None:
     """Two ranks want all of five blocks, each of which is a round; a third rank is alone in its block."""
     both, third = [plain(offset, 20) for offset in range(0, 100, 20)], plain(100, 20)
-    found = [judge(both, both, [third], nbytes=120, block=20, share=20, place=place) for place in (0, 1)]
+    found = [judge(both, both, [third], nbytes=120, block=20, round_bytes=20, machine=machine) for machine in (0, 1)]
     assert [[round_.reads[0].offset for round_ in each.rounds] for each, _ in found] == [
         [0, 20, 40, 60, 80],
         [60, 80, 0, 20, 40],
@@ -105,28 +110,28 @@ def test_granted_claims_are_not_staged() -> None:
     assert decided(answers) == [[True], [False], [False]]
     (served,) = found.rounds
     assert spans(served.reads) == [(0, 10, 0), (40, 100, 10)]
-    assert (served.staged, served.sent) == (70, 20)
-    assert served.sends == [[], [Read.of(STAGE, 10, 20)], [Read.of(STAGE, 15, 25)]]
+    assert (served.staged, served.sent_remote) == (70, 20)
+    assert served.served == [[], [Read.of(STAGING, 10, 20)], [Read.of(STAGING, 15, 25)]]
 
 
 def test_granted_claims_take_no_room_in_a_round() -> None:
     """Ten bytes of each of four blocks are sent: one round of 40 bytes instead of four."""
     long, short = [plain(50 * block + 10, 40) for block in range(4)], [plain(50 * block, 10) for block in range(4)]
-    found, _ = judge(long, short, short, nbytes=200, block=50, share=80)
-    assert [(each.staged, each.sent) for each in found.rounds] == [(40, 80)]
+    found, _ = judge(long, short, short, nbytes=200, block=50, round_bytes=80)
+    assert [(each.staged, each.sent_remote) for each in found.rounds] == [(40, 80)]
 
 
 def test_blocks_without_claims_are_read_for_the_checksum() -> None:
     found, _ = judge([plain(50, 25)], [], nbytes=120, block=50)
-    assert spans(found.direct) == [(0, 50, 0), (75, 100, 0), (100, 120, 0)]
+    assert spans(found.own_reads) == [(0, 50, 0), (75, 100, 0), (100, 120, 0)]
 
 
 def test_only_blocks_of_this_owner_are_judged() -> None:
     blocks = Blocks.of([Record(0, 0, 200, 0)], 50, 2)
     empty, apart = np.zeros((0, 5), np.int64), np.zeros(2, np.bool_)
     found, _ = make_owner_plan([empty, empty], blocks, blocks.owned(1, np.array([0])), 1000, apart)
-    assert spans(found.direct) == [(50, 100, 0), (150, 200, 0)]
-    assert make_owner_plan([empty, empty], blocks, (), 1000, apart)[0].direct == []
+    assert spans(found.own_reads) == [(50, 100, 0), (150, 200, 0)]
+    assert make_owner_plan([empty, empty], blocks, (), 1000, apart)[0].own_reads == []
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -134,7 +139,9 @@ def test_only_blocks_of_this_owner_are_judged() -> None:
 
 def rounds(window: int, ranks: int = 2) -> list[list[int]]:
     """Return the blocks of each round, for four blocks of 50 bytes that all ranks want whole."""
-    found, answers = judge(*[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50, share=window)
+    found, answers = judge(
+        *[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50, round_bytes=window
+    )
     numbers = [[read.offset // 50 for read in served.reads] for served in found.rounds]
     for number, blocks in enumerate(numbers):
         for each in answers:
@@ -151,15 +158,15 @@ def test_rounds_hold_as_many_blocks_as_the_window_or_one() -> None:
 
 def test_staged_bytes_fill_a_round_even_if_few_are_sent() -> None:
     """Two ranks want the first byte of each of four blocks."""
-    found, _ = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50, share=100)
-    assert [(served.staged, served.sent) for served in found.rounds] == [(100, 4), (100, 4)]
+    found, _ = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50, round_bytes=100)
+    assert [(served.staged, served.sent_remote) for served in found.rounds] == [(100, 4), (100, 4)]
 
 
 # -- blocks and their owners ------------------------------------------------------------------------------------------
 
 
 def test_no_items_no_claims() -> None:
-    tables, addressed = address_claims([], Blocks.of([Record(0, 0, 100, 0)], 16, 3))
+    tables, addressed = split_claims_by_owner([], Blocks.of([Record(0, 0, 100, 0)], 16, 3))
     assert [table.shape for table in tables] == [(0, 5)] * 3
     assert addressed == [[], [], []]
 
@@ -191,7 +198,7 @@ def test_claims_go_to_the_owners_of_their_blocks_in_the_same_order_as_the_tables
         item(1, 4, 8, 0, 9),
     ]
     claims = join_items(items, 16)
-    tables, addressed = address_claims(claims, Blocks.of([Record(0, 0, 48, 0), Record(0, 0, 16, 0)], 16, 2))
+    tables, addressed = split_claims_by_owner(claims, Blocks.of([Record(0, 0, 48, 0), Record(0, 0, 16, 0)], 16, 2))
     assert [[claim[:5] for claim in mine] for mine in addressed] == [
         [tuple(row) for row in table.tolist()] for table in tables
     ]

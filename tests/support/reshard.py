@@ -39,7 +39,7 @@ from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.records import CopyItem, Read
 from deepspeed_ucp.model.view import EngineBuffer
 from deepspeed_ucp.model.wrappers import Form
-from deepspeed_ucp.plan.rounds import SHARES, LoadPlan
+from deepspeed_ucp.plan.rounds import WINDOW_PARTS, LoadPlan
 from deepspeed_ucp.tensor_parallel.rules import from_config
 from tests.support.covering import stride
 from tests.support.ranks import run_ranks
@@ -364,8 +364,8 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
 
 def plan(rank: Loaded, options: Options) -> Transfer:
     """Plan the load of a rank; collective."""
-    share = max(options.window // SHARES, options.chunk)
-    sizes = {"share": share, "block": options.chunk, "min_direct": options.min_direct}
+    round_bytes = max(options.window // WINDOW_PARTS, options.chunk)
+    sizes = {"round_bytes": round_bytes, "block": options.chunk, "min_direct": options.min_direct}
     rank.transfer = Transfer(rank.work, rank.comm, options.config, **sizes)
     return rank.transfer
 
