@@ -22,8 +22,8 @@ from deepspeed_ucp.extensions.registry import find_for_load
 from deepspeed_ucp.formats import open as opening
 from deepspeed_ucp.formats.deepspeed import gather as gathering
 from deepspeed_ucp.formats.deepspeed.naming import Naming
+from deepspeed_ucp.formats.locations import find_files
 from deepspeed_ucp.formats.open import open_checkpoint
-from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import Checked, merge_checks

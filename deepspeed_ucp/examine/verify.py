@@ -27,8 +27,8 @@ from ..formats.deepspeed.naming import Naming
 from ..formats.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
 from ..formats.foreign.names import has_directory, is_foreign
 from ..formats.latest import check_latest
+from ..formats.locations import FileTable, find_files
 from ..formats.open import FolderReport, survey_files
-from ..formats.places import FileTable, find_files
 from ..io.paths import UPLOAD, Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..model.index import AtomicIndex

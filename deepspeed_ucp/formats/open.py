@@ -24,7 +24,7 @@ from .deepspeed.save import Save
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
 from .foreign.formats import survey_foreign
 from .foreign.names import TRAINER_STATE
-from .places import FileTable, find_files, list_by_host, list_files, sum_file
+from .locations import FileTable, find_files, list_by_host, list_files, sum_file
 from .universal.universal import survey_atomic
 
 if TYPE_CHECKING:  # pydantic takes long to import

@@ -22,8 +22,8 @@ from deepspeed_ucp.examine import verify
 from deepspeed_ucp.examine.verify import Verification, list_files, share_files, verify_checkpoint
 from deepspeed_ucp.formats import latest
 from deepspeed_ucp.formats.deepspeed.files import MANIFEST
+from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.formats.open import seal_folder
-from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.stream.full_tensors import WorkOptions, no_bar
@@ -417,7 +417,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     """A checkpoint, and a copy of it that is nearer."""
     path = write(tmp_path, Topology(1, 3))
     shutil.copytree(path, tmp_path / "nvme")
-    monkeypatch.setattr("deepspeed_ucp.formats.places.measure_distance", lambda folder: int("nvme" not in folder))
+    monkeypatch.setattr("deepspeed_ucp.formats.locations.measure_distance", lambda folder: int("nvme" not in folder))
     return path, tmp_path / "nvme"
 
 

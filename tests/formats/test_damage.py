@@ -21,8 +21,8 @@ from deepspeed_ucp.formats.deepspeed.reading import read_file
 from deepspeed_ucp.formats.deepspeed.save import Save
 from deepspeed_ucp.formats.findings import WARNING, Finding, fold_findings, from_error, make_error
 from deepspeed_ucp.formats.latest import find_checkpoint
+from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.formats.open import survey_checkpoint
-from deepspeed_ucp.formats.places import FileTable
 from deepspeed_ucp.io.store import open_regular
 from deepspeed_ucp.model.flat import Cut
 from deepspeed_ucp.torchsave.records import FileRecord

@@ -33,7 +33,7 @@ from deepspeed_ucp.formats.deepspeed.headers import (
 )
 from deepspeed_ucp.formats.deepspeed.save import Save, name_expected_files
 from deepspeed_ucp.formats.deepspeed.zero import GroupShare, deal_group
-from deepspeed_ucp.formats.places import FileTable
+from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.torchsave.records import FileRecord
 

@@ -29,7 +29,7 @@ from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.headers import Piece
 from deepspeed_ucp.formats.foreign import contents
 from deepspeed_ucp.formats.foreign.contents import Contents, StoredTensor, TensorBlock, make_index
-from deepspeed_ucp.formats.places import FileTable
+from deepspeed_ucp.formats.locations import FileTable
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.model.index import AtomicIndex
 from deepspeed_ucp.model.storage import MASTER, MODULE, AtomKey

@@ -286,7 +286,7 @@ def test_an_earlier_saves_swap_files_in_a_nearer_place_are_not_taken(
     sealed: bool, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have the same sizes, and no header that identifies them."""
-    monkeypatch.setattr("deepspeed_ucp.formats.places.measure_distance", lambda path: int("nvme" not in path))
+    monkeypatch.setattr("deepspeed_ucp.formats.locations.measure_distance", lambda path: int("nvme" not in path))
     folder, near, options = tmp_path / "tag", tmp_path / "nvme", ConvertOptions(verify=verify)
     write(folder)
     if sealed:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.formats import places as places_module
+from deepspeed_ucp.formats import locations
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.model.access import READ_ALL
 from deepspeed_ucp.stream.reader import refuse_scattered
@@ -56,7 +56,7 @@ def test_any_files_on_any_machines(data: st.DataObject, case: Case, target: Topo
 
 def test_ranks_that_see_the_same_files_compare_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = write(tmp_path, Topology(1, 4))
-    monkeypatch.setattr(places_module, "_sum_content", None)
+    monkeypatch.setattr(locations, "_sum_content", None)
     for index in indices([save] * 3):
         assert index.access == READ_ALL
         assert all(file.places == () for file in index.files)
@@ -81,7 +81,7 @@ def test_other_times_on_every_machine_are_one_save(form: str, tmp_path: Path, mo
     folders = [hosts[0], hosts[1], hosts[1], hosts[0], hosts[0]]
     assert [index.access for index in indices(folders)] == [READ_ALL] * 5
     if form == "legacy":
-        monkeypatch.setattr(places_module, "_SMALL", 0)
+        monkeypatch.setattr(locations, "_SMALL", 0)
         with pytest.raises(CheckpointError, match="is one file on"):
             indices(folders)
 

@@ -19,8 +19,8 @@ from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.formats import open_checkpoint
 from deepspeed_ucp.formats.deepspeed.files import list_entries
+from deepspeed_ucp.formats.locations import find_files
 from deepspeed_ucp.formats.open import look_at_job
-from deepspeed_ucp.formats.places import find_files
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.io.store import StoredFile
 from deepspeed_ucp.load.direct import asks_store
@@ -56,7 +56,7 @@ from tests.synth import State, Topology, read_state
 @pytest.fixture(autouse=True)
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make folders named `nvme` nearer than all others."""
-    monkeypatch.setattr("deepspeed_ucp.formats.places.measure_distance", lambda path: int("nvme" not in path))
+    monkeypatch.setattr("deepspeed_ucp.formats.locations.measure_distance", lambda path: int("nvme" not in path))
 
 
 def two_places(tmp_path: Path, source: Topology, second: str = "nvme") -> tuple[Path, Path, State]:

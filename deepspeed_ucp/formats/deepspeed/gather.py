@@ -29,7 +29,7 @@ from ...model.wrappers import Form
 from ..findings import COPY, WARNING, Finding, from_error, from_failure, make_error
 from ..foreign.names import ADAPTER, SAFETENSORS, SCALER, STATE_DICT, TRAINER_STATE, find_format
 from ..latest import LATEST, read_tag
-from ..places import FileTable, describe_hosts, hold_copies, list_variants
+from ..locations import FileTable, describe_hosts, hold_copies, list_variants
 from .files import SEAL, Key, read_model_rank, scan_if_there, strip_writer
 from .headers import FileHeader, HeaderDelta, HeaderTemplate, encode_header
 from .reading import read_file

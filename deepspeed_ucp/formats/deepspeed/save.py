@@ -16,7 +16,7 @@ from ...model.index import Use
 from ...model.topology import find_label
 from ...torchsave.objects import PickledObject, has_more_parts
 from ..findings import FAULT, WARNING, Finding
-from ..places import FileTable
+from ..locations import FileTable
 from .files import ROLES, Key, read_optim_ranks, sort_names
 from .headers import FileHeader, ModelHeader, OptimHeader
 

@@ -13,7 +13,7 @@ from ...io.jsonfile import read_json
 from ...io.paths import normalize
 from ...tensor_parallel.adapters import is_added_in_file, read_in_file, read_live
 from ..findings import Finding
-from ..places import FileTable
+from ..locations import FileTable
 from .contents import Contents
 from .names import ADAPTER, ADAPTER_CONFIG, holds
 from .weights import read_tensors, split_ties

@@ -36,7 +36,7 @@ from ...torchsave.records import FileRecord
 from ...torchsave.unpickle import MOST_DIMENSIONS
 from ..deepspeed.headers import Piece
 from ..findings import WARNING, Finding, explain_form
-from ..places import FileTable
+from ..locations import FileTable
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from ..deepspeed.gather import find_other_step
 from ..deepspeed.headers import Piece
 from ..deepspeed.reading import locate
 from ..findings import Finding, explain_form
-from ..places import FileTable
+from ..locations import FileTable
 from .contents import (
     NEITHER,
     ODD_STATES,

@@ -20,7 +20,7 @@ from ..deepspeed.gather import find_late_files, find_other_step
 from ..deepspeed.reading import EXTRA_STATE
 from ..findings import WARNING, Finding, explain_form
 from ..latest import find_tags
-from ..places import FileTable
+from ..locations import FileTable
 from . import adapter, dcp, names, weights
 from .contents import NEITHER, Contents, list_ignored, make_index, read_once
 

@@ -19,7 +19,7 @@ from ...torchsave.records import FileRecord, open_file
 from ..deepspeed.headers import Piece
 from ..deepspeed.reading import locate, read_hyper
 from ..findings import Finding
-from ..places import FileTable
+from ..locations import FileTable
 from .contents import (
     ODD_STATES,
     Contents,

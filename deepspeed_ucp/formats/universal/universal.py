@@ -41,7 +41,7 @@ from ..deepspeed.reading import HeaderReader, as_stage, read_file
 from ..deepspeed.save import Save, arrange_headers, describe_offload, find_foreign_files, name_model_files
 from ..deepspeed.zero import add_frozen_zero3
 from ..findings import WARNING, Finding, explain_form, make_error
-from ..places import FileTable
+from ..locations import FileTable
 from .upstream import CAT_DIM, EQUAL_PARTS, VOCABULARY, read_keys
 
 if TYPE_CHECKING:  # pydantic takes long to import
