@@ -174,14 +174,14 @@ class Planner:
             rules = from_config(job.target.patterns)
             load = LoadContext(None, comm, config, report, rules)
             load = replace(load, extensions=find_for_load(load, index, target, rules))
-            work = prepare(load, index, target, with_states=True)
-            choose_memory(work.buffers, WINDOW, comm, prefer_memory=False)
+            fill_plan = prepare(load, index, target, with_states=True)
+            choose_memory(fill_plan.buffers, WINDOW, comm, prefer_memory=False)
             near = np.arange(job.ranks) // PER_NODE == self.rank // PER_NODE
-            plan = negotiate(work.wants, work.index, comm, WINDOW // WINDOW_PARTS, near)
+            plan = negotiate(fill_plan.wants, fill_plan.index, comm, WINDOW // WINDOW_PARTS, near)
             seconds, received = time.process_time() - start, dict(comm.received)
             peak = peak_resident_bytes() - before
             comm.received.clear()
-            exchange_checks(work, plan, comm)
+            exchange_checks(fill_plan, plan, comm)
         return Planned(
             seconds=seconds,
             peak_bytes=peak + sum(len(message) for messages in script.messages.values() for message in messages),
@@ -209,12 +209,12 @@ class Planner:
         return [answers[rank] if rank == self.rank else each for rank, each in enumerate(others)]
 
 
-def exchange_checks(work: FillPlan, plan: LoadPlan, comm: ScriptedComm) -> None:
+def exchange_checks(fill_plan: FillPlan, plan: LoadPlan, comm: ScriptedComm) -> None:
     """Exchange checksums and samples after the plan, without reading; each rank sends as many checksums as this one."""
     read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.reads]
-    send_checks(merge_checks(read), work.index, comm)
+    send_checks(merge_checks(read), fill_plan.index, comm)
     with mock.patch.object(duplicates, "compare_pairs", side_effect=lambda *_: comm.run(int)):
-        duplicates.check_samples(work.index, work.touched, comm)
+        duplicates.check_samples(fill_plan.index, fill_plan.touched, comm)
 
 
 def make_job_script(name: str, ranks: Iterable[int]) -> Script:

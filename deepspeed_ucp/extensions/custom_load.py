@@ -42,11 +42,11 @@ class CustomLoad(Extension):
                 "Load without custom_load_fn, or in the topology that saved the checkpoint."
             )
 
-    def read_more(self, job: Any, work: Any) -> None:
+    def read_more(self, job: Any, fill_plan: Any) -> None:
         with job.report.phase("custom"):
-            self.source = job.comm.run(lambda: assemble_module(work.index, job.config))
+            self.source = job.comm.run(lambda: assemble_module(fill_plan.index, job.config))
 
-    def change_engine(self, job: Any, target: Target, work: Any) -> None:
+    def change_engine(self, job: Any, target: Target, fill_plan: Any) -> None:
         """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does.
 
         The state dict has the keys of the live module's. If no optimizer states are loaded, the masters are made from
@@ -57,7 +57,7 @@ class CustomLoad(Extension):
         with job.report.phase("custom"):
             with target.whole_parameters():
                 job.comm.run(lambda: job.custom_load_fn(src=source, dst=target.engine.module))
-            if not work.touched:
+            if not fill_plan.touched:
                 job.comm.run(target.refresh_masters)
 
 

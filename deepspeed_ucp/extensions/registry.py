@@ -152,10 +152,10 @@ class Extension:
     def adapt(self, adaptation: Any) -> None:
         """Adapt a checkpoint and an engine (:class:`deepspeed_ucp.plan.match.Adaptation`) to each other."""
 
-    def read_more(self, job: Any, work: Any) -> None:
+    def read_more(self, job: Any, fill_plan: Any) -> None:
         """Log changes, and read data that the buffers do not need, before the engine changes (collective)."""
 
-    def change_engine(self, job: Any, target: Any, work: Any) -> None:
+    def change_engine(self, job: Any, target: Any, fill_plan: Any) -> None:
         """Change the engine before its buffers are filled; an error blocks it (collective)."""
 
     def commit(self) -> None:

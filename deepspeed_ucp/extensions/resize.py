@@ -53,26 +53,26 @@ class ResizedRows(Extension):
         if idle and adaptation.log:
             logger.info("patterns: %s", shorten(f"resize: {match!r} matches no parameter" for match in idle))
 
-    def read_more(self, job: Any, work: Any) -> None:
+    def read_more(self, job: Any, fill_plan: Any) -> None:
         """Log each parameter that has another shape here, and read the means of saved rows (collective)."""
         if job.comm.rank == 0:
-            _log_changes(work)
-        if work.wants.averaged:
+            _log_changes(fill_plan)
+        if fill_plan.wants.averaged:
             with job.report.phase("read"):
-                work.averages = average_rows(work.index, work.wants.averaged, job.comm, job.config)
+                fill_plan.averages = average_rows(fill_plan.index, fill_plan.wants.averaged, job.comm, job.config)
 
 
-def _log_changes(work: Any) -> None:
+def _log_changes(fill_plan: Any) -> None:
     """Log the parameters with another shape; those that only differ in their numbers share a line."""
     alike: dict[Resized, list[str]] = defaultdict(list)
-    changed = [pair for pair in sorted(work.wants.resized.items()) if not pair[1].pads]
+    changed = [pair for pair in sorted(fill_plan.wants.resized.items()) if not pair[1].pads]
     for name, (how, *_) in fold_names(changed, lambda how: how):
         alike[how].append(name)
     for how, names in alike.items():
         logger.warning("resize: %s: %s", shorten(names), how.describe())
-    with_states = any(key.state not in (MASTER, COPY, MODULE) for key in work.touched)
-    if with_states and any(work.index.scalars.values()) and any(how.live > how.kept for how in alike):
-        logger.warning("resize: %s", _describe_new_states(work.index))
+    with_states = any(key.state not in (MASTER, COPY, MODULE) for key in fill_plan.touched)
+    if with_states and any(fill_plan.index.scalars.values()) and any(how.live > how.kept for how in alike):
+        logger.warning("resize: %s", _describe_new_states(fill_plan.index))
 
 
 def _describe_new_states(index: AtomicIndex) -> str:

@@ -62,13 +62,13 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     with_states = job.with_states and has_masters(target, comm)
     job = replace(job, extensions=find_for_load(job, index, target, job.rules))
     report.extensions = name_active(job.extensions, report.extensions)
-    work, saved = _prepare(job, index, target, with_states=with_states)
-    report.state_bytes = work.state_bytes
+    fill_plan, saved = _prepare(job, index, target, with_states=with_states)
+    report.state_bytes = fill_plan.state_bytes
     with report.phase("plan"), pause_collection():
         # A fresh engine has no state worth preserving, and allocating memory takes longer than a second pass, unless
         # that would read the same bytes from a store again.
-        prefer_memory = engine.global_steps > 0 or asks_store(work.index, comm)
-        transfer = Transfer(work, comm, job.config, prefer_memory=prefer_memory)
+        prefer_memory = engine.global_steps > 0 or asks_store(fill_plan.index, comm)
+        transfer = Transfer(fill_plan, comm, job.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
     modules = _match_extra_states(job, index, target, extra)
     with _undo_on_error(engine, transfer, with_states=with_states):
@@ -80,10 +80,10 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
             comm.run(lambda: _restore_others(job, index, saved, states))
         # From here on the engine changes, and an error blocks it.
         for extension in job.extensions:
-            extension.change_engine(job, target, work)
+            extension.change_engine(job, target, fill_plan)
         _fill(job, target, transfer)
         with report.phase("finish"):
-            comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
+            comm.run(lambda: _finish(job, target, fill_plan, saved, with_states=with_states))
             differences = (extension.describe_differences(target) for extension in job.extensions)
             job.warn_all(index.state_file, lambda: filter(None, differences))
     return pick_client_state(
@@ -119,7 +119,7 @@ def _read(job: LoadContext, transfer: Transfer) -> None:
     with report.phase("verify"):
         report.bytes_read += transfer.verify()
     for extension in job.extensions:
-        extension.read_more(job, transfer.work)
+        extension.read_more(job, transfer.fill_plan)
     report.files, report.threads = transfer.files, transfer.threads
 
 
@@ -130,7 +130,7 @@ def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
         again = transfer.fill()
         comm.run(target.commit)
     with report.phase("copies"):
-        if transfer.work.touched:
+        if transfer.fill_plan.touched:
             comm.run(target.refresh_copies)
             target.gather_copies()
     if job.config.verify == "crc":
@@ -159,9 +159,9 @@ def _prepare(
         if job.load_lr_scheduler_states and not job.load_module_only:
             comm.run(lambda: check_scheduler(job.engine, saved))
     with objections, job.report.phase("plan"), pause_collection():
-        work = prepare(job, index, target, with_states=with_states)
+        fill_plan = prepare(job, index, target, with_states=with_states)
     objections.settle()
-    job.warn_all(index.state_file, lambda: describe_hyper(job, target, work.index, work.match))
+    job.warn_all(index.state_file, lambda: describe_hyper(job, target, fill_plan.index, fill_plan.match))
     if index.format and with_states and (clip := job.engine.gradient_clipping()):
         job.warn(
             "%s: does not record its run's gradient clipping; this engine clips gradients at norm %s "
@@ -170,7 +170,7 @@ def _prepare(
         )
     if job.config.verify == "crc" and not index.format:  # the reason of a foreign one's load names them
         _log_unchecked(job, index)
-    return work, saved
+    return fill_plan, saved
 
 
 def _ask_extensions(job: LoadContext, index: AtomicIndex, target: Target) -> None:
@@ -318,11 +318,11 @@ def _restore_others(
         module.set_extra_state(state)
 
 
-def _finish(job: LoadContext, target: Target, work: FillPlan, saved: dict[str, Any], *, with_states: bool) -> None:
+def _finish(job: LoadContext, target: Target, fill_plan: FillPlan, saved: dict[str, Any], *, with_states: bool) -> None:
     """Restore states, hyper-parameters, scaler and counters."""
-    engine, index = job.engine, work.index
+    engine, index = job.engine, fill_plan.index
     if with_states:
-        attach_states(target, work.states, work.match)
+        attach_states(target, fill_plan.states, fill_plan.match)
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
     if job.load_module_only:
         return

@@ -46,9 +46,9 @@ def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states
     elif is_custom:
         return FillPlan(saved)
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
-    work, settled = comm.run(lambda: _match(job, saved, target, view, with_states=with_states))
-    _share(job, view, settled, work)
-    return work
+    fill_plan, settled = comm.run(lambda: _match(job, saved, target, view, with_states=with_states))
+    _share(job, view, settled, fill_plan)
+    return fill_plan
 
 
 def view_engine(target: Target, extras: Sequence[EngineBuffer] | None, comm: Comm) -> EngineView:
@@ -170,7 +170,7 @@ def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]
 def _match(
     job: LoadContext, saved: AtomicIndex, target: Target, view: EngineView, *, with_states: bool
 ) -> tuple[FillPlan, Settled]:
-    """Match engine and checkpoint; returns this rank's work, and how both sides cut each tensor."""
+    """Match engine and checkpoint; returns this rank's plan, and how both sides cut each tensor."""
     is_first, rules, objections = job.comm.rank == 0, job.rules, Objections()
     ruled = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
     # Stages of a pipeline have different modules, and all ranks must read alike.
@@ -199,7 +199,7 @@ def _match(
 
 
 def make_fill_plan(optimizer: OptimizerMatch, view: EngineView, settled: Settled, *, with_states: bool) -> FillPlan:
-    """List the work of this rank, with the memory that it fills.
+    """Make the plan of this rank, with the memory that it fills.
 
     Args:
         view: the engine's; its flat buffers get the states to load.
@@ -283,27 +283,27 @@ def _rounds(stored: str, dtype: str) -> bool:
     return now.eps > before.eps or now.max < before.max
 
 
-def _share(job: LoadContext, view: EngineView, settled: Settled, work: FillPlan) -> None:
+def _share(job: LoadContext, view: EngineView, settled: Settled, fill_plan: FillPlan) -> None:
     """Join the needs of all ranks, and log what is unusual (collective)."""
-    comm, index, layouts = job.comm, work.index, settled.pairs
-    work.touched = _join_touched(index, work.touched, comm)
-    atoms, cut = index.atoms, [key for key in work.touched if key.name in layouts]
-    counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # each rank counts a part
-    everyone = comm.gather((work.wants.resized, work.wants.averaged, work.match.notes, counted))
-    work.state_bytes = sum(counted for *_, counted in everyone)
-    work.wants.resized = {name: how for names, *_ in everyone for name, how in names.items()}
-    work.wants.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
-    work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
+    comm, index, layouts = job.comm, fill_plan.index, settled.pairs
+    fill_plan.touched = _join_touched(index, fill_plan.touched, comm)
+    atoms, cut = index.atoms, [key for key in fill_plan.touched if key.name in layouts]
+    counted = atoms.count_bytes(fill_plan.touched[comm.rank :: comm.size])  # each rank counts a part
+    everyone = comm.gather((fill_plan.wants.resized, fill_plan.wants.averaged, fill_plan.match.notes, counted))
+    fill_plan.state_bytes = sum(counted for *_, counted in everyone)
+    fill_plan.wants.resized = {name: how for names, *_ in everyone for name, how in names.items()}
+    fill_plan.wants.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
+    fill_plan.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
     sources = [(key, layouts[key.name][0]) for key in cut]
-    work.overlapping = [(key, source) for key, source in sources if any(list_repeats(source))]
+    fill_plan.overlapping = [(key, source) for key, source in sources if any(list_repeats(source))]
 
     def log_all() -> None:  # rank 0 alone
         for text in dict.fromkeys(text for *_, notes, _ in everyone for text in notes):
             logger.warning("%s", text)
-        _log_match(work)
+        _log_match(fill_plan)
 
     comm.once(log_all)
-    check_instances(index, view.counts, work.touched, comm)
+    check_instances(index, view.counts, fill_plan.touched, comm)
 
 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:
@@ -320,8 +320,8 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     ]
 
 
-def _log_match(work: FillPlan) -> None:
-    match, index = work.match, work.index
+def _log_match(fill_plan: FillPlan) -> None:
+    match, index = fill_plan.match, fill_plan.index
     if match.kept:
         names = shorten(match.kept, 3 if index.format else 40)
         logger.warning("%s: %s keep the values that the new model has", index.dropped, names)
@@ -332,7 +332,7 @@ def _log_match(work: FillPlan) -> None:
         logger.log(level, text, count, shorten(match.untouched, 3))
     if match.skipped:
         logger.warning("load_module_strict=False, passing over: %s", list_faults(match.skipped))
-    for name, how in sorted(work.wants.resized.items()):
+    for name, how in sorted(fill_plan.wants.resized.items()):
         if how.pads:
             text = "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero"
             logger.info(text, name, how.live, how.saved, how.live - how.saved)

@@ -76,7 +76,7 @@ class Transfer:
 
     def __init__(
         self,
-        work: FillPlan,
+        fill_plan: FillPlan,
         comm: Comm,
         config: UniversalConfig,
         *,
@@ -86,14 +86,14 @@ class Transfer:
         prefer_memory: bool = False,
     ) -> None:
         window = config.window_mb << 20
-        self.work, self.comm, self.checksum = work, comm, config.verify == "crc"
-        one_pass = choose_memory(work.buffers, window, comm, prefer_memory=prefer_memory)
+        self.fill_plan, self.comm, self.checksum = fill_plan, comm, config.verify == "crc"
+        one_pass = choose_memory(fill_plan.buffers, window, comm, prefer_memory=prefer_memory)
         round_bytes = round_bytes or max(window // WINDOW_PARTS, block)
         self.staging = share_memory(2 * round_bytes, comm.rank, comm.gather)
         self.same_node = np.array([memory is not None for memory in self.staging], np.bool_)
         self.is_one_machine = bool(self.same_node.all())  # the same on every rank
         self.plan = negotiate(
-            work.wants, work.index, comm, round_bytes, self.same_node, block=block, min_direct=min_direct
+            fill_plan.wants, fill_plan.index, comm, round_bytes, self.same_node, block=block, min_direct=min_direct
         )
         self.passes = self._plan_passes(one_pass=one_pass)
         self.checks: list[Checked] = []
@@ -106,7 +106,7 @@ class Transfer:
         Pass 1 reads all bytes if checksums are on, else those that it stores; pass 2 reads those for live memory.
         """
         plan = self.plan
-        sinks = [self.work.pick_sinks(is_first_pass=is_first_pass) for is_first_pass in (True, False)]
+        sinks = [self.fill_plan.pick_sinks(is_first_pass=is_first_pass) for is_first_pass in (True, False)]
         first, rest = ([sink is not None for sink in filled] for filled in sinks)
         if one_pass:
             return [plan if self.checksum else plan.filter_for_sinks(first)]
@@ -117,14 +117,14 @@ class Transfer:
 
     def _configure(self, threads: int, window: int) -> None:
         """Set threads and sizes, allocate separate memory, and list the ranges that pass 2 reads again."""
-        wanted = threads or count_readers(self.work.index.state_file)
+        wanted = threads or count_readers(self.fill_plan.index.state_file)
         self.threads = min(wanted, max(window // (4 * BLOCK), 1))
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
         # the other half.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
-        self.device_copies = choose_device_copies(self.work.sinks, self.threads)
+        self.device_copies = choose_device_copies(self.fill_plan.sinks, self.threads)
         self.pages = LargePages()
-        for memory in (buffer.memory for buffer in self.work.buffers if buffer.is_fresh_host_memory):
+        for memory in (buffer.memory for buffer in self.fill_plan.buffers if buffer.is_fresh_host_memory):
             self.pages.add(memory.data_ptr(), memory.nbytes)
         # The page cache keeps the bytes that the second pass reads again.
         self.reread = {(read.record, read.offset) for plan in self.passes[1:] for read in plan.reads if self.checksum}
@@ -144,18 +144,18 @@ class Transfer:
             CheckpointError: bytes are damaged, or belong to another run.
             MismatchError: replicas differ.
         """
-        index, comm = self.work.index, self.comm
+        index, comm = self.fill_plan.index, self.comm
         nbytes = verify_reads(self.checks, index, comm, threads=self.threads) if self.checksum else 0
-        check_replicas([index.atoms[key] for key in self.work.replicated], index, comm)
-        check_overlaps([(index.atoms[key], layout) for key, layout in self.work.overlapping], index, comm)
+        check_replicas([index.atoms[key] for key in self.fill_plan.replicated], index, comm)
+        check_overlaps([(index.atoms[key], layout) for key, layout in self.fill_plan.overlapping], index, comm)
         if self.checksum:
-            check_samples(index, self.work.touched, comm)
+            check_samples(index, self.fill_plan.touched, comm)
         return nbytes
 
     def undo(self) -> None:
         """Restore the values that :meth:`read` has overwritten in place."""
         self.device_copies.close()  # no copy may arrive after the undo
-        self.work.undo()
+        self.fill_plan.undo()
 
     def fill(self) -> list[Checked]:
         """Run pass 2 if there is one, then copy separate memory to the engine; returns the checksums of pass 2."""
@@ -163,7 +163,7 @@ class Transfer:
 
         def commit() -> None:
             self.device_copies.close()
-            self.work.commit()
+            self.fill_plan.commit()
 
         self.comm.run(commit)  # an error of one rank reaches all
         return second
@@ -195,7 +195,7 @@ class Transfer:
     def _compare(self, second: Sequence[Checked]) -> None:
         changed = set(second) - set(self.checks)
         if changed:
-            index = self.work.index
+            index = self.fill_plan.index
             path = index.files[index.records[min(changed).record].file].path
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
@@ -206,11 +206,11 @@ class Transfer:
         """
         exchanges = [(number, each) for number, round_ in enumerate(plan.rounds) for each in range(round_.exchanges)]
         batches = self._distribute(plan.own_reads, len(exchanges) + 1)
-        sinks = self.work.pick_sinks(is_first_pass=is_first_pass)
+        sinks = self.fill_plan.pick_sinks(is_first_pass=is_first_pass)
         checks, received = list[Checked](), list[Received]()
 
         def begin() -> None:
-            self.work.zero_blanks(is_first_pass=is_first_pass)
+            self.fill_plan.zero_blanks(is_first_pass=is_first_pass)
             self.device_copies.wait_for_earlier()
 
         def prepare(turn: int) -> tuple[Bytes, list[list[Read]], list[list[Read]], Bytes]:
@@ -244,7 +244,7 @@ class Transfer:
             "again": is_read_again,
             "joined": self.joined,
         }
-        with AtomReader(self.work.index, **options) as reader:
+        with AtomReader(self.fill_plan.index, **options) as reader:
             for turn, (number, exchange) in enumerate(exchanges):
                 packed, sends, claims, memory = self.comm.run(partial(prepare, turn))
                 received = list(_split_received(claims, self._swap(packed, sends, claims, memory)))

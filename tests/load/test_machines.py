@@ -51,7 +51,7 @@ def test_any_files_on_any_machines(data: st.DataObject, case: Case, target: Topo
         save.rename(folder / "away")
         loaded = load_scattered(machines, case.model, target)
         check_content(loaded, saved)
-        check_reads(loaded[0].work.index, loaded, 64)
+        check_reads(loaded[0].fill_plan.index, loaded, 64)
 
 
 def test_ranks_that_see_the_same_files_compare_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

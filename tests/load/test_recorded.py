@@ -146,7 +146,7 @@ def list_reads(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
 
 def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
     """Yield ``FILE RECORD BYTE LENGTH DTYPE → BUFFER ELEMENT`` for each longest run of bytes that stay together."""
-    records, names, wants = name_records(index), name_buffers(rank), rank.work.wants
+    records, names, wants = name_records(index), name_buffers(rank), rank.fill_plan.wants
     runs = []
     for item in (item for want in wants.wants for item in locate(want)):
         buffer, stored = wants.sinks[item.destination]
@@ -159,7 +159,7 @@ def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
 def name_buffers(rank: Loaded) -> list[str]:
     """Name each buffer by what it holds, and number buffers of equal names."""
     seen, names = Counter[str](), []
-    for spec in rank.work.wants.buffers:
+    for spec in rank.fill_plan.wants.buffers:
         seen[spec.slot] += 1
         names.append(f"{spec.slot}[{seen[spec.slot] - 1}]")
     return names

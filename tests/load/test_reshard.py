@@ -149,7 +149,7 @@ def test_weights_alone(case: Case, target: Topology) -> None:
         precision = torch.float32 if case.topology.stage == 3 else case.topology.dtype
         weights = {name: {"fp32": atoms["fp32"].to(precision).float()} for name, atoms in saved.atoms.items()}
         _, ranks = check_load(path, case.model, target, State(weights, {}, ()), with_states=False)
-        assert {key.state for key in ranks[0].work.touched} <= {"fp32", "module", "copy"}
+        assert {key.state for key in ranks[0].fill_plan.touched} <= {"fp32", "module", "copy"}
 
 
 @examples(60)
@@ -238,8 +238,8 @@ def test_one_rank_without_memory_for_its_masters_ends_all_ranks() -> None:
         target: Any = SimpleNamespace(
             whole_parameters=nullcontext, engine=SimpleNamespace(module=None), refresh_masters=refresh, list_keys=dict
         )
-        report, work = LoadReport(direct=True, reason=""), SimpleNamespace(touched=[])
+        report, fill_plan = LoadReport(direct=True, reason=""), SimpleNamespace(touched=[])
         job = LoadContext(None, comm, UniversalConfig(), report, custom_load_fn=lambda src, dst: None)
-        CustomLoad().change_engine(job, target, work)
+        CustomLoad().change_engine(job, target, fill_plan)
 
     assert [type(each) for each in World(3).run(run)] == [RemoteError] * 3

@@ -114,10 +114,10 @@ def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     buffer = Buffer(whole.t(), fill_first=False, spans=[(0, 6)])
     replicas = [Buffer(torch.tensor(values), fill_first=True) for values in ([1.0, 2.0], [3.0, 4.0])]
     wants = Wants(blanks=[(0, 0, 4)], means=[Mean(0, 4, 6, (1, 2))])
-    work = FillPlan(make_index([]), wants, [buffer, *replicas])
-    work.zero_blanks(is_first_pass=True)
+    fill_plan = FillPlan(make_index([]), wants, [buffer, *replicas])
+    fill_plan.zero_blanks(is_first_pass=True)
     assert whole.eq(5).all()
-    work.commit()
+    fill_plan.commit()
     assert whole.t().tolist() == [[0, 0, 0], [0, 2, 3]]
 
 

@@ -133,7 +133,7 @@ def test_new_parameters_start_under_the_step_of_the_others(
     write_files(tmp_path, change_groups(files, step=step) if counts else files)
     target = FakeTarget(Model((*MODEL.params, Param("new", (3,)))), live, 0, optimizer)
     rank = prepare_rank(open_for(tmp_path, target), target, Comm(), Options(strict=False))
-    notes = [note for note in rank.work.match.notes if "new or thawed" in note]
+    notes = [note for note in rank.fill_plan.match.notes if "new or thawed" in note]
     assert [note.split(":")[0] for note in notes] == ["new"] * bool(step if counts else live.stage)
 
 
@@ -148,7 +148,7 @@ def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) 
     assert flat.data[:21].equal(state.atoms["a"]["fp32"].reshape(-1))
     assert flat.data[21:26].equal(state.atoms["b"]["fp32"].reshape(-1))
     assert not target.wrapped.state[flat.tensor]["exp_avg"][21:].any()
-    assert [note.split(":")[0] for note in rank.work.match.notes] == [
+    assert [note.split(":")[0] for note in rank.fill_plan.match.notes] == [
         "b is trained here and was not trained in the saved run",
         "b",
     ]
@@ -188,7 +188,7 @@ class Closed(AdamW):
 
 
 def test_states_that_cannot_be_compared_are_logged(tmp_path: Path) -> None:
-    (note,) = prepare(tmp_path, make_files(), optimizer=Closed).work.match.notes
+    (note,) = prepare(tmp_path, make_files(), optimizer=Closed).fill_plan.match.notes
     assert "(exp_avg, exp_avg_sq) are restored without a comparison" in note
 
 
@@ -196,7 +196,7 @@ def test_a_buffer_that_the_saved_state_dict_leaves_out_keeps_its_value(tmp_path:
     files = make_files()
     files["mp_rank_00_model_states.pt"]["buffer_names"] = ["inv_freq"]
     rank = prepare(tmp_path, files, Model(MODEL.params, {"inv_freq": torch.ones(3)}))
-    (note,) = rank.work.match.notes
+    (note,) = rank.fill_plan.match.notes
     assert note.startswith("inv_freq: a buffer that the saved state dict leaves out")
 
 
@@ -207,8 +207,8 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match='"param_groups": "live"'):
         prepare(tmp_path / "saved", files)
     rank = prepare(tmp_path / "live", files, config=UniversalConfig(threads=1, param_groups="live"))
-    assert [sorted(states.tensors) for states in rank.work.states] == [["exp_avg", "exp_avg_sq"]] * 2
-    assert all("lr" not in hyper for hyper in rank.work.match.hyper.values())
+    assert [sorted(states.tensors) for states in rank.fill_plan.states] == [["exp_avg", "exp_avg_sq"]] * 2
+    assert all("lr" not in hyper for hyper in rank.fill_plan.match.hyper.values())
 
 
 @pytest.mark.parametrize(
@@ -244,5 +244,5 @@ def test_rounding_is_reported(state: str, stored: str, dtype: str, text: str) ->
 def test_a_step_that_depends_on_the_cut_is_reported(optimizer: Any, count: int, tmp_path: Path) -> None:
     state = random_state(MODEL, 0, states=(), step=None)
     files = build_files(MODEL, state, Topology(2, 2), Run())
-    notes = prepare(tmp_path, files, optimizer=optimizer).work.match.notes
+    notes = prepare(tmp_path, files, optimizer=optimizer).fill_plan.match.notes
     assert sum("depends on how ZeRO cuts" in note for note in notes) == count

@@ -141,9 +141,9 @@ def check_counts(rank: Loaded, live: torch.Tensor, what: str) -> None:
         return
     written, zeroed = rank.count(live.detach()), rank.count_blanks(live.detach())
     assert (written <= 1).all(), f"{what}: written {written} times"
-    if all(how.pads for how in rank.work.wants.resized.values()):
+    if all(how.pads for how in rank.fill_plan.wants.resized.values()):
         assert (written + zeroed >= 1).all(), f"{what}: written {written} times, zeroed {zeroed} times"
-    if not rank.work.wants.resized:
+    if not rank.fill_plan.wants.resized:
         assert (written + zeroed == 1).all(), f"{what}: written {written} times, zeroed {zeroed} times"
 
 
@@ -162,7 +162,7 @@ def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK)
 
 def touched_records(ranks: Sequence[Loaded]) -> set[int]:
     """Return the records of which any rank needs bytes."""
-    return {item.record for rank in ranks for want in rank.work.wants.wants for item in locate(want)}
+    return {item.record for rank in ranks for want in rank.fill_plan.wants.wants for item in locate(want)}
 
 
 def collect(ranks: Sequence[Loaded]) -> State:

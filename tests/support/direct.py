@@ -146,8 +146,8 @@ def run_load(
 
 
 def check_loaded(targets: list[FakeTarget], state: State, local: Mapping[int, Local] | None = None) -> None:
-    work = FillPlan(planning.make_index([]))
-    check_content([Loaded(target, work, target.extras(), counted=False) for target in targets], state, local)
+    fill_plan = FillPlan(planning.make_index([]))
+    check_content([Loaded(target, fill_plan, target.extras(), counted=False) for target in targets], state, local)
 
 
 def have_memory(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:

@@ -247,10 +247,10 @@ class CountingSink(TensorSink):
 
 @dataclass
 class Loaded:
-    """One rank after a load: work, reads, and the number of writes of each element (by tensor)."""
+    """One rank after a load: plan, reads, and the number of writes of each element (by tensor)."""
 
     target: FakeTarget
-    work: FillPlan
+    fill_plan: FillPlan
     extras: list[EngineBuffer]
     comm: Comm = field(default_factory=Comm)
     transfer: Transfer | None = None
@@ -324,11 +324,11 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     rules = from_config(options.config.patterns)
     job = LoadContext(None, comm, options.config, report, rules, load_module_strict=options.strict)
     job = replace(job, extensions=find_for_load(job, index, target, rules))
-    work = prepare(job, index, target, with_states=with_states)
-    rank = Loaded(target, work, target.extras(), comm, job=job)
-    work.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in work.sinks]
-    for number, low, high in work.wants.blanks:
-        rank.count_blanks(work.buffers[number].tensor)[low:high] += 1
+    fill_plan = prepare(job, index, target, with_states=with_states)
+    rank = Loaded(target, fill_plan, target.extras(), comm, job=job)
+    fill_plan.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in fill_plan.sinks]
+    for number, low, high in fill_plan.wants.blanks:
+        rank.count_blanks(fill_plan.buffers[number].tensor)[low:high] += 1
     return rank
 
 
@@ -353,12 +353,12 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
     assert transfer.verify() == 0
     assert rank.job
     for extension in rank.job.extensions:
-        extension.read_more(rank.job, rank.work)
-    for mean in rank.work.wants.means:
-        rank.count(rank.work.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
+        extension.read_more(rank.job, rank.fill_plan)
+    for mean in rank.fill_plan.wants.means:
+        rank.count(rank.fill_plan.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
     transfer.fill()
     if options.with_states and target.wrapped is not None:
-        attach_states(target, rank.work.states, rank.work.match)
+        attach_states(target, rank.fill_plan.states, rank.fill_plan.match)
     return rank
 
 
@@ -366,7 +366,7 @@ def plan(rank: Loaded, options: Options) -> Transfer:
     """Plan the load of a rank; collective."""
     round_bytes = max(options.window // WINDOW_PARTS, options.chunk)
     sizes = {"round_bytes": round_bytes, "block": options.chunk, "min_direct": options.min_direct}
-    rank.transfer = Transfer(rank.work, rank.comm, options.config, **sizes)
+    rank.transfer = Transfer(rank.fill_plan, rank.comm, options.config, **sizes)
     return rank.transfer
 
 
