@@ -42,7 +42,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 """Seconds between the first polls for other nodes' files, and between later ones."""
 
 
-def write_save(save: SavePart, place: str, wait: float) -> str:
+def write_save(save: SavePart, destination: str, wait: float) -> str:
     """Write this node's part of a save to a destination.
 
     The first node then waits for the others, seals the folder and publishes it. It deletes replaced and abandoned
@@ -58,9 +58,9 @@ def write_save(save: SavePart, place: str, wait: float) -> str:
         UcpError: another node has not written in time, or the files do not belong together.
         OSError: the system or the store reports an error.
     """
-    if save.node and not has_begun(save, place) and has_sealed_part(save, place):
+    if save.node and not has_begun(save, destination) and has_sealed_part(save, destination):
         return _NO_MARK  # it was stopped right before it could note that
-    tag, named = make_tag(save, place), _read_latest(place)
+    tag, named = make_tag(save, destination), _read_latest(destination)
     before, missing = begin_writing(tag), {name_node_file(save, node) for node in range(save.nodes)}
 
     def look() -> bool | None:
@@ -85,9 +85,9 @@ def write_save(save: SavePart, place: str, wait: float) -> str:
     tag.delete_abandoned()
     for path in save.list_files():
         if not path.startswith(f"{save.tag}/"):
-            put_file(os.path.join(place, path), os.path.join(save.folder, path))
-    _update_latest(save, place, named)
-    return find_mark(place, save.tag)
+            put_file(os.path.join(destination, path), os.path.join(save.folder, path))
+    _update_latest(save, destination, named)
+    return find_mark(destination, save.tag)
 
 
 def is_replaced(save: SavePart) -> bool:
@@ -146,15 +146,15 @@ def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], 
     return result
 
 
-def _read_latest(place: str) -> bytes | None:
+def _read_latest(destination: str) -> bytes | None:
     """Return the content of a destination's ``latest``, or None."""
     try:
-        return read_small(os.path.join(place, LATEST))
+        return read_small(os.path.join(destination, LATEST))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def _update_latest(save: SavePart, place: str, named: bytes | None) -> None:
+def _update_latest(save: SavePart, destination: str, named: bytes | None) -> None:
     """Let ``latest`` name a save, if it is to be named.
 
     ``latest`` stays if it meanwhile names a save of a later step, or if a later job has saved.
@@ -164,34 +164,36 @@ def _update_latest(save: SavePart, place: str, named: bytes | None) -> None:
     """
     if not save.latest or list_later(save):
         return
-    while not exchange_small(os.path.join(place, LATEST), save.tag.encode(), named):
-        before, named = named, _read_latest(place)
+    while not exchange_small(os.path.join(destination, LATEST), save.tag.encode(), named):
+        before, named = named, _read_latest(destination)
         if named == before:
-            raise StorageError("the store refused a conditional write of `latest`, which has not changed.", path=place)
+            raise StorageError(
+                "the store refused a conditional write of `latest`, which has not changed.", path=destination
+            )
         tag = (named or b"").decode(errors="replace").strip()
-        if tag and _find_step(place, tag) > save.step:
-            logger.warning("%s: another job has let `latest` name %s, which stays", place, tag)
+        if tag and _find_step(destination, tag) > save.step:
+            logger.warning("%s: another job has let `latest` name %s, which stays", destination, tag)
             return
 
 
-def _find_step(place: str, tag: str) -> int:
+def _find_step(destination: str, tag: str) -> int:
     """Return the step of a tag, or -1 if it has none or is damaged."""
     try:
-        return find_age([os.path.join(place, tag)]).step
+        return find_age([os.path.join(destination, tag)]).step
     except OutOfReachError:
         raise
     except CheckpointError:
         return -1
 
 
-def find_mark(place: str, tag: str) -> str:
+def find_mark(destination: str, tag: str) -> str:
     """Return a digest of the seal and of the state files' sizes, times and versions.
 
     Contents are not read. Any writer that replaces the files changes the digest; a save without the plugin leaves the
     seal as it is. Empty if there is no seal that can be read.
     """
     with suppress(OSError, UcpError):
-        return _make_mark(*list_published(os.path.join(place, tag)))
+        return _make_mark(*list_published(os.path.join(destination, tag)))
     return ""
 
 
@@ -206,19 +208,19 @@ def _fingerprint_files(entries: Mapping[str, Entry]) -> dict[str, str]:
     return {name: str(entry) for name, entry in entries.items() if is_state_file(name)}
 
 
-def has_begun(save: SavePart, place: str) -> bool:
+def has_begun(save: SavePart, destination: str) -> bool:
     """Return True if the first node has begun to write a save to a destination."""
-    return exists(make_tag(save, place).record)
+    return exists(make_tag(save, destination).record)
 
 
-def has_sealed_part(save: SavePart, place: str) -> bool:
+def has_sealed_part(save: SavePart, destination: str) -> bool:
     """Return True if the seal of a save's tag lists this node's state files.
 
     It must list them with the sizes and header CRCs that they have in memory. False without state files.
     """
     memory = os.path.join(save.folder, save.tag)
     try:
-        sealed = read_seal(os.path.join(resolve_published(os.path.join(place, save.tag)), SEAL)).files
+        sealed = read_seal(os.path.join(resolve_published(os.path.join(destination, save.tag)), SEAL)).files
         headers = {name: read_file(memory, name) for name in os.listdir(memory) if is_state_file(name)}
     except (OSError, UcpError):
         return False
@@ -252,14 +254,14 @@ def find_permanent_error(save: SavePart, error: Exception, *, is_repeated: bool 
     return error if is_repeated and others else None  # another node writes its part only once
 
 
-def delete_coordination_files(save: SavePart, place: str) -> None:
+def delete_coordination_files(save: SavePart, destination: str) -> None:
     """Delete a save's coordination files, on the first node.
 
     Call it after the save is recorded as complete.
     """
     if save.node:
         return
-    tag = make_tag(save, place)
+    tag = make_tag(save, destination)
     remove(tag.record)
     for node in range(save.nodes):
         remove(f"{tag.published}/{name_node_file(save, node)}")
@@ -281,8 +283,11 @@ class WrittenTag(NamedTuple):
     folder: str = "."
 
 
-def prune_place(
-    place: str, keep: int | None, written: Mapping[str, WrittenTag], record: Callable[[dict[str, WrittenTag]], None]
+def delete_old_tags(
+    destination: str,
+    keep: int | None,
+    written: Mapping[str, WrittenTag],
+    record: Callable[[dict[str, WrittenTag]], None],
 ) -> None:
     """Delete all but the newest ``keep`` tags of this job from a destination.
 
@@ -297,14 +302,14 @@ def prune_place(
         return
     remaining, named = dict(written), ""
     try:
-        named = read_tag(os.path.join(place, LATEST))
+        named = read_tag(os.path.join(destination, LATEST))
     except FileNotFoundError:
         pass
     except CheckpointError as error:
-        logger.warning("%s: no older save is removed, as `latest` may name it: %s", place, error)
+        logger.warning("%s: no older save is removed, as `latest` may name it: %s", destination, error)
         return
     for tag in [tag for tag in list(written)[:-keep] if tag != named]:
-        known, path = written[tag], os.path.join(place, tag)
+        known, path = written[tag], os.path.join(destination, tag)
         try:
             folder, entries = list_published(path)
             now = _make_mark(folder, entries) if SEAL in entries else ""
@@ -312,11 +317,11 @@ def prune_place(
             if now and now == known.mark:
                 remaining[tag] = WrittenTag(now, known.number, states, os.path.relpath(folder, path))
                 record(remaining)
-                remove_tag(place, tag)
+                remove_tag(destination, tag)
             elif not now and known.states is not None and states.items() <= known.states.items():
                 if known.folder != ".":
                     remove_tree(path, known.folder)
-                remove_tag(place, tag)
+                remove_tag(destination, tag)
         except FileNotFoundError:
             pass
         except (OSError, UcpError) as error:

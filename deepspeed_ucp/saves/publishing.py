@@ -80,8 +80,8 @@ class Tag:
 
     marker = SEAL
 
-    def __init__(self, save: SavePart, place: str) -> None:
-        self.save, self.place, self.final = save, place, os.path.join(place, save.tag)
+    def __init__(self, save: SavePart, destination: str) -> None:
+        self.save, self.destination, self.final = save, destination, os.path.join(destination, save.tag)
         above, name = os.path.split(self.final)
         self._set_paths(os.path.join(above, f".{name}"))
         self.published = self.final
@@ -168,12 +168,12 @@ class Tag:
     def _find_pending(self) -> set[int]:
         """Return the numbers of the job's pending saves. Other nodes may have written their parts, and do so once."""
         saves = Job(os.path.dirname(self.save.folder)).list_saves()
-        return {save.number for save in saves if self.place in save.list_pending()}
+        return {save.number for save in saves if self.destination in save.list_pending()}
 
 
-def make_tag(save: SavePart, place: str) -> Tag:
+def make_tag(save: SavePart, destination: str) -> Tag:
     """Make the :class:`Tag` of a save for a folder or an object store."""
-    return (_StoreTag if is_url(place) else Tag)(save, place)
+    return (_StoreTag if is_url(destination) else Tag)(save, destination)
 
 
 def begin_writing(tag: Tag) -> str:
@@ -290,8 +290,8 @@ class _StoreTag(Tag):
 
     marker = PUBLISHED
 
-    def __init__(self, save: SavePart, place: str) -> None:
-        super().__init__(save, place)
+    def __init__(self, save: SavePart, destination: str) -> None:
+        super().__init__(save, destination)
         self._set_paths(f"{self.final}/")
         self.published = self.temporary
 

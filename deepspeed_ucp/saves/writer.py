@@ -30,11 +30,11 @@ from .memory import FINISHED, Job, SavePart, list_late
 from .places import (
     WrittenTag,
     delete_coordination_files,
+    delete_old_tags,
     find_permanent_error,
     has_begun,
     has_sealed_part,
     is_replaced,
-    prune_place,
     wait_until,
     write_save,
 )
@@ -80,7 +80,7 @@ class SaveWriter:
         self.job, self.wait = job, wait
         self.lock = threading.RLock()  # guards the folders and records in memory
         self.end = math.inf  # time when retries end
-        self._places, self._is_finished = dict[str, PlaceWriter](), False
+        self._writers, self._is_finished = dict[str, DestinationWriter](), False
         for save in job.list_saves():
             for place in save.destinations:
                 if place in save.read("done") and not is_url(place):
@@ -97,9 +97,9 @@ class SaveWriter:
         while True:
             with suppress(OSError):
                 self.free()  # snapshots without a destination
-            for place in self.list_places():
-                if place.ident is None:
-                    place.start()
+            for writer in self.list_writers():
+                if writer.ident is None:
+                    writer.start()
             if is_last:
                 break
             line = os.read(sys.stdin.fileno(), 4096)
@@ -108,20 +108,20 @@ class SaveWriter:
                 self._is_finished = line.endswith(FINISHED)
             if is_last:
                 self.end = time.monotonic() + self.wait
-            for place in self._places.values():
-                place.news.set()
+            for writer in self._writers.values():
+                writer.news.set()
         note_end()
-        for place in self._places.values():
-            place.join()
+        for writer in self._writers.values():
+            writer.join()
         self.job.drop_spare()
         return 1 if list_late(self.job.list_saves()) else 0
 
-    def list_places(self) -> list[PlaceWriter]:
-        """Return the destinations that lack saves."""
+    def list_writers(self) -> list[DestinationWriter]:
+        """Return the writers of the destinations that lack saves."""
         with self.lock:
             late = list_late(self.job.list_saves())
-            self._places |= {folder: PlaceWriter(self, folder) for folder in late if folder not in self._places}
-            return [self._places[folder] for folder in late]
+            self._writers |= {folder: DestinationWriter(self, folder) for folder in late if folder not in self._writers}
+            return [self._writers[folder] for folder in late]
 
     def free(self) -> None:
         """Free the memory of saves that are not needed any more."""
@@ -145,7 +145,7 @@ class SaveWriter:
                 self.job.remove()
 
 
-class PlaceWriter(threading.Thread):
+class DestinationWriter(threading.Thread):
     """Writes saves to one destination of a job."""
 
     def __init__(self, writer: SaveWriter, folder: str) -> None:
@@ -236,7 +236,7 @@ class PlaceWriter(threading.Thread):
             if save.node == 0:
                 with suppress(OSError):  # the save is complete: such files go with later saves, or with the tag
                     delete_coordination_files(save, self.folder)
-                prune_place(self.folder, save.destinations[self.folder], self._written, self._record_written)
+                delete_old_tags(self.folder, save.destinations[self.folder], self._written, self._record_written)
         except Exception as error:  # noqa: BLE001 - other saves may still be written there
             why = str(error) or repr(error)
             fault = find_permanent_error(save, error, is_repeated=self._logged.get(save.tag) == why)

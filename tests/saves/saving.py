@@ -26,7 +26,7 @@ from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.saves import places, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import LOG, Job, SavePart
-from deepspeed_ucp.saves.writer import PlaceWriter, SaveWriter
+from deepspeed_ucp.saves.writer import DestinationWriter, SaveWriter
 from tests.convert.conversions import write_source
 from tests.support.memory import read_tree
 
@@ -184,8 +184,8 @@ def write(job: Job, *, wait: float = PATIENCE) -> bool:
 
 def write_pending(writer: SaveWriter) -> bool:
     """Write the pending saves to all destinations once; return True if none failed."""
-    places = writer.list_places()
-    return all(map_threads(PlaceWriter.write_all, places, len(places)))
+    writers = writer.list_writers()
+    return all(map_threads(DestinationWriter.write_all, writers, len(writers)))
 
 
 @contextmanager

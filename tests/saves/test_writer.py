@@ -270,8 +270,8 @@ def test_a_place_that_fails_is_tried_again_after_pauses(run: Run, monkeypatch: p
 
     run.save()
     writer = SaveWriter(run.job, 25.0)
-    (place,) = writer.list_places()
-    place.news = Pauses()
+    (thread,) = writer.list_writers()
+    thread.news = Pauses()
     with run_writer(writer) as announce:
         assert is_third.wait(PATIENCE)
         announce()
