@@ -231,13 +231,13 @@ def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
 
 
 def begin_load_event(engine: Any) -> None:
-    """Call DeepSpeed's ``checkpoint_event_prologue``, if the engine has one."""
+    """Call DeepSpeed's ``checkpoint_event_prologue``, if there is one."""
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
 
 
 def end_load_event(engine: Any) -> None:
-    """Call DeepSpeed's ``checkpoint_event_epilogue``, if the engine has one (collective).
+    """Call DeepSpeed's ``checkpoint_event_epilogue``, if there is one (collective).
 
     After an error of one rank alone it would hang.
     """

@@ -89,7 +89,10 @@ class Buffer:
 
     @property
     def is_fresh_host_memory(self) -> bool:
-        """Whether the memory is new memory of the host; this allocates it if it is separate."""
+        """Whether the memory is new memory of the host.
+
+        Allocates it if it is separate.
+        """
         in_file = self.in_file and self.memory is self.tensor
         return self.fill_first and not self._origin and not in_file and self.memory.device.type == "cpu"
 
@@ -111,13 +114,14 @@ class Buffer:
             values.copy_(origin.to(values.device))  # moved before it is converted: it has 16 bits
 
     def use_separate(self) -> None:
-        """Use separate memory of the host, allocated at first use, instead of the tensor's."""
+        """Fill separate memory of the host, allocated at first use, not the tensor's."""
         self._memory, self._bytes, self.fill_first = None, None, True
 
     def _allocate(self) -> torch.Tensor:
-        """Allocate separate memory, with the tensor's values in the elements that the load does not fill.
+        """Allocate separate memory.
 
-        It returns to the system when it is freed.
+        Elements that the load does not fill have the tensor's values. When the memory is freed, it returns to the
+        system.
         """
         numel, dtype = self.tensor.numel(), self.tensor.dtype
         memory = (
@@ -140,7 +144,10 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def _equals_cast(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
-    """Return True if a 1-D tensor equals other tensors, cast to its dtype, to the bit; False if they share memory."""
+    """Return True if a 1-D tensor equals other tensors to the bit, cast to its dtype.
+
+    It is False if they share memory, since a write would change them too.
+    """
     memory = {part.untyped_storage().data_ptr() for part in origin}
     if sum(part.numel() for part in origin) != tensor.numel() or tensor.untyped_storage().data_ptr() in memory:
         return False
@@ -167,14 +174,21 @@ def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tupl
 
 
 class TensorSink:
-    """A buffer whose bytes arrive as dtype ``stored``: written to its memory directly, or after conversion."""
+    """A buffer whose bytes arrive as dtype ``stored``.
+
+    They are written to its memory directly, or after a conversion.
+    """
 
     def __init__(self, buffer: Buffer, stored: str) -> None:
         self.buffer, self.stored = buffer, getattr(torch, stored)
         self.itemsize = buffer.tensor.element_size()
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """Return the buffer's memory from element ``position`` on; None if bytes must be cast or copied to a device."""
+        """Return the bytes of the buffer's memory from element ``position`` on.
+
+        Returns:
+            None if bytes must be cast or copied to a device.
+        """
         tensor = self.buffer.tensor
         if tensor.dtype != self.stored or not tensor.numel() or self.buffer.memory.device.type != "cpu":
             return None
@@ -182,7 +196,10 @@ class TensorSink:
         return self.buffer.bytes[low : low + nbytes]
 
     def store(self, item: CopyItem, data: memoryview) -> None:
-        """Copy an item's bytes to the buffer, cast if needed; with a stride to runs that many elements apart."""
+        """Copy an item's bytes to the buffer, cast if needed.
+
+        With a stride, its runs begin that many elements apart.
+        """
         view = None if item.stride else self.view(item.position, item.nbytes)
         if view is not None:
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8))  # releases the GIL
@@ -197,9 +214,10 @@ class TensorSink:
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values; a copy from page-locked memory to CUDA may still be in progress on return.
+    """Copy values.
 
-    Other accelerators may treat such memory differently: there the copy is complete on return.
+    A copy from page-locked memory to CUDA may still be in progress on return. Other
+    accelerators may treat such memory differently: there the copy is complete on return.
     """
     into.copy_(values, non_blocking=into.device.type == "cuda")
 
@@ -240,7 +258,7 @@ class FillPlan:
         return [sink if sink.buffer.fill_first == is_first_pass else None for sink in self.sinks]
 
     def zero_blanks(self, *, is_first_pass: bool) -> None:
-        """Zero the elements that no atom fills (padding, missing states) in the memory that a pass fills."""
+        """Zero the blanks of the memory that a pass fills (:attr:`Wants.blanks`)."""
         for number, low, high in self.wants.blanks:
             if self.buffers[number].fill_first == is_first_pass:
                 self.buffers[number].memory[low:high].zero_()
@@ -254,7 +272,7 @@ class FillPlan:
             buffer.undo()
 
     def commit(self) -> None:
-        """Average replicas of pattern ``partial``, fill new rows with known means, and commit the buffers."""
+        """Average replicas of pattern ``partial``, fill new rows, commit the buffers."""
         for mean in self.wants.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
@@ -268,7 +286,7 @@ class FillPlan:
 
 
 def _iterate_pieces(memory: torch.Tensor, low: int, high: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield elements [low, high) of memory in pieces, each with the number of its first element."""
+    """Yield (index of its first element, piece) for elements [low, high) of memory."""
     for begin in range(low, high, _PIECE):
         yield begin, memory[begin : min(begin + _PIECE, high)]
 
@@ -285,7 +303,7 @@ def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
 def make_buffers(
     wants: Wants, tensors: Mapping[Slot, torch.Tensor], copies: Mapping[Slot, Sequence[torch.Tensor]] | None = None
 ) -> tuple[list[Buffer], list[TensorSink]]:
-    """Make a buffer for each wanted tensor, and a sink for each dtype that arrives for it.
+    """Make a buffer for each wanted tensor, and a sink for each dtype that arrives.
 
     Args:
         tensors: live tensors, and new ones for states; missing ones are allocated.
@@ -305,7 +323,7 @@ _PINNED_CHUNK = 32 << 20
 
 
 class DeviceCopies:
-    """Memory for bytes on their way to the destinations; copies from it are synchronous.
+    """Memory for bytes that are copied to the destinations, synchronously.
 
     Attributes:
         pool: memory for bytes that are read before they are copied.
@@ -388,7 +406,10 @@ class AsyncGpuCopies(DeviceCopies):
             return piece
 
     def _allocate_pinned_chunk(self, nbytes: int) -> memoryview:
-        """Allocate page-locked memory; if that fails, plain memory, from which copies are synchronous."""
+        """Allocate page-locked memory; if that fails, plain memory.
+
+        Copies from plain memory are synchronous.
+        """
         if self._can_pin:
             try:
                 return _allocate_pinned(nbytes)
@@ -405,7 +426,10 @@ class AsyncGpuCopies(DeviceCopies):
 
 
 def choose_device_copies(sinks: Iterable[TensorSink], threads: int) -> DeviceCopies:
-    """Return asynchronous copies if all CUDA destinations are on one GPU, else synchronous ones."""
+    """Return asynchronous copies if all CUDA destinations are on one GPU.
+
+    Otherwise return synchronous copies.
+    """
     devices = {memory.device for sink in sinks if (memory := sink.buffer.memory).device.type == "cuda"}
     return AsyncGpuCopies(threads, devices.pop()) if len(devices) == 1 else DeviceCopies()
 

@@ -52,7 +52,7 @@ def resume(
     *,
     unknown: Sequence[str] = (),
 ) -> Loaded:
-    """Load a checkpoint into an engine as the replacement of ``engine.load_checkpoint`` (collective).
+    """Load a checkpoint in place of ``engine.load_checkpoint`` (collective).
 
     Args:
         load_dir: the caller's folder; for saves in memory, theirs. The same holds for ``tag``.
@@ -225,7 +225,11 @@ def _load_directly(job: LoadContext, folder: str, index: AtomicIndex, target: Ta
 def convert_before_load(
     job: LoadContext, index: AtomicIndex, target: Target, folder: str
 ) -> tuple[AtomicIndex, OutputReport]:
-    """Convert a checkpoint to an atomic one, or reuse a conversion; return its index and a report (collective)."""
+    """Convert a checkpoint to an atomic one, or reuse a conversion (collective).
+
+    Returns:
+        The conversion's index, and a report.
+    """
     comm, config, rules = job.comm, job.config, job.rules
     view = view_engine(target, (), comm)
 
@@ -247,7 +251,10 @@ def convert_before_load(
 
 
 def load_without_plugin(engine: Any, load_dir: str, tag: Any, deepspeed_load: Callable[[], T]) -> T:
-    """Run DeepSpeed's load; if it fails on a checkpoint of another topology, add a note to the error."""
+    """Run DeepSpeed's load.
+
+    If it fails on a checkpoint of another topology, its error gets a note.
+    """
     try:
         return deepspeed_load()
     except Exception as error:

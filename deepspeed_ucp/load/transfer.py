@@ -59,7 +59,9 @@ _PAUSE = 0.2
 
 
 class Transfer:
-    """One rank's part of a load. Construction, then :meth:`read`, :meth:`verify` and :meth:`fill` are collective.
+    """One rank's part of a load.
+
+    Construction, then :meth:`read`, :meth:`verify` and :meth:`fill` are collective.
 
     Args:
         round_bytes: maximum bytes that a round stages or sends, if it has several blocks; default: by the window.
@@ -116,7 +118,7 @@ class Transfer:
         return [plan.filter_for_sinks(first, now, keep_reads=self.checksum), plan.filter_for_sinks(rest, then)]
 
     def _configure(self, threads: int, window: int) -> None:
-        """Set threads and sizes, allocate separate memory, and list the ranges that pass 2 reads again."""
+        """Set threads and sizes, allocate separate memory, list ranges to read again."""
         wanted = threads or count_readers(self.fill_plan.index.state_file)
         self.threads = min(wanted, max(window // (4 * BLOCK), 1))
         # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
@@ -130,7 +132,7 @@ class Transfer:
         self.reread = {(read.record, read.offset) for plan in self.passes[1:] for read in plan.reads if self.checksum}
 
     def read(self) -> list[Checked]:
-        """Pass 1: read and checksum everything, and fill memory that is not part of the engine or can be recomputed."""
+        """Run pass 1: read and checksum everything, and fill what pass 1 may write."""
         self.checks = self._run_pass(self.passes[0], is_first_pass=True)
         return self.checks
 
@@ -158,7 +160,11 @@ class Transfer:
         self.fill_plan.undo()
 
     def fill(self) -> list[Checked]:
-        """Run pass 2 if there is one, then copy separate memory to the engine; returns the checksums of pass 2."""
+        """Run pass 2 if there is one, then copy separate memory to the engine.
+
+        Returns:
+            The checksums of pass 2.
+        """
         second = self._run_second_pass()
 
         def commit() -> None:
@@ -200,9 +206,10 @@ class Transfer:
             raise CheckpointError("was written to while it was being loaded.", path=path)
 
     def _run_pass(self, plan: LoadPlan, *, is_first_pass: bool) -> list[Checked]:
-        """Execute a pass's plan; bytes for the sinks of the other pass are only checksummed.
+        """Execute the plan of a pass.
 
-        Staged bytes stay at their announced offsets until every rank has copied them.
+        Bytes for the sinks of the other pass are only checksummed. Staged bytes stay at their announced offsets until
+        every rank has copied them.
         """
         exchanges = [(number, each) for number, round_ in enumerate(plan.rounds) for each in range(round_.exchanges)]
         batches = self._distribute(plan.own_reads, len(exchanges) + 1)
@@ -275,7 +282,10 @@ class Transfer:
         sinks: Sinks,
         stage: Sink | None = None,
     ) -> list[Checked]:
-        """Execute reads and copies in one pool of threads; reads start first, because they wait for storage."""
+        """Execute reads and copies in one pool of threads.
+
+        Reads start first, because they wait for storage.
+        """
         with_stage = [*sinks, stage]  # STAGING is the last
         checks: list[Checked] = []
 
@@ -297,7 +307,7 @@ class Transfer:
         return checks
 
     def _store(self, claim: Read, memory: memoryview, step: int, sinks: Sinks) -> None:
-        """Copy the bytes of a claim to its sinks; in ``memory`` its runs begin ``step`` bytes apart."""
+        """Copy a claim's bytes to its sinks; its runs begin ``step`` bytes apart."""
         with self.device_copies.pool.lend() as scratch:
             data = memory[: claim.nbytes]
             if self.device_copies.is_async or not (claim.count == 1 or step == claim.run):
@@ -310,7 +320,10 @@ class Transfer:
                 data = data[item.nbytes :]
 
     def _find_staging(self, rank: int, number: int) -> memoryview:
-        """Return the half of a rank's staging memory that a round uses, if this rank sees it."""
+        """Return the half of a rank's staging memory that a round uses.
+
+        It is empty if this rank does not see it.
+        """
         memory = self.staging[rank] or memoryview(b"")
         half = memory.nbytes // 2
         return memory[half * (number % 2) :][:half]
@@ -318,7 +331,11 @@ class Transfer:
     def _swap(
         self, packed: Bytes, sends: Sequence[Sequence[Read]], claims: Sequence[Sequence[Read]], memory: Bytes
     ) -> memoryview:
-        """Send packed bytes to the ranks that do not see the staging memory; returns received bytes (collective)."""
+        """Send packed bytes to ranks that do not see the staging memory (collective).
+
+        Returns:
+            The received bytes.
+        """
         if self.is_one_machine:
             return memoryview(b"")
         return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), memory))
@@ -330,7 +347,7 @@ def _count_bytes(reads: Sequence[Sequence[Read]]) -> list[int]:
 
 
 def _split_received(claims: Sequence[Sequence[Read]], data: memoryview) -> Iterator[Received]:
-    """Split the bytes that answer this rank's claims, in their order, into those of each claim."""
+    """Yield this rank's claims with their bytes, which arrive in this order."""
     for claim in chain.from_iterable(claims):
         yield claim, data[: claim.nbytes], claim.run
         data = data[claim.nbytes :]
@@ -353,10 +370,10 @@ def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
 
 
 def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_memory: bool) -> bool:
-    """Choose the memory of each live buffer, such that a failed read changes no engine (collective).
+    """Choose the memory of each live buffer (collective).
 
-    Values that can be recomputed are filled in place. The rest is filled in separate memory and copied at the end, if
-    ``prefer_memory`` is set and every machine has enough; otherwise pass 2 fills it.
+    A failed read changes no engine. Values that can be recomputed are filled in place. The rest is filled in separate
+    memory and copied at the end, if ``prefer_memory`` is set and every machine has enough; otherwise pass 2 fills it.
 
     Args:
         window: bytes of memory that reading needs in addition.
@@ -375,7 +392,10 @@ def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_
 
 
 def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
-    """Return True if each machine has room for separate live buffers, new ones, and the window (collective)."""
+    """Return True if each machine has enough memory (collective).
+
+    It needs room for separate live buffers, new ones, and the window.
+    """
     hosted = [
         buffer
         for buffer in buffers
@@ -408,7 +428,7 @@ def negotiate(
     block: int = BLOCK,
     min_direct: int = MIN_DIRECT,
 ) -> LoadPlan:
-    """Send claims to the owners of their blocks, and plan this rank's reads from their answers (collective).
+    """Plan this rank's reads from the owners' answers to its claims (collective).
 
     Args:
         round_bytes: maximum bytes that a round stages or sends, if it has several blocks.

@@ -58,7 +58,9 @@ MIN_DIRECT = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of all records and their owners: the ranks that can read a block's file, round-robin.
+    """The blocks of all records and their owners.
+
+    The owners are the ranks that can read a block's file, round-robin.
 
     Attributes:
         first: number of each record's first block, among those that the same ranks can read.
@@ -140,7 +142,10 @@ class Round:
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def count_exchanges(self, round_bytes: int, same_node: SameNode) -> int:
-        """Count the exchanges in which this rank sends and receives at most about ``round_bytes`` each."""
+        """Count the exchanges that this rank needs.
+
+        In each it sends and receives at most about ``round_bytes``.
+        """
         received = sum(claim.nbytes for peer in np.flatnonzero(~same_node).tolist() for claim in self.claims[peer])
         return min(max(-(-max(self.sent_remote, received) // round_bytes), 1), len(self.served))
 
@@ -160,7 +165,11 @@ class Round:
         return _keep(self.served, to), _keep(self.claims, by)
 
     def list_local_copies(self, same_node: SameNode) -> list[tuple[int, int, Read]]:
-        """List the claims that this rank copies from its node's staging memory: (rank, first byte there, claim)."""
+        """List the claims that this rank copies from its node's staging memory.
+
+        Returns:
+            (rank, first byte in its staging memory, claim).
+        """
         return [
             (peer, offset, claim)
             for peer in np.flatnonzero(same_node).tolist()
@@ -168,7 +177,9 @@ class Round:
         ]
 
     def filter_for_sinks(self, sinks: Sequence[bool], served: list[list[Read]], *, keep_reads: bool) -> Round:
-        """Return a round with the claims of these sinks; see :meth:`LoadPlan.filter_for_sinks`.
+        """Return a round with the claims of these sinks.
+
+        See :meth:`LoadPlan.filter_for_sinks`.
 
         Args:
             served: what this rank still serves.
@@ -263,11 +274,14 @@ def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[Co
 def _split(
     claims: Sequence[CopyItem], begin: int, min_direct: int, blind: npt.NDArray[np.bool_] | None
 ) -> tuple[list[Span], list[CopyItem]]:
-    """Return the ranges of a block that their ranks read themselves, and the claims that the owner reads.
+    """Split claims on a block by their reader.
 
     Args:
         begin: first byte of the block.
         blind: ranks that cannot read the block's file; None if all can.
+
+    Returns:
+        The ranges that the claiming ranks read themselves, and the claims that the owner reads.
     """
     alone = len({claim.destination for claim in claims}) == 1
     claims = sorted(claims, key=attrgetter("offset"))
@@ -358,10 +372,10 @@ class LoadPlan:
     def filter_for_sinks(
         self, sinks: Sequence[bool], needed: Sequence[npt.NDArray[np.bool_]] = (), *, keep_reads: bool = False
     ) -> LoadPlan:
-        """Return the plan that fills some sinks, with the same reads, rounds and exchanges.
+        """Return the plan that fills some sinks, with the same rounds and exchanges.
 
-        A second pass therefore reads the same ranges that the first one has verified, by the ranks whose nodes have
-        them in their page cache.
+        Its reads are the same, too. A second pass therefore reads the ranges that the first one has verified, by the
+        ranks whose nodes have them in their page cache.
 
         Args:
             sinks: by number, whether it is filled.
