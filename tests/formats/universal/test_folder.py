@@ -303,7 +303,7 @@ def test_missing_data_keeps_the_fresh_value_with_a_warning(tmp_path: Path, caplo
     model = replace(model, params=(*model.params, Param("1.bias", (12,), group=1, frozen=True)))
     index, ranks = load_converted(model, Topology(1, 1, tp=2, pp=2), tmp_path)
     assert "a pipeline's buffers and frozen parameters" in index.dropped
-    assert all(rank.work.match.kept == ["1.bias", "0.count", "1.count"] for rank in ranks)
+    assert all(rank.fill_plan.match.kept == ["1.bias", "0.count", "1.count"] for rank in ranks)
     assert "1.bias, 0.count, 1.count keep the values that the new model has" in caplog.text
     for rank in ranks:
         assert {name for flat in rank.target.flats for name in flat.names} == {"0.column", "0.norm", "1.row", "1.norm"}
@@ -315,8 +315,8 @@ def test_a_trained_parameter_is_never_taken_for_a_dropped_one(tmp_path: Path) ->
     frozen = replace(model, params=tuple(replace(p, frozen=p.name == "0.column") for p in model.params))
     targets = make_targets(frozen, Topology(1, 1))
     (rank,) = load(open_alone(folder), targets)
-    assert rank.work.match.kept == ["0.count", "1.count"]
-    (note,) = rank.work.match.notes
+    assert rank.fill_plan.match.kept == ["0.count", "1.count"]
+    (note,) = rank.fill_plan.match.notes
     assert note.startswith("0.column was trained in the saved run")
 
 
