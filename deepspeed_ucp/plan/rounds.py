@@ -138,7 +138,7 @@ class Round:
 
     @classmethod
     def empty(cls, size: int) -> Round:
-        """Return a round in which this rank stages, serves and claims nothing."""
+        """Return a round without reads and claims of this rank."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def count_exchanges(self, round_bytes: int, same_node: SameNode) -> int:
@@ -152,7 +152,7 @@ class Round:
     def select_exchange(
         self, rank: int, exchange: int, same_node: SameNode
     ) -> tuple[list[list[Read]], list[list[Read]]]:
-        """Return what ``rank`` serves to each rank and claims from each in one exchange.
+        """Return, for one exchange, the reads served to each rank and the claims on each.
 
         In exchange k a rank sends to the peers with ``distance * exchanges // size == k``, except those on its node.
         The distance of a peer is ``(peer - rank) % size``.
@@ -182,8 +182,8 @@ class Round:
         See :meth:`LoadPlan.filter_for_sinks`.
 
         Args:
-            served: what this rank still serves.
-            keep_reads: keep reads from which nothing is served.
+            served: the reads of staging memory that the others' passes need.
+            keep_reads: keep all reads, not only those with served bytes.
         """
         kept = [[_feeds(claim, sinks) for claim in claims] for claims in self.claims]
         claims = [list(compress(*pair)) for pair in zip(self.claims, kept, strict=True)]
@@ -203,7 +203,7 @@ def _feeds(read: Read, sinks: Sequence[bool]) -> bool:
 
 
 def _pick_reads(reads: Iterable[Read], served: Iterable[Read]) -> list[Read]:
-    """Return the reads from which some bytes are served."""
+    """Return the reads with some bytes that are served."""
     lows, highs = np.array([(each.offset, each.end) for each in served], np.int64).reshape(-1, 2).T
     staged = [(read, read.items[0].position) for read in reads]
     return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
@@ -221,7 +221,7 @@ def make_owner_plan(
     """Assign each read of this rank's blocks to the claiming rank or to this rank.
 
     This rank, the owner, stages the bytes that it reads for claims. Each byte of its blocks is read once, by the owner
-    or by the one rank that it grants it to. A rank that cannot read a file is granted none of it.
+    or by the one rank that it grants it to. A rank is only granted bytes of files that it can read.
 
     Args:
         tables: per rank its claims on the blocks, ordered by record and offset; they are sent in this order.
@@ -360,7 +360,7 @@ class LoadPlan:
     def list_needs(self, *passes: Sequence[bool]) -> list[npt.NDArray[np.bool_]]:
         """Return per owner a table [claim, pass]: True if the pass needs the claim.
 
-        The claims are those that the owner serves, in the order of the rounds.
+        The owner serves these claims, which are in the order of the rounds.
 
         Args:
             passes: for each pass and sink, whether the pass fills the sink.
@@ -424,7 +424,7 @@ def make_plan(
     Args:
         addressed: per owner, this rank's claims.
         answers: per owner, its answers to them.
-        rank: this rank, which determines where its reads begin (:func:`order_reads`).
+        rank: number of this rank, the seed of the first read (:func:`order_reads`).
         files: the file of each record.
     """
     rows = [answer.tolist() for answer in answers]
