@@ -82,17 +82,18 @@ class Spread(Kind):
         return join_cut([local.state for local in ranks], self.tp)
 
     def is_direct(self, source: Any) -> bool:
-        return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer
+        """Return True also for ZeRO 3, whose experts DeepSpeed's load is not known to restore, and BF16_Optimizer."""
+        return source != self or self.stage == 3 or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)
 
     def find_refusal(self, source: Any) -> str:
         """Muon sorts by size, and cut matrices have another one."""
         return "the param groups differ" if self.muon and source.stage == 0 and self.tp > 1 else ""
 
     def find_tolerance(self, source: Any) -> float | None:
-        """DeepSpeed's own experts have another gate."""
+        """DeepSpeed's own experts have another gate. Tensor parallelism and pipelines sum in another order."""
         if {self.precision, source.precision} != {"fp32"} or (self.kind == "native") != (source.kind == "native"):
             return None
-        return 1e-6
+        return 1e-6 if {self.tp, self.pp, source.tp, source.pp} == {1} else 1e-5
 
     def adjust(self, state: str, saved: Tensor, loaded: Tensor) -> Tensor:
         """ZeRO 3 keeps momentum in bf16, in whatever dtype it is read."""
