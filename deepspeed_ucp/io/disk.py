@@ -174,6 +174,11 @@ def _lock(fd: int, path: str) -> bool:
         return False
     except OSError:
         pass  # a file system without locks
+    return is_still_at(fd, path)
+
+
+def is_still_at(fd: int, path: str) -> bool:
+    """Return True if an open file has not been renamed, replaced or deleted since."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError, StorageError, shorten
 from .deletion import delete_tree
-from .disk import explain_full, sync_file, sync_folder, sync_tree, write_atomically
+from .disk import explain_full, is_still_at, sync_file, sync_folder, sync_tree, write_atomically
 from .jsonfile import parse_json
 
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -50,7 +50,7 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):  # an error of this rank must not replace the error that all ranks raise
-            if _is_still(fd, path):
+            if is_still_at(fd, path):
                 os.unlink(path)
         os.close(fd)
 
@@ -64,7 +64,7 @@ def _acquire(path: str, purpose: str) -> int:
             os.close(fd)
             raise
         # The former holder may have removed the file between open and flock.
-        if _is_still(fd, path):
+        if is_still_at(fd, path):
             return fd
         os.close(fd)
 
@@ -95,13 +95,6 @@ def _take(fd: int, is_new: bool, path: str, purpose: str) -> None:
                 "locks that end with their holder. If that process is no more, remove the file and run it again.",
                 path=path,
             ) from error
-
-
-def _is_still(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _read_holder(fd: int) -> str:

@@ -233,7 +233,7 @@ class AtomicIndex:
         return self.atoms.get(AtomKey(name, state, instance))
 
     def resolve(self, name: str) -> str:
-        """Return the name that holds a parameter's data: its own or that of the parameter that it is tied to."""
+        """Return the name under which a parameter's data is saved: another one for a tied parameter."""
         return self.aliases.get(name, name)
 
     @property
@@ -258,5 +258,5 @@ class AtomicIndex:
 
     @property
     def is_weights_alone(self) -> bool:
-        """True if it has a foreign format and no optimizer states, so that a load expects none."""
+        """True if it has a foreign format and no optimizer states: a load then restores weights alone."""
         return bool(self.format) and not (self.stateless or self.groups or self.scalars)

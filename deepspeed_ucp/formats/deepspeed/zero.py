@@ -178,7 +178,7 @@ def _check_partitions(save: Save, stage: int, group: int, shares: Iterable[Group
 class _BufferAdder:
     """Adds the storages of flat buffers with one layout from the files of the ranks that hold them.
 
-    The partitions of all buffers are numbered: first those of the first buffer, then those of the next.
+    Partitions are numbered over all buffers, in their order: partition p belongs to buffer p // buffers[0].parts.
 
     Attributes:
         shards, batches: see :data:`_Files`; each partition has a rank.
