@@ -65,7 +65,7 @@ class MadeUp(SaveExtension, Extension):
     def verify_save(self, save, comm):
         return [Finding("odd", save.main.name, f"{save.path(save.main)}: three ranks are odd.")]
 
-    def refuse(self, job, index, target):
+    def refuse(self, context, index, target):
         if job.load_module_only:
             raise MismatchError("not for weights alone")
 

@@ -30,7 +30,7 @@ class CustomLoad(Extension):
     def __init__(self) -> None:
         self.source: dict[str, torch.Tensor] = {}
 
-    def refuse(self, job: Any, index: AtomicIndex, target: Target) -> None:
+    def refuse(self, context: Any, index: AtomicIndex, target: Target) -> None:
         """Refuse a load in which no rank has the whole module, or not every rank can read it."""
         refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
         if target.flats and any(extension.name == "nvme" for extension in target.extensions):
@@ -42,11 +42,11 @@ class CustomLoad(Extension):
                 "Load without custom_load_fn, or in the topology that saved the checkpoint."
             )
 
-    def read_more(self, job: Any, fill_plan: Any) -> None:
-        with job.report.phase("custom"):
-            self.source = job.comm.run(lambda: assemble_module(fill_plan.index, job.config))
+    def read_more(self, context: Any, fill_plan: Any) -> None:
+        with context.report.phase("custom"):
+            self.source = context.comm.run(lambda: assemble_module(fill_plan.index, context.config))
 
-    def change_engine(self, job: Any, target: Target, fill_plan: Any) -> None:
+    def change_engine(self, context: Any, target: Target, fill_plan: Any) -> None:
         """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does.
 
         The state dict has the keys of the live module's. If no optimizer states are loaded, the masters are made from
@@ -54,11 +54,11 @@ class CustomLoad(Extension):
         """
         keys = {name: key for key, name in target.list_keys().items()}
         source, self.source = {keys.get(name, name): tensor for name, tensor in self.source.items()}, {}
-        with job.report.phase("custom"):
+        with context.report.phase("custom"):
             with target.whole_parameters():
-                job.comm.run(lambda: job.custom_load_fn(src=source, dst=target.engine.module))
+                context.comm.run(lambda: context.custom_load_fn(src=source, dst=target.engine.module))
             if not fill_plan.touched:
-                job.comm.run(target.refresh_masters)
+                context.comm.run(target.refresh_masters)
 
 
 def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:

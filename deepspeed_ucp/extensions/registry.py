@@ -146,16 +146,16 @@ class Extension:
 
     # -- a load (:class:`deepspeed_ucp.load.context.LoadContext`)
 
-    def refuse(self, job: Any, index: Any, target: Any) -> None:
+    def refuse(self, context: Any, index: Any, target: Any) -> None:
         """Raise UcpError if the checkpoint cannot be loaded into the engine."""
 
     def adapt(self, adaptation: Any) -> None:
         """Adapt a checkpoint and an engine (:class:`deepspeed_ucp.plan.match.Adaptation`) to each other."""
 
-    def read_more(self, job: Any, fill_plan: Any) -> None:
+    def read_more(self, context: Any, fill_plan: Any) -> None:
         """Log changes, and read data that the buffers do not need, before the engine changes (collective)."""
 
-    def change_engine(self, job: Any, target: Any, fill_plan: Any) -> None:
+    def change_engine(self, context: Any, target: Any, fill_plan: Any) -> None:
         """Change the engine before its buffers are filled; an error blocks it (collective)."""
 
     def commit(self) -> None:
@@ -318,7 +318,9 @@ REGISTRY = [
         in_engine=lambda engine: bool(getattr(engine.optimizer, "muon_momentum_buffer_partitioned_groups_flat", None)),
     ),
     SpecialCase("state_dict", "statedict:ModuleStateDict", in_engine=_has_own_state_dict),
-    SpecialCase("custom load", "custom_load:CustomLoad", in_load=lambda job, _, __: job.custom_load_fn is not None),
+    SpecialCase(
+        "custom load", "custom_load:CustomLoad", in_load=lambda context, _, __: context.custom_load_fn is not None
+    ),
     SpecialCase("hugging face", "huggingface:HuggingFace", in_load=_is_pretrained),
     SpecialCase(
         "experts",
@@ -368,10 +370,10 @@ def find_for_names(names: Collection[str], degrees: Any = None) -> list[Extensio
     return [row.make() for row in REGISTRY if row.in_names(names) or (degrees and row.in_degrees(degrees))]
 
 
-def find_for_load(job: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
+def find_for_load(context: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
     """Return the extensions of a load: the engine's, and new ones for the user's rules and the load's context."""
     known, places = [extension.row for extension in target.extensions], {id(row): at for at, row in enumerate(REGISTRY)}
-    active = (row for row in REGISTRY if row.in_rules(rules) or row.in_load(job, index, target))
+    active = (row for row in REGISTRY if row.in_rules(rules) or row.in_load(context, index, target))
     extensions = [*target.extensions, *(row.make() for row in active if row not in known)]
     return sorted(extensions, key=lambda extension: places.get(id(extension.row), -1))
 

@@ -53,13 +53,15 @@ class ResizedRows(Extension):
         if idle and adaptation.log:
             logger.info("patterns: %s", shorten(f"resize: {match!r} matches no parameter" for match in idle))
 
-    def read_more(self, job: Any, fill_plan: Any) -> None:
+    def read_more(self, context: Any, fill_plan: Any) -> None:
         """Log each parameter that has another shape here, and read the means of saved rows (collective)."""
-        if job.comm.rank == 0:
+        if context.comm.rank == 0:
             _log_changes(fill_plan)
         if fill_plan.wants.averaged:
-            with job.report.phase("read"):
-                fill_plan.averages = average_rows(fill_plan.index, fill_plan.wants.averaged, job.comm, job.config)
+            with context.report.phase("read"):
+                fill_plan.averages = average_rows(
+                    fill_plan.index, fill_plan.wants.averaged, context.comm, context.config
+                )
 
 
 def _log_changes(fill_plan: Any) -> None:

@@ -42,7 +42,7 @@ The buffers are None if only DeepSpeed knows the engine's layout. Without a chec
 """
 
 
-def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = ()) -> Choice:
+def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -> Choice:
     """Compare the checkpoint's topology with the engine's, from headers only (collective).
 
     Args:
@@ -52,25 +52,25 @@ def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = ()) -> Ch
     Raises:
         UnsupportedError: the engine is not covered, and DeepSpeed's load is not known to be right.
     """
-    atomic = job.loads_universal and any(job.comm.each(lambda: has_atoms(folder)))
+    atomic = context.loads_universal and any(context.comm.each(lambda: has_atoms(folder)))
     try:
-        target, naming = inspect_engine(job)
+        target, naming = inspect_engine(context)
     except UnknownLayoutError as error:
         if not atomic:
-            return _trust_own_files(job, folder, str(error))
-        if not job.config.trust_pickle:
-            job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
+            return _trust_own_files(context, folder, str(error))
+        if not context.config.trust_pickle:
+            context.comm.run(lambda: check_trusted(list_own_globals(folder, context.comm.rank, context.comm.size)))
         return f"load_universal is on, this is an atomic checkpoint, and {error}", None, None
     doubts: list[str] = []
-    if job.engine.use_node_local_storage() and not atomic:
-        doubts = find_own_differences(job, folder, target)
-        if not doubts and job.config.same_topology != "direct":
-            return _leave_own_files(job, folder, _NODE_LOCAL, target)
+    if context.engine.use_node_local_storage() and not atomic:
+        doubts = find_own_differences(context, folder, target)
+        if not doubts and context.config.same_topology != "direct":
+            return _leave_own_files(context, folder, _NODE_LOCAL, target)
     if not doubts:
-        is_direct = job.config.same_topology == "direct"
-        doubts += ["load_universal is on, but this is no atomic checkpoint"] * (job.loads_universal and not atomic)
+        is_direct = context.config.same_topology == "direct"
+        doubts += ["load_universal is on, but this is no atomic checkpoint"] * (context.loads_universal and not atomic)
         doubts += ['the topology is unchanged, and "same_topology": "direct" is set'] * is_direct
-    return _compare(job, folder, also, target, naming, doubts)
+    return _compare(context, folder, also, target, naming, doubts)
 
 
 _BELOW = f"the files are in a folder below the tag ({PUBLISHED}), which DeepSpeed's own load does not read"
@@ -78,19 +78,19 @@ _BELOW = f"the files are in a folder below the tag ({PUBLISHED}), which DeepSpee
 _NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
 
 
-def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
+def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
     """Open the engine, and gather the names by which stage-0 saves are read (collective)."""
     opened: list[Target] = []
 
     def look() -> tuple[bool, dict[str, str], StageGroups | None]:
-        check_states(job.engine, with_states=job.with_states)
-        target = open_target(job.engine)
+        check_states(context.engine, with_states=context.with_states)
+        target = open_target(context.engine)
         opened.append(target)
         # Without pipeline and distributed parameters all ranks have the same groups.
         groups = list_stage_groups(target) if target.place.pp > 1 or target.is_uneven else None
         return bool(target.flats), target.list_keys(), groups
 
-    answers = job.comm.each(look)
+    answers = context.comm.each(look)
     target = opened[0]
     if any(groups for *_, groups in answers):
         groups, hyper, order = join_groups(groups for *_, groups in answers)
@@ -103,10 +103,10 @@ def inspect_engine(job: LoadContext) -> tuple[Target, Naming]:
         order=order,
         dual=target.is_dual,
         keys={key: name for _, keys, _ in answers for key, name in keys.items()},
-        rename=partial(find_renamed, rules=job.rules),
+        rename=partial(find_renamed, rules=context.rules),
         ep=target.ep,
         record=target.list_recorded,
-        weights_only=not (job.with_states and has_masters),
+        weights_only=not (context.with_states and has_masters),
     )
     return target, naming
 
@@ -168,27 +168,27 @@ def has_atoms(folder: str) -> bool:
         return False
 
 
-def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | None = None) -> list[str]:
+def list_unproven(context: LoadContext, target: Target | None, index: AtomicIndex | None = None) -> list[str]:
     """List the reasons why DeepSpeed's load is not known to be right, even in an unchanged topology.
 
     Args:
         target: this rank's; None if only DeepSpeed can load into the engine.
         index: the checkpoint; None if each rank knows its files alone.
     """
-    doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and job.with_states)
-    doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in job.rules)
+    doubts = ['"param_groups" is "live"'] * (context.config.param_groups == "live" and context.with_states)
+    doubts += ['"resize" rules'] * any(rule_set.resizes for rule_set in context.rules)
     if target is not None:
         asked = {
-            "load_optimizer_states": not job.load_optimizer_states,
-            "load_module_only": job.load_module_only,
-            "load_module_strict": not job.load_module_strict,
-            "custom_load_fn": job.custom_load_fn is not None,
+            "load_optimizer_states": not context.load_optimizer_states,
+            "load_module_only": context.load_module_only,
+            "load_module_strict": not context.load_module_strict,
+            "custom_load_fn": context.custom_load_fn is not None,
         }
         doubts += [name for name, is_asked in asked.items() if is_asked]
         doubts += list_unknown(target, index)
     if target is not None and index is not None:
-        doubts += target.find_other_kinds(index) if job.with_states else ()
-        doubts = doubts or list_other_orders(job, target, index)  # the direct load compares the orders itself
+        doubts += target.find_other_kinds(index) if context.with_states else ()
+        doubts = doubts or list_other_orders(context, target, index)  # the direct load compares the orders itself
     return [f"DeepSpeed's own load is not known to be right with: {shorten(doubts)}"] if doubts else []
 
 
@@ -196,7 +196,7 @@ _OF_EXPERTS = ("ds_autoep_layers", "expert_parameter_patterns")
 """Keys that a save adds to the model's ``universal_checkpoint_info``."""
 
 
-def list_other_orders(job: LoadContext, target: Target, index: AtomicIndex) -> list[str]:
+def list_other_orders(context: LoadContext, target: Target, index: AtomicIndex) -> list[str]:
     """Describe shards whose elements the checkpoint and the live engine order differently; the direct load refuses."""
     info = live_universal_info(target.engine) if target.place.tp > 1 else None
     if info is None or _is_same_info(index.hints.get(INFO), info):
@@ -205,7 +205,7 @@ def list_other_orders(job: LoadContext, target: Target, index: AtomicIndex) -> l
     held = {name: shapes[name] for name in saved.values() if name in shapes}
     try:
         live = from_universal_info(info, by="target").follow(saved)
-        settled = settle_index(index, job.rules, held, [live])
+        settled = settle_index(index, context.rules, held, [live])
     except (MismatchError, UnsupportedError):  # one side's metadata cannot be read: no contradiction is known
         return []
     return [f"another order of elements in {shorten(settled.wrong)}"] if settled.wrong else []
@@ -215,30 +215,30 @@ def _is_same_info(saved: dict[str, Any] | None, live: dict[str, Any]) -> bool:
     return {key: value for key, value in (saved or {}).items() if key not in _OF_EXPERTS} == live
 
 
-def _trust_own_files(job: LoadContext, folder: str, why: str) -> Choice:
+def _trust_own_files(context: LoadContext, folder: str, why: str) -> Choice:
     """Leave a load to DeepSpeed if each rank's files have the live topology (collective)."""
     if is_url(folder):
         text = f"{why}: only DeepSpeed's own load can read it, which reads no URLs. Copy it to a folder."
-        raise job.comm.common(UnsupportedError(text, path=folder))
-    differences = find_own_differences(job, folder)
+        raise context.comm.common(UnsupportedError(text, path=folder))
+    differences = find_own_differences(context, folder)
     if differences:
         text = (
             f"{why}: only DeepSpeed's own load can read it, and only in an unchanged topology. Differences: "
             f"{shorten(differences, 4)}. Resume in the topology that saved it. {OWN_LOAD}"
         )
-        raise job.comm.common(UnsupportedError(text, path=folder))
-    return _leave_own_files(job, folder, why)
+        raise context.comm.common(UnsupportedError(text, path=folder))
+    return _leave_own_files(context, folder, why)
 
 
-def find_own_differences(job: LoadContext, folder: str, target: Target | None = None) -> list[str]:
+def find_own_differences(context: LoadContext, folder: str, target: Target | None = None) -> list[str]:
     """List why DeepSpeed's load cannot use each rank's files; the same on every rank (collective)."""
 
     def compare() -> list[str]:
         try:
-            model, optim, facts = describe_own_files(job.engine, folder)
+            model, optim, facts = describe_own_files(context.engine, folder)
             differing = compare_own_files(model, optim, facts)
-            if target is not None and int(job.engine.mp_world_size) > 1 and not differing:
-                info, saved = live_universal_info(job.engine), read_own_hints(model).get(INFO)
+            if target is not None and int(context.engine.mp_world_size) > 1 and not differing:
+                info, saved = live_universal_info(context.engine), read_own_hints(model).get(INFO)
                 if info is not None and saved and not _is_same_info(saved, info):
                     differing.append("another universal_checkpoint_info")  # the direct load compares the orders
         except CheckpointError as error:
@@ -248,15 +248,15 @@ def find_own_differences(job: LoadContext, folder: str, target: Target | None = 
         entries = scan_if_there(folder)
         if PUBLISHED in entries:
             differing.append(_BELOW)
-        return [*list_unproven(job, target), *differing]
+        return [*list_unproven(context, target), *differing]
 
-    return list(dict.fromkeys(text for part in job.comm.each(compare) for text in part))
+    return list(dict.fromkeys(text for part in context.comm.each(compare) for text in part))
 
 
-def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | None = None) -> Choice:
+def _leave_own_files(context: LoadContext, folder: str, why: str, target: Target | None = None) -> Choice:
     """Leave a load to DeepSpeed, after a check of the files' classes (collective)."""
-    engine, comm = job.engine, job.comm
-    if not job.config.trust_pickle:
+    engine, comm = context.engine, context.comm
+    if not context.config.trust_pickle:
         # Every rank checks a part of a shared folder; the ranks that see a node's files share them.
         viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
         folder_id = viewers[comm.rank]
@@ -272,38 +272,38 @@ def _identify_folder(folder: str) -> tuple[object, ...]:
 
 
 def _compare(
-    job: LoadContext, folder: str, also: Sequence[str], target: Target, naming: Naming, doubts: Sequence[str]
+    context: LoadContext, folder: str, also: Sequence[str], target: Target, naming: Naming, doubts: Sequence[str]
 ) -> Choice:
     """Compare the checkpoint's index with the live engine's layout (collective).
 
     Args:
         doubts: reasons for the direct load in an unchanged topology.
     """
-    comm = job.comm
+    comm = context.comm
     survey = survey_checkpoint(folder, comm, naming, also=also)
 
     def look() -> tuple[list[str], list[str]]:
         index = survey.require()
-        changes = list_scaling_changes(target, index, with_states=job.with_states)
+        changes = list_scaling_changes(target, index, with_states=context.with_states)
         if index.format:
             return [index.unchecked], changes  # an empty text if everything is checked
         differences = _list_differences(index, target) or _list_elsewhere(index, folder)
-        return differences or list_unproven(job, target, index), changes
+        return differences or list_unproven(context, target, index), changes
 
     answers = comm.each(look)
     reasons = [text for found, _ in answers for text in found] or list(doubts)
     index = survey.require()
-    job.report.saved, job.report.extensions = index.job, name_active((*survey.extensions, *target.extensions))
+    context.report.saved, context.report.extensions = index.job, name_active((*survey.extensions, *target.extensions))
     if comm.rank == 0:
         survey.log_warnings()
-    changes = list_changes(index, target, to_integer(job.engine.train_batch_size()))
+    changes = list_changes(index, target, to_integer(context.engine.train_batch_size()))
     changes += dict.fromkeys(text for _, found in answers for text in found)  # a pipeline stage may lack an optimizer
     if changes:
-        job.warn("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
-    if not reasons and job.config.fallback and job.config.verify == "crc":
+        context.warn("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
+    if not reasons and context.config.fallback and context.config.verify == "crc":
         reasons = find_damage(index, comm, others=bool(also))
     if not reasons:
-        if not job.config.trust_pickle:
+        if not context.config.trust_pickle:
             comm.run(lambda: check_trusted(index.globals))  # a rank may have imported the classes
         return f"same topology ({index.topology.describe()})", target, None
     texts = [f"{index.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_undescribed(reasons)))]

@@ -47,7 +47,7 @@ from .transfer import Transfer
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
+def load_direct(context: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Fill a live engine from a checkpoint of any topology (collective).
 
     Call the optimizer's ``checkpoint_event_prologue`` before.
@@ -58,39 +58,39 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     Raises:
         UcpError: the same on every rank. The engine is unchanged, or blocked and the message says so.
     """
-    engine, comm, report = job.engine, job.comm, job.report
-    with_states = job.with_states and has_masters(target, comm)
-    job = replace(job, extensions=find_for_load(job, index, target, job.rules))
-    report.extensions = name_active(job.extensions, report.extensions)
-    fill_plan, saved = _prepare(job, index, target, with_states=with_states)
+    engine, comm, report = context.engine, context.comm, context.report
+    with_states = context.with_states and has_masters(target, comm)
+    context = replace(context, extensions=find_for_load(context, index, target, context.rules))
+    report.extensions = name_active(context.extensions, report.extensions)
+    fill_plan, saved = _prepare(context, index, target, with_states=with_states)
     report.state_bytes = fill_plan.state_bytes
     with report.phase("plan"), pause_collection():
         # A fresh engine has no state worth preserving, and allocating memory takes longer than a second pass, unless
         # that would read the same bytes from a store again.
         prefer_memory = engine.global_steps > 0 or asks_store(fill_plan.index, comm)
-        transfer = Transfer(fill_plan, comm, job.config, prefer_memory=prefer_memory)
+        transfer = Transfer(fill_plan, comm, context.config, prefer_memory=prefer_memory)
     extra = saved.pop(EXTRA_STATES, {})
-    modules = _match_extra_states(job, index, target, extra)
+    modules = _match_extra_states(context, index, target, extra)
     with _undo_on_error(engine, transfer, with_states=with_states):
-        _read(job, transfer)
+        _read(context, transfer)
     with guard_engine(engine, with_states=with_states):
         # The code of others runs before the buffers change.
         with _undo_on_error(engine, transfer, with_states=with_states), report.phase("finish"):
             states = [(module, extra[key]) for key, module in modules.items()]
-            comm.run(lambda: _restore_others(job, index, saved, states))
+            comm.run(lambda: _restore_others(context, index, saved, states))
         # From here on the engine changes, and an error blocks it.
-        for extension in job.extensions:
-            extension.change_engine(job, target, fill_plan)
-        _fill(job, target, transfer)
+        for extension in context.extensions:
+            extension.change_engine(context, target, fill_plan)
+        _fill(context, target, transfer)
         with report.phase("finish"):
-            comm.run(lambda: _finish(job, target, fill_plan, saved, with_states=with_states))
-            differences = (extension.describe_differences(target) for extension in job.extensions)
-            job.warn_all(index.state_file, lambda: filter(None, differences))
+            comm.run(lambda: _finish(context, target, fill_plan, saved, with_states=with_states))
+            differences = (extension.describe_differences(target) for extension in context.extensions)
+            context.warn_all(index.state_file, lambda: filter(None, differences))
     return pick_client_state(
         saved,
-        module_only=job.load_module_only,
-        with_scheduler=job.load_lr_scheduler_states,
-        with_optimizer=job.load_optimizer_states,
+        module_only=context.load_module_only,
+        with_scheduler=context.load_lr_scheduler_states,
+        with_optimizer=context.load_optimizer_states,
     )
 
 
@@ -111,21 +111,21 @@ def _undo_on_error(engine: Any, transfer: Transfer, *, with_states: bool) -> Ite
         raise
 
 
-def _read(job: LoadContext, transfer: Transfer) -> None:
+def _read(context: LoadContext, transfer: Transfer) -> None:
     """Read and verify everything; only values that can be recomputed change in the engine (collective)."""
-    report = job.report
+    report = context.report
     with report.phase("read"):
         report.count(transfer.read())
     with report.phase("verify"):
         report.bytes_read += transfer.verify()
-    for extension in job.extensions:
-        extension.read_more(job, transfer.fill_plan)
+    for extension in context.extensions:
+        extension.read_more(context, transfer.fill_plan)
     report.files, report.threads = transfer.files, transfer.threads
 
 
-def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
+def _fill(context: LoadContext, target: Target, transfer: Transfer) -> None:
     """Fill the engine's memory, and make the 16-bit copies from its masters (collective)."""
-    comm, report = job.comm, job.report
+    comm, report = context.comm, context.report
     with report.phase("fill"):
         again = transfer.fill()
         comm.run(target.commit)
@@ -133,7 +133,7 @@ def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
         if transfer.fill_plan.touched:
             comm.run(target.refresh_copies)
             target.gather_copies()
-    if job.config.verify == "crc":
+    if context.config.verify == "crc":
         report.bytes_again = sum(check.nbytes for check in again)
     else:  # pass 1 has not read these bytes
         report.count(again)
@@ -148,41 +148,41 @@ def asks_store(index: AtomicIndex, comm: Comm) -> bool:
 
 
 def _prepare(
-    job: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool
+    context: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool
 ) -> tuple[FillPlan, dict[str, Any]]:
     """Match engine and checkpoint and read the state file; logs hyper-parameters that differ (collective)."""
-    comm, objections = job.comm, Objections()
+    comm, objections = context.comm, Objections()
     with objections:
-        comm.run(lambda: _ask_extensions(job, index, target))
+        comm.run(lambda: _ask_extensions(context, index, target))
     with objections:
-        saved = _read_saved(job, index, target)
-        if job.load_lr_scheduler_states and not job.load_module_only:
-            comm.run(lambda: check_scheduler(job.engine, saved))
-    with objections, job.report.phase("plan"), pause_collection():
-        fill_plan = prepare(job, index, target, with_states=with_states)
+        saved = _read_saved(context, index, target)
+        if context.load_lr_scheduler_states and not context.load_module_only:
+            comm.run(lambda: check_scheduler(context.engine, saved))
+    with objections, context.report.phase("plan"), pause_collection():
+        fill_plan = prepare(context, index, target, with_states=with_states)
     objections.settle()
-    job.warn_all(index.state_file, lambda: describe_hyper(job, target, fill_plan.index, fill_plan.match))
-    if index.format and with_states and (clip := job.engine.gradient_clipping()):
-        job.warn(
+    context.warn_all(index.state_file, lambda: describe_hyper(context, target, fill_plan.index, fill_plan.match))
+    if index.format and with_states and (clip := context.engine.gradient_clipping()):
+        context.warn(
             "%s: does not record its run's gradient clipping; this engine clips gradients at norm %s "
             "(gradient_clipping: 1.0 by default, 0 switches it off)",
             *(index.state_file, clip),
         )
-    if job.config.verify == "crc" and not index.format:  # the reason of a foreign one's load names them
-        _log_unchecked(job, index)
+    if context.config.verify == "crc" and not index.format:  # the reason of a foreign one's load names them
+        _log_unchecked(context, index)
     return fill_plan, saved
 
 
-def _ask_extensions(job: LoadContext, index: AtomicIndex, target: Target) -> None:
+def _ask_extensions(context: LoadContext, index: AtomicIndex, target: Target) -> None:
     """Let this rank's extensions refuse the load; stages of a pipeline may have different ones."""
     objections = Objections()
-    for extension in job.extensions:
+    for extension in context.extensions:
         with objections:
-            extension.refuse(job, index, target)
+            extension.refuse(context, index, target)
     objections.settle()
 
 
-def _log_unchecked(job: LoadContext, index: AtomicIndex) -> None:
+def _log_unchecked(context: LoadContext, index: AtomicIndex) -> None:
     """Log the files that have records without a checksum."""
     files, nbytes, crcs = (
         np.array(column) for column in (index.records.files, index.records.nbytes, index.records.crcs)
@@ -190,7 +190,7 @@ def _log_unchecked(job: LoadContext, index: AtomicIndex) -> None:
     names = [os.path.basename(index.files[number].path) for number in np.unique(files[(crcs < 0) & (nbytes > 0)])]
     if names:
         text = 'damage is not detected in %s without checksums: %s. "seal": true adds those of swap files.'
-        job.warn(f"%s: {text}", os.path.dirname(index.state_file), pluralize(len(names), "file"), shorten(names, 3))
+        context.warn(f"%s: {text}", os.path.dirname(index.state_file), pluralize(len(names), "file"), shorten(names, 3))
 
 
 def has_masters(target: Target, comm: Comm) -> bool:
@@ -199,55 +199,55 @@ def has_masters(target: Target, comm: Comm) -> bool:
 
 
 def _match_extra_states(
-    job: LoadContext, index: AtomicIndex, target: Target, saved: dict[str, Any]
+    context: LoadContext, index: AtomicIndex, target: Target, saved: dict[str, Any]
 ) -> dict[str, torch.nn.Module]:
     """Return this rank's modules whose extra state is restored, by key (collective).
 
     Warnings name the others, and ranks that get those of another rank. A foreign checkpoint or a ``custom_load_fn``
     restores none.
     """
-    live, plain = find_extra_states(job.engine.module), {strip_compiled(key): key for key in saved}
-    skips = bool(index.format) or job.custom_load_fn is not None
+    live, plain = find_extra_states(context.engine.module), {strip_compiled(key): key for key in saved}
+    skips = bool(index.format) or context.custom_load_fn is not None
 
     def list_keys() -> tuple[list[str], list[str]]:
         used = [key for key, module in live.items() if not skips or module.get_extra_state() is not None]
         return used, [*plain]
 
-    reports = zip(*job.comm.each(list_keys), strict=True)  # stages of a pipeline have different modules
+    reports = zip(*context.comm.each(list_keys), strict=True)  # stages of a pipeline have different modules
     used, stored = ({key for keys in side for key in keys} for side in reports)
     if skips:
         if kept := used | stored:
-            job.warn("%s: extra states are not loaded: %s", index.state_file, shorten(sorted(kept), 3))
+            context.warn("%s: extra states are not loaded: %s", index.state_file, shorten(sorted(kept), 3))
         return {}
     if odd := sorted(used ^ stored):
         fact = f"extra states that one side lacks: {shorten(odd)}"
-        if job.load_module_strict:
+        if context.load_module_strict:
             advice = "load_module_strict=False ignores missing and extra ones"
-            raise job.comm.common(MismatchError(f"The model and the checkpoint differ: {fact}. {advice}."))
-        job.warn("load_module_strict=False, passing over %s", fact)
+            raise context.comm.common(MismatchError(f"The model and the checkpoint differ: {fact}. {advice}."))
+        context.warn("load_module_strict=False, passing over %s", fact)
     common = {plain[key]: live[key] for key in live if key in plain}
     if common and index.written_degrees[0] > 1 and not _has_saved_degrees(index, target):
         text = "%s: modules of all tensor-parallel ranks get the extra states of the first saved rank: %s"
-        job.warn(text, index.state_file, shorten(common, 3))
+        context.warn(text, index.state_file, shorten(common, 3))
     return common
 
 
-def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
+def _read_saved(context: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
     """Read and check everything in the state file but the model's tensors (collective).
 
     At the saved tensor- and pipeline-parallel degrees each rank reads the file of its place (Megatron's random states),
     else all take the content of the first rank's. A foreign checkpoint has counters alone.
     """
-    comm = job.comm
+    comm = context.comm
     if index.format:
-        if "global_steps" in index.counters or job.load_module_only:
+        if "global_steps" in index.counters or context.load_module_only:
             return dict(index.counters)
-        job.warn("%s: records no number of steps: global_steps begin at 0", index.state_file)
+        context.warn("%s: records no number of steps: global_steps begin at 0", index.state_file)
         return {"global_steps": 0, **index.counters}
 
-    if job.config.verify == "crc":
+    if context.config.verify == "crc":
         verify_records(index, index.client_records, comm)
-    read, access = partial(_read_state_file, index, job.config), index.access
+    read, access = partial(_read_state_file, index, context.config), index.access
     paths = [file.path for file in index.files]
 
     def find_reader(path: str) -> int:
@@ -269,7 +269,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
     def take() -> dict[str, Any]:
         content = saved if own_file is None else others.pop() if others else read(own_file)
-        if "global_steps" not in content and not job.load_module_only:
+        if "global_steps" not in content and not context.load_module_only:
             raise UnsupportedError(
                 "has no global_steps; it was not saved by engine.save_checkpoint. For "
                 "its weights use load_module_only=True.",
@@ -307,31 +307,33 @@ def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:
 
 
 def _restore_others(
-    job: LoadContext, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
+    context: LoadContext, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
 ) -> None:
     """Restore scheduler, random-ltd, data sampler and the modules' extra states."""
-    if not job.load_module_only:
-        notes = restore_helpers(job.engine, saved, with_scheduler=job.load_lr_scheduler_states)
+    if not context.load_module_only:
+        notes = restore_helpers(context.engine, saved, with_scheduler=context.load_lr_scheduler_states)
         if notes:
-            job.warn("%s: %s", index.state_file, " ".join(notes))
+            context.warn("%s: %s", index.state_file, " ".join(notes))
     for module, state in modules:
         module.set_extra_state(state)
 
 
-def _finish(job: LoadContext, target: Target, fill_plan: FillPlan, saved: dict[str, Any], *, with_states: bool) -> None:
+def _finish(
+    context: LoadContext, target: Target, fill_plan: FillPlan, saved: dict[str, Any], *, with_states: bool
+) -> None:
     """Restore states, hyper-parameters, scaler and counters."""
-    engine, index = job.engine, fill_plan.index
+    engine, index = context.engine, fill_plan.index
     if with_states:
         attach_states(target, fill_plan.states, fill_plan.match)
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
-    if job.load_module_only:
+    if context.load_module_only:
         return
     if with_states:
         restore_scaler(engine.optimizer, index.scaler)
         restore_clip(engine.optimizer, index.clip_grad)
     # Elastic saves have no hyper-parameters, and ds_to_universal keeps only those of a pipeline's first stage.
     saved_rates = index.groups and all("lr" in group.hyper for group in index.groups)
-    takes_rates = saved_rates and job.config.param_groups == "saved"
-    if with_states and job.load_lr_scheduler_states and not takes_rates:
+    takes_rates = saved_rates and context.config.param_groups == "saved"
+    if with_states and context.load_lr_scheduler_states and not takes_rates:
         restore_rates(engine)
     restore_counters(engine, saved)

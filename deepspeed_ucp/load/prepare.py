@@ -34,20 +34,20 @@ from .states import OptimizerMatch, list_tensors
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def prepare(job: LoadContext, saved: AtomicIndex, target: Target, *, with_states: bool) -> FillPlan:
+def prepare(context: LoadContext, saved: AtomicIndex, target: Target, *, with_states: bool) -> FillPlan:
     """Match names, settle patterns and list this rank's wants (collective).
 
     A ``custom_load_fn`` loads all tensors that no optimizer owns.
     """
-    comm, is_custom = job.comm, job.custom_load_fn is not None
+    comm, is_custom = context.comm, context.custom_load_fn is not None
     comm.run(lambda: refuse_unreadable(saved))
     if with_states:
         comm.alike(lambda: refuse_stateless(saved))
     elif is_custom:
         return FillPlan(saved)
     view = view_engine(target, None if is_custom else comm.run(target.extras), comm)
-    fill_plan, settled = comm.run(lambda: _match(job, saved, target, view, with_states=with_states))
-    _share(job, view, settled, fill_plan)
+    fill_plan, settled = comm.run(lambda: _match(context, saved, target, view, with_states=with_states))
+    _share(context, view, settled, fill_plan)
     return fill_plan
 
 
@@ -168,18 +168,18 @@ def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]
 
 
 def _match(
-    job: LoadContext, saved: AtomicIndex, target: Target, view: EngineView, *, with_states: bool
+    context: LoadContext, saved: AtomicIndex, target: Target, view: EngineView, *, with_states: bool
 ) -> tuple[FillPlan, Settled]:
     """Match engine and checkpoint; returns this rank's plan, and how both sides cut each tensor."""
-    is_first, rules, objections = job.comm.rank == 0, job.rules, Objections()
+    is_first, rules, objections = context.comm.rank == 0, context.rules, Objections()
     ruled = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
     # Stages of a pipeline have different modules, and all ranks must read alike.
     module = target.engine.module if target.place.pp == 1 else None
     adapted = Adaptation(saved, view, rules, module, is_first, saved, {*ruled})
-    for extension in job.extensions:
+    for extension in context.extensions:
         extension.adapt(adapted)
     index, view = adapted.index, adapted.view
-    strict = job.load_module_strict or view.unowned is None
+    strict = context.load_module_strict or view.unowned is None
     match = match_parameters(index, view, strict=strict, with_states=with_states, rules=rules)
     match.notes += adapted.notes
     check_alike(view, target)
@@ -187,7 +187,7 @@ def _match(
         match.require()
     with objections:
         if with_states:
-            match_groups(index, target.group_members(), match, keep_live=job.config.param_groups == "live")
+            match_groups(index, target.group_members(), match, keep_live=context.config.param_groups == "live")
     with objections:
         settled = settle_layouts(index, view, match, rules, log=is_first)
     optimizer = OptimizerMatch(index, target, match)
@@ -283,9 +283,9 @@ def _rounds(stored: str, dtype: str) -> bool:
     return now.eps > before.eps or now.max < before.max
 
 
-def _share(job: LoadContext, view: EngineView, settled: Settled, fill_plan: FillPlan) -> None:
+def _share(context: LoadContext, view: EngineView, settled: Settled, fill_plan: FillPlan) -> None:
     """Join the needs of all ranks, and log what is unusual (collective)."""
-    comm, index, layouts = job.comm, fill_plan.index, settled.pairs
+    comm, index, layouts = context.comm, fill_plan.index, settled.pairs
     fill_plan.touched = _join_touched(index, fill_plan.touched, comm)
     atoms, cut = index.atoms, [key for key in fill_plan.touched if key.name in layouts]
     counted = atoms.count_bytes(fill_plan.touched[comm.rank :: comm.size])  # each rank counts a part

@@ -69,56 +69,58 @@ def resume(
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     rules = comm.run(lambda: from_config(config.patterns))
-    job = LoadContext(engine, comm, config, report, rules, load_dir, deepspeed_load, unknown, **arguments)
+    context = LoadContext(engine, comm, config, report, rules, load_dir, deepspeed_load, unknown, **arguments)
     may_suggest_fallback = tag is None and not config.fallback
-    with suggest_fallback(comm, lambda: may_suggest_fallback and bool(find_all_tags(job.places))):
+    with suggest_fallback(comm, lambda: may_suggest_fallback and bool(find_all_tags(context.places))):
         chosen = find_tag(
-            load_dir, tag, comm, universal=job.loads_universal, fallback=config.fallback, also=job.places[1:]
+            load_dir, tag, comm, universal=context.loads_universal, fallback=config.fallback, also=context.places[1:]
         )
     if chosen is None:
         state = find_state(engine)
         saved_to = [saver.save_dir for saver in (state.preemption, state.snapshots) if saver is not None]
-        report_absent(job.places, comm, require=config.require, saved_to=saved_to)
+        report_absent(context.places, comm, require=config.require, saved_to=saved_to)
         return deepspeed_load()
     is_tag_folder = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is None and config.fallback and not is_tag_folder:
-        return _try_tags(job, chosen)
+        return _try_tags(context, chosen)
     may_suggest_fallback &= not is_tag_folder
-    with suggest_fallback(comm, lambda: may_suggest_fallback and not find_all_tags(job.places) <= {chosen}):
-        return _resume_tag(job, chosen)
+    with suggest_fallback(comm, lambda: may_suggest_fallback and not find_all_tags(context.places) <= {chosen}):
+        return _resume_tag(context, chosen)
 
 
-def _try_tags(job: LoadContext, newest: str) -> Loaded:
+def _try_tags(context: LoadContext, newest: str) -> Loaded:
     """Try the tag in ``latest``, then older tags, until one loads (collective).
 
     Raises:
         CheckpointError: no tag is complete, or one was found damaged after the engine had been changed.
         UcpError: an error that damaged files did not cause; older tags are not tried.
     """
-    load_dir = job.load_dir
-    broken_before = find_state(job.engine).broken  # an earlier load's failure does not keep older tags from being tried
+    load_dir = context.load_dir
+    broken_before = find_state(
+        context.engine
+    ).broken  # an earlier load's failure does not keep older tags from being tried
     skipped: list[str] = []
-    for tag, is_unsealed in _list_candidates(job, newest):
+    for tag, is_unsealed in _list_candidates(context, newest):
         if is_unsealed:
             skipped.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
             continue
         try:
-            loaded = _resume_tag(job, tag)
+            loaded = _resume_tag(context, tag)
         except CheckpointError as error:
-            has_changed = find_state(job.engine).broken is not broken_before
-            if isinstance(error, OutOfReachError) or has_changed or not job.comm.is_common(error):
+            has_changed = find_state(context.engine).broken is not broken_before
+            if isinstance(error, OutOfReachError) or has_changed or not context.comm.is_common(error):
                 raise
             skipped.append(str(error))
             clear_frames(error)
         else:
             if skipped:
-                job.warn("%s: resumed from %s; skipped: %s", load_dir, tag, " ".join(skipped))
+                context.warn("%s: resumed from %s; skipped: %s", load_dir, tag, " ".join(skipped))
             return loaded
     text = f"none of its {len(skipped)} checkpoints is complete: {' '.join(skipped)}"
-    raise job.comm.common(CheckpointError(text, path=load_dir))
+    raise context.comm.common(CheckpointError(text, path=load_dir))
 
 
-def _list_candidates(job: LoadContext, newest: str) -> Iterator[tuple[str, bool]]:
+def _list_candidates(context: LoadContext, newest: str) -> Iterator[tuple[str, bool]]:
     """Yield ``newest``, then older tags; with True for a tag to skip (collective).
 
     A tag is skipped if the option ``seal`` is on and only other candidates have a seal.
@@ -126,42 +128,42 @@ def _list_candidates(job: LoadContext, newest: str) -> Iterator[tuple[str, bool]
     Older tags are listed only after the newest has failed, so an unreachable additional place does not prevent the load
     of the newest. After that it is an error, since that place may hold the next older tag.
     """
-    places = job.places
-    is_first = not job.config.seal or job.comm.once(lambda: is_sealed(places, newest))
+    places = context.places
+    is_first = not context.config.seal or context.comm.once(lambda: is_sealed(places, newest))
     if is_first:
         yield newest, False
-    tags = job.comm.once(lambda: list_older(places, newest))
-    unsealed = job.comm.once(lambda: list_unsealed(places, tags)) if job.config.seal else set()
+    tags = context.comm.once(lambda: list_older(places, newest))
+    unsealed = context.comm.once(lambda: list_unsealed(places, tags)) if context.config.seal else set()
     yield from ((tag, tag in unsealed) for tag in tags[is_first:])
 
 
-def _resume_tag(job: LoadContext, tag: str) -> Loaded:
+def _resume_tag(context: LoadContext, tag: str) -> Loaded:
     """Resume from one tag (collective)."""
-    engine, comm, report = job.engine, job.comm, job.report
-    folder, *also = find_folders(job.places, tag, comm)
+    engine, comm, report = context.engine, context.comm, context.report
+    folder, *also = find_folders(context.places, tag, comm)
     with report.phase("index"), pause_collection():
-        report.reason, target, index = choose_loader(job, folder, also)
+        report.reason, target, index = choose_loader(context, folder, also)
     report.direct = index is not None
     if comm.rank == 0:
         loader = "deepspeed_ucp" if report.direct else "DeepSpeed"
         extensions = f" (extensions: {', '.join(report.extensions)})" if report.extensions else ""
         logger.info("%s: %s loads it, %s%s", folder, loader, report.reason, extensions)
-        for text in list_unsaved(engine) if job.with_states else ():
+        for text in list_unsaved(engine) if context.with_states else ():
             logger.warning("%s: %s", folder, text)
     if index is None or target is None:
         # DeepSpeed looks for `latest` and for the tag below its argument; another place or node may have `latest`.
-        below = {"load_dir": os.path.dirname(normalize(folder))} if folder == job.load_dir else {}
-        job = replace(job, deepspeed_load=partial(job.deepspeed_load, tag=tag, **below))
+        below = {"load_dir": os.path.dirname(normalize(folder))} if folder == context.load_dir else {}
+        context = replace(context, deepspeed_load=partial(context.deepspeed_load, tag=tag, **below))
         with report.phase("own load"):
-            return _run_deepspeed_load(job, folder, target)
-    if job.unknown:
-        names = shorten(job.unknown)
+            return _run_deepspeed_load(context, folder, target)
+    if context.unknown:
+        names = shorten(context.unknown)
         text = f"load_checkpoint got arguments that this release does not know: {names}."
         raise comm.common(UnsupportedError(text))
-    return _load_directly(job, folder, index, target)
+    return _load_directly(context, folder, index, target)
 
 
-def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) -> Loaded:
+def _run_deepspeed_load(context: LoadContext, folder: str, target: Target | None) -> Loaded:
     """Run DeepSpeed's load and refresh the data that it leaves stale.
 
     The load changes the engine while it reads: any exception, even an interrupt, blocks the engine.
@@ -170,67 +172,67 @@ def _run_deepspeed_load(job: LoadContext, folder: str, target: Target | None) ->
         CheckpointError: DeepSpeed has loaded nothing, which it only logs.
         Exception: any other error of DeepSpeed, perhaps on one rank alone.
     """
-    with_states = job.with_states
-    describe_edits = watch_edits(job.engine, with_scheduler=job.load_lr_scheduler_states)
+    with_states = context.with_states
+    describe_edits = watch_edits(context.engine, with_scheduler=context.load_lr_scheduler_states)
     try:
-        with wait_behind_reads(job.engine, job.comm), keep_references(job.engine):
-            loaded = job.deepspeed_load()
+        with wait_behind_reads(context.engine, context.comm), keep_references(context.engine):
+            loaded = context.deepspeed_load()
         if loaded[0] is None:
             raise CheckpointError(
                 'DeepSpeed\'s own load finds no checkpoint in it. See its log, or set "same_topology": "direct".',
                 path=folder,
             )
         if target is not None:
-            refresh_after_own_load(target, job.comm, with_states=with_states)
+            refresh_after_own_load(target, context.comm, with_states=with_states)
     except BaseException as error:
-        error.add_note(block_engine(job.engine, error, with_states=with_states))
+        error.add_note(block_engine(context.engine, error, with_states=with_states))
         raise
-    job.warn_all(loaded[0], lambda: filter(None, [describe_edits(loaded[1])]))
-    release(job.engine)
+    context.warn_all(loaded[0], lambda: filter(None, [describe_edits(loaded[1])]))
+    release(context.engine)
     return loaded
 
 
-def _load_directly(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
+def _load_directly(context: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
     """Run the plugin's load, after a conversion in mode "atomic" (collective).
 
     It loads weights alone if the checkpoint has no more.
     """
-    if index.is_weights_alone and not job.load_module_only:
-        job.warn(
+    if index.is_weights_alone and not context.load_module_only:
+        context.warn(
             "%s: holds weights alone, in %s: the optimizer keeps its states and steps (a new one starts at 0), and "
             "nothing else is restored",
             folder,
             index.topology.precision,
         )
-        job = replace(job, load_module_only=True)
+        context = replace(context, load_module_only=True)
     # A load of weights alone converts nothing: without optimizer states the conversion would be incomplete.
-    if job.config.mode == "atomic" and not index.topology.is_atomic and job.with_states:
-        with job.report.phase("convert"):
-            index, job.report.converted = convert_before_load(job, index, target, folder)
-    begin_load_event(job.engine)
+    if context.config.mode == "atomic" and not index.topology.is_atomic and context.with_states:
+        with context.report.phase("convert"):
+            index, context.report.converted = convert_before_load(context, index, target, folder)
+    begin_load_event(context.engine)
     try:
-        job.comm.run(target.prepare)
+        context.comm.run(target.prepare)
         with limit_torch():
-            loaded = index.state_file, load_direct(job, index, target)
+            loaded = index.state_file, load_direct(context, index, target)
     except UcpError as error:
         if is_shared(error):
-            end_load_event(job.engine)
+            end_load_event(context.engine)
         raise
     finally:
         target.discard()
-    end_load_event(job.engine)
+    end_load_event(context.engine)
     return loaded
 
 
 def convert_before_load(
-    job: LoadContext, index: AtomicIndex, target: Target, folder: str
+    context: LoadContext, index: AtomicIndex, target: Target, folder: str
 ) -> tuple[AtomicIndex, OutputReport]:
     """Convert a checkpoint to an atomic one, or reuse a conversion (collective).
 
     Returns:
         The conversion's index, and a report.
     """
-    comm, config, rules = job.comm, job.config, job.rules
+    comm, config, rules = context.comm, context.config, context.rules
     view = view_engine(target, (), comm)
 
     def list_rules() -> list[RuleSet]:

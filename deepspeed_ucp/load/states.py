@@ -256,15 +256,15 @@ class OptimizerMatch:
         return {key: restore_scalar(key, value, kept) for key, (value, _) in joined.items()}
 
 
-def describe_hyper(job: LoadContext, target: Target, index: AtomicIndex, match: Match) -> list[str]:
+def describe_hyper(context: LoadContext, target: Target, index: AtomicIndex, match: Match) -> list[str]:
     """Describe the hyper-parameters that differ, and those that the checkpoint lacks."""
     if not match.groups:
         return []
-    engine, optimizer, takes_saved = job.engine, target.optimizer, job.config.param_groups == "saved"
+    engine, optimizer, takes_saved = context.engine, target.optimizer, context.config.param_groups == "saved"
     groups = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
     saved = {number: drop_labels(index.groups[number].hyper) for numbers in match.groups.values() for number in numbers}
     pairs = [(groups[live], saved[number]) for live, numbers in sorted(match.groups.items()) for number in numbers]
-    with_scheduler, scheduler = job.load_lr_scheduler_states, engine.lr_scheduler
+    with_scheduler, scheduler = context.load_lr_scheduler_states, engine.lr_scheduler
     notes = [
         list_edits(
             optimizer, pairs, scheduler, index.configured, takes_saved=takes_saved, with_scheduler=with_scheduler

@@ -291,19 +291,19 @@ class Transfer:
 
         def work(turn: Iterator[list[Read] | Received]) -> None:
             with self.device_copies.open_stream():
-                for job in turn:
+                for item in turn:
                     begin = time.thread_time()
-                    if isinstance(job, list):
-                        nbytes = sum(read.nbytes for read in job)
-                        checks.extend(reader.read_group(job, with_stage))
+                    if isinstance(item, list):
+                        nbytes = sum(read.nbytes for read in item)
+                        checks.extend(reader.read_group(item, with_stage))
                     else:
-                        nbytes = job[0].nbytes
-                        self._store(*job, sinks)
+                        nbytes = item[0].nbytes
+                        self._store(*item, sinks)
                     self.pages.note(nbytes, time.thread_time() - begin)
 
-        jobs: list[list[Read] | Received] = [*reader.group(reads), *received]
-        if jobs:
-            run_threads(jobs, work, self.threads)
+        items: list[list[Read] | Received] = [*reader.group(reads), *received]
+        if items:
+            run_threads(items, work, self.threads)
         return checks
 
     def _store(self, claim: Read, memory: memoryview, step: int, sinks: Sinks) -> None:
