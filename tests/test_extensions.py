@@ -66,7 +66,7 @@ class MadeUp(SaveExtension, Extension):
         return [Finding("odd", save.main.name, f"{save.path(save.main)}: three ranks are odd.")]
 
     def refuse(self, context, index, target):
-        if job.load_module_only:
+        if context.load_module_only:
             raise MismatchError("not for weights alone")
 
     def adapt(self, adaptation):
