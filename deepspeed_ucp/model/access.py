@@ -16,7 +16,7 @@ Files = Sequence[int] | Ints
 
 @dataclass(frozen=True, slots=True)
 class ReadAccess:
-    """Full access: every rank can read all files. :class:`PartialAccess` is the general case."""
+    """Full access: every rank reads all files. :class:`PartialAccess` is general."""
 
     is_partial: ClassVar[bool] = False
 
@@ -45,7 +45,7 @@ class ReadAccess:
         return [np.arange(len(files))] if len(files) else []
 
     def number(self, files: Ints, counts: Ints) -> Ints:
-        """Return for each file the sum of ``counts`` of the earlier files with equal readers."""
+        """Return per file the sum of ``counts`` of earlier files with the same readers."""
         first = np.zeros(len(files), np.int64)
         for rows in self.split(files):
             first[rows] = np.cumsum(counts[rows]) - counts[rows]
@@ -56,12 +56,12 @@ class ReadAccess:
         return turns % ranks
 
     def take_turns(self, files: Files, ranks: int) -> Ints:
-        """Assign each file to a rank that can read it, round robin among files with equal readers."""
+        """Assign files to ranks that can read them, round robin among equal readers."""
         numbers = np.asarray(files, np.int64)
         return self.assign(numbers, self.number(numbers, np.ones_like(numbers)), ranks)
 
     def find_indices(self, rank: int, files: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
-        """Return the files that a rank can read, its index among each file's readers, and their number."""
+        """Return a rank's files, its index among each file's readers, and their number."""
         mine = files[self.can_read(rank, files)]
         indices, counts = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
         for rows in self.split(mine):
@@ -75,7 +75,9 @@ READ_ALL = ReadAccess()
 
 @dataclass(frozen=True, slots=True)
 class PartialAccess(ReadAccess):
-    """Partial access. Ranks with equal access form a view; files with equal readers form a group.
+    """Partial access of ranks to files.
+
+    Ranks with equal access form a view; files with equal readers form a group.
 
     Attributes:
         views: [ranks] view of each rank.

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Elements [start, start + numel) of a parameter, at element ``offset`` of a partition."""
+    """Elements [start, start + numel) of a parameter, at ``offset`` of a partition."""
 
     name: str
     start: int
@@ -80,7 +80,7 @@ class FlatBuffer:
         )
 
     def join_touched(self, part: int) -> FlatBuffer:
-        """Return an uncut buffer with the whole tensors of which a partition has some elements."""
+        """Return an uncut buffer of all tensors that a partition has elements of."""
         names = {cut.name for cut in self.cuts(part)}
         starts = [offset - begin for offset, (begin, _) in zip(self.offsets, self._list_tensors(), strict=True)]
         touched = {start for name, start in zip(self.names, starts, strict=True) if name in names}
@@ -92,7 +92,7 @@ class FlatBuffer:
         return self.tensors or [(0, numel) for numel in self.numels]
 
     def split(self, parts: Mapping[str, Mapping[str, Shape]]) -> FlatBuffer:
-        """Return the buffer with each parameter replaced by the consecutive parameters in it (``parts``)."""
+        """Return the buffer with each parameter replaced by its consecutive ``parts``."""
         placed = []
         for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
             begin = 0
@@ -121,7 +121,7 @@ class FlatBuffer:
                 yield Cut(self.names[place], begin - offset, end - begin, begin - low)
 
     def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, Cut]]:
-        """Yield (partition, cut) for elements [low, high) of the parameter at index ``place``."""
+        """Yield (partition, cut) for elements [low, high) of a parameter."""
         begin, whole = self.tensors[place] if self.tensors else (0, prod(self.shapes[place]))
         size = reserve(whole, self.parts) if self.by_parameter else self.partition
         base, ahead = (begin, self.offsets[place]) if self.by_parameter else (self.offsets[place], 0)
@@ -143,7 +143,7 @@ class FlatBuffer:
 
 
 def count_degree(buffers: Iterable[FlatBuffer]) -> int:
-    """Return the largest number of sets of ranks that share a param group, which is the degree ``ep``."""
+    """Return the most sets of ranks that share a param group: the degree ``ep``."""
     holders = {(buffer.group, buffer.ranks) for buffer in buffers if buffer.ranks is not None}
     return max(Counter(group for group, _ in holders).values(), default=1)
 
@@ -152,7 +152,9 @@ def join_parameters(
     group: int, names: Sequence[str], shapes: Sequence[Shape], *, parts: int = 1, partition: int | None = None,
     gaps: Sequence[int] = (),
 ) -> FlatBuffer:  # fmt: skip
-    """Make a flat buffer of consecutive parameters, cut into equal partitions (ZeRO 1/2, BF16, FP16).
+    """Make a flat buffer of consecutive parameters in equal partitions.
+
+    Used by ZeRO 1 and 2, BF16 and FP16 optimizers.
 
     Args:
         partition: elements of one partition; None if the buffer has no padding and is not cut.
@@ -166,7 +168,7 @@ def join_parameters(
 
 
 def join_reserved(group: int, names: Sequence[str], shapes: Sequence[Shape], parts: int) -> FlatBuffer:
-    """Make a ZeRO-3 sub-group: each partition has the same number of elements of every parameter, with padding."""
+    """Make a ZeRO-3 sub-group: an equal, padded part of each parameter per partition."""
     *offsets, partition = accumulate((reserve(prod(shape), parts) for shape in shapes), initial=0)
     return FlatBuffer(group, tuple(names), tuple(shapes), tuple(offsets), partition, parts, by_parameter=True)
 
@@ -177,14 +179,14 @@ def reserve(numel: int, parts: int) -> int:
 
 
 def cut_parameter(numel: int, part: int, parts: int) -> tuple[int, int]:
-    """Return (start, elements) of a parameter in a ZeRO-3 partition; 0 elements if it has only padding."""
+    """Return (start, elements) of a parameter in a ZeRO-3 partition, without padding."""
     size = reserve(numel, parts)
     start = min(part * size, numel)
     return start, min(size, numel - start)
 
 
 def find_gaps(spans: Iterable[Span], high: int, low: int = 0) -> list[Span]:
-    """List the parts of [``low``, ``high``) that no span covers; spans may be in any order."""
+    """List the parts of [low, high) that no span covers; spans are in any order."""
     gaps, position = [], low
     for begin, end in [*sorted(spans), (high, high)]:
         if begin > position:

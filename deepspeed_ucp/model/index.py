@@ -1,4 +1,4 @@
-"""The index of a checkpoint: the locations of its bytes, its run and model, and its missing or unusable parts."""
+"""The index of a checkpoint: locations of its bytes, its run, and its faults."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class GroupInfo:
 
 
 def to_integer(value: Any) -> Any:
-    """Convert a whole number that is stored as a float (6.0) to an int; return other values unchanged.
+    """Convert a whole number stored as a float (6.0) to int, else return the value.
 
     With sequence parallelism DeepSpeed divides with ``/``, so its batch sizes and counters of samples may be floats.
     """
@@ -98,7 +98,7 @@ class SavedJob:
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
-        """Read the job from a save's counters. A missing total batch is derived from samples and steps."""
+        """Read the job from counters; samples and steps give a missing total batch."""
         numbers = {key: to_integer(value) for key, value in counters.items()}
         model_ranks = numbers.get("mp_world_size") or 1
         steps, samples = numbers.get("global_steps") or 0, numbers.get("global_samples") or 0
@@ -137,7 +137,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class AtomicIndex:
-    """A checkpoint: the locations of its bytes, its run and model, and its missing or unusable parts.
+    """A checkpoint: the locations of its bytes, its run and model, and its faults.
 
     Attributes:
         files, records: numbered; fragments refer to them by number.
@@ -233,7 +233,7 @@ class AtomicIndex:
         return self.atoms.get(AtomKey(name, state, instance))
 
     def resolve(self, name: str) -> str:
-        """Return the name under which a parameter's data is saved: another one for a tied parameter."""
+        """Return the name under which a parameter, perhaps a tied one, is saved."""
         return self.aliases.get(name, name)
 
     @property
@@ -243,12 +243,15 @@ class AtomicIndex:
 
     @property
     def written_degrees(self) -> tuple[int, int]:
-        """Tensor- and pipeline-parallel degrees of the ranks that wrote the client states, before a conversion too."""
+        """Tensor- and pipeline-parallel degrees of the ranks that wrote client states.
+
+        The degrees before a conversion, if there was one.
+        """
         return self.degrees or (self.topology.tp, self.topology.pp)
 
     @property
     def configured(self) -> dict[str, Any]:
-        """The kept part of the ``optimizer`` section of the saved ds_config; empty without one."""
+        """The kept ``optimizer`` section of the saved ds_config; empty without one."""
         return {"type": self.optimizer, "params": self.optimizer_params} if self.optimizer else {}
 
     @property
@@ -258,5 +261,5 @@ class AtomicIndex:
 
     @property
     def is_weights_alone(self) -> bool:
-        """True if it has a foreign format and no optimizer states: a load then restores weights alone."""
+        """True for a foreign format without states: a load restores weights alone."""
         return bool(self.format) and not (self.stateless or self.groups or self.scalars)

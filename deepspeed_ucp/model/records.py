@@ -38,7 +38,7 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A storage inside a file: ``nbytes`` bytes at byte ``offset``, with the CRC32 that the writer recorded or None."""
+    """A storage in a file: its offset and bytes, and the writer's CRC32 or None."""
 
     file: int
     offset: int
@@ -47,7 +47,10 @@ class Record:
 
 
 class Records(Sequence[Record]):
-    """Numbered records as columns of 64-bit integers, as there may be a million; a missing CRC32 is -1."""
+    """Numbered records as columns of 64-bit integers; a missing CRC32 is -1.
+
+    There may be a million.
+    """
 
     __slots__ = ("crcs", "files", "nbytes", "offsets")
 
@@ -98,7 +101,7 @@ class Records(Sequence[Record]):
 
 
 class CopyItem(NamedTuple):
-    """Copy ``count`` runs of ``run`` bytes from byte ``offset`` of a record to a destination.
+    """Copy ``count`` runs of ``run`` bytes from byte ``offset`` of a record.
 
     Attributes:
         record: number of the record in the index.
@@ -134,7 +137,9 @@ class CopyItem(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Read ``count`` runs of ``run`` bytes, whose starts are ``step`` bytes apart, and copy them to ``items`` in order.
+    """Read runs of ``run`` bytes and copy them to ``items`` in order.
+
+    The ``count`` runs start ``step`` bytes apart.
 
     A read from a file has one run. A read with several runs receives them from another rank, which reads the range.
     Bytes after the last item are read only to compute a checksum.

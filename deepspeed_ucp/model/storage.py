@@ -50,7 +50,7 @@ ITEMSIZE = {
 
 
 class ParamKey(NamedTuple):
-    """A parameter; ``instance`` counts the pipeline stages that hold a parameter of this name with own values."""
+    """A parameter; ``instance`` counts the pipeline stages with own values of it."""
 
     name: str
     instance: int = 0
@@ -83,24 +83,24 @@ def count(shape: tuple[int, ...]) -> int:
 
 
 def strip_compiled(name: str) -> str:
-    """Return a parameter name without the prefixes that ``torch.compile`` inserts, as atoms have it."""
+    """Return a parameter name without the prefixes that ``torch.compile`` inserts."""
     return name.replace("_orig_mod.", "")
 
 
 def find_owner(name: str) -> str:
-    """Return the layer number (as text) or the tied module's key of a pipeline's parameter."""
+    """Return a pipeline parameter's layer number (as text), or its tied module's key."""
     return strip_compiled(name).removeprefix(TIED).partition(".")[0]
 
 
 def number_layer(name: str) -> int:
-    """Return the layer number of a pipeline's parameter; -1 for tied modules, which are registered before layers."""
+    """Return a pipeline parameter's layer number, or -1 for tied modules (first)."""
     head = strip_compiled(name).partition(".")[0]
     return int(head) if head.isdecimal() else -1
 
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements of a flattened shard that follow each other from byte ``offset`` of record ``record`` on.
+    """Consecutive elements of a flattened shard, from byte ``offset`` of a record on.
 
     Attributes:
         start: first element.
@@ -117,7 +117,7 @@ class Fragment:
 
     @classmethod
     def of_block(cls, begins: Shape, block: Shape, shape: Shape, record: int, offset: int) -> Fragment:
-        """Make a block of a tensor of a shape from the block's first index along each dimension."""
+        """Make a block of a tensor from the block's first index along each dimension."""
         return cls(_flatten(begins, shape), count(block), record, offset, block)
 
     def find_begins(self, shape: Shape) -> Shape:
@@ -137,7 +137,7 @@ class Fragment:
         return count(self.block[: self._find_inner(shape)])
 
     def list_runs(self, shape: Shape, itemsize: int) -> Iterator[Fragment]:
-        """Yield a block's consecutive elements of a flattened tensor of a shape, in the record's order."""
+        """Yield a block's consecutive elements of a flattened tensor, in record order."""
         inner, offset = self._find_inner(shape), self.offset
         strides = [count(shape[dim + 1 :]) for dim in range(inner)]
         numel = count(self.block[inner:])
@@ -147,7 +147,7 @@ class Fragment:
             offset += numel * itemsize
 
     def _find_inner(self, shape: Shape) -> int:
-        """Return the first dimension of a run: the trailing dimensions that the block has whole, and the one before."""
+        """Return a run's first dimension; the block has all later dimensions whole."""
         inner = len(shape)
         while inner > 0 and self.block[inner - 1] == shape[inner - 1]:
             inner -= 1
@@ -174,14 +174,14 @@ class Fragments:
     shape: Shape = ()
 
     def covers(self, shape: Shape) -> bool:
-        """Return True for blocks of this shape, a single fragment of all its elements, or no fragment of none."""
+        """Return True if blocks of this shape, or one fragment, have all its elements."""
         if self.shape:
             return shape == self.shape
         numel, parts = count(shape), self.fragments
         return (len(parts) == 1 and (parts[0].start, parts[0].numel) == (0, numel)) or not (parts or numel)
 
     def find(self, place: int, low: int, high: int) -> Sequence[Fragment]:
-        """Return the consecutive elements that hold some of the elements [low, high), in element order."""
+        """Return the fragments that have some of the elements [low, high), in order."""
         if self.shape:
             runs = (run for block in self.find_blocks(low, high) for run in self._list_runs(block))
             return sorted((run for run in runs if run.start < high and low < run.start + run.numel), key=_START)
@@ -193,7 +193,7 @@ class Fragments:
         return (each for each in self.fragments if each.start < high and low < each.find_end(self.shape))
 
     def cut_blocks(self, low: int, high: int, shape: Shape) -> Fragments | None:
-        """Return elements [low, high) of blocks as a tensor of a shape; None if they are not whole rows of it."""
+        """Return elements [low, high) of blocks as a tensor, or None if not whole rows."""
         row, itemsize = count(self.shape[1:]), ITEMSIZE[self.dtype]
         if not row or low % row or high % row:
             return None
@@ -248,11 +248,11 @@ class PartitionedState:
         return self.buffer.is_whole and len(self.records) == self.buffer.parts and min(self.records) >= 0
 
     def covers(self, shape: Shape) -> bool:
-        """Return True if all partitions exist and hold every element of each parameter once."""
+        """Return True if all partitions exist and hold every element once."""
         return self._is_whole
 
     def find(self, place: int, low: int, high: int) -> Iterator[Fragment]:
-        """Yield the fragments of exactly the elements [low, high) of the parameter at a place."""
+        """Yield the fragments of exactly the elements [low, high) of a parameter."""
         for part, cut in self.buffer.find_holders(place, low, high):
             if part < len(self.records) and self.records[part] >= 0:
                 yield self._locate(part, cut)
@@ -298,7 +298,7 @@ class ParamStorage(NamedTuple):
         return count(self.shape)
 
     def find(self, state: str, low: int, high: int) -> Iterable[Fragment]:
-        """Return the consecutive elements of a state that hold some of the elements [low, high)."""
+        """Return a state's fragments that hold some of the elements [low, high)."""
         return self.states[state].find(self.place, low, high)
 
     def list_fragments(self, state: str) -> Sequence[Fragment]:
@@ -309,7 +309,7 @@ class ParamStorage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One state of one parameter: its stored dtype, and the parameter's shards on the source's tensor-parallel ranks.
+    """One state of one parameter: its stored dtype, and its shards on the saved ranks.
 
     Parameters that tensor-parallel ranks do not cut have a single shard. The files do not record how shards form the
     whole; patterns decide that once the target is known. ``instance`` as in :class:`ParamKey`.
@@ -339,7 +339,7 @@ class Atom:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the shard of tensor-parallel rank 0; the logical shape if the tensor is not sharded."""
+        """Shape of tensor-parallel rank 0's shard: the logical shape if it is not sharded."""
         return self.shards[0].shape
 
     @property
@@ -427,7 +427,7 @@ def _list_states(shards: Iterable[ParamStorage]) -> dict[str, None]:
 
 
 def are_alike(tensors: Iterable[tuple[object, ...]]) -> bool:
-    """Return True if checksums prove that tensors have the same bytes; False if a checksum is missing.
+    """Return True if checksums prove equal bytes; False if a checksum is missing.
 
     Args:
         tensors: (shape, dtype, byte offset in its record, bytes of the record, CRC32 of the record or None) of each,
@@ -438,7 +438,7 @@ def are_alike(tensors: Iterable[tuple[object, ...]]) -> bool:
 
 
 def check_coverage(atom: Atom, find_path: Callable[[Fragment], str]) -> None:
-    """Verify that every element of every shard comes from exactly one fragment (invariant 1).
+    """Verify that exactly one fragment has each element of each shard (invariant 1).
 
     Args:
         atom: its fragments sorted by start.
@@ -457,7 +457,7 @@ def check_coverage(atom: Atom, find_path: Callable[[Fragment], str]) -> None:
 
 
 def _find_uncovered(shard: ParamStorage, state: str, find_path: Callable[[Fragment], str]) -> str:
-    """Describe the first gap or overlap of a shard's fragments; empty if there is none."""
+    """Describe the first gap or overlap of a shard's fragments, or return ""."""
     position, fragments = 0, shard.list_fragments(state)
     for fragment in fragments:
         if fragment.start != position:

@@ -1,4 +1,4 @@
-"""Topology: the properties of a checkpoint or an engine that determine each rank's bytes."""
+"""Topology: the properties that determine each rank's bytes, saved or live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DESCRIBED = frozenset({"zero_stage", "wrapper", "precision", "dp", "tp", "pp", 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Topology of a checkpoint or an engine. Equal topologies have equal bytes on every rank.
+    """Topology of a checkpoint or an engine; equal ones have equal bytes on each rank.
 
     Attributes:
         dp: ranks over which ZeRO partitions, including sequence parallelism; 1 at stage 0.
@@ -81,7 +81,7 @@ def number_groups(stages: Sequence[Sequence[Mapping[str, Any]]], ignored: Collec
 
 
 def drop_labels(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters of a param group, without DeepSpeed's label of a group that only some ranks hold."""
+    """Return a param group's hyper-parameters without DeepSpeed's label of the group."""
     return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in ("moe", "name"))}
 
 
@@ -94,7 +94,7 @@ _SWITCHES = {"bfloat16": ("bf16", "bfloat16"), "float16": ("fp16",)}
 
 
 def find_precision(config: Mapping[str, Any]) -> str:
-    """Return the dtype to which a ds_config casts the model's parameters; ``float32`` by default."""
+    """Return the dtype to which a ds_config casts parameters, by default ``float32``."""
     return next((dtype for dtype, names in _SWITCHES.items() if enabled(config, *names)), "float32")
 
 
@@ -109,7 +109,7 @@ def list_undescribed(differences: Iterable[str]) -> list[str]:
 
 
 def find_differences(source: Topology, target: Topology) -> list[str]:
-    """Describe the differences of two topologies; empty if they have the same bytes on every rank.
+    """Describe the differences of two topologies; empty if the bytes are equal.
 
     Flat buffers depend on all other properties, so they are compared only if nothing else differs.
     """
@@ -132,7 +132,10 @@ def _list_names(topology: Topology) -> list[str]:
 
 
 def _compare_flats(old: FlatBuffer, new: FlatBuffer, same: bool) -> str:
-    """Describe a difference; ``same``: all flat buffers together have the same parameters."""
+    """Describe a difference of flat buffers.
+
+    ``same``: all buffers together have the same parameters.
+    """
     if old.names != new.names:
         return "parameter order" if same else f"parameters ({len(old.names)} → {len(new.names)} or other names)"
     if old.shapes != new.shapes:

@@ -1,4 +1,4 @@
-"""An engine as data: the buffers of one rank, and the names and shapes of all ranks.
+"""An engine as data: one rank's buffers, and all ranks' names and shapes.
 
 :func:`deepspeed_ucp.load.prepare.view_engine` makes the view of a live engine, and
 :func:`deepspeed_ucp.examine.resume.check_resume` one without tensors.
@@ -18,7 +18,7 @@ Shapes = Mapping[str, tuple[Shape, ...]]
 
 @dataclass(frozen=True, slots=True)
 class EngineBuffer:
-    """One rank's partition of a flat buffer of master weights, or of a tensor that no optimizer updates.
+    """A rank's partition of a buffer of masters, or of a tensor without optimizer.
 
     A tensor that no optimizer updates is a frozen or unoptimized parameter, or a buffer of the module.
 
@@ -49,7 +49,10 @@ class EngineBuffer:
 
     @property
     def data(self) -> Any:
-        """The live partition as a 1-D view; in its own shape, and no destination, if it is not contiguous."""
+        """The live partition as a 1-D view.
+
+        If it is not contiguous it has its own shape, and is no destination.
+        """
         data = self.tensor.detach()
         return data.view(-1) if data.is_contiguous() else data
 
@@ -74,11 +77,14 @@ class EngineBuffer:
         return self.buffer.shapes[0]
 
     def find_state_layout(self, state: str) -> tuple[FlatBuffer, int]:
-        """Return the layout of an optimizer state and the index of this rank's partition in it."""
+        """Return an optimizer state's layout and this rank's partition number in it."""
         return (self.buffer.join_touched(self.part), 0) if state in self.whole else (self.buffer, self.part)
 
     def find_shape(self, state: str) -> Shape:
-        """Return the shape of an optimizer state on this rank; 1-D if it covers whole parameters or has a swap file."""
+        """Return an optimizer state's shape on this rank.
+
+        It is 1-D if it covers whole parameters or has a swap file.
+        """
         if state in self.whole or self.swap is not None:
             return (self.find_state_layout(state)[0].partition,)
         return tuple(self.tensor.shape)

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer wrappers: layout and names of masters and states in files and live engines.
+"""DeepSpeed's optimizer wrappers: layout and names of masters and states.
 
 Each wrapper is a row of :data:`WRAPPERS` and, for live engines, has a class in ``engine/engines.py``.
 """
@@ -83,12 +83,12 @@ class Wrapper:
 
     @property
     def is_cut(self) -> bool:
-        """True if masters are partitioned over data-parallel ranks, each of which saves a file."""
+        """True if masters are partitioned over data-parallel ranks that each save a file."""
         return self.form in (Form.PARTITIONS, Form.RESERVED)
 
     @property
     def is_positional(self) -> bool:
-        """True if saves do not name the optimizer's parameters, so that states are identified by position."""
+        """True if saves identify the optimizer's parameters by position, not by name."""
         return self.form in (Form.FLAT, Form.SINGLE)
 
     @property
@@ -204,19 +204,23 @@ WRAPPERS: dict[str, Wrapper] = {row.name: row for row in _ROWS}
 
 
 def find_wrapper(name: str) -> Wrapper:
-    """Return the row of a wrapper; UnsupportedError if there is none (a later release may have written it)."""
+    """Return the row of a wrapper.
+
+    Raises:
+        UnsupportedError: there is none; a later release may have written it.
+    """
     if name not in WRAPPERS:
         raise UnsupportedError(f"optimizer wrapper {name!r} is unknown (known: {', '.join(WRAPPERS)}).")
     return WRAPPERS[name]
 
 
 def find_saved(state: Collection[Any]) -> Wrapper | None:
-    """Return the wrapper that saved an optimizer state dict, or None if it is not supported."""
+    """Return the wrapper that saved an optimizer state dict, or None if it is unknown."""
     return next((row for row in WRAPPERS.values() if row.saved(state)), None)
 
 
 def find_live(optimizer: Any) -> Wrapper | None:
-    """Return the wrapper of a live engine's optimizer, or None if no row has its class."""
+    """Return the wrapper of a live engine's optimizer, or None for an unknown class."""
     kind = type(optimizer).__name__
     return next((row for row in WRAPPERS.values() if row.live_class == kind), None)
 

@@ -1,1 +1,1 @@
-"""Tensor-parallel layouts of parameters: geometry of shards, patterns, and rules that assign patterns."""
+"""Tensor-parallel layouts: geometry of shards, patterns, and rules for patterns."""

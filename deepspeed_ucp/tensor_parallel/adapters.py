@@ -1,4 +1,4 @@
-"""Tensor names of PEFT 0.21 in a live model, in an adapter's file, and in the base model.
+"""Names of PEFT 0.21's tensors: live, in an adapter's file, in the base model.
 
 Live names are made in ``peft/tuners/lora/layer.py`` and ``peft/utils/other.py``, names in files in
 ``peft/utils/save_and_load.py``.
@@ -70,28 +70,28 @@ def read_in_file(name: str, adapter: str) -> AdapterTensor:
 
 
 def is_added(name: str) -> bool:
-    """Return True if an adapter adds a live model's tensor, so that the base model has none of this name."""
+    """Return True if an adapter adds this live tensor: the base model has none."""
     return _ADDED.fullmatch(name) is not None
 
 
 def is_added_in_file(name: str) -> bool:
-    """Return True for the name of an added tensor in an adapter's file that is not a live name too."""
+    """Return True for an added tensor's name in a file that is not a live name too."""
     return _ADDED_IN_FILE.fullmatch(name) is not None and not is_added(name)
 
 
 def is_kept_whole(name: str) -> bool:
-    """Return True if a live tensor belongs to ``modules_to_save``; a file has it under each name tied to it."""
+    """Return True if a live tensor belongs to ``modules_to_save``."""
     return _SAVED.fullmatch(name) is not None
 
 
 def list_adapted(names: Iterable[str]) -> set[str]:
-    """List the modules of a live model that PEFT has wrapped; ``names`` are the names of all its tensors."""
+    """List the modules that PEFT has wrapped, from a live model's tensor names."""
     modules = {tensor.module for tensor in map(read_live, names) if tensor}
     return modules | {module.removesuffix(".token_adapter") for module in modules}  # a wrapped layer inside another
 
 
 def name_in_base(name: str, adapted: Container[str]) -> str:
-    """Return the base model's name of a live tensor (of the base or of ``modules_to_save``).
+    """Return a live tensor's name in the base model; not for added tensors.
 
     Args:
         adapted: result of :func:`list_adapted`; other modules may have one of PEFT's names by chance.

@@ -42,7 +42,7 @@ def compile_regex(expression: str, option: str = "patterns") -> re.Pattern[str]:
 
 
 class UnknownError(LookupError):
-    """A fact in an expression is unknown; the exception's arguments are names or descriptions of the facts."""
+    """An expression needs unknown facts; the arguments name or describe them."""
 
     @property
     def advice(self) -> str:
@@ -80,7 +80,7 @@ class Facts:
 
     @classmethod
     def of(cls, hints: Mapping[str, Any] | None, shapes: Mapping[str, Sequence[Shape]]) -> Facts:
-        """Collect facts from a checkpoint's hints (with ``args``) and its local shapes by tensor-parallel rank."""
+        """Collect a checkpoint's facts from its hints and its local shapes by rank."""
         args = (hints or {}).get("args")
         first = {name: ranks[0] for name, ranks in shapes.items()}
         return cls(args=args if isinstance(args, Mapping) else {}, hints=hints or {}, shapes=first)
@@ -213,7 +213,7 @@ class Facts:
 
 
 def _read_operation(node: ast.expr) -> tuple[Any, Any, Any]:
-    """Return operator, left and right side of a binary operation; None for other nodes."""
+    """Return operator, left and right side of a binary operation, or three times None."""
     if isinstance(node, ast.BinOp):
         return type(node.op), node.left, node.right
     if isinstance(node, ast.Compare) and len(node.ops) == 1:

@@ -1,4 +1,4 @@
-"""Patterns: relations of a parameter's logical tensor to its tensor-parallel shards (Lian et al., ATC'25, table 2).
+"""Patterns: how shards make up a logical tensor (Lian et al., ATC'25, table 2).
 
 A pattern is independent of ranks and degrees, which follow from the shards' shapes, even or not. ``join`` makes the
 layout of given shards; ``cut`` does the same and compares the logical shape.
@@ -30,7 +30,7 @@ VOCABULARY_HINT = 'if that is a vocabulary\'s padding, give a rule with "vocab":
 
 
 def advise_vocabulary(names: Iterable[str]) -> str:
-    """Suggest a rule for vocabulary padding, as a sentence; empty if no name is that of an embedding."""
+    """Suggest a rule for vocabulary padding; empty if no name is an embedding's."""
     match = "|".join(re.escape(name) for name in names if TABLE.search(name))
     if not match:
         return ""
@@ -53,7 +53,11 @@ class Pattern(ABC):
     vocab: int | None = field(default=None, kw_only=True)
 
     def join(self, local_shapes: Sequence[Shape]) -> Layout:
-        """Make the layout of shards with these shapes, one per rank; MismatchError if they contradict the pattern."""
+        """Make the layout of shards with these shapes, one per rank.
+
+        Raises:
+            MismatchError: the shapes contradict the pattern.
+        """
         if not local_shapes:
             raise MismatchError("there are no shards")
         layout = self._lay([tuple(shape) for shape in local_shapes])
@@ -64,17 +68,21 @@ class Pattern(ABC):
         return layout
 
     def cut(self, shape: Shape, local_shapes: Sequence[Shape]) -> Layout:
-        """Make the layout of shards with these shapes; MismatchError if the logical shape is not ``shape``."""
+        """Make the layout of shards with these shapes.
+
+        Raises:
+            MismatchError: they contradict the pattern, or the logical shape is not ``shape``.
+        """
         layout = self.join(local_shapes)
         check_shapes(shape, layout.shape, self.vocab)
         return layout
 
     def is_in_parts(self, shapes: Sequence[Shape]) -> bool:
-        """Return True if shards with these shapes hold several runs of rows, so that no rows can be appended."""
+        """Return True if a shard has several runs of rows, so that none can be appended."""
         return self.join(shapes).is_in_parts
 
     def spread(self, shape: Shape, degree: int, pad: int | None = None) -> tuple[Shape, ...]:
-        """Return the local shapes of ``degree`` ranks with equal parts, for a target without a live model.
+        """Return the local shapes of equal parts, for a target without a live model.
 
         Args:
             shape: logical shape including vocabulary padding.
@@ -152,7 +160,7 @@ class Replicate(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Replicate):
-    """Every rank has the whole tensor with different values; the logical value is their mean."""
+    """Every rank has the whole tensor; the logical value is the mean of their values."""
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         layout = super(Partial, self)._lay(shapes)
@@ -189,7 +197,7 @@ class ShardV(ShardH):
 
 @dataclass(frozen=True, slots=True)
 class ShardHy(Pattern):
-    """Sharded along several dimensions at once: ``grid[d]`` ranks along dimension d, rank → coordinates row-major."""
+    """Ranks form a row-major grid with ``grid[d]`` ranks along dimension d."""
 
     grid: tuple[int, ...]
 
@@ -227,7 +235,7 @@ class ShardHy(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class ShardNC(Pattern):
-    """Several blocks per rank: ``dim`` has ``blocks`` blocks of several parts each, and every part is cut by rank.
+    """Each rank has a share of every part; ``dim`` has ``blocks`` blocks of parts.
 
     Examples: [q; k; v] with unequal parts, of which each rank has [q_r; k_r; v_r]: ``parts=(q, k, v)``. Fused gate/up:
     two equal parts. Fused experts [experts * out, in] cut along out: ``blocks=experts``.
@@ -313,7 +321,7 @@ class ShardNC(Pattern):
 
 
 def _find_other_widths(measured: list[list[int]]) -> list[list[int]] | None:
-    """Return other widths of parts on ranks, with the same sum on each rank, if whole heads could be dealt like that.
+    """Return other plausible widths of parts with the same sum on each rank, or None.
 
     Heads are dealt evenly, or in equal numbers to all ranks but the last. Without heads this gives other sums, unless
     all parts are equal.
@@ -354,7 +362,7 @@ def _spread_dim(shape: Shape, dim: int, degree: int, blocks: int = 1) -> tuple[S
 
 
 def _find_dim(dim: int, shapes: Sequence[Shape]) -> int:
-    """Check that shards differ only along ``dim``; returns it as a non-negative number."""
+    """Check that shards differ only along ``dim``; return it as a non-negative number."""
     dims = len(shapes[0])
     if not -dims <= dim < dims:
         raise MismatchError(f"shard along dimension {dim}, but the shape {shapes[0]} has {dims} dimensions")

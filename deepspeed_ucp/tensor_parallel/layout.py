@@ -1,4 +1,4 @@
-"""Geometry of shards: the tiling of one parameter, and the runs of elements to copy between two tilings.
+"""Geometry of shards: how they tile a parameter, and the runs between two tilings.
 
 A shard is a product of interval lists, one list per axis of a *view* of the parameter (the same elements in row-major
 order, with an axis for every dimension that is cut). All patterns of Lian et al. (ATC'25, table 2) have this form:
@@ -88,7 +88,7 @@ def whole(shape: Shape) -> Layout:
 
 
 def stack(local_shapes: Sequence[Shape]) -> Layout:
-    """Return the layout of concatenated flat shards, for a parameter with unchanged shards.
+    """Return the layout of concatenated flat shards, for unchanged shards.
 
     Its logical shape is unknown and not needed.
     """
@@ -101,7 +101,7 @@ def stack(local_shapes: Sequence[Shape]) -> Layout:
 
 
 def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low: int, high: int) -> tuple[Run, ...]:
-    """Return the runs that copy elements [low, high) of a flattened target shard from a source shard.
+    """Return the runs that copy a range of a target shard from a source shard.
 
     Args:
         source, target: layouts of the same parameter. One axis may be longer on one side (vocabulary padding, resized
@@ -131,13 +131,13 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
 
 
 def restrict_source(run: Run, low: int, high: int) -> tuple[Run, ...]:
-    """Return the part of a run in [low, high) of the flattened source shard, as at most three runs."""
+    """Clip a run to [low, high) of the flattened source shard: at most three runs."""
     clipped = _clip(run.src, run.dst, run.width, run.count, run.src_step, run.dst_step, low, high)
     return tuple(_make_run(src, dst, width, times, run.src_step, run.dst_step) for src, dst, width, times in clipped)
 
 
 def find_faults(layout: Layout) -> list[str]:
-    """Describe faults of a layout: missing or repeated elements, shapes that contradict the intervals."""
+    """Describe missing or repeated elements, and shapes that contradict intervals."""
     sides = enumerate(zip(layout.shards, layout.local_shapes, strict=True))
     faults = [f"rank {r}: {fault}" for r, side in sides for fault in _find_shard_faults(*side, layout.view)]
     return faults or _find_cover_faults(layout)
@@ -173,7 +173,9 @@ def _find_cover_faults(layout: Layout) -> list[str]:
 
 
 def list_repeats(layout: Layout) -> Iterator[tuple[int, int, Layout]]:
-    """Yield the parts that two ranks have: the rank that claims it, the other rank, and the part as a single shard.
+    """Yield each claimed part that a second rank has.
+
+    For each the rank that claims it, the other rank, and the part as a single shard.
 
     Replicated layouts have no claims and yield nothing.
     """
@@ -203,7 +205,7 @@ def _product_numel(shard: Product) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A rectangular block: sizes, and strides and first elements in the source and target shards."""
+    """A block: its sizes, and its first element and strides in both shards."""
 
     src: int
     dst: int
@@ -235,7 +237,7 @@ def _find_boxes(have: Product, want: Product, claim: Product | None) -> tuple[_B
 
 
 def _span_axis(have: Intervals, want: Intervals, claim: Intervals | None) -> tuple[Span, ...]:
-    """Return the intersections of two interval lists of an axis by ascending target position."""
+    """Intersect two interval lists of an axis, by ascending target position."""
     located = sorted(_locate(have))
     spans = []
     index = 0
@@ -288,7 +290,7 @@ def _join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def _collapse(axes: list[tuple[tuple[Span, ...], int, int]]) -> list[tuple[tuple[Span, ...], int, int]]:
-    """Merge each axis that is whole and in the same order in both shards into the next outer axis."""
+    """Merge each axis that is whole in both shards into the next outer axis."""
     done: list[tuple[tuple[Span, ...], int, int]] = []
     for spans, have, want in axes:
         if done and have == want and spans == ((0, 0, have),):
@@ -309,7 +311,10 @@ def make_strides(sizes: Sequence[int]) -> Shape:
 
 
 def _clip_box(box: _Box, axis: int, src: int, dst: int, low: int, high: int) -> Iterator[Run]:
-    """Yield the runs of a box inside [low, high) of the target; ``src`` and ``dst`` are relative to the box."""
+    """Yield the runs of a box inside [low, high) of the target.
+
+    ``src`` and ``dst`` are relative to the box.
+    """
     if not box.sizes:
         if low <= box.dst < high:
             yield Run(box.src, box.dst, 1)
@@ -332,7 +337,7 @@ def _make_run(src: int, dst: int, width: int, times: int, src_step: int, dst_ste
 
 
 def _meet_rows(base: int, rows: int, step: int, width: int, low: int, high: int) -> tuple[int, int]:
-    """Return the range of rows [base + i * step, … + width) with elements in [low, high)."""
+    """Return the range of rows [base + i * step, … + width) that meet [low, high)."""
     first = max(0, -(-(low - base - width + 1) // step))
     last = min(rows, -(-(high - base) // step))
     return first, max(first, last)
@@ -341,7 +346,9 @@ def _meet_rows(base: int, rows: int, step: int, width: int, low: int, high: int)
 def _clip(
     near: int, far: int, width: int, times: int, near_step: int, far_step: int, low: int, high: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Clip ``times`` runs to [low, high) of their near side: at most three (near, far, width, times).
+    """Clip ``times`` runs to [low, high) of their near side.
+
+    Yields at most three (near, far, width, times): a partial first row, whole rows, and a partial last row.
 
     They are a partial first row, whole rows, and a partial last row.
     """
@@ -379,7 +386,9 @@ def _merge(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def align(source: Layout, target: Layout) -> tuple[Layout, Layout]:
-    """Convert both layouts to the common refinement of their views; only the length of axis 0 may differ.
+    """Convert both layouts to the common refinement of their views.
+
+    Only the length of axis 0 may differ.
 
     Raises:
         MismatchError: there is none, or a shard's intervals do not follow its axes.
@@ -425,7 +434,7 @@ def _refine_shard(shard: Product, splits: Sequence[tuple[int, Sequence[int]]]) -
 
 
 def _split_axis(intervals: Intervals, sizes: Sequence[int]) -> list[Intervals]:
-    """Split intervals of an axis over its refined axes; ``sizes`` begins with the innermost."""
+    """Split an axis's intervals over its refined axes, given innermost first."""
     axes: list[Intervals] = []
     intervals = tuple((low, high) for low, high in intervals if low < high)
     for size in sizes[:-1]:

@@ -1,4 +1,4 @@
-"""Rules from ``universal_checkpoint_info``, a checkpoint's description of its own layout.
+"""Rules from ``universal_checkpoint_info``, a checkpoint's own layout.
 
 Training scripts (Megatron-DeepSpeed in client_state) or AutoTP write it. DeepSpeed's converter
 (``deepspeed/checkpoint/ds_to_universal.py``) concatenates parameters that are in no list on dimension 0. This module
@@ -46,7 +46,7 @@ _LISTS: tuple[tuple[str, Pattern], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Viewed(Pattern):
-    """Sub-parameters along ``axis`` of a viewed shape (SubparamShape), each cut by rank.
+    """Sub-parameters along an axis of a viewed shape (SubparamShape), cut by rank.
 
     Attributes:
         view: logical sizes, -1 for a size that follows from the number of elements; ``view[axis]`` is ignored.
@@ -71,7 +71,7 @@ class Viewed(Pattern):
         )
 
     def _list_groups(self, dims: int) -> Iterator[tuple[int, int]]:
-        """Yield the possible (first, last) view dimensions that form the tensor's cut dimension."""
+        """Yield the (first, last) view dimensions that may form the cut dimension."""
         spare = len(self.view) - dims
         for first in range(max(0, self.axis - spare), self.axis + 1):
             if spare >= 0 and first + spare >= self.axis and first < dims:
@@ -149,7 +149,7 @@ def _refuse_rule(text: str, reason: str) -> Rule:
 
 
 def compile_prefix(text: object) -> Matcher:
-    """Compile an expression in a checkpoint, which matches a prefix of a name as in DeepSpeed's converter.
+    """Compile a checkpoint's expression, which matches a prefix as in DeepSpeed.
 
     The file may be malicious, so RE2 matches the expression in linear time. Python's engine matches the simple
     expressions that scripts write, for which it is several times faster.
@@ -180,7 +180,7 @@ def _compile_linear(text: str) -> Matcher:
 
 
 def _unescape(text: object) -> str | None:
-    """Return the only name that an expression ``^escaped name$`` matches, or None for other expressions."""
+    """Return the only name that ``^escaped name$`` matches, or None."""
     if not (isinstance(text, str) and text.startswith("^") and text.endswith("$")):
         return None
     name = re.sub(r"\\(.)", r"\1", text[1:-1])
@@ -203,7 +203,9 @@ def _read_lists(info: Mapping[str, Any]) -> Iterator[Rule]:
 
 
 def _follow_rows(text: str) -> Rule | None:
-    """Make a rule for the first matrix of a feed-forward layer, which is in no list, from a row-parallel second.
+    """Make a rule for a feed-forward layer's unlisted first matrix from its second.
+
+    The first matrix is in no list; the second is row-parallel.
 
     The second's columns correspond to the first's rows, so a first matrix with as many rows is cut along them. A first
     matrix with twice as many rows is a fused gate and up in an unknown order.
@@ -246,7 +248,7 @@ def _read_parts(info: Mapping[str, Any]) -> Iterator[Rule]:
 
 
 def _read_sizes(value: Any, widths: Any, version: float) -> tuple[int, ...] | int:
-    """Read the sub-parameters' sizes. A plain number is their count before version 0.4, and a width since."""
+    """Read sizes of parts; a plain number is their count before version 0.4."""
     if widths:
         return tuple(sum(part) for part in widths)
     if isinstance(value, (list, tuple)):
@@ -280,7 +282,7 @@ def _read_affine(name: str, info: Mapping[str, Any]) -> Iterator[Rule]:
 
 @dataclass(frozen=True, slots=True)
 class Mapped(Pattern):
-    """A layout given by an affine map; ``general`` is its pattern at other degrees, if it has one."""
+    """A layout from an affine map; ``general`` is its pattern at other degrees."""
 
     layout: Layout
     general: Pattern | None = None
@@ -327,7 +329,11 @@ def read_map(entry: Mapping[str, Any]) -> Mapped:
 
 
 def _read_shard(pieces: Sequence[Mapping[str, Any]], shape: Shape, local: Shape) -> Product:
-    """Return one rank's interval lists; the pieces must be a grid of blocks in the same order on both sides."""
+    """Return one rank's interval lists.
+
+    Raises:
+        MismatchError: the pieces are not a grid of blocks in the same order on both sides.
+    """
     blocks = [_read_block(piece, shape, local) for piece in pieces if count(tuple(piece["shape"]))]
     if not blocks:
         return tuple(((0, size),) if width else () for size, width in zip(shape, local, strict=True))
@@ -369,7 +375,7 @@ def _find_corner(side: Sequence[Any], sizes: Shape, shape: Shape) -> Shape:
 
 
 def _settle_overlap(layout: Layout) -> Layout:
-    """Mark a tensor that all ranks have as replicated; else take each shared part of one axis from its lowest rank."""
+    """Mark a replicated layout, or give each shared part to its lowest rank."""
     full = tuple(((0, size),) for size in layout.view)
     if len(layout.shards) > 1 and all(shard == full for shard in layout.shards):
         return replace(layout, replicated=True)
@@ -390,7 +396,7 @@ def _settle_overlap(layout: Layout) -> Layout:
 
 
 def _find_cut_axis(layout: Layout) -> int | None:
-    """Return the axis along which the shards differ, or None if there are none or several."""
+    """Return the only axis along which the shards differ, or None."""
     cut = [axis for axis in range(len(layout.view)) if len({shard[axis] for shard in layout.shards}) > 1]
     return cut[0] if len(cut) == 1 else None
 

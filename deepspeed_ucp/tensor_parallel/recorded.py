@@ -43,7 +43,11 @@ def record_pattern(pattern: Pattern) -> dict[str, Any]:
 
 
 def read_pattern(recorded: Mapping[str, Any]) -> Pattern:
-    """Convert the result of :func:`record_pattern` back; MismatchError if the data is malformed."""
+    """Convert the result of :func:`record_pattern` back.
+
+    Raises:
+        MismatchError: the data is malformed.
+    """
     kind = _KINDS.get(str(recorded.get("kind")))
     if kind is None:
         raise MismatchError(f"a recorded pattern is of unknown kind: {dict(recorded)!r}; update deepspeed_ucp")

@@ -1,4 +1,4 @@
-"""Rules for names that differ between two builds of one model, such as with and without a pipeline.
+"""Rules for names that differ between two builds of a model, as with a pipeline.
 
 A rule is a regular expression for the whole saved name, and a template for the live name. ``{group}`` is the text of a
 named group; ``{group - 3}`` is integer arithmetic (+ - * // %) with it and the set's variables. A rule gives one saved
@@ -49,7 +49,7 @@ class Rename:
         _ = self._regex
 
     def match(self, name: str) -> Mapping[str, str] | None:
-        """Return what the named groups matched in a saved name; None if the rule does not match."""
+        """Return the matches of the named groups, or None if the rule does not match."""
         match = self._regex.fullmatch(name)
         return match.groupdict() if match else None
 
@@ -89,7 +89,7 @@ class Rename:
 
 
 def parse_renames(value: object) -> tuple[Rename, ...]:
-    """Parse rename rules: a list of ``{"from": …, "to": …}``, or one object that maps saved regexes to templates.
+    """Parse rules: a list of ``{"from": …, "to": …}``, or an object regex → template.
 
     Raises:
         ConfigError: ``value`` is something else.
@@ -110,7 +110,7 @@ def _parse(item: object) -> Rename:
 
 
 def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[str] | None = None) -> dict[str, str]:
-    """Return the live name of each saved name; the first rule that matches counts, without one a name stays.
+    """Return saved name → live name by the first matching rule, or the same name.
 
     Args:
         live: if given, only a rule that yields one of these names counts.
@@ -132,7 +132,7 @@ def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[
 
 
 def find_idle(names: Iterable[str], rules: Sequence[Rename]) -> list[str]:
-    """Describe the rules that match none of the names: a checkpoint may have the live names already."""
+    """Describe rules that match no name; saved names may be the live ones already."""
     names = list(names)
     idle = [rule for rule in rules if all(rule.match(n) is None for n in names)]
     return list(dict.fromkeys(f"rename: {rule.pattern!r} matches no parameter" for rule in idle))

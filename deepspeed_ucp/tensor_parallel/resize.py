@@ -1,4 +1,4 @@
-"""Rules for vocabularies whose number of rows differs between model and checkpoint.
+"""Rules for vocabularies with other numbers of rows in model and checkpoint.
 
 A rule in YAML or JSON:
 
@@ -46,7 +46,7 @@ class Resize:
         return compile_regex(self.match).fullmatch(name) is not None
 
     def fit(self, saved: Layout, live: Layout, vocab: int | None = None) -> tuple[Layout, Resized]:
-        """Return the saved layout with the kept rows only, and a description of the change.
+        """Return the saved layout with the kept rows only, and the change of the rows.
 
         Args:
             vocab: rows without padding, if known.
@@ -108,7 +108,7 @@ def pad_vocabulary(saved: Layout, live: Layout) -> Resized | None:
 
 
 def is_fused(name: str) -> bool:
-    """Return True for the name of a fused parameter, whose last part alone new rows would extend."""
+    """Return True for a fused parameter's name: new rows would extend its last part."""
     return bool(FUSED_QKV.search(name) or "gate_up" in name) and ".lora_" not in name
 
 
@@ -122,7 +122,7 @@ def _claim(layout: Layout, kept: int) -> Layout:
 
 
 def advise_resize(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
-    """Suggest rules for loading a checkpoint into a model with other shapes; empty if no rules can.
+    """Suggest resize rules for different shapes; empty if no rules can help.
 
     Args:
         shapes: name → different logical shapes in the checkpoint and in the model.

@@ -1,4 +1,4 @@
-"""Rules that assign patterns to parameters: the user's, a family's, and live parameters' attributes.
+"""Rules that assign patterns: a user's, a family's, live parameters' attributes.
 
 A rule set is a list of regular expressions with patterns. Each expression matches the whole name behind the set's
 optional ``prefix`` (added to names by pipelines and wrappers). Two rules of one set that match a parameter must agree.
@@ -109,7 +109,7 @@ class Spec:
             raise ValueError(f"{self.match!r}: shard-hy needs a grid")
 
     def make(self, facts: Facts) -> Pattern | None:
-        """Make the pattern for the parameter ``facts.name``; None if the rule does not apply.
+        """Make the pattern of the parameter ``facts.name``, or None if it does not apply.
 
         Raises:
             MismatchError: a size is unknown, or the rule's pattern is ``unsettled``.
@@ -159,7 +159,7 @@ class Spec:
         )
 
     def _measure_part(self, part: Size, facts: Facts) -> int | None:
-        """Evaluate the size of a part; None for ``rest``, also in ``a or rest`` if ``a`` is unknown."""
+        """Evaluate a part's size; None for ``rest``, and for ``a or rest`` without ``a``."""
         if part == "rest":
             return None
         is_optional = isinstance(part, str) and part.endswith(" or rest")
@@ -217,7 +217,7 @@ _ANY = re.compile(".*", re.DOTALL)
 
 
 def name_rule(name: str, pattern: Pattern | Spec) -> Rule:
-    """Make a rule for one parameter (for ``RuleSet.literal``, which is faster than an expression for each name)."""
+    """Make a rule for one parameter, for ``RuleSet.literal``."""
     return Rule(name, _ANY.fullmatch, pattern)
 
 
@@ -388,7 +388,7 @@ def list_renames(rules: Iterable[RuleSet]) -> list[Rename]:
 
 
 def find_renamed(saved: Set[str], live: Set[str], rules: Iterable[RuleSet]) -> dict[str, str]:
-    """Return live name → saved name of the saved names that are not live and that rules give a live one."""
+    """Return live name → saved name of the saved parameters that rules rename."""
     renames = list_renames(rules)
     renamed = rename_names(sorted(saved - live), renames, live) if renames else {}
     return {new: old for old, new in renamed.items() if new in live}
@@ -425,7 +425,7 @@ def list_families() -> list[str]:
 
 
 def _read_packaged(name: str) -> Any:
-    """Read rules of the package: a family's, or those for arguments of known training scripts (``_arguments``)."""
+    """Read a rule file of the package: a family's, or ``_arguments``."""
     return _parse_yaml(resources.files(__package__).joinpath("families", f"{name}.yaml").read_text("utf-8"), name)
 
 
@@ -468,7 +468,7 @@ def load_family(name: str) -> RuleSet:
 
 
 def advise_family(saved: Collection[str], live: Collection[str]) -> str:
-    """Suggest the families whose ``rename`` rules yield most live names from saved names; empty if none does."""
+    """Suggest the families whose renames yield most live names; empty if none does."""
     counts = {name: _count_renamed(load_family(name), saved, live) for name in list_families()}
     best = [name for name, count in counts.items() if count == max(counts.values()) > 0]
     listed = " or ".join(f'"{name}"' for name in best)
@@ -496,7 +496,7 @@ def _make_rule(spec: Spec, prefix: str) -> Rule:
 
 
 def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
-    """Make rules from Megatron's attributes of live parameters (``tensor_model_parallel``, ``partition_dim``, …).
+    """Make rules from Megatron's attributes of live parameters (``partition_dim``, …).
 
     They settle a fused query/key/value only if they describe its parts (``partition_stride`` above 1, or
     ``partition_sizes``, the local sizes of unequal parts): per-rank [q; k; v] and interleaved heads have equal shapes.
@@ -531,7 +531,7 @@ _EXPERTS = re.compile(r"(?:^|\.)experts\.(?:mlp\.)?(?:weight1|w1|w3|v1|(?P<secon
 
 
 def _joins_experts(name: str, dim: int) -> bool:
-    """Return True if a cut along ``dim`` may go through every expert of one parameter: not if they are its rows."""
+    """Return True if a cut along ``dim`` may go through all experts of a parameter."""
     match = _EXPERTS.search(name)
     return match is not None and not (match["second"] and dim == 1)
 
@@ -556,7 +556,7 @@ def _read_attributes(marks: Mapping[str, Any]) -> Pattern | None:
 
 
 def suggest_rule(name: str, source: Sequence[Shape], target: Sequence[Shape] | None) -> dict[str, Any]:
-    """Suggest a rule for a parameter by its name and shapes; the user must complete texts in <…>."""
+    """Suggest a rule by name and shapes; the user must complete texts in <…>."""
     match = re.sub(r"(?<=\.)\d+(?=\\|$)|^\d+(?=\\|$)", r"\\d+", name.replace(".", r"\."))
     sides = [source] if target is None else [source, target]
     if len({shape for side in sides for shape in side}) == 1 and len(sides) == 2:
@@ -573,7 +573,7 @@ def suggest_rule(name: str, source: Sequence[Shape], target: Sequence[Shape] | N
 
 
 def _find_cut(sides: Sequence[Sequence[Shape]]) -> int | None:
-    """Return the only dimension along which shards of both sides add up to the same size, or None."""
+    """Return the only dimension along which both sides' shards sum equally, or None."""
     cut_dims = []
     for dim in range(min(len(shape) for side in sides for shape in side)):
         sums = {sum(shape[dim] for shape in side) for side in sides}

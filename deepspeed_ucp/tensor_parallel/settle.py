@@ -1,7 +1,8 @@
-"""Determine how every parameter is cut on both sides, in a fixed order and without guessing (DESIGN's invariant 5).
+"""Determine how every parameter is cut on both sides.
 
 If both sides have the same degree and shapes, shards are unchanged and no rule is needed. Else the first rule set with
-a pattern counts. Without one, the shapes must prove replication, or the parameter is an error.
+a pattern counts. Without one, the shapes must prove replication, or the parameter is an error: nothing is guessed
+(docs/design.md, invariant 5).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """A parameter without a pattern: local shapes on both sides, and hints of rule sets."""
+    """A parameter without a pattern: both sides' local shapes, and rule sets' hints."""
 
     name: str
     source: tuple[Shape, ...]
@@ -172,7 +173,11 @@ class _Settler:
         self._keep(name, sides, source, target)
 
     def _compare_orders(self, name: str, shapes: tuple[Shape, ...]) -> None:
-        """Raise MismatchError if the descriptions of both sides give equal shapes another order of elements."""
+        """Compare the orders of elements that both sides' descriptions give equal shapes.
+
+        Raises:
+            MismatchError: they differ.
+        """
         try:
             (pattern, origin), (other, other_origin) = self._find(name) or _twice(SameShards(), SAME)
             have, want = replace(pattern.join(shapes), claims=None), other.join(shapes)
@@ -187,7 +192,7 @@ class _Settler:
             )
 
     def _note(self, name: str, source: tuple[Shape, ...]) -> None:
-        """Keep the pattern of an uncut parameter, if any, for later conversions; it needs none itself."""
+        """Keep an uncut parameter's pattern, if any, for later conversions."""
         try:
             self._keep(name, self._find(name) or _twice(Unique(), SAME), source, None)
         except MismatchError:
@@ -216,7 +221,7 @@ class _Settler:
         self.settled.origin[name] = "; ".join(dict.fromkeys((origin, other_origin)))
 
     def _fit_whole(self, name: str, source: Shape, target: Shape, sides: _Sides | None, rule: Resize | None) -> Pattern:
-        """Compare shapes without tensor parallelism: without a resize rule only a vocabulary's padding may differ."""
+        """Compare whole shapes; without a resize rule only vocabulary padding may differ."""
         patterns = [pattern for pattern, _ in sides or () if pattern.vocab and not pattern.is_in_parts([source])]
         vocab = patterns[0].vocab if patterns else None
         text = f"shape {source} in the checkpoint, {target} in the model"
@@ -228,7 +233,7 @@ class _Settler:
         return Unique(vocab=vocab)
 
     def _prove(self, name: str, source: Sequence[Shape], target: Sequence[Shape] | None) -> _Sides | None:
-        """Prove replication of a parameter without a rule by equal bytes on all ranks, or by equal shapes.
+        """Prove replication by equal bytes or equal shapes; None if that is impossible.
 
         With two different degrees, equal local shapes exclude a cut. Not for a vocabulary: padding can make its shapes
         equal.
@@ -242,13 +247,13 @@ class _Settler:
         return _twice(Replicate(), SHAPES)
 
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
-        """Return values for expressions: the logical size of each dimension if it is cut, and the vocabulary."""
+        """Return values for expressions: logical sizes if cut, and the vocabulary's rows."""
         totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(min(map(len, source)))}
         vocab = next((one.vocab for one in self.rule_sets if one.vocab is not None), None)
         return totals if vocab is None else {**totals, "vocab": vocab}
 
     def _find(self, name: str) -> _Sides | None:
-        """Return the patterns of source and target with their origins, or None if no set has one."""
+        """Return the patterns of source and target with origins, or None without any."""
         patterns: dict[int, Pattern | None] = {}
         sides = []
         for side in ("source", "target"):
