@@ -1,4 +1,4 @@
-"""Elastic resume for DeepSpeed: ``engine.load_checkpoint`` restores a checkpoint of any topology, bit for bit.
+"""Elastic resume for DeepSpeed: load a checkpoint of any topology, bit for bit.
 
 Importing the package wraps DeepSpeed's methods, at once or when DeepSpeed is imported. ``"checkpoint": {"universal":
 true}`` in a ds_config enables the plugin for an engine. With the environment variable ``DEEPSPEED_UCP=1`` each Python
@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 
 
 def _escape_record(record: logging.LogRecord) -> bool:
-    """Escape a log record: a name in a checkpoint must not forge a line or send control characters to a terminal."""
+    """Escape a log record: names in checkpoints must not forge lines or send codes."""
     record.msg, record.args = escape(record.getMessage()), ()
     return True
 

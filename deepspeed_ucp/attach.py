@@ -1,4 +1,4 @@
-"""Wraps methods of DeepSpeed and of trainers right after their modules are imported, without importing any library.
+"""Wrap methods of DeepSpeed and trainers when their modules are imported.
 
 Methods are wrapped in their class, functions in the module that calls them (:data:`TABLE`). A wrapper imports its
 replacement at its first call. A trainer that runs without DeepSpeed is left alone.
@@ -109,7 +109,7 @@ _reported_missing: set[Wrapped] = set()
 
 
 def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
-    """Import DeepSpeed and wrap its methods. A second call only changes ``default_on``, if given.
+    """Import DeepSpeed and wrap its methods, or only change a given ``default_on``.
 
     Args:
         default_on: True, or a mapping of options, turns the plugin on for engines whose ds_config does not mention it.
@@ -125,7 +125,7 @@ def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
 
 
 def install_when_imported() -> None:
-    """Wrap the methods of imported libraries now, those of other libraries right after their import."""
+    """Wrap methods of imported libraries now, of others right after their import."""
     _finder.awake = True
     if _finder not in sys.meta_path:  # never removed: another thread's import would skip a finder
         sys.meta_path.insert(0, _finder)
@@ -143,7 +143,7 @@ def install_when_imported() -> None:
 
 
 class _Finder:
-    """Import finder that wraps the methods of a module in the table right after it has been executed."""
+    """Import finder that wraps the methods of the table's modules after execution."""
 
     def __init__(self) -> None:
         self.awake = False

@@ -1,4 +1,4 @@
-"""Keep the child processes of a rank alive when a signal goes to all processes of a job.
+"""Keep a rank's child processes alive when a signal goes to all processes.
 
 Launchers and Slurm signal every process of a rank. A data-loader worker would die of the signal, and torch would raise
 an error in the rank before the rank can save.
@@ -47,7 +47,7 @@ _programs: set[int] = set()
 
 @contextmanager
 def block(signals: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread; a program that is started meanwhile keeps them blocked."""
+    """Block signals in this thread, and in programs that it starts meanwhile."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -56,7 +56,7 @@ def block(signals: Iterable[int]) -> Iterator[None]:
 
 
 def protect(signals: Iterable[int]) -> None:
-    """Protect the processes that ``multiprocessing`` starts from now on; none of them inherits a handler."""
+    """Protect future processes of ``multiprocessing``; none inherits a handler."""
     if BaseProcess.start is not _start:
         BaseProcess.start = _start  # type: ignore[method-assign,assignment]
         util.spawnv_passfds = _start_program  # type: ignore[assignment]
@@ -66,7 +66,7 @@ def protect(signals: Iterable[int]) -> None:
 
 
 def list_unprotected() -> list[str]:
-    """Names of the live children of ``multiprocessing`` that were started without protection."""
+    """Name the live children of ``multiprocessing`` that started without protection."""
     names = [child.name for child in multiprocessing.active_children() if not hasattr(child, _MARK)]
     module = sys.modules.get("multiprocessing.forkserver")
     server = module and module._forkserver._forkserver_pid
@@ -85,7 +85,7 @@ _original_start = BaseProcess.start
 
 @functools.wraps(_original_start)
 def _start(process: BaseProcess) -> None:
-    """Start a process with the signals blocked: they stay pending until its thread waits for them."""
+    """Start a process with the signals blocked, so that they wait for its thread."""
     if not _signals:
         return _original_start(process)
     with block(_signals):
@@ -102,7 +102,7 @@ _original_spawnv_passfds = util.spawnv_passfds
 
 
 def _start_program(*args: Any) -> int:
-    """Start a program of ``multiprocessing`` with the signals blocked: starting the tracker unblocks SIGTERM here."""
+    """Start a program with the signals blocked; the tracker unblocks SIGTERM here."""
     with block(_signals):
         pid = _original_spawnv_passfds(*args)
     _programs.add(pid)
@@ -129,7 +129,7 @@ def _begin(parent: int, signals: Iterable[int]) -> None:
 
 
 def _hold(signals: set[int], parent: int) -> None:
-    """Let the signals take effect that come from the parent, and the others once the parent has ended."""
+    """Let the parent's signals take effect at once, others when the parent has ended."""
     forked_by, pending = os.getppid(), set[int]()
 
     def has_parent() -> bool:
@@ -169,7 +169,7 @@ def _is_loader_worker() -> bool:
 
 
 def _end_daemons() -> None:
-    """End daemonic children. ``multiprocessing``, which does so next, would wait for them without a timeout."""
+    """End daemonic children: ``multiprocessing`` would wait without a timeout."""
     daemons = [child for child in multiprocessing.active_children() if child.daemon]
     for child in daemons:
         child.terminate()
@@ -197,7 +197,7 @@ _original_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-d
 
 
 def _execute_child(process: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a program with the signals unblocked, as it would have them without protection."""
+    """Start a program with the signals unblocked, as without protection."""
     former = signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals)
     try:
         _original_execute_child(process, *args, **kwargs)
@@ -206,7 +206,7 @@ def _execute_child(process: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _leave_protection() -> None:
-    """Unblock the signals in the child of a bare ``os.fork``, and protect no processes that it starts."""
+    """Unblock the signals in a child of a bare ``os.fork``, and end its protection."""
     if _signals and not getattr(_thread_state, "starting", False):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals)
         _signals.clear()

@@ -62,17 +62,20 @@ class Comm:
     def swap(
         self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
     ) -> NumpyArray:
-        """Send ``sends[r]`` consecutive bytes of ``data`` (1-D, uint8) to rank r; returns the bytes from all ranks.
+        """Send ``sends[r]`` consecutive bytes of ``data`` (1-D, uint8) to each rank r.
 
         Unlike other methods it does not :meth:`wait`: call it right after another collective.
 
         Args:
             into: memory for the result; allocate it in :meth:`run`, because an error here would fail one rank alone.
+
+        Returns:
+            The bytes from all ranks.
         """
         return data
 
     def swap_tables(self, tables: list[NumpyArray]) -> list[NumpyArray]:
-        """Send ``tables[r]`` to rank r; returns the ranks' tables. Dtype and further dimensions must be equal."""
+        """Send ``tables[r]`` to rank r; return the ranks' tables (of one dtype and width)."""
         shape, dtype = tables[0].shape[1:], tables[0].dtype
         width = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         sends = [len(table) * width for table in tables]
@@ -89,7 +92,7 @@ class Comm:
         return [part.view(dtype).reshape(-1, *shape) for part in np.split(received, np.cumsum(receives)[:-1])]
 
     def ask(self, questions: Sequence[tuple[int, Item]], answer: Callable[[Item], T]) -> list[T]:
-        """Send each picklable question to a rank, which answers it; returns the answers in order; collective."""
+        """Send picklable questions to ranks; return the answers in order (collective)."""
         asked: list[list[Item]] = [[] for _ in range(self.size)]
         for rank, question in questions:
             asked[rank].append(question)
@@ -110,14 +113,14 @@ class Comm:
         return mask
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which has no collectives, on every rank; returns this rank's result."""
+        """Run ``work``, without collectives, on every rank; return this rank's result."""
         value, error = _attempt(work)
         if self.any_of(np.array([error is not None]))[0]:  # errors are gathered only if there is one
             self._raise_first(self.gather(_describe(error)), error)
         return value  # type: ignore[return-value]
 
     def alike(self, work: Callable[[], T]) -> T:
-        """Run ``work``, which has the same inputs and result or error on every rank, without a collective."""
+        """Run ``work`` without a collective: every rank has the same result or error."""
         try:
             return work()
         except UcpError as error:
@@ -125,7 +128,7 @@ class Comm:
             raise
 
     def each(self, work: Callable[[], T]) -> list[T]:
-        """Run ``work``, which has no collectives, on every rank; returns all picklable results in rank order.
+        """Run ``work``, without collectives, on every rank; return all results by rank.
 
         Results and errors are sent in one collective. With several ranks all results are copies.
         """
@@ -135,7 +138,7 @@ class Comm:
         return [self._unpack(result) for result, _ in gathered]
 
     def share(self, items: Sequence[Item], work: Callable[[Item], T], apply: _Map = map, *, first: int = 0) -> list[T]:
-        """Distribute ``items`` over the ranks, one rank each; returns all picklable results in order.
+        """Distribute ``items`` over the ranks; return all picklable results in order.
 
         Args:
             apply: replacement for ``map`` over a rank's items.
@@ -161,14 +164,14 @@ class Comm:
         return self.size == 1 or error.shared
 
     def _raise_first(self, reports: Sequence[UcpError | None], error: Exception | None, first: int = 0) -> None:
-        """Raise the first reported error; ``first`` is the rank of the first report, ``error`` this rank's error."""
+        """Raise the first report, of rank ``first`` on, caused by this rank's error."""
         for failed, report in enumerate(reports, first):
             if report is not None:
                 rank = failed if self.size > 1 and report.rank is None else report.rank
                 raise report.copy(shared=True, echo=self.rank > 0, rank=rank) from error
 
     def _pack(self, value: Any) -> Any:
-        """Pickle outside of the collective, where a pickling error would fail one rank alone."""
+        """Pickle before the collective: a pickling error in it would fail one rank alone."""
         return pack(value) if self.size > 1 else value
 
     def _unpack(self, packed: Any) -> Any:
@@ -275,7 +278,7 @@ class TorchComm(Comm):
         return list(map(unpack, parts))
 
     def _gather_parts(self, part: bytes, sizes: list[int]) -> list[memoryview]:
-        """Gather parts of any size through rank 0; equal rows would need the longest part's size for every rank."""
+        """Gather parts of any size through rank 0, without padding them to the longest."""
         none = [0] * self.size
         joined = self.swap(
             np.frombuffer(bytearray(part), np.uint8), [len(part), *none[1:]], none if self.rank else sizes
@@ -322,7 +325,7 @@ class TorchComm(Comm):
         return flags.cpu().numpy().astype(np.bool_)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Destroy an own process group, or report an error of this rank alone to waiting ranks."""
+        """Destroy an own process group, or report this rank's error to waiting ranks."""
         if error is not None and not is_shared(error):
             if self.store is not None:
                 leave(self.store, self.rank, error)
@@ -331,7 +334,7 @@ class TorchComm(Comm):
 
 
 def _find_device(config: str) -> torch.device:
-    """Return the device of tensors for a group's collectives; ``config`` is like ``cpu:gloo,cuda:nccl``."""
+    """Return the device for the collectives of a group (``cpu:gloo,cuda:nccl``)."""
     import torch
 
     kinds = [pair.split(":")[0] for pair in config.split(",")]
@@ -341,7 +344,11 @@ def _find_device(config: str) -> torch.device:
 
 
 class MpiComm(Comm):
-    """The ranks of ``mpirun`` through mpi4py; ConfigError if mpi4py or an MPI library is missing."""
+    """The ranks of ``mpirun`` through mpi4py.
+
+    Raises:
+        ConfigError: mpi4py or an MPI library is missing.
+    """
 
     def __init__(self) -> None:
         try:
@@ -364,7 +371,7 @@ class MpiComm(Comm):
     def swap(
         self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
     ) -> NumpyArray:
-        """Send messages between pairs of ranks: ``Alltoallv`` has 32-bit counts in most MPI libraries."""
+        """Send messages between pairs: ``Alltoallv`` has 32-bit counts in most libraries."""
         received = np.empty(sum(receives), np.uint8) if into is None else into
         world, data = self.mpi.COMM_WORLD, np.ascontiguousarray(data)
         pending = [world.Irecv(part, rank) for rank in range(self.size) for part in _slice(received, receives, rank)]
@@ -379,7 +386,7 @@ class MpiComm(Comm):
         return joined
 
     def leave(self, error: BaseException | None = None) -> None:
-        """After an error of this rank alone, print it and abort the other ranks, which may wait for this one."""
+        """After an error of this rank alone, print it and abort the waiting ranks."""
         if error is None or is_shared(error):
             return
         sys.stderr.write(escape(f"[rank {self.rank}] {type(error).__name__}: {error}") + "\n")
@@ -388,7 +395,7 @@ class MpiComm(Comm):
 
 
 def is_shared(error: BaseException) -> bool:
-    """Return True if every rank raises the error, so that collectives are still possible."""
+    """Return True if every rank raises the error: collectives are still possible."""
     return isinstance(error, UcpError) and error.shared
 
 
@@ -403,7 +410,7 @@ def _slice(data: NumpyArray, counts: list[int], rank: int) -> list[NumpyArray]:
 
 
 def connect(*, waits: bool = True) -> Comm:
-    """Return the ranks of this launch in a training process; for ``waits`` see :class:`TorchComm`."""
+    """Return this launch's ranks in a training process; ``waits`` as for TorchComm."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchComm(waits=waits)

@@ -1,4 +1,4 @@
-"""Report that DeepSpeed compiles an operator, or waits for a compilation that may have been killed.
+"""Report that DeepSpeed compiles an operator, or waits for a killed compilation.
 
 torch logs neither. Its lock is a file, which stays if the compiling process is killed: the next process then waits
 without end.
@@ -30,7 +30,7 @@ def jit_load(original: Callable[..., Any], builder: Any, *args: Any, **kwargs: A
 
 
 def report_compilation(name: str, folder: str) -> None:
-    """Warn about a left-over lock in the folder of an operator, or about the first compilation of the operator."""
+    """Warn about a left-over lock in an operator's folder, or a first compilation."""
     lock = os.path.join(folder, "lock")
     if os.path.exists(lock) and not is_open(lock):
         logger.warning(

@@ -1,4 +1,4 @@
-"""The ``checkpoint.universal`` section of a ds_config, and batch sizes that fit a world."""
+"""The ``checkpoint.universal`` section, and batch sizes that fit a world."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SaveTier(BaseModel):
 
 
 class SaveOptions(BaseModel):
-    """Saves that do not stop training, as in docs/guide.md; ``"save": true`` takes all defaults."""
+    """Options of non-blocking saves (docs/guide.md); ``"save": true`` takes defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -58,7 +58,7 @@ class SaveOptions(BaseModel):
 
 
 class UniversalConfig(BaseModel):
-    """Options of the plugin for one engine, as in docs/guide.md; ``"universal": true`` takes all defaults."""
+    """One engine's options (docs/guide.md); ``"universal": true`` takes the defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -96,7 +96,7 @@ class UniversalConfig(BaseModel):
 
 
 def parse_config(ds_config: Mapping[str, Any], defaults: Iterable[tuple[str, object]] = ()) -> UniversalConfig | None:
-    """Read ``checkpoint.universal`` from a ds_config dict; None means that the plugin is off for this engine.
+    """Read ``checkpoint.universal`` of a ds_config; None if the plugin is off.
 
     Args:
         defaults: sources of options that the ds_config overrides, as for :func:`merge_options`.
@@ -177,7 +177,10 @@ def describe_keys() -> str:
 
 
 def fit_batch(train: int, micro: int | None, gas: int | None, world: int) -> tuple[int, int] | None:
-    """Find (micro, gas) with ``micro * gas * world == train`` and the largest free ``micro``; None if impossible."""
+    """Find (micro, gas) with ``micro * gas * world == train``, or None.
+
+    A free ``micro`` is the largest possible.
+    """
     if world < 1 or train % world:
         return None
     share = train // world
@@ -187,7 +190,7 @@ def fit_batch(train: int, micro: int | None, gas: int | None, world: int) -> tup
 
 
 def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | None:
-    """Find (micro, gas) that keep ``train`` on ``world`` ranks, with the largest micro batch up to ``micro``."""
+    """Find (micro, gas) that keep ``train``, with the largest batch up to ``micro``."""
     if world < 1 or train % world:
         return None
     share = train // world
@@ -196,7 +199,7 @@ def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | 
 
 
 def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) -> str:
-    """Suggest replacements of a ``train_batch_size`` that does not fit ``world`` ranks."""
+    """Suggest values for a ``train_batch_size`` that does not fit ``world`` ranks."""
     per_step = world * (micro or 1) * (gas or 1)
     around = (per_step,) if micro and gas else (train // per_step * per_step, -(-train // per_step) * per_step)
     sizes = " or ".join(str(size) for size in dict.fromkeys(around) if size > 0)

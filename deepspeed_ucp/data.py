@@ -76,7 +76,11 @@ def _check_place(rank: int, world: int) -> None:
 
 
 def _read_number(state: Mapping[str, Any], name: str, least: int | None = None) -> int:
-    """Read an integer of a saved state; CheckpointError if it is missing, no integer, or below ``least``."""
+    """Read an integer of a saved state.
+
+    Raises:
+        CheckpointError: it is missing, no integer, or below ``least``.
+    """
     number = to_integer(state.get(name))
     if isinstance(number, bool) or not isinstance(number, int) or (least is not None and number < least):
         expected = "an integer" if least is None else f"an integer from {least} on"
@@ -85,7 +89,11 @@ def _read_number(state: Mapping[str, Any], name: str, least: int | None = None) 
 
 
 def _count_samples(engine: Any) -> int:
-    """Return the engine's count of samples, which sequence parallelism makes a float; ConfigError for a fraction."""
+    """Return the engine's count of samples, a float under sequence parallelism.
+
+    Raises:
+        ConfigError: it is a fraction.
+    """
     samples = to_integer(engine.global_samples)
     if not isinstance(samples, int):
         raise ConfigError(
@@ -134,11 +142,11 @@ class Order(ABC):
         """Return a function from a step of the epoch to its samples."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the plain values that determine the order besides the seed; they are the same in every world."""
+        """Return plain values that, besides the seed, determine the order in every world."""
         return {"size": self.size, "total_batch": self.total_batch, "shuffle": self.shuffle}
 
     def _make_generator(self, epoch: int, *more: int) -> np.random.RandomState:
-        """Make the generator of an epoch's order, numpy's only one that is stable across releases."""
+        """Make the generator of an epoch's order, numpy's only one stable across releases."""
         return np.random.RandomState([self.seed & 0xFFFFFFFF, epoch, *more])
 
     def _permute(self, count: int, epoch: int, *more: int) -> Ids:
@@ -147,7 +155,7 @@ class Order(ABC):
 
     @property
     def consumed(self) -> int:
-        """Samples that all ranks together have trained on, or iterated over if no engine counts."""
+        """Samples that all ranks have trained on; without an engine, iterated over."""
         return self._start if self._engine is None else _count_samples(self._engine) - self._offset
 
     @property
@@ -166,7 +174,7 @@ class Order(ABC):
         return self._engine is not None
 
     def follow(self, engine: Any, *, name: str = "data") -> None:
-        """Take the number of consumed samples from an engine, and save and load the position with it.
+        """Count samples by an engine, and save and load the position with it.
 
         Samples that the workers of a ``DataLoader`` have only prefetched do not count.
 
@@ -237,7 +245,7 @@ class Order(ABC):
         return {} if self._engine is not None or get_worker_info() is not None else self.get_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`, in any world; an empty state changes nothing.
+        """Restore a :meth:`state_dict` in any world; an empty one changes nothing.
 
         Raises:
             MismatchError: as :meth:`set_state`, or the state is empty and no engine counts here.
@@ -274,7 +282,7 @@ class Order(ABC):
         return self.steps_per_epoch * (self.total_batch // self.world)
 
     def _walk(self) -> tuple[int, Iterator[tuple[Ids, int]]]:
-        """Return the epoch, and for each remaining step this rank's samples and ``_start`` after the last of them."""
+        """Return the epoch, and for each remaining step its samples and next ``_start``."""
         # A persistent worker has a copy of the engine from when it was forked.
         forked = self._engine is not None and get_worker_info() is not None
         begin = max(self._start, self.consumed) if forked else self.consumed
@@ -289,7 +297,7 @@ class Order(ABC):
 
 
 class ElasticSampler(Order, Sampler[int]):
-    """Indices for a :class:`torch.utils.data.DataLoader` over a map-style dataset, shuffled anew every epoch.
+    """Indices for a ``DataLoader`` over a map-style dataset, shuffled every epoch.
 
     Samples at the end of an epoch that do not fill a step are dropped.
 
@@ -346,7 +354,7 @@ class ElasticSampler(Order, Sampler[int]):
         return lambda step: steps[step]
 
     def _group(self, order: Ids, lengths: Ids, epoch: int) -> Ids:
-        """Sort groups of steps by length, then shuffle steps; the longest is first, so that memory runs out early."""
+        """Sort groups of steps by length, then shuffle all but the longest, now first."""
         many = _LONG * self.total_batch
         parts = [order[low : low + many] for low in range(0, len(order), many)]
         steps = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
@@ -365,7 +373,7 @@ class ElasticSampler(Order, Sampler[int]):
 
 
 class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
-    """Samples of shards that are read sequentially, for a ``DataLoader`` with or without worker processes.
+    """Samples of shards in order, for a ``DataLoader`` with or without workers.
 
     The shuffled shards of an epoch form one sequence of samples, which is cut into ``lanes`` of equal length. A step
     takes equally many samples from each lane. Each lane is read sequentially, by one rank in any world.

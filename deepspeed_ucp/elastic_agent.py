@@ -46,7 +46,7 @@ def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> bool:
 
 
 def die_with_parent() -> bool:
-    """Let Linux send SIGKILL to this process when its parent ends; return False if it cannot."""
+    """Let Linux kill this process when its parent ends; return False if it cannot."""
     return not ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -56,7 +56,7 @@ def _end_after(agent: Any) -> None:
 
 
 def _is_orphan(parent: int) -> bool:
-    """Return True if the agent ended before the first look at the parent, which is then process 1.
+    """Return True if the agent ended before the first look: the parent is process 1.
 
     In a container the agent itself can be process 1: it then runs this process's Python.
     """

@@ -1,4 +1,4 @@
-"""Per-engine state of the plugin, and the extra state (RNG, sampler positions) that saves and loads carry."""
+"""Per-engine state of the plugin, and the states that saves and loads carry."""
 
 from __future__ import annotations
 
@@ -103,18 +103,18 @@ class EngineState:
 
 
 def find_state(engine: Any) -> EngineState:
-    """Return the state of an engine, which is stored in its only private attribute of ours."""
+    """Return an engine's state, kept in the engine's only attribute of this package."""
     state: EngineState = engine.__dict__.setdefault("_ucp_state", EngineState())
     return state
 
 
 def get_config(engine: Any) -> UniversalConfig | None:
-    """Return the plugin's options for an engine; None if the plugin is off or the object is not an engine."""
+    """Return an engine's options; None if the plugin is off or it is no engine."""
     return getattr(getattr(engine, "_config", None), "ucp_config", None)
 
 
 def carry(engine: Any, name: str, carried: Carried) -> Carried | None:
-    """Save and load a state with ``engine`` from now on; returns the state that had this name before."""
+    """Save and load a state with ``engine`` from now on; return the former one."""
     known = find_state(engine).carried
     former, known[name] = known.get(name), carried
     return former
@@ -129,7 +129,7 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, An
 
 
 def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool = True, together: bool = True) -> None:
-    """Remove the carried states from a loaded client state, and load them if ``wanted`` (collective).
+    """Remove carried states from a client state; load them if ``wanted`` (collective).
 
     Args:
         together: all ranks take part and raise the same error; else no collective is used, as in DeepSpeed's own load.

@@ -1,4 +1,4 @@
-"""Errors, and helpers for messages. A message names the file or parameter, the expected and found values, a remedy."""
+"""Errors and messages: each names a file or parameter, the found value, a remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _QUERY = re.compile(r"(://[^\s?#\"]*\?)([^\s#\"]+?)(?=[:.,;)]*(?:[\s#\"]|$))")
 
 
 class UcpError(RuntimeError):
-    """Base of all errors that this package raises on purpose. Programs use the attributes; the text is for people.
+    """Base of all errors that this package raises on purpose.
+
+    Programs use the attributes; the text is for people.
 
     Args:
         lines: lines of the message, which :func:`escape` escapes.
@@ -69,7 +71,7 @@ class ConfigError(UcpError):
 
 
 class CheckpointError(UcpError):
-    """The checkpoint on disk is incomplete or damaged, or mixes files of several runs or steps."""
+    """The checkpoint is incomplete or damaged, or mixes files of several saves."""
 
 
 class ChecksumError(CheckpointError):
@@ -77,27 +79,27 @@ class ChecksumError(CheckpointError):
 
 
 class MismatchError(UcpError):
-    """Checkpoint and live engine differ: parameters, shapes, param groups or the kind of optimizer."""
+    """Checkpoint and engine differ: parameters, shapes, param groups or optimizer."""
 
 
 class UnsupportedError(UcpError):
-    """The plugin does not support a feature of the checkpoint or the engine, or needs consent for it."""
+    """The plugin does not support a feature of checkpoint or engine, or needs consent."""
 
 
 class StorageError(UcpError):
-    """A file cannot be read or written because of the system, or because an existing file is in use or protected."""
+    """The system cannot read or write a file, or a file there is in use or protected."""
 
 
 class TagTakenError(StorageError):
-    """Another job has published the tag that this one was writing; a retry would fail too."""
+    """Another job has published the tag being written; a retry would fail too."""
 
 
 class DiskFullError(StorageError):
-    """There is no room for a file: the disk is full, a quota is exceeded, or the file is too large."""
+    """No room for a file: the disk is full, a quota exceeded, or the file too large."""
 
 
 class OutOfReachError(CheckpointError, StorageError):
-    """A file of a checkpoint is unreadable for reasons outside of the file: permissions, network, limits."""
+    """A file is unreadable for outside reasons: permissions, network, limits."""
 
 
 class RemoteError(UcpError):
@@ -105,7 +107,7 @@ class RemoteError(UcpError):
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of a handled error, which keep buffers and optimizer states alive.
+    """Clear a handled error's frames, which keep buffers and optimizer states alive.
 
     An error and the frames that refer to it form a cycle, which the garbage collector frees late. Afterwards the
     variables of these frames are gone.
@@ -134,7 +136,7 @@ class Objections:
         return isinstance(error, UcpError)
 
     def settle(self) -> None:
-        """Raise the collected errors as one of the first error's class, with the lines of all."""
+        """Raise the collected errors as one, of the first one's class, with all lines."""
         if not self.errors:
             return
         first, *others = self.errors
@@ -153,7 +155,7 @@ def raise_first(errors: Iterable[BaseException | None]) -> None:
 
 
 def escape(text: str) -> str:
-    """Return text as one printable line: escapes line breaks, terminal codes, bidi marks; hides secrets in URLs."""
+    """Escape line breaks, terminal codes and bidi marks; hide secrets in URLs."""
     text = hide_secrets(text)
     if text.isprintable():
         return text
@@ -161,7 +163,12 @@ def escape(text: str) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """Hide secrets in URLs: ``https://me:word@host/run?sig=1`` becomes ``https://…@host/run?sig=…``."""
+    """Hide secrets in URLs: ``https:
+
+    me:word@h/run?sig=1`` → ``https:
+
+    …@h/run?sig=…``.
+    """
     if "://" not in text:
         return text
 
@@ -189,7 +196,7 @@ def describe_changes(*facts: tuple[str, Any, Any]) -> str:
 
 
 def suggest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ``did you mean 'preserve_batch_size'?`` for the most similar valid name, or an empty text.
+    """Return ``did you mean 'name'?`` for the most similar valid name, or "".
 
     Args:
         name: the name as written, in any case and with ``-`` or ``_``.
@@ -201,7 +208,7 @@ def suggest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def advise(name: str, valid: Iterable[str], listed: str = "") -> str:
-    """Suggest a valid name for an invalid one, as a sentence: the most similar name, or all valid names.
+    """Suggest a valid name for an invalid one: the most similar, or all valid ones.
 
     Args:
         listed: sentence with all valid names.
@@ -211,7 +218,7 @@ def advise(name: str, valid: Iterable[str], listed: str = "") -> str:
 
 
 def describe_faults(error: Any, keys: Iterable[str] = (), listed: str = "") -> str:
-    """Describe a pydantic ``ValidationError`` of a configuration, as sentences: location, fault, found value.
+    """Describe a pydantic ``ValidationError``: location, fault, found value.
 
     Most values are shown by their type only, because a misplaced value may be a secret.
 
@@ -255,7 +262,7 @@ def describe_type(value: object) -> str:
 
 
 def fold_names(items: Iterable[tuple[str, T]], same: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
-    """Group (name, item) whose names differ only in numbers, under one name with ranges: ``h.{0-11}.mlp.bias``.
+    """Group (name, item) whose names differ only in numbers: ``h.{0-11}.mlp.bias``.
 
     Args:
         items: each name once, or with different items.
@@ -268,7 +275,7 @@ def fold_names(items: Iterable[tuple[str, T]], same: Callable[[T], Hashable]) ->
 
 
 def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
-    """Return one entry if all combinations of numbers exist (layers × parts), else split by the first number."""
+    """Return one entry if all combinations of numbers exist, else split by the first."""
     numbers = {name: tuple(map(int, _NUMBER.findall(name))) for name in group}
     places = [sorted(set(values)) for values in zip(*numbers.values(), strict=True)]
     if len(group) == prod(map(len, places)):

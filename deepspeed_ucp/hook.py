@@ -1,4 +1,4 @@
-"""Replacements of DeepSpeed's methods (:mod:`deepspeed_ucp.attach` installs them): loads, saves, steps, initialize."""
+"""Replacements of DeepSpeed's methods: loads, saves, steps, initialize."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BROKEN_RELEASES = [(0, 18, 7), (0, 18, 8), (0, 18, 9)]
 
 
 def show_decisions() -> None:
-    """Show the plugin's INFO lines, such as the choice of the loader, unless the script has set a level."""
+    """Show the plugin's INFO lines unless the script has set a level."""
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ucp] %(message)s"))
@@ -50,13 +50,13 @@ def show_decisions() -> None:
 
 
 def read_options(ds_config: Mapping[str, Any]) -> UniversalConfig | None:
-    """Return the plugin's options for an engine with this ds_config, or None if the plugin is off."""
+    """Return the options for an engine with this ds_config, or None if it is off."""
     defaults = [read_environment(os.environ), ("deepspeed_ucp.install(default_on=…)", get_default())]
     return parse_config(ds_config, defaults)
 
 
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
-    """Validate ``checkpoint.universal``, and fit the batch sizes to this world; called with the parsed ds_config."""
+    """Validate ``checkpoint.universal`` and fit batch sizes, once ds_config is parsed."""
     end_with_agent()
     options = read_options(config._param_dict)
     config.ucp_config = options
@@ -108,7 +108,7 @@ def _log_once(text: str) -> None:
 
 
 def _configure_checkpointing(original: Callable[..., Any], engine: Any, *args: Any) -> None:
-    """Protect DeepSpeed's checkpoint writer, and log the memory that saves need; called once the optimizer exists."""
+    """Protect DeepSpeed's writer, and log saves' memory, once the optimizer exists."""
     protect_writer(engine)
     original(engine, *args)
     config = get_config(engine)
@@ -117,7 +117,7 @@ def _configure_checkpointing(original: Callable[..., Any], engine: Any, *args: A
 
 
 def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
-    """Record the names in the user's param groups, before a wrapper flattens them: stage-0 saves number parameters."""
+    """Record the names in param groups before wrappers flatten them (stage-0 saves)."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
     if all(param in names for group in groups for param in group):
@@ -135,7 +135,7 @@ def _save_checkpoint(
     *args: Any,
     **more: Any,
 ) -> Any:
-    """Save with the states that the engine carries, into memory if ``save`` is on; seal the complete save."""
+    """Save with carried states, into memory if ``save`` is on; seal the complete save."""
     seal_last(engine)
     tag = f"global_step{engine.global_steps}" if tag is None else tag
     is_snapshot = isinstance(client_state, snapshots.Prepared)
@@ -161,7 +161,7 @@ def _save_checkpoint(
 
 
 def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
-    """Seal a save that DeepSpeed's writer process has finished, some steps after it was started."""
+    """Seal a save that DeepSpeed's writer process has finished some steps later."""
     save = engine.checkpoint_engine.get_commit_info()
     committed = original(engine)
     if save is not None:
@@ -170,7 +170,7 @@ def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
 
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """Take the optimizer's step, report it to the monitors, then save if a signal or a snapshot is due."""
+    """Take the optimizer's step, report it, then save if a signal or snapshot is due."""
     with beacon.phase("step"):
         if get_config(engine) is not None:
             finish_save(engine)  # a pipeline's step would change the tensors that are being written
@@ -277,7 +277,7 @@ def _load_from_memory(
     fallback: Callable[..., Any],
     comm: Comm,
 ) -> Any:
-    """Load a save in the nodes' memory that is newer than the stored ones, or return None (collective).
+    """Load a save in memory newer than the stored ones, or return None (collective).
 
     Damage that all ranks find before the engine has changed is a warning.
     """

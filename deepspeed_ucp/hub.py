@@ -6,7 +6,7 @@ import sys
 
 
 def find_cached(name: str) -> str:
-    """Return the folder of a model in the hub's local cache by its id, such as ``org/name``.
+    """Return a hub model's folder in the local cache by its id (``org/name``).
 
     Raises:
         ImportError: the hub's library is not installed.
@@ -18,7 +18,7 @@ def find_cached(name: str) -> str:
 
 
 def describe_cached(name: str) -> str:
-    """Describe a path that is the id of a cached model of the hub; empty for other paths."""
+    """Describe a path that is a cached hub model's id; empty for other paths."""
     if "huggingface_hub" not in sys.modules:  # it takes long to import, and an id is unlikely without it
         return ""
     try:

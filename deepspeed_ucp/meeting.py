@@ -1,4 +1,4 @@
-"""Barrier of ``torch.distributed`` ranks without a timeout, for use before collectives.
+"""Barrier of ``torch.distributed`` ranks without a timeout, before collectives.
 
 A collective aborts if a rank is later than the group's timeout, even if that rank only reads from a slow store. Here
 ranks poll the group's store until all have arrived. Heartbeats of a thread in each rank (:func:`give_signs`) detect
@@ -50,7 +50,7 @@ _here = _MeetingState()
 
 
 def find_store() -> Any:
-    """Return the package's part of the default group's store; None without a group or a store (MPI)."""
+    """Return our part of the default group's store; None without one (MPI)."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -133,7 +133,7 @@ def _send_signs() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Stop the thread before the interpreter ends, and report an uncaught error to waiting ranks."""
+    """Stop the thread at exit, and report an uncaught error to waiting ranks."""
     if _here.thread is None:
         return
     _here.ends.set()

@@ -1,4 +1,4 @@
-"""The launcher or scheduler of this process, read from its environment: rank, and exit codes that restart a job."""
+"""This process's launcher or scheduler: its rank, exit codes that restart a job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PLATFORMS = (
 
 
 def find_rank() -> int:
-    """Return the rank of this process as its launcher set it, or -1 without a launcher."""
+    """Return this process's rank as the launcher set it, or -1 without a launcher."""
     return next((int(os.environ[name]) for name in ("RANK", *MPI_RANKS) if os.environ.get(name, "").isdigit()), -1)
 
 

@@ -1,4 +1,4 @@
-"""Save when a scheduler or launcher signals the job: once, on all ranks, at the end of a step.
+"""Save once on all ranks, at the end of a step, when the job is signaled.
 
 The signal may reach one process or all: the ranks compare at the end of every step. The exit code makes the platform
 restart the job (:mod:`deepspeed_ucp.platforms`). The signal handler itself never saves, because the script may have put
@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_arrived.clear)
 
 
 class Preempted(RuntimeError):
-    """The job has saved on a signal and ends by an error, after which the platform (Ray) restarts it."""
+    """The job has saved on a signal and ends by an error, so that Ray restarts it."""
 
 
 def follow(
@@ -58,7 +58,9 @@ def follow(
     requeue: bool = False,
     client_state: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Save at the end of the step in which any rank gets a signal. Call this in the main thread of every rank.
+    """Save at the end of the step in which any rank gets a signal.
+
+    Call this in the main thread of every rank.
 
     A repeated signal counts once, because launchers forward signals that their ranks have received already. Processes
     that ``multiprocessing`` starts after this call, such as data-loader workers, survive the signals
@@ -183,7 +185,7 @@ def save_if_signaled(engine: Any) -> None:
 
 
 def _end(preemption: Preemption, code: int, comm: Comm, step: int) -> NoReturn:
-    """End this rank, after the job has been requeued: Slurm then kills the remaining ranks."""
+    """End this rank after the job was requeued: Slurm kills the remaining ranks."""
     if preemption.requeue is not None:
         fault = comm.gather(_requeue(preemption.requeue) if comm.rank == 0 else None)[0]
         if fault and comm.rank == 0:
@@ -195,7 +197,7 @@ def _end(preemption: Preemption, code: int, comm: Comm, step: int) -> NoReturn:
 
 
 def _requeue(job: str) -> str | None:
-    """Requeue a Slurm job, which ends its steps at once. Returns an error message, or None."""
+    """Requeue a Slurm job, which ends its steps; return an error message or None."""
     try:
         # An empty or relative entry of PATH would take a file of that name in the working directory.
         searched = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))

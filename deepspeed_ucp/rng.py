@@ -96,7 +96,10 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
 
 
 def follow(engine: Any) -> None:
-    """Save and restore random states with ``save_checkpoint`` and ``load_checkpoint``. Call this on every rank."""
+    """Save and restore random states with checkpoints.
+
+    Call this on every rank.
+    """
     carry(engine, RANDOM_STATES, Carried(partial(capture, engine), partial(_restore_and_log, engine)))
 
 
@@ -131,7 +134,7 @@ def log_copies(ranks: int) -> None:
 
 
 def capture(engine: Any) -> dict[str, Any]:
-    """Collect the random states of all ranks as plain data for a client state (collective).
+    """Collect all ranks' random states as plain data for a client state (collective).
 
     Returns:
         On the first data-parallel rank of a model-parallel rank, the states of all its data-parallel ranks (about 10 KB
@@ -151,7 +154,7 @@ def capture(engine: Any) -> dict[str, Any]:
 def make_record(
     known: Sequence[tuple[Coords, Mapping[str, State]]], axes: Mapping[str, tuple[int, ...]], seed: int | str, step: int
 ) -> dict[str, Any]:
-    """Make the saved form: for each generator the axes along which it differs, and the known states."""
+    """Make the saved form: states by generator, and the axes along which each differs."""
     states = {
         name: {project(coords, kept): states[name] for coords, states in known if name in states}
         for name, kept in axes.items()
@@ -177,7 +180,7 @@ def restore(engine: Any, saved: Mapping[str, Any]) -> list[str]:
 
 
 def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
-    """Restore some of this rank's generators from a record of :func:`make_record`; see :func:`restore`."""
+    """Restore some generators of this rank from a record of :func:`make_record`."""
     derived = []
     for name, generator in generators.items():
         try:
@@ -193,7 +196,7 @@ def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mappi
 
 
 def find_state(saved: Mapping[str, Any], name: str, place: Place) -> State | int:
-    """Return the state of a generator, or a derived seed if no saved rank had the coordinates of ``place``.
+    """Return a generator's state, or a derived seed for unsaved coordinates.
 
     A seed has 32 bits (the limit of torch on the CPU), and is unique per coordinates.
     """
@@ -210,7 +213,7 @@ def find_state(saved: Mapping[str, Any], name: str, place: Place) -> State | int
 
 
 def _read_degrees(saved: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return the saved numbers of stages, tensor-parallel and data-parallel ranks; None for unknown ones."""
+    """Return the saved pipeline, tensor- and data-parallel sizes; None if unknown."""
     degrees = saved.get("degrees")
     return degrees if isinstance(degrees, tuple) and len(degrees) == 3 else (None, None, None)
 
@@ -238,7 +241,7 @@ def find_coords(place: Place) -> Coords:
 
 
 def _gather_data_parallel(engine: Any, part: tuple[Coords, dict[str, State]]) -> list[tuple[Coords, dict[str, State]]]:
-    """Gather the states of a model-parallel rank on its first data-parallel rank; others return their ``part``."""
+    """Gather states on the first data-parallel rank; others return their ``part``."""
     group = engine.seq_data_parallel_group
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [part]

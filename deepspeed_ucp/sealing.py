@@ -1,4 +1,4 @@
-"""Seal an engine's saves (:mod:`.formats.deepspeed.seal`): at once, or when an asynchronous save is complete."""
+"""Seal an engine's saves: at once, or when an asynchronous save is complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
-    """Seal a completed save, or remove an earlier seal under its tag; collective. Errors are only logged."""
+    """Seal a complete save, or remove its tag's earlier seal (collective)."""
     config = get_config(engine)
     if config is None:
         return
@@ -47,7 +47,7 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
 
 
 def _seal(engine: Any, save: UnsealedSave, *, is_last: bool = False) -> None:
-    """Seal a save, or retry in later steps while its files are still being written; collective.
+    """Seal a save, or retry later while its files are being written (collective).
 
     Args:
         is_last: do not retry.
@@ -81,7 +81,7 @@ def seal_last(engine: Any) -> None:
 
 
 def seal_late(engine: Any) -> None:
-    """Seal an asynchronous save at the end of a step, with growing intervals between retries; collective."""
+    """Seal an asynchronous save at a step's end, ever less often (collective)."""
     save = find_state(engine).unsealed
     if save is not None:
         save.steps += 1

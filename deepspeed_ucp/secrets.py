@@ -1,4 +1,4 @@
-"""Hide secrets in configurations, logs and environments: values of keys that look like secrets."""
+"""Hide secrets in configurations, logs and environments, by their keys."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def hide_text(text: str) -> str:
 
 
 def hide_at(path: str, value: Any) -> Any:
-    """Hide a value of a configuration by its path (``checkpoint.universal.storage_options.secret``)."""
+    """Hide a value of a configuration by its path (``….storage_options.secret``)."""
     above, _, name = path.rpartition(".")
     if isinstance(value, str) and STORES in above.split(".") and name not in _OPEN:
         return HIDDEN

@@ -73,7 +73,7 @@ class Snapshots:
         self.due = step + (self.steps or first)
 
     def is_due(self, step: int) -> bool:
-        """Return True if a snapshot is due at the end of a step; collective if the clock is read.
+        """Return True if a snapshot is due at a step's end; collective to read the clock.
 
         The clock is read again after about half of the remaining time, because steps may become longer, and at the
         latest after as many steps as have been taken since the last save.
@@ -93,7 +93,9 @@ def follow(
     every: int | str,
     client_state: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Save into memory automatically from now on; ``load_checkpoint(save_dir)`` finds the saves. Call on every rank.
+    """Save into memory automatically from now on.
+
+    ``load_checkpoint(save_dir)`` finds the saves. Call this on every rank.
 
     Snapshots stay in memory. A failed one is a warning. A save of the script to ``save_dir`` restarts the interval.
 
@@ -167,7 +169,7 @@ def _take(engine: Any, state: Snapshots, client_state: Prepared) -> None:
 
 
 def _warn(state: Snapshots, engine: Any, error: UcpError) -> None:
-    """Log the first of consecutive failures; raise an error that other ranks do not have."""
+    """Log the first of consecutive failures; raise an error of this rank alone."""
     if not is_shared(error):
         raise error
     if not state.fails and connect().rank == 0:
@@ -176,7 +178,7 @@ def _warn(state: Snapshots, engine: Any, error: UcpError) -> None:
 
 
 def note_save(engine: Any, save_dir: str, *, latest: bool) -> None:
-    """Restart the interval after a save of the script that a load from the snapshots' folder finds."""
+    """Restart the interval after a save that a load from the snapshots' folder finds."""
     state: Snapshots | None = find_state(engine).snapshots
     if state is not None and latest and locate(save_dir) == locate(state.save_dir):
         state.restart(engine.global_steps)

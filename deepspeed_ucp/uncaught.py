@@ -1,4 +1,4 @@
-"""Print an uncaught error that all ranks raise only once: in full on rank 0, as one line on each other node."""
+"""Print an uncaught error of all ranks once: on rank 0, and a line on other nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIBRARIES = ("site-packages", "dist-packages")
 
 
 def find_fault(error: UcpError) -> BaseException | None:
-    """Return the unexpected exception behind an error, or None if the package raised the error on purpose."""
+    """Return the unexpected exception behind an error, or None if there is none."""
     cause: BaseException | None = error if isinstance(error, RemoteError) else None
     while isinstance(cause, UcpError):
         cause = cause.__cause__
@@ -50,7 +50,7 @@ def _report_uncaught(
 
 
 def _summarize(error: UcpError, trace: TracebackType | None) -> UcpError | None:
-    """Return the form in which this rank prints an error of all ranks, or None for no output."""
+    """Return this rank's form of an error of all ranks, or None for no output."""
     if not error.echo:
         ranks = int(os.environ.get("WORLD_SIZE") or 1)
         if ranks > 1:

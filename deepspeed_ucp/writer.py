@@ -1,4 +1,4 @@
-"""Saves that a separate process of DeepSpeed writes (``checkpoint.writer.decoupled``).
+"""Saves by DeepSpeed's separate writer process (``checkpoint.writer.decoupled``).
 
 ``save_checkpoint`` only notifies that process. DeepSpeed waits for it in the next step, before the weights change, and
 then updates ``latest``. Steps of a pipeline engine do not wait.
@@ -15,7 +15,7 @@ from .children import protect
 
 
 def protect_writer(engine: Any) -> None:
-    """Keep the writer that a new engine will start alive when a signal goes to all processes of the job."""
+    """Keep a new engine's writer alive when a signal goes to all processes of the job."""
     config = getattr(engine._config, "checkpoint_config", {})  # DeepSpeed 0.16 has neither this nor such a writer
     writer = config.get("writer")
     if writer and writer.get("decoupled"):
@@ -29,7 +29,7 @@ def is_decoupled(engine: Any) -> bool:
 
 
 def find_other_writer(engine: Any) -> str:
-    """Name the checkpoint engine, or the replacement of ``torch.save``, that writes an engine's saves.
+    """Name another checkpoint engine, or a replaced ``torch.save``, that writes saves.
 
     It may write after the save has returned. Empty if DeepSpeed and torch write.
     """
@@ -39,7 +39,7 @@ def find_other_writer(engine: Any) -> str:
 
 
 def finish_save(engine: Any) -> None:
-    """Wait until an engine's last save is written, named by ``latest`` and sealed (collective)."""
+    """Wait until an engine's last save is written, in ``latest``, sealed (collective)."""
     if is_decoupled(engine):
         engine._commit_decoupled_checkpoint()
 

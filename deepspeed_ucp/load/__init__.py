@@ -1,1 +1,1 @@
-"""Loads: read into the live buffers, exchange bytes between ranks, finish the engine."""
+"""Loads: read into live buffers, exchange bytes, finish the engine."""

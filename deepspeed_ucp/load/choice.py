@@ -1,4 +1,4 @@
-"""Choose the loader: DeepSpeed's in an unchanged topology if it is known to be right, else the direct load."""
+"""Choose the loader: DeepSpeed's, if it is known to be right, or the direct load."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ The buffers are None if only DeepSpeed knows the engine's layout. Without a chec
 
 
 def choose_loader(context: LoadContext, folder: str, also: Sequence[str] = ()) -> Choice:
-    """Compare the checkpoint's topology with the engine's, from headers only (collective).
+    """Compare the checkpoint's and the engine's topology by headers (collective).
 
     Args:
         folder: the tag's folder.
@@ -79,7 +79,7 @@ _NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
 
 
 def inspect_engine(context: LoadContext) -> tuple[Target, Naming]:
-    """Open the engine, and gather the names by which stage-0 saves are read (collective)."""
+    """Open the engine, and gather the names for reading stage-0 saves (collective)."""
     opened: list[Target] = []
 
     def look() -> tuple[bool, dict[str, str], StageGroups | None]:
@@ -131,7 +131,9 @@ def list_stage_groups(target: Target) -> StageGroups | None:
 
 
 def join_groups(reports: Iterable[StageGroups | None]) -> JoinedGroups:
-    """Join the optimizer's param groups of all pipeline stages, in the order of the layers, as the user created them.
+    """Join the param groups of all pipeline stages, in the order of the layers.
+
+    This is the order in which the user created them.
 
     :func:`~deepspeed_ucp.model.topology.number_groups` identifies the groups of different stages. A stage's layers may
     be apart from each other (DualPipeV).
@@ -169,7 +171,7 @@ def has_atoms(folder: str) -> bool:
 
 
 def list_unproven(context: LoadContext, target: Target | None, index: AtomicIndex | None = None) -> list[str]:
-    """List the reasons why DeepSpeed's load is not known to be right, even in an unchanged topology.
+    """List why DeepSpeed's load is not known to be right in the same topology.
 
     Args:
         target: this rank's; None if only DeepSpeed can load into the engine.
@@ -197,7 +199,7 @@ _OF_EXPERTS = ("ds_autoep_layers", "expert_parameter_patterns")
 
 
 def list_other_orders(context: LoadContext, target: Target, index: AtomicIndex) -> list[str]:
-    """Describe shards whose elements the checkpoint and the live engine order differently; the direct load refuses."""
+    """Describe shards whose elements are ordered differently; the direct load refuses."""
     info = live_universal_info(target.engine) if target.place.tp > 1 else None
     if info is None or _is_same_info(index.hints.get(INFO), info):
         return []
@@ -216,7 +218,7 @@ def _is_same_info(saved: dict[str, Any] | None, live: dict[str, Any]) -> bool:
 
 
 def _trust_own_files(context: LoadContext, folder: str, why: str) -> Choice:
-    """Leave a load to DeepSpeed if each rank's files have the live topology (collective)."""
+    """Leave a load to DeepSpeed if all ranks' files have the topology (collective)."""
     if is_url(folder):
         text = f"{why}: only DeepSpeed's own load can read it, which reads no URLs. Copy it to a folder."
         raise context.comm.common(UnsupportedError(text, path=folder))
@@ -231,7 +233,7 @@ def _trust_own_files(context: LoadContext, folder: str, why: str) -> Choice:
 
 
 def find_own_differences(context: LoadContext, folder: str, target: Target | None = None) -> list[str]:
-    """List why DeepSpeed's load cannot use each rank's files; the same on every rank (collective)."""
+    """List why DeepSpeed's load cannot use some rank's files (collective)."""
 
     def compare() -> list[str]:
         try:
@@ -266,7 +268,7 @@ def _leave_own_files(context: LoadContext, folder: str, why: str, target: Target
 
 
 def _identify_folder(folder: str) -> tuple[object, ...]:
-    """Identify a folder: the same on ranks of one machine, and of one container there, that see the same folder."""
+    """Identify a folder among ranks of one machine and one container."""
     place = os.stat(folder)
     return identify_host(), socket.gethostname(), place.st_dev, place.st_ino
 
@@ -311,7 +313,7 @@ def _compare(
 
 
 def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
-    """Describe damage of the files that DeepSpeed's load would read, which does not check checksums (collective).
+    """Describe damage of files for DeepSpeed's load, which checks no CRC (collective).
 
     These are the files of the first place.
 
@@ -332,7 +334,7 @@ def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
 
 
 def list_changes(index: AtomicIndex, target: Target, total_batch: int) -> list[str]:
-    """Describe differences between the saved and the current job, except parallel degrees (logged with the loader)."""
+    """Describe differences of saved and current job; the loader's line has degrees."""
     saved, is_unknown = index.job, index.format or index.topology.is_atomic
     facts = (
         ("total batch", saved.total_batch, total_batch),

@@ -1,4 +1,4 @@
-"""Scheduler state, client state and the like: real objects, made of harmless classes only.
+"""Scheduler and client state: real objects, made of harmless classes only.
 
 The file's pickle is first read as inert data (:mod:`~deepspeed_ucp.torchsave.unpickle`): all objections are known
 before any code runs. Then only the client's part is pickled again and unpickled, with the classes that were found
@@ -88,14 +88,14 @@ def make_objects(
 
 
 def _get_member(kind: object, name: object) -> Any:
-    """``getattr`` for enum members alone, as Python 3.11.0 to 3.11.3 pickle them: ``getattr(kind, name)``."""
+    """``getattr`` for enum members, as Python 3.11.0 to 3.11.3 pickle them."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
         raise AttributeError(f"{kind!r} is no enum with a member {name!r}")
     return kind.__members__[str(name)]
 
 
 def check_trusted(named: Mapping[Use, str]) -> None:
-    """Refuse files that name other than harmless classes, whose code DeepSpeed's load would run."""
+    """Refuse files with classes whose code DeepSpeed's load would run."""
     _allow_all(named, has_option=True)
 
 
@@ -136,7 +136,7 @@ def _list_consented() -> dict[str, Any]:
 
 
 def _list_numpys() -> dict[str, Any]:
-    """Return numpy's constructors of arrays and scalars, under the names of numpy 1 and of numpy 2."""
+    """Return numpy's constructors under the names of numpy 1 and numpy 2."""
     core = getattr(np, "_core", None) or np.core
     functions = {"multiarray._reconstruct": core.multiarray._reconstruct, "multiarray.scalar": core.multiarray.scalar}
     functions["numeric._frombuffer"] = core.numeric._frombuffer
@@ -179,7 +179,7 @@ def _find_imported(name: str) -> Any:
 
 
 def _is_value(value: Any, use: Use) -> bool:
-    """Return True if creating an empty instance and setting its attributes once runs no code of its class.
+    """Return True if making an instance and setting its attributes runs no class code.
 
     This holds for dataclasses, and for classes without code that runs implicitly. Classes of the standard library are
     excluded: some of them are tools that execute their attributes.
@@ -199,7 +199,7 @@ def _is_value(value: Any, use: Use) -> bool:
 
 
 def _is_quiet(kind: type) -> bool:
-    """Return True if using an instance runs no code of a class implicitly (no dunder methods or descriptors)."""
+    """Return True if using an instance runs no class code, such as dunder methods."""
     inert = (types.FunctionType, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType)
     special = [
         name for name in vars(kind) if name.startswith("__") and name.endswith("__") and name not in _QUIET.split()
@@ -210,7 +210,7 @@ def _is_quiet(kind: type) -> bool:
 
 
 def _is_harmless(value: Any, use: Use) -> bool:
-    """Return True for enums, dtypes, and dicts and lists with attributes: unpickling runs no code but an enum's."""
+    """Return True if unpickling such a value runs no code, except an enum's."""
     if not isinstance(value, type):
         return isinstance(value, torch.dtype)
     if issubclass(value, (enum.Enum, np.generic)):
@@ -263,7 +263,7 @@ _QUIET = """
 
 
 def _sets_by_code(kind: type) -> bool:
-    """Return True if setting an attribute of an instance, as a pickle can, may run code of this class."""
+    """Return True if setting an instance's attribute may run code of this class."""
     harmless = (types.MemberDescriptorType, types.GetSetDescriptorType)
     values = [value for value in vars(kind).values() if not isinstance(value, harmless)]
     return any(value.fset if isinstance(value, property) else hasattr(type(value), "__set__") for value in values)
@@ -288,7 +288,7 @@ def _check_copies(file: TorchFile, calls: Iterable[PickledObject]) -> None:
 
 
 def _check_keys(file: TorchFile, calls: Iterable[PickledObject]) -> None:
-    """Refuse a set, a dict or the like whose keys would be hashed without end: items, keys, or first parts of pairs."""
+    """Refuse a set or dict whose keys (also first parts of pairs) hash without end."""
     for made in calls:
         given = [item for arg in made.args if isinstance(arg, (list, tuple, dict)) for item in arg]
         given += [item[0] for item in given if isinstance(item, (list, tuple)) and item]
@@ -315,7 +315,7 @@ def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | N
 
 
 class _ClientUnpickler(pickle.Unpickler):
-    """Unpickles client state with the allowed classes (None: all); storages are read from their records, to the CPU."""
+    """Unpickles client state with the allowed classes (None: all), to the CPU."""
 
     def __init__(self, data: bytes, file: TorchFile, allowed: Mapping[str, Any] | None) -> None:
         super().__init__(io.BytesIO(data))
@@ -340,7 +340,7 @@ class _ClientUnpickler(pickle.Unpickler):
 
 
 def safe_classes() -> list[Any]:
-    """Return classes without side effects that are common in client states and DeepSpeed's headers."""
+    """Return harmless classes that client states and DeepSpeed's headers often have."""
     classes: list[Any] = [
         argparse.Namespace,
         types.SimpleNamespace,

@@ -59,7 +59,7 @@ class LoadReport(Report):
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """Constants of one ``load_checkpoint``, and the arguments that select the restored state.
+    """Constants of one ``load_checkpoint``, and arguments that select the state.
 
     Attributes:
         load_dir: the folder or URL with the tags: the caller's, or that of saves in memory.
@@ -91,7 +91,7 @@ class LoadContext:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The caller's folder and those of the ``also`` option, each once: destinations of saves are among these."""
+        """The folders of a load, each once: the caller's, and the option ``also``."""
         named: dict[str, str] = {}
         for place in (self.load_dir, *self.config.also):
             named.setdefault(normalize(place), place)
@@ -99,7 +99,7 @@ class LoadContext:
 
     @property
     def loads_universal(self) -> bool:
-        """True if the ds_config has ``load_universal`` on: DeepSpeed itself loads atomic checkpoints."""
+        """True if ds_config has ``load_universal``: DeepSpeed loads atomic checkpoints."""
         return bool(self.engine.load_universal_checkpoint())
 
     def warn(self, text: str, *arguments: object) -> None:
@@ -108,7 +108,7 @@ class LoadContext:
             logger.warning(text, *arguments)
 
     def warn_all(self, path: str | None, find: Callable[[], Iterable[str]]) -> None:
-        """Log the warnings about a file that ranks find, each once (collective): pipeline stages differ."""
+        """Log each of all ranks' warnings once (collective): pipeline stages differ."""
         parts = self.comm.each(lambda: [*find()])
         for note in dict.fromkeys(note for part in parts for note in part):
             self.warn("%s: %s", path, note)

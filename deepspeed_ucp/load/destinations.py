@@ -1,4 +1,4 @@
-"""Tensors as destinations of bytes: a rank's wants, bound to memory, and copies to a GPU's memory.
+"""Tensors as destinations: a rank's wants, bound to memory, and copies to a GPU.
 
 Pass 1 runs before all ranks agree that every record is valid. It only writes memory that is not part of the engine
 yet, separate memory, or memory whose values can be recomputed to the bit (:meth:`FillPlan.undo`). Pass 2 and

@@ -1,4 +1,4 @@
-"""The direct load: checkpoint bytes into live buffers, all or nothing (:mod:`.destinations`)."""
+"""The direct load: checkpoint bytes into live buffers, all or nothing."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _undo_on_error(engine: Any, transfer: Transfer, *, with_states: bool) -> Ite
 
 
 def _read(context: LoadContext, transfer: Transfer) -> None:
-    """Read and verify everything; only values that can be recomputed change in the engine (collective)."""
+    """Read and verify everything; only reproducible values change (collective)."""
     report = context.report
     with report.phase("read"):
         report.count(transfer.read())
@@ -124,7 +124,7 @@ def _read(context: LoadContext, transfer: Transfer) -> None:
 
 
 def _fill(context: LoadContext, target: Target, transfer: Transfer) -> None:
-    """Fill the engine's memory, and make the 16-bit copies from its masters (collective)."""
+    """Fill the engine's memory, and copy its masters to 16 bit (collective)."""
     comm, report = context.comm, context.report
     with report.phase("fill"):
         again = transfer.fill()
@@ -140,7 +140,7 @@ def _fill(context: LoadContext, target: Target, transfer: Transfer) -> None:
 
 
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:
-    """Return True if some rank reads from a store (collective if ranks may read in different places)."""
+    """Return True if some rank reads from a store (collective if places differ)."""
     here = any(is_url(path) for file in index.files for path in file.copies[:1])
     if not index.access.is_partial and not any(file.places for file in index.files):
         return here  # the same on every rank
@@ -150,7 +150,10 @@ def asks_store(index: AtomicIndex, comm: Comm) -> bool:
 def _prepare(
     context: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool
 ) -> tuple[FillPlan, dict[str, Any]]:
-    """Match engine and checkpoint and read the state file; logs hyper-parameters that differ (collective)."""
+    """Match engine and checkpoint, and read the state file (collective).
+
+    Logs hyper-parameters that differ.
+    """
     comm, objections = context.comm, Objections()
     with objections:
         comm.run(lambda: _ask_extensions(context, index, target))
@@ -174,7 +177,7 @@ def _prepare(
 
 
 def _ask_extensions(context: LoadContext, index: AtomicIndex, target: Target) -> None:
-    """Let this rank's extensions refuse the load; stages of a pipeline may have different ones."""
+    """Let this rank's extensions refuse the load; pipeline stages' may differ."""
     objections = Objections()
     for extension in context.extensions:
         with objections:
@@ -194,7 +197,7 @@ def _log_unchecked(context: LoadContext, index: AtomicIndex) -> None:
 
 
 def has_masters(target: Target, comm: Comm) -> bool:
-    """Return True if some rank's optimizer has parameters; a pipeline stage may lack them (collective)."""
+    """Return True if some rank's optimizer has parameters (collective)."""
     return any(comm.gather(bool(target.flats)))
 
 
@@ -233,7 +236,7 @@ def _match_extra_states(
 
 
 def _read_saved(context: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
-    """Read and check everything in the state file but the model's tensors (collective).
+    """Read and check all of the state file but the model's tensors (collective).
 
     At the saved tensor- and pipeline-parallel degrees each rank reads the file of its place (Megatron's random states),
     else all take the content of the first rank's. A foreign checkpoint has counters alone.
@@ -287,7 +290,7 @@ def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> 
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
-    """Return the state file for this rank's place in the saved world, or None if there is only the first one."""
+    """Return the state file for this rank's place, or None if there is only the first."""
     if not _has_saved_degrees(index, target):
         return None
     place = target.place
@@ -295,14 +298,14 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
 
 
 def _leaves_files(index: AtomicIndex, target: Target) -> bool:
-    """Return True if some rank's state file has no rank at its place in this run. ZeRO 3 has a file for each rank."""
+    """Return True if some rank's state file has no rank at its place in this run."""
     if index.topology.zero_stage == 3 and index.topology.dp not in (1, target.place.dp):
         return True
     return max(index.written_degrees) > 1 and not _has_saved_degrees(index, target)
 
 
 def _has_saved_degrees(index: AtomicIndex, target: Target) -> bool:
-    """Return True if tensor- and pipeline-parallel degrees are those of the ranks that wrote the state files."""
+    """Return True if the state files' writers had these TP and PP degrees."""
     return (target.place.tp, target.place.pp) == index.written_degrees
 
 

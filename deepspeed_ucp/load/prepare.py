@@ -1,4 +1,4 @@
-"""View the engine over all ranks, match it with the checkpoint, and list each rank's wants; reads no elements."""
+"""View the engine over all ranks, match it, and list each rank's wants."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def settle_layouts(
 
 
 def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]:
-    """Return the live engine's rules for its parameters: AutoTP's maps, then Megatron's attributes.
+    """Return the live engine's rules: AutoTP's maps, then Megatron's attributes.
 
     Args:
         saved: live name → saved name, to which the rules refer; attributes of other parameters are left out.
@@ -170,7 +170,7 @@ def list_live_rules(live: EngineView, saved: Mapping[str, str]) -> list[RuleSet]
 def _match(
     context: LoadContext, saved: AtomicIndex, target: Target, view: EngineView, *, with_states: bool
 ) -> tuple[FillPlan, Settled]:
-    """Match engine and checkpoint; returns this rank's plan, and how both sides cut each tensor."""
+    """Match engine and checkpoint; return this rank's plan and each tensor's cut."""
     is_first, rules, objections = context.comm.rank == 0, context.rules, Objections()
     ruled = find_renamed(list_names(saved), {*view.shapes, *view.aliases}, rules).values()
     # Stages of a pipeline have different modules, and all ranks must read alike.
@@ -228,7 +228,7 @@ def make_fill_plan(optimizer: OptimizerMatch, view: EngineView, settled: Settled
 
 
 def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
-    """Return memory to fill: the live partition, or a map of a file that replaces its swap file later.
+    """Return memory to fill: the live partition, or a file to replace its swap file.
 
     Args:
         filled: parameters that will be filled; the file starts as a copy of the swap file if there are others.
@@ -307,7 +307,7 @@ def _share(context: LoadContext, view: EngineView, settled: Settled, fill_plan: 
 
 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:
-    """Join the atoms that ranks need, in the order of the index, which is the same on every rank (collective)."""
+    """Join the atoms that ranks need, in the index's order (collective)."""
     params, states = index.atoms.storages, index.atoms.list_states()
     places = {param: place for place, param in enumerate(params)}
     mask = np.zeros((len(places), len(states)), np.bool_)

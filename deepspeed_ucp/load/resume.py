@@ -1,4 +1,4 @@
-"""A resume: the replacement of ``engine.load_checkpoint``. docs/design.md describes its steps."""
+"""A resume, in place of ``engine.load_checkpoint``; see docs/design.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live optimizer in a load: its states, whether the saved ones fit, and their restoration."""
+"""The live optimizer in a load: whether saved states fit, and their restoration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _UNEVEN = (
 
 @dataclass(slots=True)
 class States:
-    """Optimizer states of one flat buffer to restore: tensors by name, scalars by name.
+    """Optimizer states of a flat buffer to restore: tensors and scalars by name.
 
     ``live`` tensors are the optimizer's. ``lazy``: the optimizer is known to create missing states in its next step.
     Otherwise it may rely on the states that it has.
@@ -68,7 +68,7 @@ class States:
 
 
 def _allocate_state(flat: EngineBuffer, state: str, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an optimizer state, in a file if the buffer is swapped (with the masters' dtype).
+    """Allocate a state in the masters' dtype, in a file if the buffer is swapped.
 
     Raises:
         DiskFullError: there is no room for the file.
@@ -87,7 +87,7 @@ class OptimizerMatch:
         self.probes: dict[tuple[int, str, int], StateKinds | None] = {}
 
     def saved_params(self, flat: EngineBuffer) -> list[ParamKey]:
-        """Return the saved parameters from which a flat buffer's parameters take their state."""
+        """Return the saved parameters whose states a flat buffer's parameters take."""
         return [self.match.params[name] for name in flat.names if name in self.match.params]
 
     def saved_states(self, flat: EngineBuffer) -> dict[str, str]:
@@ -95,7 +95,7 @@ class OptimizerMatch:
         return join_states(self.index, flat.buffer, self.match)
 
     def probe(self, flat: EngineBuffer) -> StateKinds | None:
-        """Return the states that the live optimizer keeps for the buffer's group, with the saved hyper-parameters."""
+        """Return the live optimizer's states for the group, by the saved hyper-parameters."""
         key = (flat.group, flat.dtype, flat.tensor.dim())
         if key not in self.probes:
             hyper = self.match.hyper.get(flat.group, {})
@@ -137,7 +137,7 @@ class OptimizerMatch:
             yield self._find_gap(flat, key[-1])
 
     def _find_gap(self, flat: EngineBuffer, have: tuple[str, ...]) -> str:
-        """Describe a parameter that has some of the states of a flat buffer's other parameters."""
+        """Describe a parameter that has only some of the states of others in its buffer."""
         for param in self.saved_params(flat):
             states = find_states(self.index, param)
             if 0 < len(states) < len(have):
@@ -191,7 +191,7 @@ class OptimizerMatch:
         return {name: value for name, value in tensors.items() if value.shape == flat.find_shape(name)}
 
     def make_states(self, flat: EngineBuffer) -> States:
-        """Return a flat buffer's states to restore: the optimizer's tensors, or new memory."""
+        """Return a flat buffer's states to restore: the optimizer's, or new memory."""
         kept, live, tensors = self.probe(flat), self.find_live(flat), {}
         for state, stored in self.saved_states(flat).items():
             dtype = kept.elementwise.get(state) if kept and state not in flat.whole else None
@@ -225,7 +225,7 @@ class OptimizerMatch:
         return notes
 
     def _list_new(self, flat: EngineBuffer) -> list[str]:
-        """List parameters without saved states under a step count that is restored for others.
+        """List parameters without saved states under a step count restored for others.
 
         Others are in the same flat buffer, or in the param group if it has the count (FusedAdam).
         """
@@ -242,7 +242,11 @@ class OptimizerMatch:
         return bool(self.saved_states(flat)) or any(scalars.get(param) for param in self.saved_params(flat))
 
     def _join_scalars(self, flat: EngineBuffer) -> dict[str, Any]:
-        """Return the scalars of a flat buffer's parameters; refuse different ones, since it has one step count."""
+        """Return the scalars of a buffer's parameters.
+
+        Raises:
+            MismatchError: they differ; the buffer has one step count.
+        """
         joined: dict[str, tuple[Any, ParamKey]] = {}
         for param in self.saved_params(flat):
             for key, value in self.index.scalars.get(param, {}).items():
@@ -306,7 +310,7 @@ def attach_states(target: Target, states: list[States], match: Match) -> None:
 
 
 def _reset(state: dict[str, Any]) -> None:
-    """Zero a state in place; its optimizer may not create it a second time (torch's Adagrad before 2.10)."""
+    """Zero a state in place: old Adagrads (torch < 2.10) do not create it again."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             value.zero_()

@@ -1,4 +1,4 @@
-"""Find the tag to load: the content of ``latest``, on any node and in any place; report that it is missing."""
+"""Find the tag to load on any node and in any place, or report that none exists."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
 
 @contextmanager
 def suggest_fallback(comm: Comm, has_older: Callable[[], bool]) -> Iterator[None]:
-    """Add the ``fallback`` option to the message of a fault that all ranks raise, if the option would avoid it.
+    """Add the ``fallback`` option to a common fault's message if it would avoid it.
 
     Args:
         has_older: whether there is another checkpoint to fall back to; called after a fault, on one rank for all.
@@ -166,7 +166,7 @@ def find_all_tags(places: Sequence[str]) -> set[str]:
 
 
 def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
-    """Return the tag's folder in each place: the place itself if some rank sees that it is that folder (collective).
+    """Return the tag's folder in each place, or a place that is it (collective).
 
     Example:
         >>> find_folders(["checkpoints", "s3://bucket/run"], "global_step100", Comm())
@@ -182,7 +182,7 @@ def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
 
 
 def ask_ranks(place: str, look: Callable[[], T], comm: Comm) -> list[T]:
-    """Run ``look`` on every rank, or on rank 0 alone if the place is a URL (collective)."""
+    """Run ``look`` on every rank, for a URL on rank 0 alone (collective)."""
     return [comm.once(look)] if is_url(place) else comm.each(look)
 
 
@@ -226,7 +226,7 @@ def report_absent(places: Sequence[str], comm: Comm, *, require: bool, saved_to:
 
 
 def _describe_place(place: str, comm: Comm) -> str:
-    """Describe a place (collective). If ranks differ, content counts before an empty folder, then a missing one."""
+    """Describe a place: content, an empty folder, or a missing one (collective)."""
 
     def look() -> str:
         folder = place or os.curdir
@@ -241,7 +241,7 @@ def _describe_place(place: str, comm: Comm) -> str:
 
 
 def _list_doubts(place: str, saved_to: Iterable[str], *, is_missing: bool) -> list[str]:
-    """Reasons to think that a missing or empty folder is not the intended one, as sentences."""
+    """List signs that a missing or empty folder is not the intended one."""
     doubts = []
     folder, parent = normalize(place), os.path.dirname(normalize(place))
     folders = list(saved_to)

@@ -1,4 +1,4 @@
-"""Transfer of a checkpoint's bytes into a rank's buffers: plans, passes and their exchange, verification."""
+"""Transfer a checkpoint's bytes into a rank's buffers: plans, passes, checks."""
 
 from __future__ import annotations
 

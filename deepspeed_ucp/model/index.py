@@ -243,10 +243,7 @@ class AtomicIndex:
 
     @property
     def written_degrees(self) -> tuple[int, int]:
-        """Tensor- and pipeline-parallel degrees of the ranks that wrote client states.
-
-        The degrees before a conversion, if there was one.
-        """
+        """Degrees (TP, PP) of the ranks that wrote client states, before any conversion."""
         return self.degrees or (self.topology.tp, self.topology.pp)
 
     @property

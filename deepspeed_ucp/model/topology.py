@@ -132,10 +132,7 @@ def _list_names(topology: Topology) -> list[str]:
 
 
 def _compare_flats(old: FlatBuffer, new: FlatBuffer, same: bool) -> str:
-    """Describe a difference of flat buffers.
-
-    ``same``: all buffers together have the same parameters.
-    """
+    """Describe a difference of flat buffers; ``same``: all have the same parameters."""
     if old.names != new.names:
         return "parameter order" if same else f"parameters ({len(old.names)} → {len(new.names)} or other names)"
     if old.shapes != new.shapes:

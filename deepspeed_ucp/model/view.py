@@ -81,10 +81,7 @@ class EngineBuffer:
         return (self.buffer.join_touched(self.part), 0) if state in self.whole else (self.buffer, self.part)
 
     def find_shape(self, state: str) -> Shape:
-        """Return an optimizer state's shape on this rank.
-
-        It is 1-D if it covers whole parameters or has a swap file.
-        """
+        """Return an optimizer state's shape here; 1-D for whole parameters and swap files."""
         if state in self.whole or self.swap is not None:
             return (self.find_state_layout(state)[0].partition,)
         return tuple(self.tensor.shape)

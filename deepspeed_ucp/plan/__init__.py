@@ -1,1 +1,1 @@
-"""Pure planning: byte ranges and their destinations. No torch, no files, no processes."""
+"""Planning: byte ranges and their destinations. No torch, files or processes."""

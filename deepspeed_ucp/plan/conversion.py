@@ -1,4 +1,4 @@
-"""Assignment of the parts of an atomic checkpoint to workers, as data (Lian et al., ATC'25, section 4.3).
+"""Assignment of an atomic checkpoint's parts to workers (ATC'25, section 4.3).
 
 This is the paper's nested parallel reconfiguration without its temporary files: atoms are cut into ranges of bounded
 size, ranges are grouped into batches, batches are dealt to nodes by bytes, and a node's workers take them one by one.
@@ -26,7 +26,7 @@ MAX_RANGES = 256
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An atom to write: its elements, their size, and the place of its first byte in the source (for the order)."""
+    """An atom to write, and the place of its first byte in the source (for the order)."""
 
     numel: int
     itemsize: int
@@ -49,7 +49,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Ranges that one worker reads together and writes: one range of a large atom, or several small atoms."""
+    """Ranges that one worker reads together: one of a large atom, or small atoms."""
 
     ranges: tuple[Range, ...]
     nbytes: int
@@ -58,7 +58,7 @@ class Batch:
 def plan_conversion(
     outputs: Sequence[Output], nodes: int, *, most: int = RANGE, whole: bool = False
 ) -> list[list[Batch]]:
-    """Deal outputs to nodes: return the batches of each node, in the order in which its workers take them.
+    """Return the batches of each node, in the order in which its workers take them.
 
     Batches stay in the order of the source, and each node gets a run of them. It reads its part of the storage from
     front to back, and at most two nodes share a file that is not larger than a node's share.
@@ -78,14 +78,14 @@ def plan_conversion(
 
 
 def deal_runs(sizes: Sequence[int], nodes: int) -> list[int]:
-    """Return the node of each of several parts in order: runs of equal bytes, as far as the parts' sizes allow."""
+    """Return the node of each part: runs of about equal bytes, in order."""
     total = sum(sizes)
     ends = zip(sizes, accumulate(sizes), strict=True)
     return [min((2 * end - size) * nodes // (2 * total), nodes - 1) if total else 0 for size, end in ends]
 
 
 def cut_batches(outputs: Sequence[Output], most: int = RANGE) -> list[Batch]:
-    """Cut the outputs into batches of at most ``most`` bytes, in the order of the source."""
+    """Cut the outputs into batches of at most ``most`` bytes, in source order."""
     step = max(most // ALIGNMENT, 1) * ALIGNMENT
     batches: list[Batch] = []
     bundle: list[Range] = []

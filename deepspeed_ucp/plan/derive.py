@@ -1,4 +1,4 @@
-"""An index of parameters that are derived from saved ones: joined from several, cut out of one, or left out.
+"""An index with derived parameters: joined from saved ones, cut out, or left out.
 
 A :class:`DerivedParam` consists of slices of saved parameters, and its fragments of theirs: users of the index cannot
 tell it from a saved one. Fused parameters and Hugging Face folders are read in this way.
@@ -25,7 +25,10 @@ Repeated = tuple[tuple[int, Fragment], ...]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """``width`` of ``count`` equal runs of elements of a saved parameter's shard; by default the whole shard."""
+    """Runs of elements of a saved parameter's shard, by default the whole shard.
+
+    The shard is divided into ``count`` equal runs, of which ``width`` begin with run ``number``.
+    """
 
     name: str
     number: int = 0
@@ -53,7 +56,7 @@ class DerivedParam:
         return cls((Slice(name),), len(shape))
 
     def find_shape(self, numel: int, saved: Shape) -> Shape:
-        """Return its shape for a number of elements; ``saved`` is that of the first slice's parameter."""
+        """Return the shape of ``numel`` elements of slices of a ``saved`` shape."""
         if (len(self.slices), self.slices[0].count, self.dims) == (1, 1, len(saved)):
             return saved
         inner = self.dims - len(self.lead) - 1
@@ -73,7 +76,7 @@ def can_fuse(shape: Shape, parts: int) -> bool:
 
 
 def fuse(index: AtomicIndex) -> AtomicIndex:
-    """Return the index with one parameter [count, …] for the atoms of each that is in ``fused``."""
+    """Return the index with one parameter [count, …] for the atoms in each ``fused``."""
     dims = {key.name: len(atom.shape) for key, atom in index.atoms.items() if index.fused}
     made = {}
     for name, count in index.fused.items():
@@ -83,7 +86,7 @@ def fuse(index: AtomicIndex) -> AtomicIndex:
 
 
 def split(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
-    """Return the index with so many atoms for each fused parameter, which concatenates them."""
+    """Return the index with separate atoms for each fused parameter."""
     shapes = {key.name: atom.shape for key, atom in index.atoms.items() if key.name in fused}
     made = {
         f"{name}.{number}": DerivedParam((Slice(name, number, fused[name]),), len(shape) - 1)
@@ -94,7 +97,7 @@ def split(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
 
 
 def recast(index: AtomicIndex, live: Shapes) -> AtomicIndex:
-    """Return the index with parameters in the live model's form, as extensions derive them."""
+    """Return the index in the live model's form, as extensions derive parameters."""
     adaptation = Adaptation(index, EngineView(live), (), None, False, index, frozenset())
     for extension in find_for_names([*(param.name for param in index.atoms.storages), *live]):
         extension.adapt(adaptation)
@@ -114,7 +117,7 @@ def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
 
 
 def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterable[str] = ()) -> AtomicIndex:
-    """Return the index with derived parameters in place of the saved ones that they use.
+    """Return the index with derived parameters in place of the saved ones they use.
 
     Args:
         made: by name; every state is derived alike.
@@ -136,7 +139,7 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
     _check_alike(index, made, used)
 
     def follow(name: str) -> Sequence[str]:
-        """Return the names that replace a saved parameter: if it is used, those whose first slice is of it."""
+        """Return a name's replacements: if it is used, those whose first slice it feeds."""
         return heads.get(name, ()) if name in used else (name,)
 
     def follow_all(params: Iterable[ParamKey]) -> Iterator[ParamKey]:
@@ -161,7 +164,7 @@ def _derive_atoms(
     used: Container[str],
     follow: Callable[[Iterable[ParamKey]], Iterable[ParamKey]],
 ) -> tuple[dict[ParamKey, list[ParamStorage]], dict[AtomKey, Repeated]]:
-    """Return the storage of each parameter, and the parts that are in the files a second time."""
+    """Return the storage of each parameter, and the parts that files hold twice."""
     storages: dict[ParamKey, list[ParamStorage]] = {}
     repeated = {key: parts for key, parts in index.repeated.items() if key.name not in used}
     for param, shards in index.atoms.storages.items():
@@ -205,7 +208,7 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
 
 
 def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield each slice's elements [low, high) of a saved shard, and their first element in the derived one."""
+    """Yield (low, high) of slices in a saved shard, and the start in the derived one."""
     position = 0
     for piece, numel in zip(slices, numels, strict=True):
         low, high = (number * numel // piece.count for number in (piece.number, piece.number + piece.width))
@@ -214,7 +217,7 @@ def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[i
 
 
 def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, itemsize: int) -> Iterator[Fragment]:
-    """Yield the part of fragments inside elements [begin, end), moved such that ``begin`` becomes ``position``."""
+    """Yield fragments clipped to elements [begin, end) and moved to ``position``."""
     for fragment in fragments:
         low, high = max(fragment.start, begin), min(fragment.start + fragment.numel, end)
         if low < high:

@@ -1,4 +1,4 @@
-"""Locate wanted elements in records: ranges of target shards become copies of bytes, and these become reads."""
+"""Locate wants: ranges of target shards become copies of bytes, then reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Elements [start, start + numel) of a flattened target shard, and their destination.
+    """Elements [start, start + numel) of a flattened target shard to put somewhere.
 
     Attributes:
         destination: number of the memory.
@@ -87,7 +87,9 @@ def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
 
 
 def list_runs(want: Want) -> Iterator[tuple[int, Run]]:
-    """Yield (record, run) for all runs of a want, by source shard and then in element order or by block.
+    """Yield (record, run) for all runs of a want.
+
+    The order is by source shard, then by element or block.
 
     The runs' sources count elements from the record's start, and their targets elements of the destination.
     """
@@ -122,7 +124,7 @@ def _meet_blocks(want: Want, storage: Fragments) -> Iterator[tuple[int, int, Run
 
 
 def _meet_shards(want: Want) -> Iterator[tuple[int, int, Run]]:
-    """Yield (record, element of the record from which the run's source counts, run of the target shard)."""
+    """Yield (record, element of it that the run's source counts from, run)."""
     view = want.view
     for number in (want.shard,) if view is None else view.shards:
         runs: Iterable[Run] = (Run(want.start, want.start, want.numel),)
@@ -156,7 +158,7 @@ def _split(run: Run) -> Iterator[Run]:
 
 
 def make_items(record: int, run: Run, itemsize: int, destination: int, block: int = ENDLESS) -> Iterator[CopyItem]:
-    """Yield a run of elements of a record as copies of bytes, cut at multiples of ``block`` bytes."""
+    """Yield a run's copies of bytes, cut at multiples of ``block`` bytes."""
     step = block // itemsize
     first, last = run.src // step, (run.src_end - 1) // step
     parts: Iterable[Run] = (run,)
@@ -171,17 +173,17 @@ def make_items(record: int, run: Run, itemsize: int, destination: int, block: in
 
 
 def list_claims(wants: Iterable[Want], block: int) -> list[Read]:
-    """Return the reads that fill a rank's wants; any rank may execute those of several runs for it."""
+    """Return the reads that fill a rank's wants; other ranks may execute them."""
     return join_items((item for want in wants for item in locate(want, block)), block)
 
 
 def list_reads(wants: Iterable[Want], block: int = ENDLESS) -> list[Read]:
-    """Return the reads that fill wants without other ranks: each is contiguous, and lies in one block."""
+    """Return contiguous reads, each in one block, that fill wants without other ranks."""
     return join_items((item for want in wants for item in locate(want, block, split=True)), block)
 
 
 def join_items(items: Iterable[CopyItem], block: int = ENDLESS) -> list[Read]:
-    """Return reads ordered by record and offset; items that follow each other in a block are one read.
+    """Join items that follow each other in a block into reads, by record and offset.
 
     Args:
         block: bytes per block; no item crosses its end.

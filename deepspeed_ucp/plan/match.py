@@ -1,4 +1,4 @@
-"""Match live parameters with saved ones, and live param groups with the saved groups that they continue."""
+"""Match live parameters and param groups with the saved ones that they continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXAMPLES = 3
 
 
 class Fault(NamedTuple):
-    """A difference between model and checkpoint: refused, or ignored by a load that is not strict.
+    """A difference between model and checkpoint, which a lenient load may ignore.
 
     Attributes:
         name: the parameter's, or the common prefix of several.
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
 
 @dataclass(slots=True)
 class Match:
-    """Live parameters and groups with their saved counterparts, and the differences that a lenient load ignores.
+    """Live parameters and groups with their saved counterparts, and the differences.
 
     Attributes:
         params: live name → the saved parameter; if several pipeline stages hold it, the copy for this stage.
@@ -92,7 +92,7 @@ class Match:
 
 @dataclass(slots=True)
 class Adaptation:
-    """A checkpoint and an engine before they are matched; extensions adapt them to each other.
+    """A checkpoint and an engine that extensions adapt to each other before the match.
 
     Attributes:
         index: the checkpoint, with the engine's names and forms.
@@ -200,7 +200,7 @@ def _match_names(
 def _note_missing(
     index: AtomicIndex, match: Match, names: Sequence[str], name: str, shape: Shape, is_trained: bool
 ) -> None:
-    """Note a tensor that the checkpoint lacks: as kept, as an unsaved buffer, or as a difference."""
+    """Note a tensor that the checkpoint lacks: kept, unsaved buffer, or difference."""
     is_dropped = index.dropped and not any(index.find(index.resolve(other), MASTER) for other in names)
     if is_dropped and not is_trained:
         match.kept.append(name)
@@ -212,7 +212,11 @@ def _note_missing(
 
 
 def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set[str], list[str]]:
-    """Note the saved tensors that the model lacks; return the saved names, without equal ties, and the extra ones."""
+    """Note the saved tensors that the model lacks.
+
+    Returns:
+        The saved names without equal ties, and the extra ones.
+    """
     # Without the optimizer's files, trained parameters only have copies.
     saved = index.atoms.list_names((MASTER, COPY) if live.unowned is None else (MASTER, COPY, MODULE))
     matched = match.saved
@@ -237,7 +241,7 @@ def _note_extra(index: AtomicIndex, live: EngineView, match: Match) -> tuple[set
 
 
 def _note_shapes(match: Match, shapes: Mapping[str, tuple[Shape, Shape]]) -> list[Fault]:
-    """Return the faults of whole tensors of another shape; those of rows alone go to ``match.resized``."""
+    """Return faults of other shapes; those of rows alone go to ``match.resized``."""
     faults = []
     for name, (saved, live) in shapes.items():
         fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
@@ -250,7 +254,7 @@ def _note_shapes(match: Match, shapes: Mapping[str, tuple[Shape, Shape]]) -> lis
 
 
 def _find_conflicts(live: EngineView, match: Match) -> Iterator[Fault]:
-    """Yield the faults of live tensors of different shapes that take one saved tensor, such as a former tie."""
+    """Yield faults of live tensors that take one saved tensor in different shapes."""
     shapes, first = live.shapes, dict[str, str]()
     for name, saved in match.saved.items():
         other = first.setdefault(saved, name)
@@ -259,7 +263,7 @@ def _find_conflicts(live: EngineView, match: Match) -> Iterator[Fault]:
 
 
 def _describe_faults(match: Match, faults: Sequence[Fault], shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
-    """Describe all faults with the remedy for shapes, including ``match.resized``, which it empties."""
+    """Describe all faults and the remedy for shapes; empties ``match.resized``."""
     padded, listed = advise_vocabulary(match.resized), [*faults, *match.resized.values()]
     match.resized.clear()  # listed as faults: they need no pattern
     text = f"The model and the checkpoint differ: {list_faults(listed).removesuffix('.')}."
@@ -318,7 +322,7 @@ _ADAPT = (
 
 
 def _describe_thawed(names: Sequence[str], thawed: bool) -> str:
-    """Describe parameters that only this run trains (``thawed``), or only the saved one."""
+    """Describe parameters that only this run (``thawed``) or the saved one trains."""
     listed, one = shorten(names, 3), len(names) == 1
     is_, was, rest = ("is", "was", "its weight is restored, its") if one else ("are", "were", "weights are restored,")
     if thawed:
@@ -327,7 +331,7 @@ def _describe_thawed(names: Sequence[str], thawed: bool) -> str:
 
 
 def _describe_untied(live: EngineView, match: Match) -> list[str]:
-    """Describe trained parameters that were one in the saved run, if they are several here."""
+    """Describe trained parameters that were one in the saved run and are several here."""
     taking: dict[ParamKey, list[str]] = defaultdict(list)
     for name, param in match.params.items():
         if name in live.owned:
@@ -337,7 +341,7 @@ def _describe_untied(live: EngineView, match: Match) -> list[str]:
 
 
 def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
-    """Suggest a rename rule for a common prefix, else a similar name for the first missing one; else empty."""
+    """Suggest a rename rule for a common prefix, or a similar name, or nothing."""
     for name in missing[:1]:
         old = next((old for old in extra if name.endswith(f".{old}") or old.endswith(f".{name}")), "")
         cut, put = old[: max(len(old) - len(name), 0)], name[: max(len(name) - len(old), 0)]
@@ -350,12 +354,12 @@ def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
 
 
 def lacks_frozen(index: AtomicIndex) -> bool:
-    """Return True if a checkpoint has no tensors outside the optimizer except buffers, as saves of adapters."""
+    """Return True if a checkpoint has no frozen tensors, as saves of adapters."""
     return not any(key.state == MODULE and key.name not in index.buffers for key in index.atoms)
 
 
 def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> ParamKey:
-    """Pick the saved instance for a live stage: the last stage takes the last one, others that of their number.
+    """Pick the saved instance for a live stage by its number; the last takes the last.
 
     The first stage always takes the first; if there are fewer instances, further stages take the last.
 
@@ -369,7 +373,7 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
 
 
 def _find(index: AtomicIndex, names: Sequence[str], order: Sequence[str]) -> tuple[str, str, tuple[Shape, ...]] | None:
-    """Find a weight by its names and states; return the name and state of its atom, and its local shapes."""
+    """Return the name, state and local shapes of a weight, or None."""
     for name in map(index.resolve, names):
         shards = index.atoms.storages.get(ParamKey(name), ())
         for state in order:
@@ -379,7 +383,7 @@ def _find(index: AtomicIndex, names: Sequence[str], order: Sequence[str]) -> tup
 
 
 def pick_weight(index: AtomicIndex, param: ParamKey, wants_master: bool, with_states: bool) -> Atom | None:
-    """Return the atom with a parameter's weight: the master if optimizer states are loaded, else the model's copy.
+    """Return a parameter's weight: the master with states, else the model's copy.
 
     DeepSpeed's load of the weights alone takes the model's as well: they may have been edited before the save. A
     trained parameter may start from a frozen one's weight and the other way round.
@@ -399,7 +403,7 @@ def _order_states(wants_master: bool, with_states: bool) -> tuple[str, ...]:
 def match_groups(
     index: AtomicIndex, members: Mapping[int, tuple[str, ...]], match: Match, *, keep_live: bool = False
 ) -> None:
-    """Set ``match.groups`` and ``match.hyper``: the saved group that each of this rank's param groups continues.
+    """Set ``groups`` and ``hyper``: the saved groups that this rank's groups continue.
 
     Parameters that were frozen in the saved run have no group there.
 
@@ -441,7 +445,7 @@ def match_groups(
 
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
-    """Return the step that some optimizers count in their param groups (DeepSpeed's FusedAdam).
+    """Return the step that some optimizers count in groups (DeepSpeed's FusedAdam).
 
     Raises:
         MismatchError: the groups have different steps.
@@ -481,7 +485,7 @@ def are_same(index: AtomicIndex, one: Atom | None, other: Atom | None) -> bool |
 
 
 def _list_sums(index: AtomicIndex, atom: Atom) -> Sums | None:
-    """Return the fragments of an atom; None if a record of theirs has no CRC32 or holds other bytes too."""
+    """Return an atom's fragments; None if a record has no CRC32 or other bytes too."""
     records, sums = index.records, Sums()
     covered = Counter[int]()
     for number, shard in enumerate(atom.shards):

@@ -1,4 +1,4 @@
-"""Two-phase reading: ranks claim bytes, each block's owner decides which rank reads them, and each byte is read once.
+"""Two-phase reading: ranks claim bytes, owners of blocks let each be read once.
 
 Records are cut into blocks; every block is owned by one of the ranks, which every rank computes by itself. A rank
 sends its claims (the reads that it needs) to the owners of their blocks. No rank needs to know the other ranks' layouts

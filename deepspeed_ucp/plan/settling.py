@@ -1,4 +1,4 @@
-"""The readable part of a checkpoint, and how tensor parallelism cuts every parameter: settled, open, wrong."""
+"""The readable part of a checkpoint, and how tensor parallelism cuts parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def settle_index(
 
 
 def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
-    """Return rule sets in the order of precedence: the user's, the checkpoint's, a live engine's.
+    """Return rule sets by precedence: the user's, the checkpoint's, a live engine's.
 
     Raises:
         UnsupportedError: the checkpoint's metadata has another form than DeepSpeed's.
@@ -69,7 +69,7 @@ def list_weights(index: AtomicIndex) -> dict[str, Atom]:
 
 
 def _pick_weights(index: AtomicIndex) -> Iterable[tuple[AtomKey, list[ParamStorage]]]:
-    """Return the key and the storages of the atoms of :func:`list_weights`, without building the atoms."""
+    """Return keys and storages of the weights, without building the atoms."""
     best: dict[str, tuple[int, AtomKey, list[ParamStorage]]] = {}
     for param, shards in index.atoms.storages.items():
         for rank, state in enumerate((MASTER, MODULE, COPY, *shards[0].states)):
@@ -91,7 +91,7 @@ def list_shapes(index: AtomicIndex) -> Shapes:
 
 
 def is_replica(index: AtomicIndex, atom: Atom) -> bool:
-    """Return True if every tensor-parallel rank holds the same bytes by their checksums, or if there is one rank."""
+    """Return True if all tensor-parallel ranks hold the same bytes by their checksums."""
     if len(atom.shards) == 1:
         return True
     parts = [(shard.shape, shard.list_fragments(atom.state)) for shard in atom.shards]
@@ -129,7 +129,7 @@ def refuse_stateless(index: AtomicIndex) -> None:
 
 
 def describe_irregular(index: AtomicIndex) -> str:
-    """Describe optimizer states that cannot be cut for another topology; empty if there are none."""
+    """Describe optimizer states that no other topology can have; empty without any."""
     listed = [f"{key.param}.{key.state} ({what})" for key, what in sorted(index.irregular.items())]
     if not listed:
         return ""

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that a target's rank wants for its buffers: data, for live and planned targets."""
+"""The parts of a checkpoint that a rank, live or planned, wants for its buffers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BufferSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Elements [low, high) of a buffer become the mean of other buffers, which hold a replica each (Partial)."""
+    """Elements [low, high) of a buffer become the mean of replicas in other buffers."""
 
     buffer: int
     low: int
@@ -51,7 +51,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """Elements [low, high) of a buffer become the mean of the kept rows of a parameter.
+    """Elements [low, high) of a buffer become the mean of a parameter's kept rows.
 
     Attributes:
         key: the atom whose mean is computed.
@@ -153,7 +153,7 @@ class Wants:
         self.means.append(Mean(self.sinks[sink][0], cut.offset, cut.offset + cut.numel, tuple(replicas)))
 
     def list_spans(self) -> list[list[tuple[int, int]]]:
-        """List the elements [low, high) of each buffer that will be filled, blanks included.
+        """List the elements [low, high) of each buffer that are filled or zeroed.
 
         A resized parameter has no span: some of its elements may keep their values.
         """
@@ -199,7 +199,7 @@ def list_wants(
 def _list_buffers(
     index: AtomicIndex, view: EngineView, match: Match, *, with_states: bool
 ) -> Iterator[tuple[BufferSpec, int, list[tuple[Cut, Atom]], list[Span]]]:
-    """Yield each buffer, its tensor-parallel shard, the cuts that the checkpoint fills, and the gaps to zero."""
+    """Yield each buffer, its tensor-parallel shard, cuts to fill, and gaps to zero."""
     for number, flat in enumerate(view.flats):
         cuts = _match_cuts(flat.buffer, flat.part, match)
         filled = [(cut, atom) for cut, param in cuts if (atom := pick_weight(index, param, True, with_states))]
@@ -257,13 +257,13 @@ def list_overlaps(atom: Atom, layout: Layout) -> Iterator[tuple[Want, Want]]:
 
 
 def find_states(index: AtomicIndex, param: ParamKey) -> dict[str, str]:
-    """Return the optimizer states that the checkpoint has for a parameter, with their dtypes."""
+    """Return a parameter's saved optimizer states with their dtypes."""
     states = index.atoms.find_states(param)
     return {state: states[state] for state in sorted(states) if state not in (MASTER, MODULE, COPY)}
 
 
 def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[str, str]:
-    """Return the states of any parameter of a buffer, with the dtype of the first parameter that has it."""
+    """Return the states of a buffer's parameters, each with its first dtype."""
     states: dict[str, str] = {}
     for name in reversed(buffer.names):
         states.update(find_states(index, match.params[name]) if name in match.params else {})
@@ -271,7 +271,7 @@ def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[st
 
 
 def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[View | None, ...]:
-    """Return the views that make a target shard from the source's: one, or for a mean one per replica.
+    """Return the views that make a target shard: one, or for a mean one per replica.
 
     An atom with a single shard is the same for every rank.
     """
@@ -284,7 +284,7 @@ def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[V
 
 
 def _list_new(rows: Intervals, kept: int, width: int, cut: Cut) -> Iterator[Span]:
-    """Yield the elements [low, high) of a flattened shard that are new rows inside a cut.
+    """Yield a flattened shard's elements [low, high) that are new rows in a cut.
 
     Args:
         rows: of the logical tensor in the shard; rows from number ``kept`` on are new.

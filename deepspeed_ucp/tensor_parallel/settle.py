@@ -173,11 +173,7 @@ class _Settler:
         self._keep(name, sides, source, target)
 
     def _compare_orders(self, name: str, shapes: tuple[Shape, ...]) -> None:
-        """Compare the orders of elements that both sides' descriptions give equal shapes.
-
-        Raises:
-            MismatchError: they differ.
-        """
+        """Raise MismatchError if both descriptions order equal shapes differently."""
         try:
             (pattern, origin), (other, other_origin) = self._find(name) or _twice(SameShards(), SAME)
             have, want = replace(pattern.join(shapes), claims=None), other.join(shapes)
