@@ -1,1 +1,1 @@
-"""Streams of bytes: ranges of atoms, each byte read once, with its checksum, by several threads."""
+"""Streams of atoms' bytes, read once by several threads, with their checksums."""

@@ -1,4 +1,4 @@
-"""Compare redundant data: copies of masters, replicas, and copies of pipeline stages.
+"""Compare redundant data: copies of masters, replicas, and pipeline instances.
 
 This detects shards of another run or step, and replicas that differ. Pairs of elements may be in files that only other
 ranks can read.
@@ -62,7 +62,7 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 
 
 def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare this rank's share of repeated fragments with their first occurrences; collective."""
+    """Compare repeated fragments with their first occurrences (collective)."""
     pairs = list[Pair]()
     parts = [(key, *repeat) for key in touched for repeat in index.repeated.get(key, ())]
     for key, tp_shard, repeat in parts[comm.rank :: comm.size]:
@@ -131,7 +131,7 @@ def _check_master_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: 
 
 
 def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> dict[int, list[_Sample]]:
-    """Return file → masters with copies that training keeps equal, for this rank's share of files.
+    """Return file → fragments of masters with copies, for this rank's share of files.
 
     Each of thousands of ranks has few files, and creates no objects for the others.
     """
@@ -170,7 +170,7 @@ _ONE_FILE = (
 
 
 def _iter_sampled_runs(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
-    """Yield runs of elements, spread evenly over a file's fragments; runs end with their fragment."""
+    """Yield evenly spread runs of a file's elements, each within one fragment."""
     wanted = _list_runs(sum(fragment.numel for *_, fragment in entries))
     begin = 0
     for entry in entries:
@@ -201,9 +201,9 @@ def _show(data: bytearray, dtype: str) -> float:
 
 
 def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[str]:
-    """Return the parameters whose instances on several pipeline stages differ, the same on all ranks (collective).
+    """Return the parameters whose pipeline instances differ (collective).
 
-    Samples of the elements are compared.
+    Samples of the elements are compared. The result is equal on all ranks.
     """
     diverged, name_of_pair, pairs = dict[str, None](), list[str](), list[Pair]()
     for name in names if comm.rank == 0 else ():
@@ -264,7 +264,7 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
 
 
 def check_overlaps(atoms: Sequence[tuple[Atom, Layout]], index: AtomicIndex, comm: Comm) -> None:
-    """Compare the parts that shards of two tensor-parallel ranks have in common; collective.
+    """Compare the parts that tensor-parallel shards have in common (collective).
 
     Args:
         atoms: with the source's layout.

@@ -1,4 +1,4 @@
-"""Assemble full tensors from a source's shards without a live engine, and read ranges of them in threads."""
+"""Assemble full tensors from shards without a live engine, and read their ranges."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def assemble_full_tensor(atom: Atom, layout: Layout) -> FullTensor:
 
 
 def is_remade(key: AtomKey, index: AtomicIndex) -> bool:
-    """Return True for a copy of a parameter with a master, from which a load recreates it."""
+    """Return True for a copy that a load recreates from the parameter's master."""
     return key.state == COPY and index.find(key.name, MASTER, key.instance) is not None
 
 
@@ -171,9 +171,9 @@ class WorkOptions:
     bar: MakeBar = no_bar
 
     def divide(self, source: str) -> tuple[int, int]:
-        """Return (threads, bytes per read of a thread). A thread holds about three times these bytes.
+        """Return (threads, bytes per read of a thread).
 
-        The window may limit the number of threads.
+        A thread holds about three times these bytes. The window may limit the number of threads.
 
         Args:
             source: folder of the source.
@@ -231,7 +231,7 @@ def stream(
 
 
 def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
-    """Return the offset of each range of a batch in memory, aligned for direct I/O, and the end of the last one."""
+    """Return the aligned memory offset of each range of a batch, and the total size."""
     places = [0]
     for span in batch.ranges:
         nbytes = span.numel * atoms[span.output].itemsize

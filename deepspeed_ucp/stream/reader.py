@@ -1,4 +1,4 @@
-"""Read requested elements of a checkpoint from any copy of its files, each byte once, and verify the checksums."""
+"""Read elements of a checkpoint once, from any copy of its files, and verify them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AtomReader(RecordReader):
         return super().open_copy(path, file)
 
     def read_tensors(self, wants: Sequence[Want], memory: Sequence[memoryview]) -> list[Checked]:
-        """Read ranges of full tensors; means of shards are computed, and replicas are compared.
+        """Read ranges of full tensors; compute means of shards and compare replicas.
 
         Args:
             memory: for each want.
@@ -202,9 +202,9 @@ def _describe_difference(want: Want, shard: int, data: memoryview, other: memory
 
 
 def verify_reads(read: Sequence[Checked], index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
-    """Read the unread parts of all records that any rank has read, and compare each CRC32; collective.
+    """Verify the CRC32 of all records that any rank has read (collective).
 
-    Each rank is responsible for every ``size``-th record among those that it can read.
+    Each rank reads the unread parts of every ``size``-th record among those that it can read.
 
     Args:
         read: this rank's reads.
@@ -232,7 +232,7 @@ def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> in
 
 
 def send_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> list[Checked]:
-    """Send checks to the ranks responsible for their records; return those from all ranks for this rank; collective."""
+    """Return the checks of all ranks for the records of this rank (collective)."""
     rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
     owners = index.access.take_turns(index.records.files, comm.size)[rows[:, 0]]
     tables = comm.swap_tables([rows[owners == rank] for rank in range(comm.size)])
@@ -240,7 +240,7 @@ def send_checks(checks: Sequence[Checked], index: AtomicIndex, comm: Comm) -> li
 
 
 def _complete(received: Sequence[Checked], index: AtomicIndex, threads: int) -> int:
-    """Read the unread parts of records and compare their CRC32s; returns the number of bytes read.
+    """Read and verify the rest of each record; return the number of bytes read.
 
     Args:
         received: merged checks of all ranks.

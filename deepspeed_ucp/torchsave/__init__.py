@@ -1,1 +1,1 @@
-"""Read and write ``torch.save`` files without torch and without running their pickles."""
+"""Read and write ``torch.save`` files without torch and without executing pickles."""

@@ -1,4 +1,4 @@
-"""Contents of a pickle as inert data, and its element types: no class is imported, called or built.
+"""Inert data of a pickle, and its element types: no class is imported or called.
 
 Numbers, strings, lists, dicts, tuples and sets are plain Python values. Every other object is an instance of a class
 in this module that records how the pickle makes it, so that :mod:`~.repickle` can write it again.
@@ -55,7 +55,7 @@ def is_storage(kind: str) -> bool:
 
 
 def pack_scalar(dtype: str, value: Any) -> bytes:
-    """Convert a number to the bytes of one element; CheckpointError if the dtype is unknown or cannot hold it."""
+    """Return the bytes of a number; CheckpointError if the dtype cannot hold it."""
     try:
         if dtype not in ITEMSIZE:
             raise KeyError(dtype)
@@ -88,14 +88,14 @@ class Global:
 
     @property
     def kind(self) -> str:
-        """Dotted name in Python 3. Protocol 2, which ``torch.save`` uses, writes Python 2's (``__builtin__.long``)."""
+        """Dotted name in Python 3; pickles of protocol 2 contain the name in Python 2."""
         module, name = NAME_MAPPING.get((self.module, self.name), (self.module, self.name))
         return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # the ``__eq__`` of its class is unknown
 class PickledObject:
-    """An object that a pickle makes by a call. Compares by identity, because its class's ``__eq__`` is unknown.
+    """An object that a pickle makes by a call, compared by identity.
 
     Attributes:
         op: instruction that makes it: ``pickle.REDUCE`` (parts: function, arguments), ``NEWOBJ`` (class, arguments) or
@@ -160,9 +160,9 @@ class PickledObject:
 
 
 class OrderedItems(dict[Any, Any]):
-    """A ``collections.OrderedDict``; ``state`` is its ``__dict__`` (a module's ``_metadata``), or None."""
+    """A ``collections.OrderedDict``; ``state`` is its ``__dict__`` or None."""
 
-    state: Any = None
+    state: Any = None  # for example a module's ``_metadata``
 
 
 class TensorSize(tuple[int, ...]):
@@ -216,7 +216,7 @@ class TensorRef:
 
     @property
     def fault(self) -> str:
-        """Why the bytes are not the elements in row-major order without gaps; empty if they are."""
+        """Why the bytes are not contiguous row-major elements; empty if they are."""
         if self.lazy:
             return "torch's neg or conj bit changes the meaning of its bytes"
         expected = 1
@@ -233,12 +233,12 @@ def call(module: str, name: str, *args: Any) -> PickledObject:
 
 
 def make_instance(module: str, name: str, fields: Mapping[str, Any]) -> PickledObject:
-    """Return the inert form of an instance that is made empty and then given ``fields`` as its ``__dict__``."""
+    """Return the inert form of an instance whose ``__dict__`` is ``fields``."""
     return PickledObject(pickle.NEWOBJ, [Global(module, name), ()], [(pickle.BUILD, [dict(fields)])])
 
 
 def to_number(value: Any) -> Any:
-    """Convert a 0-dim tensor or a numpy scalar to a Python number; return other values unchanged."""
+    """Convert a 0-dim tensor or a numpy scalar to a number; keep other values."""
     if isinstance(value, TensorRef) and value.data is not None and not value.shape:
         return value.item()
     if isinstance(value, PickledObject) and value.kind.endswith(".multiarray.scalar"):
@@ -252,21 +252,22 @@ def is_short(value: Any) -> bool:
 
 
 def is_setting(value: Any) -> bool:
-    """Return True for an integer of at most :data:`MOST_BITS` bits. Python refuses to print thousands of digits."""
+    """Return True for an integer of at most :data:`MOST_BITS` bits."""
     return isinstance(value, int) and value.bit_length() <= MOST_BITS
 
 
 def to_member(value: Any) -> Any:
-    """Return an enum member's value (any call with one number or string) or a dtype's name; other values unchanged."""
+    """Return the value of an enum member or the name of a dtype; keep other values."""
     if isinstance(value, Global) and is_dtype(value.kind):
         return value.name
+    # An enum member is pickled as a call with its value.
     if isinstance(value, PickledObject) and len(value.args) == 1 and isinstance(value.args[0], (int, str)):
         return value.args[0]
     return value
 
 
 def _read_numpy_scalar(value: PickledObject) -> Any:
-    """Return the number in ``numpy.core.multiarray.scalar(dtype, bytes)``; other calls unchanged."""
+    """Return the number in ``multiarray.scalar(dtype, bytes)``; keep other calls."""
     kind, data = value.args if len(value.args) == 2 else (None, None)
     if isinstance(data, PickledObject) and data.kind == "_codecs.encode" and data.args[1:] == ("latin1",):
         data = str(data.args[0]).encode("latin1")
@@ -291,7 +292,7 @@ def list_parts(value: Any) -> list[Any]:
 
 
 def walk(root: Any) -> Iterator[Any]:
-    """Yield every value of a tree, depth first and without recursion; shared parts are expanded once."""
+    """Yield all values of a tree, depth first; shared parts are expanded once."""
     todo, seen = [root], set[int]()
     while todo:
         value = todo.pop()
@@ -303,10 +304,11 @@ def walk(root: Any) -> Iterator[Any]:
 
 
 def has_more_parts(value: Any, most: int) -> bool:
-    """Return True if a value has more than ``most`` parts, shared parts counted at each use, 64 bits as one part.
+    """Return True if a value has more than ``most`` parts.
 
-    Check this before comparing, hashing or copying a value recursively: a chain of tuples that contain their
-    predecessor twice takes two bytes per level and doubles the work. Takes at most ``most`` steps.
+    Shared parts count at each use, and each 64 bits of an integer as one part. Check this before comparing, hashing or
+    copying a value recursively: a chain of tuples that contain their predecessor twice takes two bytes per level and
+    doubles the work. Takes at most ``most`` steps.
     """
     todo, number = [value], 1
     while todo and number <= most:

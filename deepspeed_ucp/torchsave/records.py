@@ -1,4 +1,4 @@
-"""The records of a ``torch.save`` zip as its directory lists them (caffe2/serialize/inline_container.cc)."""
+"""Records of a ``torch.save`` zip (caffe2/serialize/inline_container.cc)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FileRecords:
 
     @property
     def writer(self) -> str:
-        """Mark of the writing release: names of the records other than storages, and whether the archive is named."""
+        """Mark of the writing release, from the names of its records and its archive."""
         others = sorted(record.name for record in self.records if not record.name.startswith(DATA))
         return " ".join([*others, "archive" if self.saved_as == ROOT else "named"])
 
@@ -127,12 +127,12 @@ def _sum_directory(front: FilePart, archive: zipfile.ZipFile) -> int:
 
 
 def _is_checked(entries: Iterable[zipfile.ZipInfo]) -> bool:
-    """Return True if the writer stored checksums; after torch.serialization.set_crc32_options(False) all are 0."""
-    return any(info.CRC for info in entries)
+    """Return True if the writer stored checksums instead of zeros."""
+    return any(info.CRC for info in entries)  # torch.serialization.set_crc32_options(False) writes zeros
 
 
 def sum_directory(path: str) -> int | None:
-    """Return the CRC32 of a zip's directory, which contains its records' checksums; None if it has none."""
+    """Return the CRC32 of a zip directory with checksums; None without one."""
     with open_file(path) as stream:
         if not starts_zip(stream):
             return None
@@ -184,10 +184,10 @@ class FilePart(ReadStream):
 
 
 def _predict_offsets(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
-    """Compute offsets of records' bytes from the directory alone; header offset → offset if it is unambiguous.
+    """Return header offset → offset of a record's bytes, from the directory alone.
 
-    A record ends at the next header, or at the directory (byte ``end``). A descriptor of one of two lengths follows
-    its bytes if its flags say so; alignment of the bytes decides which.
+    Records with an ambiguous offset are omitted. A record ends at the next header, or at the directory (byte ``end``).
+    A descriptor of one of two lengths follows its bytes if its flags say so; alignment of the bytes decides which.
     """
     entries = sorted(entries, key=lambda info: info.header_offset)
     offsets = {}
@@ -234,7 +234,7 @@ def _read_offset(path: str, stream: ReadStream, info: zipfile.ZipInfo) -> int:
 
 
 def _check_names(path: str, names: list[str]) -> None:
-    """Refuse files without exactly one pickle, or with a repeated record: readers differ in which one they take."""
+    """Refuse a file without exactly one pickle, or with a record listed twice."""
     pickles = names.count(PICKLE)
     if not pickles and BYTEORDER in names and not any(name.startswith("data/") for name in names):
         raise CheckpointError(
@@ -249,7 +249,7 @@ def _check_names(path: str, names: list[str]) -> None:
             f"file. {RESTORE}",
             path=path,
         )
-    if len(set(names)) < len(names):
+    if len(set(names)) < len(names):  # readers differ in the record that they take
         twice = Counter(names).most_common(1)[0][0]
         raise CheckpointError(f"its directory lists record {twice} twice; the file is damaged. {RESTORE}", path=path)
 

@@ -1,4 +1,4 @@
-"""Write inert data (:mod:`~.objects`) as a pickle that makes the same objects, with the same sharing and cycles."""
+"""Write inert data (:mod:`~.objects`) as a pickle, with its sharing and cycles."""
 
 from __future__ import annotations
 

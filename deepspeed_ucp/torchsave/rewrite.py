@@ -20,7 +20,7 @@ CHUNK: Final = 4 << 20
 
 
 def list_storages(root: Any) -> dict[str, StorageRef]:
-    """List the storages referenced by a part of a file's tree, by key, in the order of the references."""
+    """List the storages that a part of a file's tree references, by key, in order."""
     return {value.key: value for value in walk(root) if isinstance(value, StorageRef)}
 
 
@@ -30,7 +30,7 @@ def count_bytes(file: TorchFile, root: Any) -> int:
 
 
 def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes]) -> tuple[int, int]:
-    """Write a tree of a file's parts as a ``torch.save`` file, with the referenced storages; without a sync.
+    """Write parts of a file and their storages as a ``torch.save`` file; no fsync.
 
     Args:
         added: storages that are not in the file, by key.

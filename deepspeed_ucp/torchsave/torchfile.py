@@ -1,4 +1,4 @@
-"""Headers of ``torch.save`` files: the object tree with tensors as references, and each storage's byte range.
+"""Headers of ``torch.save`` files: object trees, and byte ranges of storages.
 
 Reads the zip format (uncompressed records with a CRC32 each) and the legacy format
 (``torch.serialization._legacy_save``: pickles followed by raw storages, without checksums).
@@ -94,7 +94,7 @@ class HeaderCache:
         return replace(tree, data=data)
 
     def add(self, header: Header, records: FileRecords, begin: bytes, end: bytes) -> None:
-        """Remember the form of a parsed header if it is one that torch writes for a single tensor."""
+        """Add the form of a parsed header if torch wrote the file for a single tensor."""
         forms, named = self._forms[records.size], {record.name: record for record in records.records}
         tree, storages = header
         if len(forms) == _MOST_FORMS or len(storages) != 1 or type(tree) is not TensorRef:
@@ -153,7 +153,7 @@ class TorchFile(FileRecords):
 
 
 def read_header(path: str) -> TorchFile:
-    """Read the header of a ``torch.save`` file, and the bytes of its one-element tensors."""
+    """Read a ``torch.save`` file's header and the bytes of its one-element tensors."""
     with open_file(path) as stream:
         return _read_open(path, stream)
 
@@ -241,7 +241,7 @@ def _read_legacy(path: str, stream: ReadStream) -> tuple[Pickled, FileRecords]:
 
 
 def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
-    """Read the pickles of a legacy file: the object, the storages' keys in order, and the storages' first byte."""
+    """Return a legacy file's object, its storages' keys in order and their first byte."""
     # DataStates begins a file with the length of a JSON object and the object (datastates/llm/checkpointing.py).
     if len(data) > 9 and 1 < struct.unpack("<Q", data[:8])[0] < _MOST_FRONT and data[8:10] in (b'{"', b"{}"):
         raise UnsupportedError(
@@ -268,13 +268,13 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
 
 
 def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[str], offset: int) -> list[FileRecord]:
-    """Locate a legacy file's storages, each preceded by its number of elements, in the order of their keys."""
+    """Locate a legacy file's storages, which are in the order of their keys."""
     size = stream.size
     records = []
     for key in keys:
         ref = pickled.storages.get(key)
         stream.seek(offset)
-        head = stream.read(8)
+        head = stream.read(8)  # number of elements
         if ref is None or len(head) < 8:
             text = "no tensor refers to" if ref is None else f"it ends at byte {size} before"
             raise CheckpointError(
@@ -294,7 +294,7 @@ def _find_storages(path: str, stream: ReadStream, pickled: Pickled, keys: list[s
 
 
 def _find_element(ref: TensorRef, file: FileRecords) -> tuple[FileRecord, int]:
-    """Return the record of a one-element tensor and the element's byte offset in the file."""
+    """Return a one-element tensor's record, and the byte offset of the element."""
     record = file.storages.get(ref.storage.key)
     itemsize = ITEMSIZE[ref.dtype]
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
@@ -306,7 +306,7 @@ def _find_element(ref: TensorRef, file: FileRecords) -> tuple[FileRecord, int]:
 
 
 def name_storages(path: str) -> dict[str, list[str]]:
-    """Map each storage's record name to its places in the object tree, such as ``optimizer.state.0.exp_avg``."""
+    """Map storages' record names to places such as ``optimizer.state.0.exp_avg``."""
     names: dict[str, list[str]] = defaultdict(list)
     todo: list[tuple[str, Any]] = [("", read_header(path).tree)]
     seen: set[int] = set()

@@ -1,7 +1,8 @@
-"""Read a pickle as inert data (:mod:`~.objects`): imports, calls and instances are recorded instead of executed.
+"""Read a pickle as inert data (:mod:`~.objects`) without executing it.
 
-Pickles are hostile input. Time and memory stay proportional to their length: each instruction makes at most one object
-from the stream or the stack, the memo is a dictionary, and keys are hashed only if that is cheap and rarely collides.
+Imports, calls and instances are recorded. Pickles are hostile input. Time and memory stay proportional to their length:
+each instruction makes at most one object from the stream or the stack, the memo is a dictionary, and keys are hashed
+only if that is cheap and rarely collides.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
 
 
 class _Machine(pickle._Unpickler):
-    """Python's pure Python unpickler, restricted to the instructions in :data:`_INSTRUCTIONS`.
+    """Python's unpickler, restricted to the instructions in :data:`_INSTRUCTIONS`.
 
     Its own readers of numbers, strings and plain containers are used as they are (:data:`_INERT`). The methods here
     replace every instruction that could run code, hash values or allocate more than the stream contains.
@@ -233,10 +234,10 @@ class _Machine(pickle._Unpickler):
         return named
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return the storage of a persistent id, or in the legacy format a class (pickled with its source)."""
+        """Return the storage of a persistent id; in the legacy format also a class."""
         if not _names_storage(pid):
             if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Global):
-                return pid[1]
+                return pid[1]  # pickled with its source
             raise UnsupportedError(
                 f"its pickle refers to {describe(pid)} instead of a storage; it is damaged or too old.", path=self.path
             )
@@ -411,7 +412,7 @@ def _is_bare(made: Any) -> bool:
 
 
 def _is_plain_call(op: bytes, maker: Global, args: tuple[Any, ...]) -> bool:
-    """Return True if a call makes a plain value from cheap arguments, in the form in which the class is pickled."""
+    """Return True if a call makes a plain value cheaply, in its class's pickled form."""
     if op == pickle.NEWOBJ_EX:
         return False
     if maker.kind == _PARTIAL:
@@ -430,7 +431,7 @@ def _is_numbers(state: Any) -> bool:
 
 
 def _is_steered(op: bytes, made: PickledObject) -> bool:
-    """Return True if ``op`` may look up a method by name that the file has replaced (see :class:`Use`)."""
+    """Return True if ``op`` may look up a method that the file set (see :class:`Use`)."""
     before, fills = made.edits[-1][0] if made.edits else b"", op in (pickle.APPENDS, pickle.ADDITEMS)
     if before == pickle.BUILD or (fills and before == pickle.SETITEMS):
         return True
@@ -458,7 +459,7 @@ def _find_made(value: Any) -> PickledObject:
 
 
 def _names_storage(pid: Any) -> bool:
-    """Return True if a persistent id is ("storage", class, key, location, elements), optionally followed by None."""
+    """Return True if a persistent id is ("storage", class, key, location, elements)."""
     if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[5:] not in ((), (None,)):
         return False
     _, kind, key, location, numel = pid[:5]
@@ -467,7 +468,7 @@ def _names_storage(pid: Any) -> bool:
 
 
 def _check_amount(parts: list[Any]) -> None:
-    """Refuse calls of :data:`_ALLOCATING` with a large number, with a tuple that contains one, or with keywords."""
+    """Refuse calls of :data:`_ALLOCATING` with large numbers or with keywords."""
     args = parts[1][:_MOST_ARGUMENTS]
     for value in (*args, args):
         numbers = value[:MOST_DIMENSIONS] if isinstance(value, tuple) else (value,)
@@ -476,7 +477,7 @@ def _check_amount(parts: list[Any]) -> None:
 
 
 def _view_tensor(parts: list[Any]) -> TensorRef | None:
-    """Read ``_rebuild_tensor`` and ``_v2``: the storage class determines the element type."""
+    """Read ``_rebuild_tensor`` and ``_v2``: the storage class names the element type."""
     storage, *view = parts[1]
     if not isinstance(storage, StorageRef):
         return None
@@ -484,7 +485,7 @@ def _view_tensor(parts: list[Any]) -> TensorRef | None:
 
 
 def _view_typed_tensor(parts: list[Any]) -> TensorRef | None:
-    """Read ``_rebuild_tensor_v3``: a dtype without a storage class, over untyped bytes."""
+    """Read ``_rebuild_tensor_v3``: a dtype without a storage class, in untyped bytes."""
     storage, offset, shape, stride, _grad, _hooks, dtype, *metadata = parts[1]
     if not isinstance(storage, StorageRef) or not isinstance(dtype, Global) or not is_dtype(dtype.kind):
         return None
@@ -510,7 +511,7 @@ def _view_parameter(parts: list[Any]) -> TensorRef | None:
 
 
 def _view_subclass(parts: list[Any]) -> TensorRef | None:
-    """Read a tensor with Python attributes, such as ZeRO 3's flat buffers after a step."""
+    """Read a tensor with attributes, such as ZeRO 3's flat buffers after a step."""
     inner, _kind, args, *_ = parts[1]
     view = _VIEWS.get(inner.kind) if isinstance(inner, Global) else None
     few = isinstance(args, tuple) and len(args) <= _MOST_ARGUMENTS

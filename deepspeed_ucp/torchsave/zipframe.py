@@ -1,4 +1,4 @@
-"""Write ``torch.save`` zips without torch: stored records with a CRC32 each, deterministic to the byte.
+"""Write ``torch.save`` zips without torch: stored, with CRC32s, deterministic.
 
 The layout is PyTorch's (caffe2/serialize/inline_container.cc): ``data.pkl``, ``byteorder``, ``version``, then the
 storages as ``data/<key>``, aligned by padding in their local headers. A storage's CRC32 is behind its bytes (the zip's
@@ -74,7 +74,7 @@ class _Entry:
         return self.nbytes >= _ZIP64_LIMIT
 
     def local(self, align: int = ALIGNMENT) -> bytes:
-        """Return the local header, padded so that the bytes start at a multiple of ``align``."""
+        """Return the local header, padded to start the bytes at a multiple of ``align``."""
         name, extra, size = self.name.encode(), b"", 0
         if self.wide:
             extra, size = struct.pack("<2H2Q", 1, 16, 0, 0), _IN_ZIP64
@@ -103,7 +103,7 @@ class _Entry:
 
 
 def _close(entries: Sequence[_Entry], crcs: Iterable[int], offset: int) -> bytes:
-    """Return the bytes behind the records: the directory, which starts at byte ``offset``, and the zip's end."""
+    """Return the bytes behind the records: the directory at ``offset``, and the end."""
     directory = b"".join(entry.directory(crc) for entry, crc in zip(entries, crcs, strict=True))
     number, size, wide = len(entries), len(directory), b""
     if offset >= _ZIP64_LIMIT or number >= 0xFFFF:
@@ -135,13 +135,13 @@ class ZipImage:
         return len(self.head)
 
     def tail(self, crc: int) -> bytes:
-        """Return the bytes behind the storage; ``crc`` is the CRC32 of the storage's bytes."""
+        """Return the bytes behind the storage, whose bytes have CRC32 ``crc``."""
         descriptor = self.entries[-1].describe(crc)
         offset = self.data_offset + self.nbytes + len(descriptor)
         return descriptor + _close(self.entries, (*self.crcs, crc), offset)
 
     def sum_directory(self, crc: int) -> int:
-        """Return the CRC32 of the zip's directory; ``crc`` is the CRC32 of the storage's bytes."""
+        """Return the CRC32 of the zip's directory for a storage with CRC32 ``crc``."""
         return int(isal_zlib.crc32(self.tail(crc)[len(self.entries[-1].describe(crc)) :]))
 
     @property
@@ -151,7 +151,7 @@ class ZipImage:
 
 
 def make_image(tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: tuple[int, ...]) -> ZipImage:
-    """Return the file of ``torch.save({"param": tensor, **tree})`` without the tensor's bytes.
+    """Return ``torch.save({"param": tensor, **tree})`` without the tensor's bytes.
 
     Args:
         tree: further entries of the dictionary as inert data (:mod:`~.objects`).
@@ -173,7 +173,7 @@ def make_image(tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: t
 
 
 def make_tensor(key: str, dtype: str, storage_numel: int, shape: tuple[int, ...]) -> PickledObject:
-    """Return the inert form of a row-major tensor at the start of storage ``key``, as ``torch.save`` pickles it."""
+    """Return the inert form of a row-major tensor at the start of storage ``key``."""
     numel = storage_numel if dtype in STORAGES else storage_numel * ITEMSIZE[dtype]
     kind = Global("torch", STORAGES[dtype]) if dtype in STORAGES else Global("torch.storage", "UntypedStorage")
     storage = StorageRef(key, kind, "cpu", numel)
@@ -192,7 +192,7 @@ def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
-    """Return the file of ``torch.save(value)``, such as ``step.pt``, and the CRC32 of its zip directory.
+    """Return the file of ``torch.save(value)``, and the CRC32 of its zip directory.
 
     Args:
         value: a number or another plain value.
@@ -221,7 +221,7 @@ class RecordWriter:
         self.entries, self.crcs = list[_Entry](), list[int]()
 
     def write_all(self, pickled: bytes, storages: Mapping[str, bytes | Stream]) -> tuple[int, int]:
-        """Write a whole file with storages by key, and close it; returns the same as :meth:`close`."""
+        """Write a whole file with storages by key; return the result of :meth:`close`."""
         self.write_record(PICKLE, pickled, len(pickled))
         self.write_record(BYTEORDER, b"little", 6)
         for key, data in storages.items():
@@ -234,7 +234,7 @@ class RecordWriter:
         self.write_pieces(name, [memoryview(data).cast("B")[:nbytes]], nbytes)
 
     def write_pieces(self, name: str, pieces: Iterable[memoryview], nbytes: int) -> None:
-        """Write a record piece by piece; CheckpointError if these have not ``nbytes`` bytes in total."""
+        """Write a record in pieces; CheckpointError if their total is not ``nbytes``."""
         entry, crc = _Entry(f"{ROOT}/{name}", self._offset, nbytes), 0
         offset = start = self._put(entry.local(), self._offset)
         for view in pieces:
@@ -249,7 +249,7 @@ class RecordWriter:
         self.crcs.append(crc)
 
     def close(self) -> tuple[int, int]:
-        """Write the version record and the directory; return the size of the file and the directory's CRC32."""
+        """Write the rest of the file; return its size and the directory's CRC32."""
         self.write_record(VERSION, b"3\n", 2)
         closing = _close(self.entries, self.crcs, self._offset)
         return self._put(closing, self._offset), int(isal_zlib.crc32(closing))
