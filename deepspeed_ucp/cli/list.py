@@ -129,7 +129,7 @@ def _describe_in_memory(save: HeldSave, folder: str | None) -> Row | None:
     data |= {"age": data["age"]._replace(step=first.step), "step": first.step}
     if not save.is_complete:
         data |= {"whole": None, "fault": None}  # other nodes have the rest
-    path = first.tag if folder is None else os.path.relpath(os.path.join(save.place, first.tag), locate(folder))
+    path = first.tag if folder is None else os.path.relpath(os.path.join(save.load_dir, first.tag), locate(folder))
     memory = {
         "host": socket.gethostname(),
         "save_dir": first.save_dir,

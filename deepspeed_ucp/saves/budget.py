@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from ..errors import shorten
 from ..io.memory import measure_available
 from ..io.paths import MEMORY, find_kind
+from .destinations import has_sealed_part
 from .memory import Job, SavePart, describe_late, is_locked, list_dead, locate
-from .places import has_sealed_part
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -35,7 +35,7 @@ def is_safe(save: SavePart) -> bool:
     """
     if save.node == 0 or not save.list_files():
         return save.is_written()
-    return save.is_written() and all(has_sealed_part(save, place) for place in save.destinations)
+    return save.is_written() and all(has_sealed_part(save, destination) for destination in save.destinations)
 
 
 def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> bool:

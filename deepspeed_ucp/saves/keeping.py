@@ -38,11 +38,11 @@ def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Co
     Returns:
         True if the save is written to this folder, and the folder holds no save yet.
     """
-    place = locate(os.fspath(folder))
-    _postponed.pop(place, None)
-    _times[place] = time.time()
+    destination = locate(os.fspath(folder))
+    _postponed.pop(destination, None)
+    _times[destination] = time.time()
     is_there = config.save is not None and not config.save.to
-    return is_there and comm.once(lambda: not exists(os.path.join(place, LATEST)))
+    return is_there and comm.once(lambda: not exists(os.path.join(destination, LATEST)))
 
 
 def restore_times() -> None:
@@ -91,11 +91,11 @@ def remove_when_safe(
         marker: a trainer's file that every complete folder has.
         coming: a newer save follows at once.
     """
-    place = locate(os.fspath(folder))
-    _postponed.pop(place, None)
+    destination = locate(os.fspath(folder))
+    _postponed.pop(destination, None)
     remove_postponed()
-    if _is_needed(place, marker, coming=coming):
-        _postponed[place] = remove, marker
+    if _is_needed(destination, marker, coming=coming):
+        _postponed[destination] = remove, marker
     else:
         remove()
 
@@ -116,7 +116,7 @@ atexit.register(remove_postponed)  # before savers are: it runs when they have f
 
 
 def _is_needed(folder: str, marker: str, *, coming: bool = False) -> bool:
-    written = {place for saver in list_savers() for place in saver.list_pending()}
+    written = {destination for saver in list_savers() for destination in saver.list_pending()}
     beside = os.path.dirname(folder)
     if folder in written:
         return True
@@ -165,8 +165,8 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
         return
     is_owner, above = owns_memory(options.memory, comm), locate(os.fspath(beside))
 
-    def is_wanted(place: str) -> bool:
-        return above in (place, os.path.dirname(place))
+    def is_wanted(destination: str) -> bool:
+        return above in (destination, os.path.dirname(destination))
 
     def finish() -> None:
         _finish_savers()

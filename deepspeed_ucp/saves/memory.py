@@ -96,17 +96,17 @@ class SavePart:
     def list_lacking(self) -> list[str]:
         """Return the destinations that lack it."""
         done = self.read("done")
-        return [place for place in self.destinations if place not in done]
+        return [destination for destination in self.destinations if destination not in done]
 
     def list_pending(self) -> list[str]:
         """Return the destinations that lack it and have not been given up."""
         refused = self.read("refused")
-        return [place for place in self.list_lacking() if place not in refused]
+        return [destination for destination in self.list_lacking() if destination not in refused]
 
-    def find_failure(self, place: str) -> str:
+    def find_failure(self, destination: str) -> str:
         """Return the reason why the last attempt to write it to a destination failed, or an empty string."""
         state = self.read_state()
-        fault: str = state["refused"].get(place) or state["failed"].get(place, "")
+        fault: str = state["refused"].get(destination) or state["failed"].get(destination, "")
         return fault
 
     def is_written(self) -> bool:
@@ -241,7 +241,7 @@ class Job:
     def read(self, name: str) -> dict[str, Any]:
         """Return a record of the job, or an empty one.
 
-        ``written``: by destination this job's tags in the order of writing (:class:`~.places.WrittenTag`).
+        ``written``: by destination this job's tags in the order of writing (:class:`~.destinations.WrittenTag`).
         ``copying``: the numbers of the last save whose copies are complete (``safe``) and of the save that is copied
         now (``current``). If a node is lost before its part of that is copied, ``safe`` can still be loaded.
         """
@@ -401,24 +401,24 @@ def list_later(save: SavePart) -> list[SavePart]:
     return [candidate for other in living for candidate in other.list_saves() if candidate.save_dir == save.save_dir]
 
 
-def locate(place: str) -> str:
+def locate(path: str) -> str:
     """Return a folder's real path, or a URL without a trailing slash."""
-    return normalize(place) if is_url(place) else os.path.realpath(normalize(place))
+    return normalize(path) if is_url(path) else os.path.realpath(normalize(path))
 
 
 def list_late(saves: Iterable[SavePart]) -> dict[str, list[str]]:
     """Return by destination the tags of a job's pending saves, the oldest first."""
     tags: dict[str, list[str]] = defaultdict(list)
     for save in saves:
-        for place in save.list_pending():
-            tags[place].append(save.tag)
+        for destination in save.list_pending():
+            tags[destination].append(save.tag)
     return dict(tags)
 
 
 def describe_late(saves: Iterable[SavePart], is_wanted: Callable[[str], bool] = lambda _: True) -> str:
     """Name the pending saves of the wanted destinations: ``best, last to /checkpoints``."""
     late = sorted(list_late(saves).items())
-    return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in late if is_wanted(place))
+    return "; ".join(f"{', '.join(tags)} to {destination}" for destination, tags in late if is_wanted(destination))
 
 
 def _read_records(folder: str) -> Iterator[SavePart]:

@@ -349,8 +349,8 @@ def is_save_file(name: str) -> bool:
     )
 
 
-def remove_tag(place: str, tag: str) -> None:
-    """Delete a save's files, and its folder if that is empty afterwards; no link below the place is followed.
+def remove_tag(destination: str, tag: str) -> None:
+    """Delete a save's files, and its folder if that is empty afterwards; no link below the destination is followed.
 
     If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file.
 
@@ -358,15 +358,15 @@ def remove_tag(place: str, tag: str) -> None:
     which every load needs, state files last. So no load takes the rest of a tag for complete after an interruption.
 
     Args:
-        place: the folder or URL that holds the tag.
+        destination: the folder or URL that holds the tag.
 
     Raises:
         OSError: a file cannot be deleted, or the tag's folder is reached through a link.
         CheckpointError: ``ucp_published.json`` is damaged.
     """
-    folder = os.path.join(place, tag)
+    folder = os.path.join(destination, tag)
     published = os.path.relpath(resolve_published(folder), folder)
-    if is_url(place):
+    if is_url(destination):
         if published != ".":
             remove(f"{folder}/{PUBLISHED}")
             remove_tree(folder, published)
@@ -375,15 +375,15 @@ def remove_tag(place: str, tag: str) -> None:
         for is_turn in _TURNS:
             map_threads(lambda name: remove(f"{folder}/{name}"), [*filter(is_turn, names)], _REMOVERS)
         return
-    with open_below(place, tag) as fd:
+    with open_below(destination, tag) as fd:
         if published != ".":
             os.unlink(PUBLISHED, dir_fd=fd)
             _sync(fd)
-            remove_tree(place, f"{tag}/{published}")
+            remove_tree(destination, f"{tag}/{published}")
         for is_turn in _TURNS:
             delete_files(fd, partial(_is_deleted_in, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
             _sync(fd)
-    delete_empty_folder(place, tag)
+    delete_empty_folder(destination, tag)
 
 
 def _is_deleted_in(is_turn: Callable[[str], bool], name: str) -> bool:
@@ -395,16 +395,16 @@ def _sync(fd: int) -> None:
         os.fsync(fd)
 
 
-def remove_tree(place: str, path: str) -> None:
-    """Delete a file, or a folder with everything in it, below a place; no link below the place is followed.
+def remove_tree(destination: str, path: str) -> None:
+    """Delete a file, or a folder with everything in it, below a destination; no link below the destination is followed.
 
     Raises:
         OSError: something cannot be deleted.
     """
-    folder = os.path.join(place, path)
-    if is_url(place):
+    folder = os.path.join(destination, path)
+    if is_url(destination):
         remove(folder)
         with suppress(FileNotFoundError):
             map_threads(lambda name: remove(f"{folder}/{name}"), list(list_tree(folder)), _REMOVERS)
     else:
-        delete_tree(folder, place)
+        delete_tree(folder, destination)

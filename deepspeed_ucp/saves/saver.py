@@ -52,7 +52,7 @@ _ENGINE = "deepspeed.runtime.engine"
 _savers = WeakSet["Saver"]()
 
 _claimed = dict[tuple[str, str], tuple[str, tuple[str, int]]]()
-"""(place, tag) → the folder that the script named for the save there, and the save's job and step."""
+"""(destination, tag) → the folder that the script named for the save there, and the save's job and step."""
 
 
 @cache
@@ -116,18 +116,18 @@ class Saver:
             StorageError: one of them has the save of another folder under this tag.
         """
         folder, owner = locate(save_dir), (self.job.name, step)
-        for place in {folder, *(locate(tier.place) for tier in self.options.to)}:
-            other, former = _claimed.setdefault((place, tag), (folder, owner))
+        for destination in {folder, *(locate(tier.place) for tier in self.options.to)}:
+            other, former = _claimed.setdefault((destination, tag), (folder, owner))
             if other != folder and former != owner:
                 raise StorageError(
-                    f"has {tag!r} of {other}, which the save of {folder} would replace. Give each engine another place "
-                    'in "save": {"to": …}, or each save another tag.',
-                    path=place,
+                    f"has {tag!r} of {other}, which the save of {folder} would replace. Give each engine another "
+                    'destination in "save": {"to": …}, or each save another tag.',
+                    path=destination,
                 )
             is_shared = other == folder and former[0] != owner[0] and former[1] == step
             if is_shared and self.is_owner and self.node == 0:
                 _warn_shared(folder)
-            _claimed[place, tag] = folder, owner
+            _claimed[destination, tag] = folder, owner
 
     @property
     def folder(self) -> str:
@@ -201,16 +201,16 @@ class Saver:
     def record(self, save_dir: str, tag: str, step: int, *, latest: bool, is_snapshot: bool) -> None:
         """Record that all of the node's files of the save are in memory."""
         self.made += not is_snapshot
-        places: dict[str, int | None] = {} if is_snapshot or self.options.to else {locate(save_dir): None}
+        destinations: dict[str, int | None] = {} if is_snapshot or self.options.to else {locate(save_dir): None}
         for tier in self.options.to:
             if not is_snapshot and self.made % tier.every == 0:
-                places[locate(tier.place)] = tier.keep
+                destinations[locate(tier.place)] = tier.keep
         SavePart(
             job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
-            node=self.node, nodes=self.nodes, destinations=places, folder=self.folder,
+            node=self.node, nodes=self.nodes, destinations=destinations, folder=self.folder,
         ).write_record()  # fmt: skip
         self.budget.needed = int(MARGIN * count_allocated(self.folder))
-        if places:
+        if destinations:
             self._requested[self.number] = tag
 
     def forget(self) -> None:
@@ -250,23 +250,24 @@ class Saver:
             why = f"{self.job.folder} was removed, perhaps before it was written"
             missing |= dict.fromkeys(self._requested.values(), why)
         for save in self._look_late():
-            for place in save.list_lacking():
-                missing[save.tag] = f"missing at {place} ({save.find_failure(place) or f'see {self.job.folder}/log'})"
+            for destination in save.list_lacking():
+                why = save.find_failure(destination) or f"see {self.job.folder}/log"
+                missing[save.tag] = f"missing at {destination} ({why})"
         return missing
 
     def warn_late(self) -> None:
         """Warn once about each destination that lacks a save when the next one comes, until it has all saves."""
         late = defaultdict[str, list[SavePart]](list)
         for save in self._look_late():
-            for place in save.list_lacking():
-                late[place].append(save)
-        self._logged = {place: fault for place, fault in self._logged.items() if place in late}
-        for place, saves in late.items():
-            fault = next(filter(None, (save.find_failure(place) for save in saves)), "")
-            if self._logged.get(place) != fault:
-                self._logged[place] = fault
+            for destination in save.list_lacking():
+                late[destination].append(save)
+        self._logged = {destination: fault for destination, fault in self._logged.items() if destination in late}
+        for destination, saves in late.items():
+            fault = next(filter(None, (save.find_failure(destination) for save in saves)), "")
+            if self._logged.get(destination) != fault:
+                self._logged[destination] = fault
                 tags, why = ", ".join(save.tag for save in saves), fault or f"see {self.job.folder}/log"
-                logger.warning("%s still lacks %s, which memory holds: %s", place, tags, why)
+                logger.warning("%s still lacks %s, which memory holds: %s", destination, tags, why)
 
     def _look_late(self) -> list[SavePart]:
         """Return the saves in memory, and note which ones of the script are written."""

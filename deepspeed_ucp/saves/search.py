@@ -20,9 +20,9 @@ from ..errors import UcpError
 from ..formats.latest import find_age, read_latest
 from ..io.paths import normalize
 from ..io.store import is_folder
+from .destinations import find_mark
 from .launch import finish_dead
 from .memory import Job, SavePart, find_root, list_jobs, locate, owns_memory
-from .places import find_mark
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -47,8 +47,8 @@ class Found(NamedTuple):
 def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
     """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
 
-    Returns None as well if the folder has a later save, or else the first of the further places that has a checkpoint.
-    Pending saves of dead jobs are written meanwhile. Rank 0 warns if the places of a save that it returns were emptied.
+    Returns None as well if the folder has a later save, or else the first further folder that has a checkpoint.
+    Pending saves of dead jobs are written meanwhile. Rank 0 warns if the destinations of that save were emptied.
 
     Args:
         load_dir: the folder of all tags, or without ``tag`` the folder of one tag; it may not exist yet.
@@ -59,20 +59,20 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     root, is_owner = comm.run(lambda: find_root(memory)), owns_memory(memory, comm)
     if comm.rank == 0 and list_jobs(root):  # before a writer writes pending saves there
         with suppress(UcpError, OSError):
-            is_empty = all(read_latest(place) is None for place in (load_dir, *also))
+            is_empty = all(read_latest(folder) is None for folder in (load_dir, *also))
     comm.run(lambda: finish_dead(root, config) if is_owner else None)
     newest = search_memory(root, load_dir, tag, comm, also=also, is_owner=is_owner)
     if newest is not None and is_empty:
-        _warn_emptied(root, [locate(place) for place in (load_dir, *also)], newest)
+        _warn_emptied(root, [locate(folder) for folder in (load_dir, *also)], newest)
     return newest
 
 
-def _warn_emptied(root: str, places: Sequence[str], newest: Found) -> None:
-    """Warn if the job of a save has written saves to one of these places, which have no checkpoint now."""
+def _warn_emptied(root: str, folders: Sequence[str], newest: Found) -> None:
+    """Warn if a save's job has written to one of these folders without a checkpoint."""
     job = Job(os.path.dirname(newest.folder))
     written = set(job.read("written")).union(*(save.read("done") for save in job.list_saves()))
-    if emptied := next((place for place in places if place in written), None):
-        jobs = [job for job in list_jobs(root) if any(emptied in list_places(save) for save in job.list_saves())]
+    if emptied := next((folder for folder in folders if folder in written), None):
+        jobs = [job for job in list_jobs(root) if any(emptied in list_load_dirs(save) for save in job.list_saves())]
         logger.warning(
             "%s has no checkpoint, although the run wrote saves there: it continues from %s in memory, step %d. "
             "To start from scratch, run on each node: rm -r %s",
@@ -87,7 +87,7 @@ def search_memory(
 
     Args:
         root: folder of the jobs in memory (:func:`~.memory.find_root`).
-        also: further places that the load reads.
+        also: further folders that the load reads.
         is_owner: this rank reads its node's memory for all ranks of the node.
     """
     newest = _find(root, load_dir, tag, comm, also, is_owner=is_owner)
@@ -108,7 +108,7 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
         # Other running jobs are skipped: their next save overwrites this memory.
         jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()] if is_owner else []
         saves = [
-            save for job in jobs for save in [*job.list_copies(), *job.list_saves()] if wanted in list_places(save)
+            save for job in jobs for save in [*job.list_copies(), *job.list_saves()] if wanted in list_load_dirs(save)
         ]
         saves = [save for save in saves if (save.latest if tag is None else save.tag == tag)]
         return [(replace(save, folder=os.path.relpath(save.folder, root)), save.read("done")) for save in saves]
@@ -125,10 +125,10 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
 
     def select() -> SavePart | None:
         try:
-            place, stored = _find_stored((load_dir, *also), tag) if complete else ("", None)
+            folder, stored = _find_stored((load_dir, *also), tag) if complete else ("", None)
         except (UcpError, OSError):
-            return complete[0]  # a place cannot be read, and memory has a complete save
-        return next((save for save in complete if _precedes(save, marked, place, stored, tag)), None)
+            return complete[0]  # a folder cannot be read, and memory has a complete save
+        return next((save for save in complete if _precedes(save, marked, folder, stored, tag)), None)
 
     newest = comm.once(select)
     if newest is None:
@@ -140,56 +140,57 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, also: Sequence[str], *
     return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
 
 
-def _find_stored(places: Sequence[str], tag: str | None) -> tuple[str, str | None]:
-    """Return the place whose checkpoint a load takes if it takes none from memory, and its tag, or None without one.
+def _find_stored(folders: Sequence[str], tag: str | None) -> tuple[str, str | None]:
+    """Return the folder and tag that a load takes if it takes no save from memory.
 
-    It is the first place that has the tag, or ``latest`` if no tag is given; else the first place.
+    It is the first folder that has the tag, or ``latest`` if no tag is given; else the first folder. The returned tag
+    is None if no folder has ``latest``.
     """
-    for place in places:
-        if tag is None and (latest := read_latest(place)) is not None:
-            return place, latest
-        if tag is not None and is_folder(os.path.join(place, tag)):
-            return place, tag
-    return places[0], tag
+    for folder in folders:
+        if tag is None and (latest := read_latest(folder)) is not None:
+            return folder, latest
+        if tag is not None and is_folder(os.path.join(folder, tag)):
+            return folder, tag
+    return folders[0], tag
 
 
-def _find_mark(save: SavePart, marked: Mapping[tuple[str, int], _Marked], place: str) -> str | None:
-    """Return the mark of a save at a place.
+def _find_mark(save: SavePart, marked: Mapping[tuple[str, int], _Marked], folder: str) -> str | None:
+    """Return the mark of a save in a folder.
 
     A save that was dropped for later ones counts as pending unless one of them has been written there.
     """
-    key = locate(place)
+    key = locate(folder)
     mark = marked[save.key][1].get(key)
     if mark != "":
         return mark
     later = [entry for entry in marked.values() if entry[0].job == save.job and entry[0].number > save.number]
     # The mark of another node does not mean that the first node has published the save.
-    is_written = any(done.get(key) and (other.node == 0 or find_mark(place, other.tag)) for other, done in later)
+    is_written = any(done.get(key) and (other.node == 0 or find_mark(folder, other.tag)) for other, done in later)
     return None if later and not is_written else mark
 
 
 def _precedes(
-    save: SavePart, marked: Mapping[tuple[str, int], _Marked], place: str, stored: str | None, tag: str | None
+    save: SavePart, marked: Mapping[tuple[str, int], _Marked], folder: str, stored: str | None, tag: str | None
 ) -> bool:
     """Return True if a load takes the save from memory rather than the stored checkpoint.
 
-    A written save precedes it only while the place names the save and has its seal: a user who writes another tag into
-    ``latest``, or other files under this tag, wants those. A missing place has no checkpoint. Of equal steps the save
+    A written save precedes it only while the folder names the save and has its seal: a user who writes another tag into
+    ``latest``, or other files under this tag, wants those. A missing folder has no checkpoint. Of equal steps the save
     in memory is taken.
 
     Args:
-        stored: tag of the checkpoint at the place, or None.
+        stored: tag of the checkpoint in the folder, or None.
         tag: the tag of the load; None for the tag in ``latest``.
     """
     try:
-        mark = _find_mark(save, marked, place)
+        mark = _find_mark(save, marked, folder)
         if mark == "" and tag is None:
             return False
         if mark and stored is not None:
-            return stored == save.tag and mark == find_mark(place, save.tag)
-        return stored is None or find_age([os.path.join(place, stored)]).step <= save.step
+            return stored == save.tag and mark == find_mark(folder, save.tag)
+        return stored is None or find_age([os.path.join(folder, stored)]).step <= save.step
     except (UcpError, OSError):
-        return True  # the place cannot be read, and memory has a complete save
+        return True  # the folder cannot be read, and memory has a complete save
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +199,13 @@ class HeldSave:
 
     Attributes:
         parts: of the nodes whose files are here, in order; a node's memory may have copies of other nodes' files.
-        place: folder of tags that it belongs to.
+        load_dir: folder of tags in which a load finds it.
         is_running: the job that made it is running; loads take its saves when it has ended.
         is_taken: a load without a tag takes it.
     """
 
     parts: tuple[SavePart, ...]
-    place: str
+    load_dir: str
     is_running: bool
     is_taken: bool
 
@@ -236,39 +237,37 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
     parts = defaultdict[tuple[str, tuple[str, int]], list[SavePart]](list)
     jobs, wanted, taken = list_jobs(root), None if folder is None else locate(folder), dict[str, Found | None]()
     for save in (save for job in jobs for save in [*job.list_saves(), *job.list_copies()]):
-        place = save.save_dir if wanted is None else _find_place(save, wanted)
-        if place is not None:
-            parts[place, save.key].append(save)
-    for (place, _), saves in parts.items():
-        load_dir = place if wanted is None or wanted == os.path.dirname(place) else wanted
-        also = [place for save in saves for place in save.destinations]
-        taken[place] = search_memory(root, load_dir, None, Comm(), also=also)
+        load_dir = save.save_dir if wanted is None else _find_load_dir(save, wanted)
+        if load_dir is not None:
+            parts[load_dir, save.key].append(save)
+    for (load_dir, _), saves in parts.items():
+        searched = load_dir if wanted is None or wanted == os.path.dirname(load_dir) else wanted
+        also = [destination for save in saves for destination in save.destinations]
+        taken[load_dir] = search_memory(root, searched, None, Comm(), also=also)
     running = {job.name for job in jobs if job.is_owned()}
     return [
         HeldSave(
             tuple(sorted(saves, key=lambda part: part.node)),
-            place,
+            load_dir,
             is_running=name in running,
-            is_taken=(newest := taken[place]) is not None
+            is_taken=(newest := taken[load_dir]) is not None
             and newest.folder == Job(os.path.join(root, name)).find_folder(number),
         )
-        for (place, (name, number)), saves in parts.items()
+        for (load_dir, (name, number)), saves in parts.items()
     ]
 
 
-def list_places(save: SavePart) -> list[str]:
+def list_load_dirs(save: SavePart) -> list[str]:
     """Return the folders in which a load finds a save: the one that the script named, and its destinations."""
     return list(dict.fromkeys([save.save_dir, *save.destinations]))
 
 
-def _find_place(save: SavePart, folder: str) -> str | None:
-    """Return the first place of a save that equals a folder, lies directly in it, or has it as tag folder, or None."""
-    places = list_places(save)
-    return next(
-        (
-            candidate
-            for candidate in places
-            if folder in (candidate, os.path.dirname(candidate), f"{candidate}/{save.tag}")
-        ),
-        None,
-    )
+def _find_load_dir(save: SavePart, folder: str) -> str | None:
+    """Return the load folder of a save that a folder names, or None.
+
+    A folder names itself, its direct subfolders, and the folder above it if it is the save's tag folder.
+    """
+    for candidate in list_load_dirs(save):
+        if folder in (candidate, os.path.dirname(candidate), f"{candidate}/{save.tag}"):
+            return candidate
+    return None

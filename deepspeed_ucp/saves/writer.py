@@ -26,8 +26,7 @@ from ..io.paths import is_url
 from ..io.store import set_storage_options
 from .budget import free_unwanted, is_safe
 from .copies import Replicator
-from .memory import FINISHED, Job, SavePart, list_late
-from .places import (
+from .destinations import (
     WrittenTag,
     delete_coordination_files,
     delete_old_tags,
@@ -38,6 +37,7 @@ from .places import (
     wait_until,
     write_save,
 )
+from .memory import FINISHED, Job, SavePart, list_late
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -82,10 +82,10 @@ class SaveWriter:
         self.end = math.inf  # time when retries end
         self._writers, self._is_finished = dict[str, DestinationWriter](), False
         for save in job.list_saves():
-            for place in save.destinations:
-                if place in save.read("done") and not is_url(place):
+            for destination in save.destinations:
+                if destination in save.read("done") and not is_url(destination):
                     with suppress(OSError):
-                        delete_coordination_files(save, place)  # a killed writer may have left coordination files
+                        delete_coordination_files(save, destination)  # a killed writer may have left coordination files
 
     def run(self, note_end: Callable[[], None] = lambda: None) -> int:
         """Write saves until standard input ends and nothing is pending; return the exit code.

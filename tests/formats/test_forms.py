@@ -24,7 +24,7 @@ from deepspeed_ucp.formats.latest import find_age, find_checkpoint, holds_foreig
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.paths import join_path
 from deepspeed_ucp.load import choice
-from deepspeed_ucp.saves.places import find_mark
+from deepspeed_ucp.saves.destinations import find_mark
 from deepspeed_ucp.saves.publishing import remove_tag
 from tests.convert.conversions import write_source
 from tests.formats.saves import STATES, check_refused, open_alone, shard

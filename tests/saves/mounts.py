@@ -56,36 +56,36 @@ def write_to_small_disk(folder: Path, fault: str, message: str) -> None:
     Args:
         message: part of the writer's log.
     """
-    place = folder / "place"
-    place.mkdir()
-    mount(place, "size=96k")
+    destination = folder / "destination"
+    destination.mkdir()
+    mount(destination, "size=96k")
     job = Job(str(folder / "memory" / "job"))
     job.own()
     writer = WriterPipe(job, CONFIG)
-    make_save(job, str(place), tag="first")
+    make_save(job, str(destination), tag="first")
     writer.notify()
-    # The writer has finished with the place.
+    # The writer has finished with the destination.
     wait_until(lambda: not list_late(job.list_saves()) and job.read("written"))
     if fault == "ro":
-        mount(place, "remount,ro")
-    make_save(job, str(place), tag="second")
+        mount(destination, "remount,ro")
+    make_save(job, str(destination), tag="second")
     writer.notify()
     wait_until(lambda: "not written, to be tried again" in Path(job.folder, "log").read_text())
-    assert (place / "latest").read_text() == "first"
-    assert is_whole(str(place / "first"))
-    mount(place, "remount,rw,size=4m")
+    assert (destination / "latest").read_text() == "first"
+    assert is_whole(str(destination / "first"))
+    mount(destination, "remount,rw,size=4m")
     writer.close()
     wait_until(lambda: not is_locked(job))
-    assert (place / "latest").read_text() == "second"
-    assert is_whole(str(place / "first")) and is_whole(str(place / "second"))
-    assert not list(place.glob(".*"))
+    assert (destination / "latest").read_text() == "second"
+    assert is_whole(str(destination / "first")) and is_whole(str(destination / "second"))
+    assert not list(destination.glob(".*"))
     assert message in Path(job.folder, "log").read_text()
 
 
 def save_into_small_memory(folder: Path) -> None:
     """Save while the memory is full; needs a mount namespace."""
     training = Training(folder)
-    memory, place = training.memory, training.place
+    memory, destination = training.memory, training.destination
     memory.mkdir()
     mount(memory, "size=4m")
 
@@ -121,10 +121,10 @@ def save_into_small_memory(folder: Path) -> None:
     wait_until(is_running)
     save_and_fill("second")
     wait_until(lambda: not list_late(training.job.list_saves()))
-    assert is_whole(str(place / "second")) and (place / "latest").read_text() == "second"
+    assert is_whole(str(destination / "second")) and (destination / "latest").read_text() == "second"
     assert "not written" not in training.log
     os.unlink(memory / "ballast")
     assert training.save("third")
     finish_saves(training.engine, required=True)
-    wait_until(lambda: list(training.job.read("written")[str(place)]) == ["first", "second", "third"])
+    wait_until(lambda: list(training.job.read("written")[str(destination)]) == ["first", "second", "third"])
     training.saver.close()

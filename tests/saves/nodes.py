@@ -76,7 +76,7 @@ class Nodes:
 
     def save(self, node: int, tag: str = TAG, **changes: Any) -> SavePart:
         """Make a node's part of its next save, which is to be copied now."""
-        made = make_save(self.jobs[node], str(self.folder / "place"), tag=tag, node=node, nodes=2, **changes)
+        made = make_save(self.jobs[node], str(self.folder / "destination"), tag=tag, node=node, nodes=2, **changes)
         self.jobs[node].note("copying", {"safe": 0, "current": made.number})
         return made
 

@@ -23,7 +23,7 @@ from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_publi
 from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.io.threads import map_threads
-from deepspeed_ucp.saves import places, publishing
+from deepspeed_ucp.saves import destinations, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import LOG, Job, SavePart
 from deepspeed_ucp.saves.writer import DestinationWriter, SaveWriter
@@ -38,8 +38,8 @@ SCRIPT = "zero_to_fp32.py"
 PATIENCE = 120.0
 """Seconds to wait for other processes and threads: longer than a busy machine takes."""
 
-MODULES = (places, publishing)
-"""Modules that write a save to a place."""
+MODULES = (destinations, publishing)
+"""Modules that write a save to a destination."""
 
 CONFIG = UniversalConfig(save=SaveOptions(wait_s=PATIENCE))
 """Configuration of a job that saves into memory."""
@@ -54,8 +54,8 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
         (folder / tag).parent.mkdir(exist_ok=True)
         made.rename(folder / tag)
     (folder / SCRIPT).write_text("# a script")
-    places = dict.fromkeys(folders, keep)
-    save = SavePart(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
+    keeping = dict.fromkeys(folders, keep)
+    save = SavePart(job.name, number, folders[0], tag, number, True, 0, 1, keeping, str(folder))
     save = replace(save, **changes)
     save.write_record()
     return save
@@ -64,14 +64,14 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
 class Run:
     """A job of this process that saves into memory, and the folder or URL that its saves go to."""
 
-    def __init__(self, folder: Path, place: str = "", *, memory: str = "memory", name: str = "job") -> None:
-        self.folder, self.place = folder, place or str(folder / "place")
+    def __init__(self, folder: Path, destination: str = "", *, memory: str = "memory", name: str = "job") -> None:
+        self.folder, self.destination = folder, destination or str(folder / "destination")
         self.job = Job(str(folder / memory / name))
         self.job.own()
 
     def save(self, *folders: str, **changes: Any) -> SavePart:
-        """Make the next save, to folders below the test's folder or to the place."""
-        return make_save(self.job, *([str(self.folder / each) for each in folders] or [self.place]), **changes)
+        """Make the next save, to folders below the test's folder or to the destination."""
+        return make_save(self.job, *([str(self.folder / each) for each in folders] or [self.destination]), **changes)
 
     def write(self, *, wait: float = PATIENCE) -> bool:
         """Write the pending saves by a new writer; return True if none failed."""
@@ -84,24 +84,24 @@ class Run:
         return made
 
     def list_names(self) -> set[str]:
-        """Return the names in the place."""
-        return set(list_folder(self.place))
+        """Return the names in the destination."""
+        return set(list_folder(self.destination))
 
     @property
     def latest(self) -> str:
-        """Content of the place's ``latest``."""
-        return read_small(f"{self.place}/latest").decode()
+        """Content of the destination's ``latest``."""
+        return read_small(f"{self.destination}/latest").decode()
 
     def is_whole(self, tag: str = TAG) -> bool:
-        return is_whole(f"{self.place}/{tag}")
+        return is_whole(f"{self.destination}/{tag}")
 
     def holds(self, save: SavePart) -> bool:
-        """Return True if the place has a complete tag with exactly the files of a save."""
-        tag = resolve_published(f"{self.place}/{save.tag}")
-        return is_whole(f"{self.place}/{save.tag}") and strip(read_tree(tag)) == read_tree(f"{save.folder}/{save.tag}")
+        """Return True if the destination has a complete tag with exactly the files of a save."""
+        published = resolve_published(f"{self.destination}/{save.tag}")
+        return self.is_whole(save.tag) and strip(read_tree(published)) == read_tree(f"{save.folder}/{save.tag}")
 
     def list_late(self) -> list[str]:
-        """Return the tags that a place lacks."""
+        """Return the tags that a destination lacks."""
         return [save.tag for save in self.job.list_saves() if save.list_pending()]
 
 
@@ -114,7 +114,8 @@ def make_parts(folder: Path) -> list[Run]:
         part.mkdir(parents=True)
         for path in whole[node::2]:
             shutil.copy(path, part)
-        SavePart("job", 1, run.place, TAG, 3, True, node, 2, {run.place: None}, str(part.parent)).write_record()
+        destination = run.destination
+        SavePart("job", 1, destination, TAG, 3, True, node, 2, {destination: None}, str(part.parent)).write_record()
     return nodes
 
 
@@ -166,7 +167,7 @@ def fail_save(tag: str, error: Exception) -> mock._patch[Any]:
     def write_or_fail(save: SavePart, *args: Any) -> str:
         if save.tag == tag:
             raise error
-        return places.write_save(save, *args)
+        return destinations.write_save(save, *args)
 
     return mock.patch.object(writing, "write_save", write_or_fail)
 

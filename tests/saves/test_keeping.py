@@ -122,7 +122,7 @@ def test_folders_have_the_times_of_their_saves(make: Callable[..., str], written
 
 
 @pytest.mark.parametrize("save", [SaveOptions(to=[SaveTier(place="/elsewhere")]), None])
-def test_a_save_to_another_place_does_not_complete_the_folder(save: SaveOptions | None, tmp_path: Path) -> None:
+def test_a_save_to_another_destination_does_not_complete_the_folder(save: SaveOptions | None, tmp_path: Path) -> None:
     assert not keeping.begin_save(tmp_path / "a", UniversalConfig(save=save), Comm())
 
 

@@ -71,7 +71,7 @@ def test_each_node_has_the_others_part(nodes: Nodes) -> None:
         for path in save.list_files():
             assert os.stat(Path(copy.folder, path)).st_mtime_ns == os.stat(Path(save.folder, path)).st_mtime_ns
     assert saves[0].list_files() == saves[1].list_files()  # without the copies
-    saves[0].note("done", {str(nodes.folder / "place"): "digest"})  # marks are sent later too
+    saves[0].note("done", {str(nodes.folder / "destination"): "digest"})  # marks are sent later too
     wait_until(lambda: nodes.jobs[1].list_copies()[0].read("done"))
     assert nodes.jobs[1].list_copies()[0].read("done") == saves[0].read("done")
     assert not nodes.jobs[1].holds_none()
@@ -99,24 +99,24 @@ def test_a_load_finds_the_save_whose_parts_are_all_there(lost: int, nodes: Nodes
     shutil.rmtree(nodes.memories[lost])
     config = UniversalConfig(save=SaveOptions(memory=nodes.memories[1 - lost]))
     with mock.patch("deepspeed_ucp.saves.launch.start_writer"):
-        found = find_in_memory(config, str(nodes.folder / "place"), None, Comm())
+        found = find_in_memory(config, str(nodes.folder / "destination"), None, Comm())
     assert found is not None and found.tag == TAG
     assert found.folder == nodes.jobs[1 - lost].find_folder(1)
     assert found.copies == (nodes.jobs[1 - lost].find_copy(lost, 1),)
 
 
 def test_a_copy_that_lacks_a_mark_hides_none_of_the_node(nodes: Nodes) -> None:
-    """A writer may end before it has sent the mark. Then the place has other files of that step."""
-    place = nodes.folder / "place"
+    """A writer may end before it has sent the mark. Then the destination has other files of that step."""
+    destination = nodes.folder / "destination"
     saves = [nodes.save(node, step=3) for node in range(2)]
     nodes.copy(saves[0])
-    saves[0].note("done", {str(place): "mark"})
-    write_source(place, 7)
-    (place / "latest").write_text(TAG)
+    saves[0].note("done", {str(destination): "mark"})
+    write_source(destination, 7)
+    (destination / "latest").write_text(TAG)
     for job in nodes.jobs:
         job.disown()
     roots = [find_root(memory) for memory in nodes.memories]
-    assert run_ranks(2, lambda rank, comm: search_memory(roots[rank], str(place), None, comm)) == [None, None]
+    assert run_ranks(2, lambda rank, comm: search_memory(roots[rank], str(destination), None, comm)) == [None, None]
 
 
 def test_a_peer_without_the_secret_is_refused(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
@@ -168,7 +168,7 @@ PATHS = (
 TAGS = {"..": "../elsewhere", "/tmp": "/tmp/elsewhere", "": "/elsewhere"}
 SAVES: list[dict[str, Any]] = [
     {"job": "../job"}, {"node": 1}, {"node": 7}, {"nodes": 3}, {"number": 0}, {"number": 10**9}, {"number": "1"},
-    {"destinations": {"place": "all"}},
+    {"destinations": {"destination": "all"}},
 ]  # fmt: skip
 
 
@@ -339,7 +339,7 @@ def test_a_writer_that_replaces_a_killed_one_is_reached_at_its_address(nodes: No
         listener.close()
     wait_until(lambda: not any(map(is_locked, nodes.jobs)))
     assert [nodes.list_copies(node) for node in range(2)] == [[1, 2], [1, 2]]
-    assert is_whole(str(nodes.folder / "place" / "later"))
+    assert is_whole(str(nodes.folder / "destination" / "later"))
 
 
 # -- agreement of ranks ------------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_all_nodes_copy_the_same_save(nodes: Nodes, caplog: pytest.LogCaptureFix
     known = Neighbours(job, {"name": "here", "to": 1}, nodes.listeners[0])
 
     def make(**changes: Any) -> SavePart:
-        return make_save(job, str(nodes.folder / "place"), nodes=2, **changes)
+        return make_save(job, str(nodes.folder / "destination"), nodes=2, **changes)
 
     def agree(number: int, other: str) -> tuple[int, int]:
         known.agree(number, TwoNodes(("there", other)))

@@ -31,7 +31,7 @@ def test_a_save_is_published_when_all_nodes_have_written(nodes: list[Run], caplo
     assert not [name for name in nodes[0].list_names() if not name.startswith(".")]
     write_both(nodes)
     assert nodes[0].list_names() == {TAG, "latest"} and nodes[0].is_whole()
-    assert strip(read_bytes(Path(nodes[0].place, TAG))) == read_bytes(nodes[0].folder / "whole" / TAG)
+    assert strip(read_bytes(Path(nodes[0].destination, TAG))) == read_bytes(nodes[0].folder / "whole" / TAG)
 
 
 def copy_save(run: Run, number: int, tag: str = TAG, **changes: Any) -> SavePart:
@@ -52,7 +52,7 @@ def test_a_node_writes_the_saves_that_the_first_node_has_begun(nodes: list[Run],
     other = threading.Thread(target=nodes[1].write)
     other.start()
     time.sleep(0.2)  # it must not write meanwhile
-    assert not (tmp_path / "place").exists()
+    assert not (tmp_path / "destination").exists()
     assert nodes[0].write()
     assert [save.number for save in nodes[0].job.list_saves() if not save.list_pending()] == [2]
     os.rename(tmp_path / "not yet", nodes[0].job.find_folder(3))
@@ -83,22 +83,22 @@ def test_a_node_without_files_waits_for_the_first_node(nodes: list[Run], tmp_pat
     assert not nodes[1].write(wait=0.2)
     write_both(nodes)
     assert nodes[0].is_whole() and budget.is_safe(saves[1])
-    assert strip(read_bytes(Path(nodes[0].place, TAG))) == read_bytes(tmp_path / "whole" / TAG)
+    assert strip(read_bytes(Path(nodes[0].destination, TAG))) == read_bytes(tmp_path / "whole" / TAG)
 
 
 def test_only_the_first_node_removes_saves(nodes: list[Run]) -> None:
     """Another node writes its part before the save is complete; the older one may be the only complete save then."""
     write_both(nodes)
-    Path(nodes[0].place, "latest").unlink()
-    begin(copy_save(nodes[1], 2, "next", destinations={nodes[1].place: 1}, latest=False))
+    Path(nodes[0].destination, "latest").unlink()
+    begin(copy_save(nodes[1], 2, "next", destinations={nodes[1].destination: 1}, latest=False))
     assert nodes[1].write() and nodes[0].is_whole()
 
 
-def test_a_running_job_frees_memory_without_a_look_at_the_place(nodes: list[Run]) -> None:
-    """Training would wait for a place that is slow."""
+def test_a_running_job_frees_memory_without_a_look_at_the_destination(nodes: list[Run]) -> None:
+    """Training would wait for a destination that is slow."""
     (made,) = nodes[1].job.list_saves()
     copy_save(nodes[1], 2)
-    made.note("done", {nodes[1].place: "on the first node"})
+    made.note("done", {nodes[1].destination: "on the first node"})
     with mock.patch.object(budget, "has_sealed_part", side_effect=AssertionError):
         budget.free_unwanted(nodes[1].job, is_agreed=False)
     assert [save.number for save in nodes[1].job.list_saves()] == [2]
@@ -114,7 +114,7 @@ def test_a_snapshot_is_freed_when_all_nodes_have_a_later_one(run: Run) -> None:
     assert [save.tag for save in run.job.list_saves()] == ["c"]
 
 
-def test_a_node_that_could_not_record_a_written_save_finds_it_in_the_place(nodes: list[Run], tmp_path: Path) -> None:
+def test_a_node_that_could_not_record_a_written_save_finds_it(nodes: list[Run], tmp_path: Path) -> None:
     """Unless the tag is another save."""
     state = Path(nodes[1].job.list_saves()[0].folder) / "save-1.json"
     pending = state.read_bytes()
@@ -122,7 +122,7 @@ def test_a_node_that_could_not_record_a_written_save_finds_it_in_the_place(nodes
     state.write_bytes(pending)
     assert nodes[1].write(wait=0.2) and nodes[1].list_names() == {TAG, "latest"}
     state.write_bytes(pending)
-    shutil.rmtree(nodes[0].place)
+    shutil.rmtree(nodes[0].destination)
     other = Run(tmp_path, memory="other")
     other.save()
     other.write_save()  # of other weights
@@ -135,10 +135,10 @@ def test_a_part_that_another_node_has_damaged_is_given_up(nodes: list[Run], capl
     assert nodes[1].write()
     (save,), (part,) = nodes[0].job.list_saves(), nodes[1].job.list_saves()
     (name,) = [Path(path).name for path in part.list_files()][:1]
-    (arrived,) = Path(nodes[0].place).glob(f".*/{name}")
+    (arrived,) = Path(nodes[0].destination).glob(f".*/{name}")
     os.truncate(arrived, 100)
     writer = SaveWriter(nodes[0].job, PATIENCE)
     assert not write_pending(writer)  # its own files may be the damaged ones: it writes them once more
     assert write_pending(writer)
     assert f"no retry can mend this: {arrived}" in caplog.text
-    assert save.list_lacking() == [nodes[0].place] and not save.list_pending()  # memory keeps it
+    assert save.list_lacking() == [nodes[0].destination] and not save.list_pending()  # memory keeps it

@@ -51,7 +51,7 @@ def run(log: Path, ranks: int, *arguments: object) -> tuple[list[Any], str, int]
 
 def test_jobs_one_after_the_other(tmp_path: Path) -> None:
     """The first ends and frees memory. The second is killed, its writer continues. The third loads from memory."""
-    folder, memory = tmp_path / "place", tmp_path / "memory"
+    folder, memory = tmp_path / "destination", tmp_path / "memory"
     found, _, code = run(tmp_path / "1", 1, folder, memory, 2, "ended")
     assert (found[1], code) == (0, 0)
     assert (folder / "latest").read_text() == "global_step2" and is_whole(str(folder / "global_step2"))
@@ -82,21 +82,21 @@ def test_an_uncaught_error_keeps_memory(tmp_path: Path) -> None:
         command, cwd=SCRIPT.parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        make_save(Job(process.stdout.readline().rstrip("\n")), str(tmp_path / "place"))
+        make_save(Job(process.stdout.readline().rstrip("\n")), str(tmp_path / "destination"))
         assert "an uncaught error" in process.communicate("\n")[1]
     (job,) = list_jobs(find_root(str(tmp_path / "memory")))
     wait_until(lambda: not is_locked(job))
-    assert is_whole(str(tmp_path / "place" / TAG)) and [save.tag for save in job.list_saves()] == [TAG]
+    assert is_whole(str(tmp_path / "destination" / TAG)) and [save.tag for save in job.list_saves()] == [TAG]
 
 
 def test_all_ranks_killed_between_snapshots(tmp_path: Path) -> None:
     """Only the steps since the last snapshot are lost; the run continues to the bit like one that was not killed."""
-    place, memory = tmp_path / "place", tmp_path / "memory"
-    killed = run(tmp_path / "1", 2, place, memory, 8, "killed", 3)
+    destination, memory = tmp_path / "destination", tmp_path / "memory"
+    killed = run(tmp_path / "1", 2, destination, memory, 8, "killed", 3)
     assert killed[0] == [None, 0, None] and killed[2] == -signal.SIGKILL
-    (path, *found), weights, code = run(tmp_path / "2", 2, place, memory, 4, "ended", 3)
+    (path, *found), weights, code = run(tmp_path / "2", 2, destination, memory, 4, "ended", 3)
     assert path.startswith(str(memory)) and found == [6, 6] and code == 0
     # All ranks have the same samples, so one rank trains as two do.
     whole = run(tmp_path / "3", 1, tmp_path / "whole", memory, 10, "ended", 99)
     assert weights == whole[1] != killed[1]
-    assert not place.exists()
+    assert not destination.exists()

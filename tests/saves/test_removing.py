@@ -51,33 +51,33 @@ def precious(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_place_that_keeps_few_saves_follows_no_link_in_a_tag(tmp_path: Path, precious: Path) -> None:
+def test_a_destination_that_keeps_few_saves_follows_no_link_in_a_tag(tmp_path: Path, precious: Path) -> None:
     run = Run(tmp_path)
     run.write_save(tag="a", keep=1)
     before = look(precious)
-    Path(run.place, "a", SWAPS).symlink_to(precious)
+    Path(run.destination, "a", SWAPS).symlink_to(precious)
     run.write_save(tag="b", keep=1)
-    assert look(precious) == before and not Path(run.place, "a").exists() and run.is_whole("b")
+    assert look(precious) == before and not Path(run.destination, "a").exists() and run.is_whole("b")
 
 
 @pytest.mark.parametrize(
     ("tag", "message"),
     [*((tag, "links are not followed") for tag in ("link", "link/tag", "link/tag/tag")), ("../precious", "leads out")],
 )
-def test_a_tag_that_is_not_below_its_place_is_refused(tag: str, message: str, tmp_path: Path, precious: Path) -> None:
+def test_a_tag_outside_of_its_destination_is_refused(tag: str, message: str, tmp_path: Path, precious: Path) -> None:
     make_tag(precious / "tag" / "tag")
-    before, place = look(precious), tmp_path / "place"
-    place.mkdir()
-    (place / "link").symlink_to(precious)
+    before, destination = look(precious), tmp_path / "destination"
+    destination.mkdir()
+    (destination / "link").symlink_to(precious)
     with pytest.raises(OSError, match=message):
-        remove_tag(str(place), tag)
-    assert look(precious) == before and (place / "link").is_symlink()
+        remove_tag(str(destination), tag)
+    assert look(precious) == before and (destination / "link").is_symlink()
 
 
-def test_a_place_may_be_a_link(tmp_path: Path) -> None:
+def test_a_destination_may_be_a_link(tmp_path: Path) -> None:
     make_tag(tmp_path / "real" / "tag")
-    (tmp_path / "place").symlink_to(tmp_path / "real")
-    remove_tag(str(tmp_path / "place"), "tag")
+    (tmp_path / "destination").symlink_to(tmp_path / "real")
+    remove_tag(str(tmp_path / "destination"), "tag")
     assert look(tmp_path / "real") == {"tag": None, "tag/notes.txt": b"notes.txt"}
 
 
@@ -97,20 +97,20 @@ def test_the_seal_is_deleted_first_and_states_last(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", ["unlink", "open"])
 def test_a_folder_that_is_replaced_by_a_link_meanwhile(call: str, tmp_path: Path, precious: Path) -> None:
     """After the listing, right before the folder is opened or a file in it is deleted."""
-    make_tag(tmp_path / "place" / "tag")
-    before, ranks, swapped = look(precious), tmp_path / "place" / "tag" / SWAPS / "rank0", list[str]()
+    make_tag(tmp_path / "destination" / "tag")
+    before, ranks, swapped = look(precious), tmp_path / "destination" / "tag" / SWAPS / "rank0", list[str]()
     original = getattr(os, call)
 
     def swap(name: str, *args: Any, **options: Any) -> Any:
         if name == ("0_1.tensor.swp" if call == "unlink" else "rank0") and not swapped:
             swapped.append(name)
-            ranks.rename(tmp_path / "place" / "tag" / "moved")
+            ranks.rename(tmp_path / "destination" / "tag" / "moved")
             ranks.symlink_to(precious / SWAPS / "rank0")
         return original(name, *args, **options)
 
     with mock.patch.object(deletion.os, call, swap):
         try:
-            remove_tag(str(tmp_path / "place"), "tag")
+            remove_tag(str(tmp_path / "destination"), "tag")
         except OSError:
             assert call == "open"
     assert swapped and look(precious) == before
@@ -168,20 +168,20 @@ def test_random_trees_with_links(tree: dict[str, Any]) -> None:
     """Nothing changes outside the tag. Inside, only files of the save and its empty folders are deleted."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         root = Path(name)
-        for each in ("outside", "place/other", "place/tag"):
-            make_tag(root / each) if each != "place/tag" else (root / each).mkdir()
+        for each in ("outside", "destination/other", "destination/tag"):
+            make_tag(root / each) if each != "destination/tag" else (root / each).mkdir()
         (root / "outside" / "sub").mkdir()
-        plant(root / "place" / "tag", tree, root)
+        plant(root / "destination" / "tag", tree, root)
         before = look(root)
-        remove_tag(str(root / "place"), "tag")
+        remove_tag(str(root / "destination"), "tag")
         after = look(root)
-        gone = {path.removeprefix("place/tag").lstrip("/") for path in before.keys() - after.keys()}
+        gone = {path.removeprefix("destination/tag").lstrip("/") for path in before.keys() - after.keys()}
         assert {path: before[path] for path in after} == after
-        files = {path for path in gone if before[f"place/tag/{path}".rstrip("/")] is not None}
+        files = {path for path in gone if before[f"destination/tag/{path}".rstrip("/")] is not None}
         assert all(map(is_save_file, files))
         assert all(path == "" or path.split("/")[0] == SWAPS for path in gone - files)
-        kept = {path.removeprefix("place/tag/") for path in after if path.startswith("place/tag/")}
-        assert not [path for path in kept if is_save_file(path) and after[f"place/tag/{path}"] is not None]
+        kept = {path.removeprefix("destination/tag/") for path in after if path.startswith("destination/tag/")}
+        assert not [path for path in kept if is_save_file(path) and after[f"destination/tag/{path}"] is not None]
 
 
 @pytest.mark.parametrize("path", [".", "..", "../..", "/"])

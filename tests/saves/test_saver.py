@@ -75,7 +75,7 @@ def test_a_save_that_memory_cannot_take_is_saved_without_it(
     """In a store the writer of a tag that leads elsewhere would delete other files."""
     message, change = OBSTACLES[tag]
     change(training.engine)
-    assert not training.save(tag, write=write_nothing) and training.given == [str(training.place)]
+    assert not training.save(tag, write=write_nothing) and training.given == [str(training.destination)]
     assert message in caplog.text
     with pytest.raises(StorageError, match=message):
         training.save(tag, "s3://bucket/run")
@@ -89,7 +89,7 @@ def test_a_save_without_room_follows_the_pending_saves(training: Training, monke
 
     assert training.save("first")
     monkeypatch.setattr(budget, "count_free", lambda _: -1)
-    assert not training.save("second", write=check) and training.given[-1] == str(training.place)
+    assert not training.save("second", write=check) and training.given[-1] == str(training.destination)
 
 
 def test_swap_files_without_room_are_copied_by_deepspeed(
@@ -102,7 +102,7 @@ def test_swap_files_without_room_are_copied_by_deepspeed(
     copytree = shutil.copytree
 
     def copy(source: str, destination: str, **options: Any) -> str:
-        if destination.startswith(str(training.place)):
+        if destination.startswith(str(training.destination)):
             return copytree(source, destination, **options)
         raise shutil.Error([(source, destination, "[Errno 28] No space left on device")])
 
@@ -113,7 +113,7 @@ def test_swap_files_without_room_are_copied_by_deepspeed(
     monkeypatch.setattr(shutil, "copytree", copy)
     assert not training.save(write=write_files)
     assert "memory is full by now" in caplog.text and "No space left" in caplog.text
-    assert (training.place / TAG / "offloaded_tensors" / "swapped").read_text() == "state"
+    assert (training.destination / TAG / "offloaded_tensors" / "swapped").read_text() == "state"
     with pytest.raises(shutil.Error):
         shutil.copytree(str(source), str(training.folder / "elsewhere"))
 
@@ -172,7 +172,7 @@ def test_a_save_that_pending_ones_leave_no_room_for_is_an_error(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a wait. A save without memory would be replaced by the pending ones in ``latest``, or under its tag."""
-    training.place.write_text("no folder")
+    training.destination.write_text("no folder")
     assert training.save("first") and training.save("again")
     wait_until(lambda: "not written" in training.log)
     monkeypatch.setattr(budget, "count_free", lambda _: -1)
@@ -180,7 +180,7 @@ def test_a_save_that_pending_ones_leave_no_room_for_is_an_error(
         with pytest.raises(StorageError, match="still to be written: first, again to"):
             training.save("last")
         assert clock.monotonic() >= PATIENCE
-    training.place.unlink()
+    training.destination.unlink()
     monkeypatch.undo()
     assert training.save("last") and training.saver.finish()
     assert training.latest == "last" and training.is_whole("first")
@@ -188,10 +188,10 @@ def test_a_save_that_pending_ones_leave_no_room_for_is_an_error(
 
 def test_memory_that_is_removed_stops_no_training(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     """The saves in it are lost, the next one is not."""
-    for place in "first", "second":
-        assert training.save(place=place)
-        assert training.saver.finish() and is_whole(str(training.folder / place / TAG))
-        os.rename(training.memory, training.folder / f"gone from {place}")  # the writer may be using it
+    for destination in "first", "second":
+        assert training.save(destination=destination)
+        assert training.saver.finish() and is_whole(str(training.folder / destination / TAG))
+        os.rename(training.memory, training.folder / f"gone from {destination}")  # the writer may be using it
     assert caplog.text.count("while the job runs") == 1
 
 
@@ -202,19 +202,19 @@ def test_snapshots_stay_in_memory_and_are_not_counted(has_tiers: bool, tmp_path:
     for is_snapshot in (True, False, True, False):
         with mock.patch.object(launch.WriterPipe, "notify"):
             training.save(is_snapshot=is_snapshot)
-        places = training.job.list_saves()[-1].destinations
-        found.append([(os.path.basename(place), keep) for place, keep in places.items()])
-    first, second = ([("fast", None)], [("fast", None), ("slow", 3)]) if has_tiers else ([("place", None)],) * 2
+        destinations = training.job.list_saves()[-1].destinations
+        found.append([(os.path.basename(destination), keep) for destination, keep in destinations.items()])
+    first, second = ([("fast", None)], [("fast", None), ("slow", 3)]) if has_tiers else ([("destination", None)],) * 2
     assert found == [[], first, [], second]
 
 
-def test_saves_of_two_folders_do_not_replace_each_other_in_one_place(tmp_path: Path) -> None:
+def test_saves_of_two_folders_do_not_replace_each_other_in_one_destination(tmp_path: Path) -> None:
     """Neither of two engines, nor of one engine at two steps."""
-    training, other = (Training(tmp_path, to=[SaveTier(place=str(tmp_path / "place"))]) for _ in range(2))
+    training, other = (Training(tmp_path, to=[SaveTier(place=str(tmp_path / "destination"))]) for _ in range(2))
     with without_writer():
         for folder in ("a", "a", "best"):
             training.save("step", folder, write_nothing)
-        with pytest.raises(StorageError, match="Give each engine another place"):
+        with pytest.raises(StorageError, match="Give each engine another destination"):
             other.save("step", "b", write_nothing)
         training.engine.global_steps += 1
         with pytest.raises(StorageError, match="or each save another tag"):
@@ -254,12 +254,12 @@ def test_a_writer_that_does_not_run_stops_no_training(
     assert training.saver.finish() and training.is_whole(TAG)
 
 
-def test_a_place_that_is_late_is_reported_once(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_destination_that_is_late_is_reported_once(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     with without_writer():
         for tag in "abcd":
             assert training.save(tag, write=write_nothing)
     training.job.remove()
-    assert caplog.text.count("still lacks") == caplog.text.count(f"{training.place} still lacks a, which") == 1
+    assert caplog.text.count("still lacks") == caplog.text.count(f"{training.destination} still lacks a, which") == 1
 
 
 def test_saves_share_a_writer_until_it_is_killed(training: Training) -> None:
@@ -295,7 +295,7 @@ def test_a_writer_that_hangs_delays_neither_training_nor_the_end(
         with replace_time(monotonic=time.monotonic, sleep=sleep):
             assert training.save("b") and training.save("c")
             training.saver.close()
-        assert sum(slept) < 1.0 and f"still to be written: b, c to {training.place}" in caplog.text
+        assert sum(slept) < 1.0 and f"still to be written: b, c to {training.destination}" in caplog.text
         assert training.latest == "a"
     finally:
         os.kill(stopped, signal.SIGCONT)
@@ -314,22 +314,22 @@ def test_a_save_that_no_retry_can_mend_ends_the_wait(training: Training, caplog:
     assert training.save(write=write_bad)
     finish_saves(training.engine)
     assert caplog.text.count("global_samples is 6.5") == 1 and f"still lacks {TAG}" in caplog.text
-    with pytest.raises(StorageError, match=rf"{TAG}: missing at {training.place} \(.*global_samples is 6.5"):
+    with pytest.raises(StorageError, match=rf"{TAG}: missing at {training.destination} \(.*global_samples is 6.5"):
         finish_saves(training.engine, required=True)
     assert caplog.text.count("global_samples is 6.5") == 1 == training.log.count("global_samples is 6.5")
     (save,) = training.job.list_saves()
-    assert save.list_lacking() == [str(training.place)] and not save.list_pending()
-    assert not (training.place / "latest").exists()
+    assert save.list_lacking() == [str(training.destination)] and not save.list_pending()
+    assert not (training.destination / "latest").exists()
 
 
 def test_missing_saves_are_named_with_the_reason(training: Training) -> None:
     """Saves that were lost with the memory are named once."""
-    training.place.write_text("no folder")
+    training.destination.write_text("no folder")
     assert training.save("best")
     wait_until(lambda: "not written" in training.log)
     with mock_clock(PATIENCE / 4):
         finish_saves(training.engine)
-        with pytest.raises(StorageError, match=r"best: missing at .*place \(.*(exists|Not a directory)"):
+        with pytest.raises(StorageError, match=r"best: missing at .*destination \(.*(exists|Not a directory)"):
             finish_saves(training.engine, required=True)
     os.rename(training.job.folder, training.folder / "removed")
     with pytest.raises(StorageError, match="best: .* was removed"):
@@ -351,7 +351,7 @@ def test_memory_is_freed_by_a_job_that_ends_normally(
 
 
 def test_only_the_rank_that_owns_the_memory_starts_a_writer(job: Job, tmp_path: Path) -> None:
-    make_save(job, str(tmp_path / "place"))
+    make_save(job, str(tmp_path / "destination"))
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0))
     with mock.patch.object(launch, "start_writer") as start:
         savers.Saver(config, job.name, 1, [0, 0]).close()
@@ -366,21 +366,21 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
 ) -> None:
     """Nothing else has its state, nor that of another folder's snapshot: the message says how to remove it by hand."""
     dead, folder = training.make_job(), training.folder
-    for number, name in enumerate(("place", "older", "other")):
-        place = str(folder / name.replace("older", "other"))
-        make_save(dead, place, tag=name, step=number, destinations={})
+    for number, name in enumerate(("destination", "older", "other")):
+        destination = str(folder / name.replace("older", "other"))
+        make_save(dead, destination, tag=name, step=number, destinations={})
     monkeypatch.setattr(budget, "count_free", lambda _: -1)
     caplog.set_level(logging.INFO)
     with pytest.raises(StorageError, match="MiB are free") as raised:
         training.save(is_snapshot=True)
-    assert [save.tag for save in dead.list_saves()] == ["place", "other"]
+    assert [save.tag for save in dead.list_saves()] == ["destination", "other"]
     assert f"removed to make room, older of {folder / 'other'}" in caplog.text
     assert f"other (step 2) of {folder / 'other'}" in str(raised.value)
     assert f"rm -r {dead.folder}" in str(raised.value)
     third = training.make_job()
     make_save(third, str(folder / "third"))
     make_save(third, str(folder / "third"), destinations={})
-    training.save(place="third", write=write_nothing)
+    training.save(destination="third", write=write_nothing)
     assert third.list_saves() == []  # DeepSpeed has saved
     monkeypatch.undo()
     training.save(is_snapshot=True)
@@ -393,14 +393,14 @@ def test_a_save_next_to_a_dead_runs_folder_frees_nothing_that_is_in_memory_alone
     make_save(dead[0], str(training.folder / "runs" / "a"), destinations={})
     make_save(dead[1], str(training.folder / "runs" / "b"))
     make_save(dead[2], str(training.folder / "runs" / "c"), destinations={})
-    assert write(dead[1]) and training.save(place="runs/c")
+    assert write(dead[1]) and training.save(destination="runs/c")
     assert [bool(job.list_saves()) for job in dead] == [True, False, False]
 
 
 def test_a_dead_jobs_pending_save_stays_until_its_tag_is_saved_again(training: Training) -> None:
     """Its writer may have failed for long."""
     dead = training.make_job()
-    make_save(dead, str(training.place), tag="pending")
+    make_save(dead, str(training.destination), tag="pending")
     with without_writer():
         for tag, tags in (("next", ["pending"]), ("pending", [])):
             assert training.save(tag)
@@ -412,7 +412,7 @@ def test_a_save_that_another_node_cannot_record_replaces_nothing(
 ) -> None:
     """The dead job's snapshot may be the only complete save."""
     dead = training.make_job()
-    make_save(dead, str(training.place), destinations={})
+    make_save(dead, str(training.destination), destinations={})
 
     class TwoNodes(Comm):
         def run(self, work: Callable[[], Any]) -> Any:
@@ -433,6 +433,6 @@ def test_a_save_that_another_node_cannot_record_replaces_nothing(
 
 def test_saves_of_another_release_stay(training: Training) -> None:
     """They may be pending."""
-    record = Path(make_save(training.make_job(), str(training.place)).folder) / "save-0.json"
+    record = Path(make_save(training.make_job(), str(training.destination)).folder) / "save-0.json"
     record.write_text(record.read_text().replace('"step"', '"later_name"'))
     assert training.save() and record.exists()

@@ -28,57 +28,57 @@ Find = Callable[..., str | None]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def destination(tmp_path: Path) -> Path:
     """The folder that the script names."""
-    return tmp_path / "place"
+    return tmp_path / "destination"
 
 
 @pytest.fixture
-def find(tmp_path: Path, place: Path) -> Find:
+def find(tmp_path: Path, destination: Path) -> Find:
     """Return the tag that a load of a folder takes from memory."""
 
     def find(tag: Any = None, below: str = "", to: Sequence[Path] = ()) -> str | None:
         tiers = [SaveTier(place=str(each)) for each in to]
         config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), to=tiers))
-        found = find_in_memory(config, str(place / below), tag, Comm())
+        found = find_in_memory(config, str(destination / below), tag, Comm())
         return found and found.tag
 
     return find
 
 
-def test_a_load_without_a_tag_takes_the_save_that_is_for_latest(job: Job, find: Find, place: Path) -> None:
+def test_a_load_without_a_tag_takes_the_save_that_is_for_latest(job: Job, find: Find, destination: Path) -> None:
     """A tag may be a number."""
-    make_save(job, str(place), tag="a", step=3)
-    make_save(job, str(place), tag="7", step=4, latest=False)
+    make_save(job, str(destination), tag="a", step=3)
+    make_save(job, str(destination), tag="7", step=4, latest=False)
     assert [find(), find("7"), find(7), find(below="7"), find(below="elsewhere")] == ["a", "7", "7", "7", None]
 
 
-def test_of_equal_steps_the_later_job_is_taken(job: Job, find: Find, place: Path) -> None:
+def test_of_equal_steps_the_later_job_is_taken(job: Job, find: Find, destination: Path) -> None:
     """Although an older one has made more saves."""
     older = Job(os.path.join(os.path.dirname(job.folder), "20000101-000000-00000000"))
     for made, tag in ((older, "first"), (older, "older"), (job, "later")):
-        make_save(made, str(place), tag=tag, step=3, destinations={})
+        make_save(made, str(destination), tag=tag, step=3, destinations={})
     assert find() == "later"
 
 
-def test_a_later_save_that_was_rolled_back_hides_no_other(job: Job, find: Find, place: Path) -> None:
-    make_save(job, str(place), tag="abandoned", step=9)
+def test_a_later_save_that_was_rolled_back_hides_no_other(job: Job, find: Find, destination: Path) -> None:
+    make_save(job, str(destination), tag="abandoned", step=9)
     assert write(job) and find() == "abandoned"
-    write_source(place, 7).rename(place / "earlier")
-    (place / "latest").write_text("earlier")
+    write_source(destination, 7).rename(destination / "earlier")
+    (destination / "latest").write_text("earlier")
     assert find() is None
-    make_save(job, str(place), tag="next", step=5)
+    make_save(job, str(destination), tag="next", step=5)
     assert find() == "next"
 
 
 @pytest.mark.parametrize("is_tag_given", [False, True])
 @pytest.mark.parametrize(("stored", "expected"), [(9, None), (3, TAG), (2, TAG)])
 def test_a_later_save_at_a_destination_precedes_an_older_one_in_memory(
-    stored: int, expected: str | None, is_tag_given: bool, job: Job, find: Find, place: Path, tmp_path: Path
+    stored: int, expected: str | None, is_tag_given: bool, job: Job, find: Find, destination: Path, tmp_path: Path
 ) -> None:
     """With ``to`` the folder that the script names stays empty."""
     tier = tmp_path / "tier"
-    make_save(job, str(place), step=3, destinations={str(tier): None})
+    make_save(job, str(destination), step=3, destinations={str(tier): None})
     set_counter(write_source(tier), "global_steps", stored)
     (tier / "latest").write_text(TAG)
     assert find(TAG if is_tag_given else None, to=[tier]) == expected
@@ -86,65 +86,68 @@ def test_a_later_save_at_a_destination_precedes_an_older_one_in_memory(
 
 @pytest.mark.parametrize("step", [9, 4])
 def test_a_save_that_was_dropped_is_loaded_only_if_no_later_one_was_written(
-    step: int, job: Job, find: Find, place: Path
+    step: int, job: Job, find: Find, destination: Path
 ) -> None:
     """The node with the other part of the later one may be lost. A run that was rolled back has later steps."""
-    made = make_save(job, str(place), tag="dropped", step=step)
-    write_source(place, 7)
-    (place / "latest").write_text(TAG)
-    later = make_save(job, str(place), tag="next", step=5, nodes=2) if step == 4 else None
-    made.note("done", {str(place): ""})
+    made = make_save(job, str(destination), tag="dropped", step=step)
+    write_source(destination, 7)
+    (destination / "latest").write_text(TAG)
+    later = make_save(job, str(destination), tag="next", step=5, nodes=2) if step == 4 else None
+    made.note("done", {str(destination): ""})
     if later is None:
         assert find() is None and find("dropped") == "dropped"
         return
     assert find() == "dropped"
-    later.note("done", {str(place): "mark"})
+    later.note("done", {str(destination): "mark"})
     assert find() is None
     later.remove()
     later = replace(later, node=1)
     Path(later.folder).mkdir()
     later.write_record()
-    later.note("done", {str(place): "on the first node"})  # which has not published it
+    later.note("done", {str(destination): "on the first node"})  # which has not published it
     assert find() == "dropped"
 
 
 @pytest.mark.parametrize("removed", ["all", "content", "nothing"])
 @pytest.mark.parametrize("has_tiers", [False, True])
-def test_a_load_from_memory_warns_if_all_places_were_emptied(
+def test_a_load_from_memory_warns_if_all_destinations_were_emptied(
     removed: str, has_tiers: bool, job: Job, find: Find, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The user may want to start from scratch."""
-    place = tmp_path / ("tier" if has_tiers else "place")
-    to = [place] if has_tiers else []
+    destination = tmp_path / ("tier" if has_tiers else "destination")
+    to = [destination] if has_tiers else []
 
     def make(tag: str, step: int) -> None:
-        make_save(job, str(tmp_path / "place"), tag=tag, step=step, destinations={str(place): None})
+        make_save(job, str(tmp_path / "destination"), tag=tag, step=step, destinations={str(destination): None})
 
     make("first", 1)
     assert find(to=to) == "first" and caplog.text == ""  # nothing was ever there
     assert write(job)
     make("second", 9)
     if removed != "nothing":
-        shutil.rmtree(place)
+        shutil.rmtree(destination)
     if removed == "content":
-        place.mkdir()
+        destination.mkdir()
     assert find(to=to) == "second"
-    text = f"{place} has no checkpoint, although the run wrote saves there: it continues from second in memory, step 9"
+    text = (
+        f"{destination} has no checkpoint, although the run wrote saves there: it continues from second "
+        "in memory, step 9"
+    )
     assert (text in caplog.text and f"rm -r {job.folder}" in caplog.text) is (removed != "nothing")
 
 
-def test_a_tag_that_was_saved_again_without_the_plugin_is_loaded(job: Job, find: Find, place: Path) -> None:
+def test_a_tag_that_was_saved_again_without_the_plugin_is_loaded(job: Job, find: Find, destination: Path) -> None:
     """At the same step, and below the seal of the older save."""
-    make_save(job, str(place))
+    make_save(job, str(destination))
     assert write(job) and find() == TAG
-    anew = write_source(place.parent / "anew", 7)
-    shutil.copytree(anew, place / TAG, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    anew = write_source(destination.parent / "anew", 7)
+    shutil.copytree(anew, destination / TAG, dirs_exist_ok=True, copy_function=shutil.copyfile)
     assert find() is None
 
 
-def test_a_running_job_of_another_process_is_not_read(job: Job, find: Find, place: Path) -> None:
+def test_a_running_job_of_another_process_is_not_read(job: Job, find: Find, destination: Path) -> None:
     """Its next save overwrites an older one, also while that is read."""
-    make_save(job, str(place))
+    make_save(job, str(destination))
     assert find() == TAG
     job.disown()
     with open(os.path.join(job.folder, "owner")) as other:
@@ -152,7 +155,7 @@ def test_a_running_job_of_another_process_is_not_read(job: Job, find: Find, plac
         assert find() is None
 
 
-def test_a_rank_that_fails_alone_does_not_load_from_the_place() -> None:
+def test_a_rank_that_fails_alone_does_not_load_from_the_destination() -> None:
     """The other ranks would wait for it in their load from memory. Memory that a failed load used is freed."""
     config, comm = UniversalConfig(save=SaveOptions()), Comm()
     with (
@@ -163,7 +166,7 @@ def test_a_rank_that_fails_alone_does_not_load_from_the_place() -> None:
         def load(error: CheckpointError, size: int = 1) -> object:
             comm.size = size
             return hook._load_from_memory(
-                Engine(), "place", None, config, lambda *_: failing.fail(error), mock.Mock(), comm
+                Engine(), "destination", None, config, lambda *_: failing.fail(error), mock.Mock(), comm
             )
 
         assert load(CheckpointError("alone")) is None and failing.held == 0

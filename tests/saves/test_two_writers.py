@@ -25,7 +25,7 @@ from deepspeed_ucp.formats.latest import is_sealed
 from deepspeed_ucp.formats.open import seal_folder
 from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
-from deepspeed_ucp.saves import places, publishing
+from deepspeed_ucp.saves import destinations, publishing
 from deepspeed_ucp.saves.memory import Job, SavePart
 from deepspeed_ucp.saves.publishing import WRITTEN, is_save_file
 from tests.saves.saving import TAG, find_step, make_save, replace_steps
@@ -43,19 +43,19 @@ BEGIN = publishing.begin_writing
 
 
 class Bench:
-    """Two writers of one tag in a fresh place, and a reader that looks after each step.
+    """Two writers of one tag in a fresh destination, and a reader that looks after each step.
 
     Args:
         saves: of two jobs, and of a third one.
-        place: folder or URL of the tags.
+        destination: folder or URL of the tags.
 
     Attributes:
         published: names of the jobs whose save was seen as the tag's, in order.
         first: name of the job whose save is there at the beginning; empty for none.
     """
 
-    def __init__(self, saves: dict[str, SavePart], place: str) -> None:
-        self.saves, self.place = dict(saves), place
+    def __init__(self, saves: dict[str, SavePart], destination: str) -> None:
+        self.saves, self.destination = dict(saves), destination
         self.contents = {name: self._read_memory(save) for name, save in saves.items()}
         self.published, self.known = list[str](), dict[object, str]()
         self.first = ""
@@ -83,15 +83,15 @@ class Bench:
 
     def write(self, name: str) -> str:
         """Write a job's save as its writer does, with another attempt after an error that may pass."""
-        save, place = self.saves[name], self.place
+        save, destination = self.saves[name], self.destination
         for _ in range(1 if save.nodes == 1 else 100):  # nodes wait for each other
             try:
-                places.write_save(save, place, 0.0)
+                destinations.write_save(save, destination, 0.0)
                 self.reported[name] = len(self.published)
-                places.delete_coordination_files(save, place)
+                destinations.delete_coordination_files(save, destination)
                 return DONE
             except Exception as error:  # noqa: BLE001 - as the writer does
-                last, fault = error, places.find_permanent_error(save, error)
+                last, fault = error, destinations.find_permanent_error(save, error)
                 if fault is not None:
                     return str(fault)
         raise last
@@ -106,10 +106,10 @@ class Bench:
 
     def read(self) -> str:
         """Return the name of the job whose save the tag is; empty if there is no tag."""
-        if TAG not in find_tags(self.place):
+        if TAG not in find_tags(self.destination):
             return ""
-        index = open_checkpoint(f"{self.place}/{TAG}", Comm())
-        assert is_sealed([self.place], TAG)
+        index = open_checkpoint(f"{self.destination}/{TAG}", Comm())
+        assert is_sealed([self.destination], TAG)
         found = {os.path.basename(file.path): read_small(file.path) for file in index.files}
         (name,) = [name for name, content in self.contents.items() if content.items() >= found.items()]
         assert {each for each in self.contents[name] if each.endswith("states.pt")} == found.keys()
@@ -120,7 +120,7 @@ class Bench:
         return max(self.run(lambda stepper: None).steps.values()) + 1
 
     def run(self, order: Callable[[Stepper], object]) -> Stepper:
-        """Run two writers in an order, in an empty place, and check how they ended."""
+        """Run two writers in an order, in an empty destination, and check how they ended."""
         self.clear()
         self.published.clear()
         self.begun.clear()
@@ -203,7 +203,7 @@ FOLDER_STEPS = (
 @contextmanager
 def use_folder(saves: dict[str, SavePart], root: Path) -> Iterator[Bench]:
     """A writer also stops while it holds the lock, on which the other one waits."""
-    bench, stops, held = Bench(saves, str(root / "place")), list[Callable[[], None]](), set[str]()
+    bench, stops, held = Bench(saves, str(root / "destination")), list[Callable[[], None]](), set[str]()
 
     def stop() -> None:
         stops[-1]()
@@ -227,10 +227,10 @@ def use_folder(saves: dict[str, SavePart], root: Path) -> Iterator[Bench]:
             held.clear()
 
     def clear() -> None:
-        shutil.rmtree(bench.place, ignore_errors=True)
-        os.mkdir(bench.place)
+        shutil.rmtree(bench.destination, ignore_errors=True)
+        os.mkdir(bench.destination)
 
-    bench.clear, bench.stop_at, bench.state = clear, stops.append, partial(hash_files, Path(bench.place, TAG))
+    bench.clear, bench.stop_at, bench.state = clear, stops.append, partial(hash_files, Path(bench.destination, TAG))
     stops.append(lambda: None)
     with replace_steps({**{name: wrap(find_step(name)) for name in FOLDER_STEPS}, "_lock_folder": lock}):
         yield bench
@@ -245,8 +245,8 @@ def hash_files(folder: Path) -> frozenset[tuple[str, int]]:
 def put_plain(bench: Bench) -> None:
     """Put files of a save directly into the tag."""
     for name, data in bench.contents["c"].items():
-        write_small(f"{bench.place}/{TAG}/{name}", data)
-    seal_folder(f"{bench.place}/{TAG}", Comm())
+        write_small(f"{bench.destination}/{TAG}/{name}", data)
+    seal_folder(f"{bench.destination}/{TAG}", Comm())
 
 
 KINDS = ["folder", "folder, existing", "store", "store, existing", "store, plain"]
@@ -254,7 +254,7 @@ KINDS = ["folder", "folder, existing", "store", "store, existing", "store, plain
 
 @pytest.fixture(params=KINDS)
 def bench(request: pytest.FixtureRequest, saves: dict[str, SavePart]) -> Iterator[Bench]:
-    """A place without the tag, and one that has it from another job or without ``ucp_published.json``."""
+    """A destination without the tag, and one that has it from another job or without ``ucp_published.json``."""
     kind, _, prepared = request.param.partition(", ")
     use = use_folder if kind == "folder" else use_fake_store
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root, use(saves, Path(root)) as made:
@@ -273,7 +273,7 @@ def bench(request: pytest.FixtureRequest, saves: dict[str, SavePart]) -> Iterato
 def test_orders_with_two_interruptions(bench: Bench) -> None:
     """The second writer stops at each 13th operation; at each under `-m exhaustive`."""
     longest, step, outcomes = bench.measure(), stride(13), set[object]()
-    for first in range(0, longest, min(step, 3) if bench.first and "://" in bench.place else 1):
+    for first in range(0, longest, min(step, 3) if bench.first and "://" in bench.destination else 1):
         for second in range(first % step, longest, step):
 
             def order(stepper: Stepper, first: int = first, second: int = second) -> None:
@@ -284,8 +284,8 @@ def test_orders_with_two_interruptions(bench: Bench) -> None:
 
             outcomes.add(tuple(bench.run(order).ended.items()))
     assert len(outcomes) >= 2
-    left = [name for name in list_tree(f"{bench.place}/{TAG}") if "/" not in name and is_save_file(name)]
-    assert "://" not in bench.place or not [name for name in left if WRITTEN not in name]
+    left = [name for name in list_tree(f"{bench.destination}/{TAG}") if "/" not in name and is_save_file(name)]
+    assert "://" not in bench.destination or not [name for name in left if WRITTEN not in name]
 
 
 @pytest.mark.parametrize("bench", ["folder", "folder, existing", "store"], indirect=True)

@@ -1,4 +1,4 @@
-"""The writer's process without an engine: what it leaves in places, and what it frees, whatever stops it."""
+"""The writer's process without an engine: what it leaves in destinations, and what it frees, whatever stops it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, UcpError, UnsupportedError
-from deepspeed_ucp.saves import places, publishing
+from deepspeed_ucp.saves import destinations, publishing
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.launch import start_writer
 from deepspeed_ucp.saves.memory import Job, SavePart, name_job
@@ -56,12 +56,12 @@ def write_all(run: Run) -> None:
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The tags and places that a writer in this process tries."""
-    attempts, original = list[tuple[str, str]](), places.write_save
+    """The tags and destinations that a writer in this process tries."""
+    attempts, original = list[tuple[str, str]](), destinations.write_save
 
-    def note(save: SavePart, place: str, *args: Any) -> str:
-        attempts.append((save.tag, os.path.basename(place)))
-        return original(save, place, *args)
+    def note(save: SavePart, destination: str, *args: Any) -> str:
+        attempts.append((save.tag, os.path.basename(destination)))
+        return original(save, destination, *args)
 
     monkeypatch.setattr(writing, "write_save", note)
     return attempts
@@ -99,22 +99,22 @@ def test_a_fault_that_no_retry_can_mend_is_reported_once_and_not_retried(
 def test_a_file_that_is_damaged_on_its_way_is_written_again(
     run: Run, attempts: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, copy = run.save(), places.put_file
+    made, copy = run.save(), destinations.put_file
 
     def cut_first(destination: str, source: str) -> None:
         copy(destination, source)
         if len(attempts) == 1 and destination.endswith("model_states.pt"):
             os.truncate(destination, 100)
 
-    monkeypatch.setattr(places, "put_file", cut_first)
+    monkeypatch.setattr(destinations, "put_file", cut_first)
     monkeypatch.setattr(writing, "_AGAIN", 0.01)
     write_all(run)
     assert len(attempts) == 2 and not made.list_pending() and run.is_whole()
 
 
-def test_a_place_that_fails_holds_up_no_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_destination_that_fails_holds_up_no_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     (run.folder / "file").write_text("no folder")
-    run.save("file", "place")
+    run.save("file", "destination")
     writer = SaveWriter(run.job, PATIENCE)
     assert not write_pending(writer) and not write_pending(writer)
     assert run.is_whole() and caplog.text.count("not written, to be tried again") == 1
@@ -125,16 +125,16 @@ def test_a_place_that_fails_holds_up_no_other(run: Run, caplog: pytest.LogCaptur
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
 def test_a_disk_that_fails_leaves_the_former_files(code: int, run: Run) -> None:
     run.write_save()
-    before = read_bytes(Path(run.place))
+    before = read_bytes(Path(run.destination))
     run.save()
     for at in range(0, 12, 3):
         with failing(at, code=code):
             assert not run.write()
-        now = read_bytes(Path(run.place))
+        now = read_bytes(Path(run.destination))
         assert strip(before) == {name: data for name, data in now.items() if name in before}
     run.write_save(tag="next")
     run.write_save()
-    assert read_bytes(Path(run.place)) != before and run.is_whole()
+    assert read_bytes(Path(run.destination)) != before and run.is_whole()
     assert run.list_names() == {TAG, "next", "latest", SCRIPT}
 
 
@@ -144,7 +144,7 @@ def test_coordination_files_that_cannot_be_deleted_do_not_undo_a_save(run: Run) 
     with mock.patch.object(
         writing, "delete_coordination_files", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))
     ):
-        assert run.write() and list(run.job.read("written")[run.place]) == ["first"]
+        assert run.write() and list(run.job.read("written")[run.destination]) == ["first"]
     assert [name for name in run.list_names() if "first" in name] != ["first"]
     run.write_save(tag="second")
     assert run.list_names() == {"first", "second", "latest", SCRIPT}
@@ -204,7 +204,7 @@ def test_all_saves_of_a_script_are_written(
     assert run.write()
     assert [tag for tag, _ in attempts] == ["a", "best", "b", "last"]
     assert all(map(run.is_whole, ("best", "a", "b", "last"))) and run.latest == "last"
-    assert f"{run.place}: best not written, a later save has the same tag" in caplog.text
+    assert f"{run.destination}: best not written, a later save has the same tag" in caplog.text
     assert caplog.text.count("not written") == 1 and not run.list_late()
     assert [each.tag for each in run.job.list_saves()] == ["last"]
 
@@ -228,17 +228,17 @@ def test_latest_does_not_go_back_to_a_save_that_is_written_late(run: Run) -> Non
     assert run.write() and run.is_whole("late") and run.is_whole("best") and run.latest == "next"
 
 
-def test_a_slow_place_holds_up_no_other(
+def test_a_slow_destination_holds_up_no_other(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow, fast = str(run.folder / "slow"), str(run.folder / "fast")
-    goes_on, copy = threading.Event(), places.put_file
+    goes_on, copy = threading.Event(), destinations.put_file
 
     def copy_slowly(destination: str, source: str) -> None:
         assert destination.startswith(fast) or goes_on.wait(PATIENCE)
         copy(destination, source)
 
-    monkeypatch.setattr(places, "put_file", copy_slowly)
+    monkeypatch.setattr(destinations, "put_file", copy_slowly)
     with run_writer(SaveWriter(run.job, PATIENCE)) as announce:
         for tag in "abc":
             run.save("slow", "fast", tag=tag)
@@ -250,7 +250,7 @@ def test_a_slow_place_holds_up_no_other(
     assert caplog.text == ""
 
 
-def test_a_place_that_fails_is_tried_again_after_pauses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_destination_that_fails_is_tried_again_after_pauses(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new save is tried at once. At the end retries go on for the seconds asked for. Only pauses move the clock."""
     pauses, now = list[float](), [0.0]
     failed = mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
@@ -330,8 +330,8 @@ def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> 
     else:
         made = replace(made, node=1, nodes=2)
         made.write_record()
-        made.note("done", {run.place: "on the first node"})
-        shutil.rmtree(run.place)
+        made.note("done", {run.destination: "on the first node"})
+        shutil.rmtree(run.destination)
     writer = SaveWriter(run.job, 0.1)
     writer._is_finished = True
     writer.free_finished()
@@ -342,7 +342,7 @@ def test_memory_is_not_freed_while_it_has_the_only_copy(kind: str, run: Run) -> 
 def test_a_dead_jobs_pending_save_replaces_nothing_of_a_living_job(tag: str, tmp_path: Path) -> None:
     """It may have been rolled back: neither ``latest`` nor a tag goes back to it."""
     dead, living = Job(str(tmp_path / "memory" / name_job())), Run(tmp_path, name=name_job())
-    pending = make_save(dead, living.place, tag="same")
+    pending = make_save(dead, living.destination, tag="same")
     living.save(tag="before")
     made = living.write_save(tag=tag)
     assert write(dead) and not pending.list_pending()
@@ -369,7 +369,7 @@ def test_a_tag_that_another_job_publishes_right_before_the_rename_stays(
 ) -> None:
     """NFS cannot lock the folder in which writers rename, nor exchange two folders."""
     run.write_save()
-    made, other, rename = run.save(), Run(run.folder, run.place, memory="other", name="other"), publishing._rename
+    made, other, rename = run.save(), Run(run.folder, run.destination, memory="other", name="other"), publishing._rename
     theirs = [other.save() for _ in range(3)][-1]  # of other weights
     acts = [other.write]
 
@@ -381,17 +381,17 @@ def test_a_tag_that_another_job_publishes_right_before_the_rename_stays(
     monkeypatch.setattr(publishing, "_lock_folder", lambda _: nullcontext())
     monkeypatch.setattr(publishing, "_rename", rename_late)
     assert run.write() and other.holds(theirs)
-    assert "another job has published this tag" in made.read("refused")[run.place]
+    assert "another job has published this tag" in made.read("refused")[run.destination]
 
 
 def test_leftovers_of_a_dead_job_are_removed_after_a_day(run: Run) -> None:
-    """By the clock of the place, and unless they are the only complete save of their tag."""
-    place, kept = Path(run.place), {".new.ucp-save-living-3", ".whole.ucp-save-dead-4"}
+    """By the clock of the destination, and unless they are the only complete save of their tag."""
+    destination, kept = Path(run.destination), {".new.ucp-save-living-3", ".whole.ucp-save-dead-4"}
     for name in {".new.ucp-save-dead-3", f".{TAG}.ucp-save-dead-4", f".{TAG}.ucp-save-dead-4-old", *kept}:
-        (place / name).mkdir(parents=True)
-        (place / name / "file").write_text("")
-        (place / name / "ucp_seal.json" if "new" not in name else place / name).touch()
-        for path in [place / name, *(place / name).iterdir()] if "living" not in name else [place / name]:
+        (destination / name).mkdir(parents=True)
+        (destination / name / "file").write_text("")
+        (destination / name / "ucp_seal.json" if "new" not in name else destination / name).touch()
+        for path in [destination / name, *((destination / name).iterdir() if "living" not in name else ())]:
             os.utime(path, (0, time.time() - 90000))
     run.write_save()
     assert run.list_names() == {TAG, "latest", SCRIPT, *kept}
@@ -400,17 +400,17 @@ def test_leftovers_of_a_dead_job_are_removed_after_a_day(run: Run) -> None:
 @pytest.mark.parametrize("moved", [-1e5, 1e5])
 def test_a_clock_that_is_set_back_or_ahead_changes_nothing(moved: float, run: Run) -> None:
     """Older saves of this job are removed, and a tag that others have overwritten stays, whatever the files' times."""
-    place = Path(run.place)
+    destination = Path(run.destination)
 
     def move(save: SavePart, *_: object) -> None:
-        for number, path in enumerate((place / save.tag).iterdir()):
+        for number, path in enumerate((destination / save.tag).iterdir()):
             os.utime(path, (0, time.time() + moved * (number + 1)))
 
     for tag in "abcd":
-        with mock.patch.object(places, "_update_latest", side_effect=move):
+        with mock.patch.object(destinations, "_update_latest", side_effect=move):
             run.write_save(tag=tag, keep=2)
         if tag == "b":
-            path = place / "b" / "mp_rank_00_model_states.pt"
+            path = destination / "b" / "mp_rank_00_model_states.pt"
             path.write_bytes(path.read_bytes())
-            os.utime(path, (0, (place / "b" / "ucp_seal.json").stat().st_mtime - 1))
-    assert {path.name for path in place.iterdir() if path.is_dir()} == {"b", "c", "d"}
+            os.utime(path, (0, (destination / "b" / "ucp_seal.json").stat().st_mtime - 1))
+    assert {path.name for path in destination.iterdir() if path.is_dir()} == {"b", "c", "d"}

@@ -33,21 +33,21 @@ def write_tag(folder: str, tag: str) -> None:
 
 
 class Training:
-    """An engine that saves to ``place`` through ``memory``, below a folder.
+    """An engine that saves to ``destination`` through ``memory``, below a folder.
 
     Attributes:
         given: the folders that DeepSpeed was given.
     """
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.folder, self.place, self.memory = folder, folder / "place", folder / "memory"
+        self.folder, self.destination, self.memory = folder, folder / "destination", folder / "memory"
         self.engine, self.given = Engine(), list[str]()
         self.config = UniversalConfig(save=SaveOptions(memory=str(self.memory), **{"wait_s": PATIENCE, **options}))
 
     def save(
         self,
         tag: str = TAG,
-        place: str = "place",
+        destination: str = "destination",
         write: Callable[[str, str], object] = write_tag,
         *,
         is_snapshot: bool = False,
@@ -58,7 +58,7 @@ class Training:
             self.given.append(folder)
             write(folder, tag)
 
-        to = place if "://" in place else str(self.folder / place)
+        to = destination if "://" in destination else str(self.folder / destination)
         return save_into_memory(self.engine, self.config, to, tag, note, latest=True, is_snapshot=is_snapshot)[1]
 
     @property
@@ -72,13 +72,13 @@ class Training:
         return self.saver.job
 
     def is_whole(self, *tags: str) -> bool:
-        """Return True if the place has complete saves with these tags."""
-        return all(is_whole(str(self.place / tag)) for tag in tags)
+        """Return True if the destination has complete saves with these tags."""
+        return all(is_whole(str(self.destination / tag)) for tag in tags)
 
     @property
     def latest(self) -> str:
-        """Content of the place's ``latest``."""
-        return (self.place / "latest").read_text()
+        """Content of the destination's ``latest``."""
+        return (self.destination / "latest").read_text()
 
     @property
     def log(self) -> str:

@@ -15,7 +15,7 @@ from deepspeed_ucp.errors import OutOfReachError
 from deepspeed_ucp.formats.deepspeed.files import PUBLISHED, SEAL, resolve_published
 from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_folder, list_tree, read_small, remove, write_small
-from deepspeed_ucp.saves import places
+from deepspeed_ucp.saves import destinations
 from deepspeed_ucp.saves.launch import WriterPipe
 from deepspeed_ucp.saves.memory import Job, is_locked
 from tests.convert.conversions import write_source
@@ -35,30 +35,30 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def other(run: Run, tmp_path: Path) -> Run:
-    """A job on another machine, for the same place."""
-    return Run(tmp_path, run.place, memory="other", name="other")
+    """A job on another machine, for the same destination."""
+    return Run(tmp_path, run.destination, memory="other", name="other")
 
 
 def list_basenames(folder: str) -> set[str]:
     return {os.path.basename(name) for name in list_tree(folder)}
 
 
-def test_a_save_comes_to_its_place(run: Run) -> None:
+def test_a_save_comes_to_its_destination(run: Run) -> None:
     """Without the cache of an atomic checkpoint that a load has left next to its tag in memory. Then it is replaced."""
     names = list[list[str]]()
     for _ in range(2):
         made = run.save()
         (Path(made.folder) / f"{TAG}_universal" / "zero").mkdir(parents=True)
         (Path(made.folder) / f"{TAG}_universal" / "zero" / "half").write_text("of an atomic checkpoint")
-        assert run.write() and run.list_late() == [] and list(made.read("done")) == [run.place]
+        assert run.write() and run.list_late() == [] and list(made.read("done")) == [run.destination]
         assert run.holds(made) and run.list_names() == {TAG, "latest", SCRIPT} and run.latest == TAG
-        names.append(sorted(map(os.path.basename, list_tree(run.place))))
+        names.append(sorted(map(os.path.basename, list_tree(run.destination))))
     assert names[0] == names[1]
 
 
 def test_files_of_others_in_a_tag_stay(run: Run) -> None:
     """Also another tag below it, when the tag is overwritten by fewer ranks and when it is removed."""
-    tag = f"{run.place}/{TAG}"
+    tag = f"{run.destination}/{TAG}"
     kept = {"arguments.json": b"{}", "below/mp_rank_00_model_states.pt": b"another tag's"}
     Path(tag, "below").mkdir(parents=True) if "://" not in tag else None
     for name, data in {**kept, "zero_pp_rank_9_mp_rank_00_optim_states.pt": b"of another save"}.items():
@@ -75,7 +75,7 @@ def test_files_of_others_in_a_tag_stay(run: Run) -> None:
 def test_a_local_copy_of_a_stores_tag_is_replaced(tmp_path: Path) -> None:
     """And files that decide which checkpoint a folder holds do not come into the new tag; a user's file does."""
     run = Run(tmp_path)
-    tag = Path(run.place, TAG)
+    tag = Path(run.destination, TAG)
     tag.mkdir(parents=True)
     write_source(tmp_path / "old", 9).rename(tag / f"{UPLOAD}job-1")
     (tag / PUBLISHED).write_text(json.dumps({"folder": f"{UPLOAD}job-1"}))
@@ -87,10 +87,10 @@ def test_a_local_copy_of_a_stores_tag_is_replaced(tmp_path: Path) -> None:
     assert resolve_published(str(tag)) == str(tag) and run.is_whole()
 
 
-def test_a_place_keeps_the_number_of_saves_that_was_asked_for(run: Run) -> None:
+def test_a_destination_keeps_the_number_of_saves_that_was_asked_for(run: Run) -> None:
     """And the one that ``latest`` names, and other folders."""
-    os.makedirs(f"{run.place}/theirs") if "://" not in run.place else None
-    write_small(f"{run.place}/theirs/file", b"1")
+    os.makedirs(f"{run.destination}/theirs") if "://" not in run.destination else None
+    write_small(f"{run.destination}/theirs/file", b"1")
     for tag in "abcd":
         run.write_save(tag=tag, keep=2, latest=tag == "a")
     assert run.list_names() == {"a", "c", "d", "latest", "theirs", SCRIPT}
@@ -100,7 +100,7 @@ def test_no_save_is_removed_while_latest_cannot_be_read(run: Run, caplog: pytest
     """It may name any of them."""
     for tag in "ab":
         run.write_save(tag=tag, keep=1, latest=tag == "a")
-    with mock.patch.object(places, "read_tag", side_effect=OutOfReachError("busy", path="latest")):
+    with mock.patch.object(destinations, "read_tag", side_effect=OutOfReachError("busy", path="latest")):
         run.write_save(tag="c", keep=1, latest=False)
     assert run.list_names() == {*"abc", "latest", SCRIPT} and "latest: busy" in caplog.text
     run.write_save(tag="d", keep=1, latest=False)
@@ -109,14 +109,14 @@ def test_no_save_is_removed_while_latest_cannot_be_read(run: Run, caplog: pytest
 
 def test_a_store_that_refuses_to_change_latest_is_an_error(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     """A writer that tried again at once would do so without end."""
-    exchange = places.exchange_small
+    exchange = destinations.exchange_small
 
     def refuse(path: str, data: bytes, before: bytes | None) -> bool:
         return before is None and exchange(path, data, before)
 
     run.write_save(tag="a")
     run.save(tag="b")
-    with mock.patch.object(places, "exchange_small", refuse):
+    with mock.patch.object(destinations, "exchange_small", refuse):
         assert not run.write()
     assert "refused a conditional write" in caplog.text and run.latest == "a"
     assert run.write() and run.latest == "b"
@@ -135,15 +135,15 @@ def test_a_removal_that_failed_is_completed(is_saved_again: bool, run: Run, capl
     """Unless the tag has been saved again meanwhile, without a seal."""
     run.write_save(tag="a", keep=1)
 
-    def remove_seal(place: str, tag: str) -> None:
-        remove(f"{resolve_published(f'{place}/{tag}')}/{SEAL}")
+    def remove_seal(destination: str, tag: str) -> None:
+        remove(f"{resolve_published(f'{destination}/{tag}')}/{SEAL}")
         raise OSError("busy")
 
-    with mock.patch.object(places, "remove_tag", remove_seal):
+    with mock.patch.object(destinations, "remove_tag", remove_seal):
         run.write_save(tag="b", keep=1)
     assert "a: cannot be removed now: busy" in caplog.text and "a" in run.list_names()
     if is_saved_again:
-        theirs = f"{resolve_published(f'{run.place}/a')}/mp_rank_00_model_states.pt"
+        theirs = f"{resolve_published(f'{run.destination}/a')}/mp_rank_00_model_states.pt"
         write_small(theirs, b"theirs")
         if "://" not in theirs:
             os.utime(theirs, (0, 0))  # by another clock
@@ -153,10 +153,10 @@ def test_a_removal_that_failed_is_completed(is_saved_again: bool, run: Run, capl
 
 def test_latest_that_has_come_to_name_a_damaged_tag_is_replaced(run: Run) -> None:
     def damage() -> None:
-        write_small(f"{run.place}/theirs/{PUBLISHED}", b"{")
-        write_small(f"{run.place}/latest", b"theirs")
+        write_small(f"{run.destination}/theirs/{PUBLISHED}", b"{")
+        write_small(f"{run.destination}/latest", b"theirs")
 
-    os.makedirs(f"{run.place}/theirs") if "://" not in run.place else None
+    os.makedirs(f"{run.destination}/theirs") if "://" not in run.destination else None
     run.save()
     with call_before("_update_latest", damage):
         assert run.write()
@@ -182,14 +182,14 @@ def test_a_tag_that_is_saved_again_while_it_is_written(run: Run) -> None:
 
 def test_a_part_of_an_earlier_save_does_not_complete_a_later_one(run: Run, tmp_path: Path) -> None:
     """The other node has written its part of a save that the first node gave up."""
-    node = Run(tmp_path, run.place, memory="node1")
+    node = Run(tmp_path, run.destination, memory="node1")
     for _ in range(2):
         run.save(nodes=2)
         assert not run.write(wait=0.2)
         assert not {"latest", TAG} <= run.list_names() and not run.is_whole()
         node.write_save(node=1, nodes=2)
     assert run.write() and run.is_whole()
-    assert not [name for name in list_tree(run.place) if ".ucp-written" in name]
+    assert not [name for name in list_tree(run.destination) if ".ucp-written" in name]
 
 
 def test_a_store_that_is_down_has_nothing(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -204,7 +204,7 @@ def test_a_store_that_is_down_has_nothing(tmp_path: Path, server: Server, caplog
 @pytest.mark.parametrize("kind", params(["folder"], ["store"]))
 def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: Server) -> None:
     """Their writers do not share memory, as on different machines."""
-    place = str(tmp_path / "place") if kind == "folder" else f"s3://{BUCKET}/both"
+    destination = str(tmp_path / "destination") if kind == "folder" else f"s3://{BUCKET}/both"
     jobs = [Job(str(tmp_path / f"memory{number}" / "job")) for number in range(2)]
     for job in jobs:
         job.own()
@@ -212,11 +212,11 @@ def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: 
     writers, drawn = [WriterPipe(job, config) for job in jobs], random.Random(1)
     for number in range(6):
         for writer in writers:
-            make_save(writer.job, place, tag=f"step{number // 3}", step=number // 3)
+            make_save(writer.job, destination, tag=f"step{number // 3}", step=number // 3)
             writer.notify()
         time.sleep(drawn.uniform(0, 0.3))
     for writer in writers:
         writer.close()
     wait_until(lambda: not any(map(is_locked, jobs)))
     logs = [Path(job.folder, "log").read_text() for job in jobs]
-    assert read_small(f"{place}/latest") == b"step1" and is_whole(f"{place}/step1"), logs
+    assert read_small(f"{destination}/latest") == b"step1" and is_whole(f"{destination}/step1"), logs
