@@ -1,4 +1,4 @@
-"""Checkpoints on disk → :class:`~deepspeed_ucp.model.index.AtomicIndex`, header-only."""
+"""Headers of checkpoints → :class:`~deepspeed_ucp.model.index.AtomicIndex`."""
 
 from .latest import check_tag, find_tags, read_latest
 from .open import open_checkpoint

@@ -1,4 +1,4 @@
-"""Findings about a checkpoint: faults, warnings and notes of opening, verifying and inspecting it."""
+"""Findings about a checkpoint: faults, warnings and notes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Finding:
 
 
 def from_error(folder: str, error: UcpError) -> list[Finding]:
-    """Return the findings that an error was made of, else a finding per line of its text."""
+    """Return the findings of an error, else a finding per line of its text."""
     if error.findings:
         return list(error.findings)
     kinds = (kind for kind, error_class in _ERRORS.items() if isinstance(error, error_class))
@@ -91,13 +91,13 @@ def from_error(folder: str, error: UcpError) -> list[Finding]:
 
 
 def from_failure(kind: str, file: str, error: UcpError) -> Finding:
-    """Return the finding for a file's error: of kind ``read`` if the file is out of reach, else of ``kind``."""
+    """Return the finding for a file's error, of ``kind`` or ``read`` (out of reach)."""
     kind, cause = "read" if isinstance(error, OutOfReachError) else kind, "crc" * isinstance(error, ChecksumError)
     return Finding(kind, file, str(error), cause=cause)
 
 
 def make_error(findings: Iterable[Finding]) -> UcpError | None:
-    """Return one error for all faults, out of reach if one is, else of the first one's kind; None without faults."""
+    """Return all faults as one error, OutOfReachError if one is; None without faults."""
     faults = [finding for finding in findings if finding.severity == FAULT]
     if not faults:
         return None
@@ -108,7 +108,7 @@ def make_error(findings: Iterable[Finding]) -> UcpError | None:
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Merge findings that differ only in the numbers in file names; the merged text lists ranges of numbers."""
+    """Merge findings that differ only in the numbers in file names; list the ranges."""
     groups: dict[Hashable, list[Finding]] = {}
     for finding in findings:
         template = _NUMBER.sub("#", finding.text) if finding.file else finding.text
@@ -140,7 +140,7 @@ def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 @contextmanager
 def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None]:
-    """Convert errors of the block to an error that names file, field and value; errors of this package pass unchanged.
+    """Convert errors of the block to errors that name file, field and value.
 
     Args:
         field: key of the value in the file.

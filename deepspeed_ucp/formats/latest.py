@@ -1,4 +1,4 @@
-"""Find the checkpoint in a folder: its tags, ``latest``, which names one of them, and the older ones for a fallback.
+"""Find the checkpoint in a folder: its tags, ``latest``, and older tags.
 
 All functions raise CheckpointError if a folder cannot be listed, a file cannot be read, or there is no such checkpoint.
 """
@@ -57,7 +57,7 @@ _LONGEST = 4096
 
 
 def read_tag(path: str) -> str:
-    """Read the tag from a ``latest`` file: a relative path of a folder; FileNotFoundError without the file."""
+    """Read the relative path in a ``latest`` file; FileNotFoundError without the file."""
     try:
         data = read_small(path, _LONGEST + 1)
         tag = data.decode("utf-8").strip()
@@ -87,12 +87,12 @@ def read_tag(path: str) -> str:
 
 
 def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False) -> str | None:
-    """Read the tag to resume from ``latest``, ``latest_universal`` or Megatron's tracker; None without checkpoints.
+    """Read the tag to resume from ``latest`` or a similar file; None without tags.
 
     Args:
         load_dir: folder of all tags, or of one tag (:func:`find_folder`).
         universal: read ``latest_universal`` first.
-        foreign: the folder may be a checkpoint of another format.
+        foreign: accept a checkpoint of another format, and read Megatron's tracker.
 
     Raises:
         CheckpointError: there are checkpoints without such a file, or later ones than it names; or it names no tag.
@@ -122,7 +122,7 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
 
 
 def _refuse_later(load_dir: str, converted: str) -> None:
-    """Raise if there are tags of later steps than the atomic checkpoint that is taken because ``latest`` is missing."""
+    """Raise if tags are later than the atomic checkpoint taken without ``latest``."""
     step = find_age([os.path.join(load_dir, converted)]).step
     ages = _find_ages([load_dir]) if step >= 0 else {}
     if later := [tag for tag, age in ages.items() if age.step > step]:
@@ -155,9 +155,9 @@ def is_checkpoint(folder: str) -> bool:
 
 
 def holds_foreign(folder: str) -> bool:
-    """Return True for a foreign checkpoint that holds no tags: a trainer's folder has weights and the engine's tag."""
+    """Return True for a foreign checkpoint that holds no tags."""
     is_one = leads_to_folder(folder) and find_foreign(list_entries(folder)) is not None
-    return is_one and not find_tags(folder)
+    return is_one and not find_tags(folder)  # a trainer's folder has weights and the engine's tag
 
 
 def find_foreign_folders(folder: str) -> list[str]:
@@ -166,7 +166,7 @@ def find_foreign_folders(folder: str) -> list[str]:
 
 
 def find_folder(load_dir: str, tag: str) -> str:
-    """Return the folder of a tag: a subfolder, or ``load_dir`` itself if it is this tag's folder."""
+    """Return a tag's folder: a subfolder, or ``load_dir`` if that is the tag's folder."""
     below = os.path.join(load_dir, tag)
     is_own = os.path.basename(normalize(load_dir)) == tag and not leads_to_folder(below)
     is_own = is_own and (is_checkpoint(load_dir) or holds_foreign(load_dir))
@@ -183,7 +183,7 @@ _ODD = (
 
 
 def describe_content(folder: str) -> str:
-    """Describe a folder without a checkpoint, and the remedy; an empty text if it is missing or empty."""
+    """Describe a folder without a checkpoint, and the remedy; "" if missing or empty."""
     if not leads_to_folder(folder):
         return "is a file or a broken link: name the folder that holds the tags" if exists(folder) else ""
     entries = {name: entry for name, entry in scan_folder(folder).items() if name != LOST}
@@ -202,7 +202,7 @@ def describe_content(folder: str) -> str:
 
 
 def find_siblings(folder: str) -> list[str]:
-    """Return other folders in the parent with DeepSpeed's checkpoints, most similar names first.
+    """Return sibling folders with DeepSpeed's checkpoints, most similar names first.
 
     Only the ``_SIBLINGS`` most similar names are searched. Folders that cannot be listed are skipped.
     """
@@ -218,7 +218,7 @@ def find_siblings(folder: str) -> list[str]:
 
 
 def _check_bucket(load_dir: str) -> None:
-    """Raise if the bucket does not exist, so that a typo does not silently restart training.
+    """Raise if the bucket is missing: a typo must not silently restart training.
 
     A missing folder in the bucket is fine: the first save creates it.
     """
@@ -230,7 +230,7 @@ def _check_bucket(load_dir: str) -> None:
 
 
 def find_tags(load_dir: str) -> list[str]:
-    """Return the complete subfolders with model or optimizer states, sorted; empty if ``load_dir`` does not exist.
+    """Return the complete subfolders with states, sorted; empty without ``load_dir``.
 
     Raises:
         CheckpointError: a subfolder cannot be listed; it may hold a checkpoint.
@@ -240,7 +240,7 @@ def find_tags(load_dir: str) -> list[str]:
 
 
 def list_unfinished(load_dir: str) -> list[str]:
-    """Return the folders of saves and conversions that were killed before all files were written, sorted."""
+    """Return the incomplete folders of killed saves and conversions, sorted."""
     return sorted(name for name in _list_folders(load_dir) if _is_unfinished(load_dir, name))
 
 
@@ -253,7 +253,7 @@ def _list_folders(folder: str) -> list[str]:
 
 
 def check_tag(load_dir: str, tag: str) -> str:
-    """Return the folder of a tag; if it does not exist, the error lists the existing tags."""
+    """Return a tag's folder; if it is missing, the error lists the existing tags."""
     folder = find_folder(load_dir, str(tag))
     if not leads_to_folder(folder):
         if not leads_to_folder(load_dir):
@@ -300,7 +300,7 @@ def leads_to_folder(path: str) -> bool:
 
 
 def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
-    """Return a finding if ``latest`` in the parent folder does not name this checkpoint."""
+    """Return a finding if the parent's ``latest`` does not name this checkpoint."""
     parent, tag = os.path.split(normalize(find_tag_folder(folder)))
     name = UNIVERSAL if atomic else LATEST
     try:
@@ -337,7 +337,7 @@ class Age(NamedTuple):
     time: float = 0.0
 
     def is_before(self, other: Age) -> bool:
-        """Return True if the tag may be older than another one; times count only if a step is unknown."""
+        """Return True if the tag may be older; times count only if a step is unknown."""
         if -1 in (self.step, other.step):
             return self.time <= other.time or not other.time
         return self.step <= other.step
@@ -372,7 +372,7 @@ def _find_ages(places: Sequence[str], above: str = "") -> dict[str, Age]:
 
 
 def find_known_age(folders: Sequence[str]) -> Age:
-    """Return the age of a tag, as far as it is known if a fault of its ``ucp_published.json`` prevents a load."""
+    """Return a tag's age; unknown if its ``ucp_published.json`` has a fault."""
     try:
         return find_age(folders)
     except OutOfReachError:

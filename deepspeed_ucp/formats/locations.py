@@ -38,7 +38,7 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Files that a set of ranks sees, by place; ``host`` is the machine of the first of these ranks."""
+    """Files that ranks see, by place; ``host`` is the machine of the first rank."""
 
     host: str
     places: tuple[Entries, ...]
@@ -92,18 +92,18 @@ class FileTable:
         return replace(self, entries=entries, visible=tuple(visible), access=self.find_access([*entries]))
 
     def path(self, name: str, size: int | None = None) -> str:
-        """Return the first path of a file, of ``size`` bytes if given; by default its path in the first place."""
+        """Return a file's first path (of ``size`` bytes); default: in the first place."""
         paths = (path for path, nbytes in self.list_copies(name).items() if size in (None, nbytes))
         return next(paths, join_path(self.folder, name))
 
     def list_copies(self, name: str, *, near: bool = False) -> dict[str, int]:
-        """Return path → bytes of this rank's copies of a file, by place or (``near``) the nearest first."""
+        """Return path → bytes of this rank's copies, by place or (``near``) nearest first."""
         places = self.near if near else range(len(self.visible))
         holders = [place for place in places if name in self.visible[place] and (place, name) not in self.odd]
         return {join_path(self.folders[place], name): self.visible[place][name].size for place in holders}
 
     def refer(self, name: str, size: int, crc: int | None = None, *, identified: bool = True) -> FileRef:
-        """Return the index's reference to a file of ``size`` bytes, with its copies, the nearest first.
+        """Return a reference to a file of ``size`` bytes and its copies, nearest first.
 
         Args:
             crc: CRC32 of the file's directory, if it has one.
@@ -117,13 +117,13 @@ class FileTable:
         return FileRef(path, size, crc, tuple(near if identified else near and [path]))
 
     def list_folders(self, name: str) -> list[str]:
-        """Return the folders in which this rank finds a file, by place; folders with a different file come last."""
+        """Return this rank's folders that have a file; those with a different file last."""
         holders = [place for place, entries in enumerate(self.visible) if name in entries]
         holders.sort(key=lambda place: (place, name) in self.odd)
         return [self.folders[place] for place in holders] or [self.folder]
 
     def read(self, name: str, work: Callable[[str], T]) -> T:
-        """Call ``work`` with the folders that have a file, until one call succeeds; else raise the first error."""
+        """Call ``work`` with a file's folders until it succeeds, or raise the first error."""
         folders = {join_path(folder, name): folder for folder in self.list_folders(name)}
         first, *_ = paths = [*folders]
         return self._failover.read(paths, lambda path: work(folders[path]), first)
@@ -144,7 +144,7 @@ class FileTable:
         *,
         first: int = 0,
     ) -> list[T]:
-        """Process each file on a rank that can read it; return all results on all ranks; collective.
+        """Process each file on a rank that can read it; return all results (collective).
 
         Args:
             apply, first: as in :meth:`.Comm.share`; ``first`` applies if every rank can read all files.
@@ -158,12 +158,12 @@ class FileTable:
         return [parts[rank][at] for at, rank in enumerate(ranks)]
 
     def once(self, name: str, work: Callable[[], T], comm: Comm) -> T:
-        """Run ``work`` on a rank that can read a file; all ranks get its result or error; collective."""
+        """Run ``work`` on a rank that can read a file; share its result (collective)."""
         return comm.once(work, self.find_access([name]).find_reader(0))
 
 
 def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] = list_entries) -> FileTable:
-    """Find the files of a checkpoint; collective. Refuses different files under one name on several machines.
+    """Find a checkpoint's files; refuse different ones under one name (collective).
 
     Args:
         folders: the tag's folder by place.
@@ -212,7 +212,7 @@ def list_files(folder: str, comm: Comm) -> FileTable:
 
 
 def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
-    """Return True if all ranks see the same, and further places hold only files of the first place's save.
+    """Return True if all ranks see one save, and further places hold only its files.
 
     Args:
         sums: file name → CRC32 of the zip directory.
@@ -237,7 +237,7 @@ def list_by_host(table: FileTable) -> dict[str, list[str]]:
 
 
 def describe_hosts(table: FileTable) -> str:
-    """Describe the data-parallel ranks whose files each machine has; empty if all ranks see the same."""
+    """List machines with their files' data-parallel ranks; empty if all see the same."""
     by_host = {
         host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
         for host, names in list_by_host(table).items()
@@ -250,13 +250,13 @@ def describe_hosts(table: FileTable) -> str:
 
 
 def list_variants(table: FileTable) -> list[tuple[str, str]]:
-    """Return (folder, name) of this machine's files that every node writes, and that differ from the ones in use."""
+    """Return (folder, name) of this node's model states that differ from those in use."""
     odd = sorted(table.odd) if table.is_first else []
     return [(table.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
 
 
 def _list(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries, CheckpointError | None]:
-    """Return the folder of a place with the tag's files, its entries, and the error of listing it."""
+    """Return a place's folder with the tag's files, its entries, and an error or None."""
     try:
         return *list_published(folder, list_place), None
     except CheckpointError as error:
@@ -287,7 +287,7 @@ _SMALL = 1 << 26
 
 
 def _is_one_save(table: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
-    """Return True if files of equal names and sizes are equal, although their times differ; collective.
+    """Return True if equally named files are equal despite their times (collective).
 
     A shared file system may report different times to each machine; local files may be of one save or of two. The ranks
     of a view take turns.
@@ -408,19 +408,19 @@ def _list_copies(folders: Sequence[str], views: Sequence[NodeView]) -> dict[str,
 
 
 def _list_wanted(copies: Sequence[Copy]) -> Sequence[Copy]:
-    """Return the copies that are read: those in object stores only if no machine has the file."""
+    """Return the copies to read: in object stores only if no machine has the file."""
     return [copy for copy in copies if not is_url(copy.path)] or copies
 
 
 def _list_doubts(copies: Sequence[Copy]) -> list[Copy]:
-    """Return the copies of equal size and another time than the one in use, and that one."""
+    """Return the copy in use and those of equal size and another time."""
     home = copies[0]
     unsure = [copy for copy in _list_wanted(copies) if copy.size == home.size and copy.changed != home.changed]
     return [home, *unsure] if unsure and home.size >= 0 else []
 
 
 def _list_same(copies: Sequence[Copy], sums: Mapping[Copy, int | None]) -> list[Copy]:
-    """Return the copies of a file that equal the one in use, and that one; ``sums``: of their zip directories."""
+    """Return the copies equal to the one in use; ``sums``: of their zip directories."""
     home, crc = copies[0], sums.get(copies[0])
 
     def is_same(copy: Copy) -> bool:

@@ -1,4 +1,4 @@
-"""Open a checkpoint folder: files → headers, each read by one rank → findings → AtomicIndex."""
+"""Open a checkpoint folder: files → headers → findings and an AtomicIndex."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class FolderReport:
         return self.index
 
     def log_warnings(self, *, weights_only: bool = False) -> None:
-        """Log the warnings; for a load of weights alone, without those about state that DeepSpeed does not save."""
+        """Log the warnings; for weights alone, without those about unsaved state."""
         passed = ("unsaved",) if weights_only else ()
         warnings = [finding for finding in self.findings if finding.severity == WARNING and finding.kind not in passed]
         if earlier := _list_earlier(warnings):
@@ -86,7 +86,7 @@ class FolderReport:
 
 
 def open_checkpoint(folder: str, comm: Comm, naming: Naming | None = None, *, also: Sequence[str] = ()) -> AtomicIndex:
-    """Read the headers of a checkpoint folder into the atomic view, each file on one rank; collective.
+    """Read the headers of a checkpoint, each on one rank, as an index (collective).
 
     Atomic checkpoints (with an index, or of DeepSpeed's ``ds_to_universal``) are opened too.
 
@@ -110,9 +110,10 @@ def open_checkpoint(folder: str, comm: Comm, naming: Naming | None = None, *, al
 def survey_checkpoint(
     folder: str, comm: Comm, naming: Naming | None = None, *, also: Sequence[str] = ()
 ) -> FolderReport:
-    """Read the headers of a checkpoint's files and collect all findings; arguments as of :func:`open_checkpoint`.
+    """Read the headers of a checkpoint's files and collect all findings (collective).
 
-    Only errors of the listing are raised, and ConfigError for groups of an invalid form.
+    Arguments as of :func:`open_checkpoint`. Only errors of the listing are raised, and ConfigError for groups of an
+    invalid form.
     """
     return survey_files(find_files([folder, *also], comm), comm, naming)
 
@@ -134,7 +135,7 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
 
 
 def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
-    """Read the job that saved a checkpoint, from one model-states file or the headers of a foreign checkpoint.
+    """Read the saved job from a model-states file or a foreign checkpoint's headers.
 
     Args:
         also: the same folder in further places.
@@ -158,7 +159,7 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
 
 
 def lacks_states(folder: str) -> bool:
-    """Return True for a folder on this node with a readable stage-0 save without optimizer states."""
+    """Return True for a local, readable stage-0 save without optimizer states."""
     try:
         if any(map(holds_optimizer, os.listdir(folder))):
             return False
@@ -207,7 +208,7 @@ def _list_earlier(findings: Iterable[Finding]) -> list[str]:
 def _survey_normal(
     where: FileTable, comm: Comm, naming: Naming
 ) -> tuple[AtomicIndex | None, list[Finding], list[SaveExtension]]:
-    """Return the index of a normal checkpoint, all findings, and the special cases of the save; collective."""
+    """Return a normal checkpoint's index, findings and special cases (collective)."""
     save, findings = gather_save(where, comm)
     if naming.weights_only and make_error(findings) is not None and not where.access.is_partial:
         save, findings = _read_weights(where, comm) or (save, findings)
@@ -227,7 +228,7 @@ def _survey_normal(
 
 
 def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:
-    """Return a save without its damaged optimizer files, if it still has all weights; collective."""
+    """Return the save without optimizer files, if it has all weights (collective)."""
     if not any(map(holds_optimizer, where.entries)):
         return None
     save, findings = gather_save(where.choose(lambda name: not holds_optimizer(name)), comm)
@@ -240,7 +241,7 @@ def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | 
 
 
 def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
-    """Build the index, without unnamed optimizer states; they are a fault unless only weights are loaded."""
+    """Build the index, and findings for unnamed optimizer states, which it omits."""
     folder, unnamed = save.folder, list[Finding]()
     try:
         try:

@@ -1,4 +1,4 @@
-"""Builds an index's atoms from headers: numbers files and records, joins fragments, verifies coverage."""
+"""Build atoms from headers: number records, join fragments, verify coverage."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SavedRank:
     _params: dict[str, ParamKey] = field(default_factory=dict)
 
     def find_tp_shard(self, name: str, tp_shards: int) -> tuple[int, int]:
-        """Return (number of the rank's shard of a parameter, number of shards); usually there are ``tp_shards``."""
+        """Return (number of the rank's shard of a parameter, number of shards)."""
         return (0, 1) if name in self.unsharded else (self.tp, tp_shards)
 
     def param(self, name: str) -> ParamKey:
@@ -103,7 +103,7 @@ class SavedRank:
 
 
 def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRank], dict[str, int]]:
-    """Create all model-parallel ranks, and number the parameters that several stages hold under one name.
+    """Create all model-parallel ranks, and number instances of shared parameters.
 
     Args:
         names: local names of the parameters of each model-parallel rank's optimizer.
@@ -126,7 +126,7 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRa
 
 
 def _find_empty(save: Save, mp: int) -> dict[str, Shape]:
-    """Return the local shapes of a rank's tensors without elements, which uneven shards may have."""
+    """Return the local shapes of a rank's tensors without elements."""
     model = save.model(mp)
     shapes = dict(model.frozen_shapes)
     for layer, header in save.layers[mp % save.tp].items():
@@ -137,10 +137,10 @@ def _find_empty(save: Save, mp: int) -> dict[str, Shape]:
 
 
 def fill_param_shapes(save: Save) -> None:
-    """Derive missing ``param_shapes`` of model states, as of a pipeline with BF16_Optimizer without ZeRO.
+    """Derive missing ``param_shapes`` of model states.
 
-    The optimizer files' ``param_slice_mappings`` have the names in flat order and the element counts; the model's
-    tensors have the shapes.
+    A pipeline with BF16_Optimizer and without ZeRO saves none. The optimizer files' ``param_slice_mappings`` have the
+    names in flat order and the element counts; the model's tensors have the shapes.
     """
     for mp, models in enumerate(save.models):
         model = save.model(mp)
@@ -182,7 +182,7 @@ def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Sha
 
 
 def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[str]) -> set[Shape]:
-    """Return a parameter's shapes in its layer's file, or in all files that may hold its tied module."""
+    """Return a parameter's shapes in all layer files that may hold it."""
     head, _, key = name.removeprefix(TIED).partition(".")
     tensors = {layer: header.layer or {} for layer, header in layers.items()}
     if name.startswith(TIED):
@@ -194,19 +194,20 @@ def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[st
 
 
 def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:
-    """Return the param groups of the whole model; tensor-parallel ranks may lack parameters that are empty there."""
+    """Return the whole model's param groups, joined over all model-parallel ranks."""
     stages = [ranks[first : first + save.tp] for first in range(0, len(ranks), save.tp)]
     numbers = number_groups([[group.hyper for group in stage_ranks[0].groups] for stage_ranks in stages])
     joined: dict[int, tuple[dict[ParamKey, None], dict[str, Any]]] = {}
     for stage_ranks, numbered in zip(stages, numbers, strict=True):
         for index, number in enumerate(numbered):
             members, _ = joined.setdefault(number, ({}, stage_ranks[0].groups[index].hyper))
+            # A tensor-parallel rank may lack parameters that are empty there.
             members.update(dict.fromkeys(member for rank in stage_ranks for member in rank.groups[index].members))
     return tuple(GroupInfo(tuple(members), hyper) for members, hyper in joined.values())
 
 
 def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
-    """Refuse a pipeline stage of another step: no parameter has a step of the first stage."""
+    """Refuse a pipeline stage that has no step in common with the first stage."""
     first: set[Any] = set()
     for mp, rank in list(enumerate(ranks))[:: save.tp] if save.pp > 1 else ():
         members = (member for group in rank.groups for member in group.members)
@@ -272,9 +273,9 @@ class Builder:
         return number
 
     def number_records(self, batch: FileBatch, piece: int) -> array[int]:
-        """Return the record number of a piece in each file of a batch; all files with its template are numbered."""
+        """Return a piece's record number in each file of a batch."""
         first = batch.template.firsts[piece]
-        if first not in batch.records:
+        if first not in batch.records:  # number the record in all files with this template
             batch.records[first] = len(self.records)
             if not batch.numbers:
                 batch.numbers.extend(map(self._file, batch.all_files))
@@ -291,7 +292,7 @@ class Builder:
         return number
 
     def add(self, rank: SavedRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
-        """Add a whole local tensor as a tensor-parallel rank's shard of atom (name, state); see :meth:`add_cuts`."""
+        """Add a whole local tensor as a rank's shard of an atom; see :meth:`add_cuts`."""
         self.add_cuts(rank, state, (Cut(name, 0, piece.numel, 0),), header, piece, {name: piece.shape})
 
     def note_unreadable(self, rank: SavedRank, names: Iterable[str], state: str, fault: str) -> None:
@@ -361,7 +362,7 @@ class Builder:
         )
 
     def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
-        """Add further copies of elements, which a load compares; arguments as of :meth:`add_cuts`."""
+        """Add copies of elements that a load compares; arguments as of :meth:`add_cuts`."""
         record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
         for cut in cuts:
             fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
@@ -371,7 +372,7 @@ class Builder:
     def _find_parts(
         self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
     ) -> list[Fragment]:
-        """Return the list of a parameter's fragments for one state; create it if it does not exist."""
+        """Return a parameter's list of fragments for one state; create it if missing."""
         tp_shard, _ = rank.find_tp_shard(name, self.tp)
         for storage in self._storages.get(rank.param(name), ()):
             known = storage.states.get(state)
@@ -388,7 +389,7 @@ class Builder:
     def sort_states(
         self, params: Iterable[ParamKey], states: TensorStates, numel: int, header: FileHeader
     ) -> dict[str, Piece]:
-        """Return the element-wise states of one of the optimizer's tensors; record the others for its parameters.
+        """Return the element-wise states of a tensor; record others for its parameters.
 
         Args:
             numel: elements of an element-wise state.
@@ -415,7 +416,7 @@ class Builder:
         return elementwise
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], header: FileHeader) -> None:
-        """Add the optimizer's scalars of a parameter; scalars that differ between ranks are recorded as irregular."""
+        """Add a parameter's scalars; those that differ between ranks become irregular."""
         known = self.scalars.setdefault(param, scalars)
         if known is scalars:
             return
@@ -433,7 +434,7 @@ class Builder:
                 )
 
     def close_gaps(self) -> list[str]:
-        """Renumber the instances of parameters whose files lack some; return the names of these parameters."""
+        """Renumber instances without gaps; return the parameters that lacked some."""
         filed = {
             name: [at for at in range(most) if ParamKey(name, at) in self._storages]
             for name, most in self.instances.items()
@@ -461,7 +462,7 @@ class Builder:
         return Atoms(self._storages, self._module)
 
     def _join(self, param: ParamKey, empty: _Empty, faults: list[str]) -> list[ParamStorage]:
-        """Join a parameter's storages into one for each state and ``tp_shard``; append coverage faults."""
+        """Join a parameter's storages by state and ``tp_shard``; append coverage faults."""
         joined: list[ParamStorage] = []
         for state in dict.fromkeys(state for storage in self._storages[param] for state in storage.states):
             try:
@@ -500,7 +501,7 @@ class Builder:
 
 
 def _is_sound(storages: Sequence[ParamStorage], tp_shards: int) -> bool:
-    """Return True if each state covers each tensor-parallel shard exactly once, in their order."""
+    """Return True if each state covers every tensor-parallel shard once, in order."""
     seen: dict[str, int] = {}
     for tp_shard, shape, _, states in storages:
         for state, storage in states.items():

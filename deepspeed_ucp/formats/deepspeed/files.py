@@ -1,4 +1,4 @@
-"""File names in a DeepSpeed checkpoint folder (engine.py ``_get_ckpt_name`` and similar functions).
+"""File names in a DeepSpeed checkpoint folder (engine.py ``_get_ckpt_name``).
 
 Functions that list folders raise CheckpointError if a folder cannot be listed or holds the files of two saves.
 """
@@ -53,7 +53,7 @@ _POINTER_BYTES = 1 << 12
 
 
 def list_entries(folder: str) -> dict[str, Entry]:
-    """List the state files, manifest, seal, subfolders and swap files of a checkpoint's folder by name.
+    """List a checkpoint's files and subfolders by name; other files are omitted.
 
     Links are followed, also out of the folder: content-addressed stores consist of links. A FIFO or a dangling link is
     listed with 0 bytes and cannot be opened (:mod:`deepspeed_ucp.io.store`).
@@ -72,7 +72,7 @@ def list_entries(folder: str) -> dict[str, Entry]:
 
 
 def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> str:
-    """Return the folder with a tag's files: the subfolder named by ``ucp_published.json``, or the tag's folder.
+    """Return the folder with a tag's files, which ``ucp_published.json`` may name.
 
     Args:
         entries: names in the folder, if known; if that file is not among them, it is not read.
@@ -90,7 +90,7 @@ def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> st
 
 
 def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """List the files of a foreign checkpoint, including Accelerate's subfolders for model and optimizer."""
+    """List a foreign checkpoint's files, also those in Accelerate's subfolders."""
     subfolders = [name for name, entry in entries.items() if entry.is_folder and name.startswith(PARTS)]
     parts = {name: scan_if_there(os.path.join(folder, name)) for name in subfolders}
     below = {f"{name}/{file}": entry for name, files in parts.items() for file, entry in files.items()}
@@ -98,7 +98,7 @@ def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]
 
 
 def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
-    """List the entries of a folder by name; ``deep``: the files in all subfolders by relative path."""
+    """List a folder's entries by name, or (``deep``) all files below by relative path."""
     try:
         return list_tree(folder) if deep else list_folder(folder)
     except OSError as error:
@@ -118,9 +118,9 @@ def scan_if_there(folder: str) -> dict[str, Entry]:
 def list_published(
     folder: str, list_place: Callable[[str], Mapping[str, Entry]] = scan_if_there
 ) -> tuple[str, Mapping[str, Entry]]:
-    """Return the folder with a tag's files and its entries, by default empty if the tag does not exist.
+    """Return the folder with a tag's files, and its entries.
 
-    Refuses a tag into which DeepSpeed has saved later.
+    By default a missing tag has no entries. Refuses a tag into which DeepSpeed has saved later.
     """
     entries = list_place(folder)
     published = resolve_published(folder, entries)
@@ -144,14 +144,14 @@ def _list_swaps(folder: str) -> dict[str, Entry]:
 
 
 def strip_writer(name: str) -> str:
-    """Remove the suffix ``-WRITER.WRITERS`` of DeepSpeed's fast writer from a file name."""
+    """Remove the suffix ``-WRITER.WRITERS`` of DeepSpeed's fast writer from a name."""
     match = _match_copy(name)
     return match[1] if match else name
 
 
 def _match_copy(name: str) -> re.Match[str] | None:
-    """Match the name of a file of the fast writer; names without a number at the end are most."""
-    return _COPY.fullmatch(name) if name[-1:].isdigit() else None
+    """Match the name of a file of the fast writer."""
+    return _COPY.fullmatch(name) if name[-1:].isdigit() else None  # most names end without a digit
 
 
 def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -214,7 +214,7 @@ Key = tuple[Any, ...]
 
 
 class Role(NamedTuple):
-    """A kind of file: the pattern of its names, the key of a match, and the name that DeepSpeed gives to a key."""
+    """A kind of file: pattern of its names, key of a match, DeepSpeed's name of a key."""
 
     pattern: re.Pattern[str]
     make_key: Callable[[re.Match[str]], Key]
@@ -275,7 +275,7 @@ def sort_names(folder: str, names: Collection[str]) -> tuple[dict[str, dict[Key,
 
 
 def sort_roles(roles: Mapping[str, Role], chosen: Mapping[str, str]) -> dict[str, dict[Key, str]]:
-    """Return role → key → file; a swap file of a key that another file has is left out.
+    """Return role → key → file; of several swap files with one key only the first.
 
     Args:
         chosen: name without suffix → file to read.
@@ -305,7 +305,7 @@ def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
 
 
 def holds_atoms(entries: Mapping[str, Entry]) -> bool:
-    """Return True for the entries of an atomic checkpoint, ours (with a manifest) or of ``ds_to_universal``.
+    """Return True for an atomic checkpoint, ours or of ``ds_to_universal``.
 
     A normal checkpoint that was converted into its own folder counts as a normal one.
     """
@@ -316,20 +316,20 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
 
 
 def find_foreign(entries: Mapping[str, Entry]) -> str | None:
-    """Return the format of a foreign checkpoint; None for DeepSpeed's checkpoints and other folders."""
+    """Return the format of a foreign checkpoint; None for all other folders."""
     if PUBLISHED in entries or any(map(is_state_file, entries)) or holds_atoms(entries):
         return None
     return find_format(entries)
 
 
 def read_model_rank(name: str) -> int | None:
-    """Parse the model-parallel rank of model states below ZeRO 3; None for other files."""
+    """Parse the model-parallel rank of model states below ZeRO 3; else None."""
     match = _MODEL.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def read_optim_ranks(name: str) -> tuple[int, int] | None:
-    """Parse (model-parallel, data-parallel) ranks of a file that each data-parallel rank has; None for other files."""
+    """Parse (model-parallel, data-parallel) ranks of a file per data rank; else None."""
     if match := _OPTIM.fullmatch(strip_writer(name)):
         return int(match[3]), int(match[2])
     match = _MODEL_ZERO3.fullmatch(strip_writer(name))
@@ -352,5 +352,5 @@ def is_state_file(name: str) -> bool:
 
 
 def has_states(folder: str) -> bool:
-    """Return True if a tag's folder holds model or optimizer states, or ``ucp_published.json``."""
+    """Return True if a tag's folder holds state files or ``ucp_published.json``."""
     return any(is_state_file(name) or name == PUBLISHED for name in scan_if_there(folder))

@@ -1,4 +1,4 @@
-"""Gather a save: identify its files, read the header of each on one rank, and compare them.
+"""Gather a save: identify its files, read each header on one rank, compare them.
 
 1. :meth:`.Save.of` sorts the names in the folder by role.
 2. :func:`identify_save` reads the first model and optimizer states, and lists the names of all files.
@@ -51,7 +51,7 @@ ReadResult = FileHeader | Finding
 
 
 def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding]]:
-    """Read the headers of a save's files, each on one rank that sees the file, and compare them; collective.
+    """Read and compare a save's headers, each on a rank that sees it (collective).
 
     Returns:
         The save, or None if it cannot be read at all; and all faults and warnings (those about times on rank 0 only).
@@ -76,7 +76,7 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
 
 
 def skip_faulty(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings of ``more`` about files for which ``findings`` has no fault yet."""
+    """Return the findings of ``more`` for files without a fault in ``findings``."""
     faulty = {finding.file for finding in findings if not finding.warning}
     return [finding for finding in more if finding.file not in faulty]
 
@@ -97,9 +97,9 @@ class ReadResults(dict[str, ReadResult]):
         return result
 
     def read(self, name: str) -> ReadResult:
-        """Return a file's header from the first place where it is readable, or the fault; on this rank alone.
+        """Return a file's header from its first readable place, or the fault.
 
-        A file without checksums is only read from its first place, as nothing else identifies a copy.
+        Not collective. A file without checksums is only read from its first place, as nothing else identifies a copy.
         """
         first = self.where.list_folders(name)[0]
 
@@ -126,7 +126,7 @@ class ReadResults(dict[str, ReadResult]):
 
 
 def _identify_together(results: ReadResults, save: Save, comm: Comm) -> list[Finding]:
-    """Set the first headers and the expected names of a save on all ranks, and return the faults; collective.
+    """Set a save's first headers and expected names; return the faults (collective).
 
     Rank 0 identifies the save if it sees all files; else each file is read by a rank that sees it.
     """
@@ -149,7 +149,7 @@ def _identify_together(results: ReadResults, save: Save, comm: Comm) -> list[Fin
 
 
 def identify_save(save: Save, results: ReadResults) -> list[Finding]:
-    """Set the first headers and the expected names of a save, from as few files as possible.
+    """Set a save's first headers and expected names, from as few files as possible.
 
     Returns:
         The faults of the files that were read; if ``save.first`` stays empty, the reason.
@@ -167,7 +167,7 @@ def identify_save(save: Save, results: ReadResults) -> list[Finding]:
 
 
 def _explain_none(folder: str, error: UcpError) -> list[Finding]:
-    """Convert the error of an identification to findings of kind ``missing`` (or ``unsupported``)."""
+    """Convert an identification's error to findings ``missing`` or ``unsupported``."""
     return [
         finding if finding.kind == "unsupported" else replace(finding, kind="missing")
         for finding in from_error(folder, error)
@@ -182,7 +182,7 @@ def _find_first(save: Save, results: ReadResults, role: str, keys: Iterable[Key]
 
 
 def _choose_first(save: Save, results: ReadResults) -> list[FileHeader]:
-    """Return the first readable model header and its optimizer header, if any; refuse files of two saves."""
+    """Return the first readable model header and its optimizer header, if any."""
     plain, sharded = (_find_first(save, results, role) for role in ("model", "model_zero3"))
     candidates = []
     mate = _find_optim(save, results, plain, Form.PARTITIONS)
@@ -233,7 +233,7 @@ def _find_optim(save: Save, results: ReadResults, model: FileHeader | None, form
 
 
 def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
-    """Read all other headers, each on one rank; return them after ``save.first``, and the faults."""
+    """Return ``save.first`` and all other headers, each read by one rank, and faults."""
     first, entries = save.first, save.where.entries
     known = {header.name for header in first}
     names = [name for name in save.expected if name in entries and name not in known]
@@ -254,7 +254,7 @@ def _read_rest(results: ReadResults, save: Save, comm: Comm) -> tuple[list[FileH
 
 
 def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
-    """Return a header without parts that are read only from the first file; add missing degrees.
+    """Drop parts that are used only from the first file's header; add missing degrees.
 
     ``repeats``: the file repeats the model of its model-parallel rank's first file.
     """
@@ -272,7 +272,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
 
 
 def _find_missing(save: Save, holders: str) -> list[Finding]:
-    """Return the faults of missing files; ``holders`` describes which machine has which files, if they differ."""
+    """Return the faults of missing files; ``holders``: see :func:`_describe_holders`."""
     mp, dp = count_ranks(save.first[0].require_model())
     ranks = (f"{mp} model-parallel x " if mp > 1 else "") + f"{dp} data-parallel ranks"
     text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"
@@ -285,7 +285,7 @@ def _find_missing(save: Save, holders: str) -> list[Finding]:
 
 
 def _describe_holders(save: Save, comm: Comm) -> str:
-    """Describe which machine has, and had, which files; empty if all see the same files; collective."""
+    """Describe each machine's present and former files; empty if equal (collective)."""
     where = save.where
     present = describe_hosts(where)
     if not present:
@@ -296,7 +296,7 @@ def _describe_holders(save: Save, comm: Comm) -> str:
 
 
 def _read_hosts(path: str) -> dict[str, list[str]]:
-    """Return machine → its files as recorded in a seal; empty if the seal cannot be read."""
+    """Return machine → its files as recorded in a seal; empty if it is unreadable."""
     from .seal import read_seal
 
     try:
@@ -306,7 +306,7 @@ def _read_hosts(path: str) -> dict[str, list[str]]:
 
 
 def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:
-    """Return faults of nodes' own model states that differ from those in use and are of another save; collective."""
+    """Return faults of nodes' own model states that are of another save (collective)."""
     if not where.access.is_partial:
         return []
     read = comm.each(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
@@ -323,7 +323,7 @@ def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
 
 
 def _read_variant(folder: str, name: str) -> FileHeader:
-    """Return the header of a node's own file, with the host in its name; without content if it cannot be read."""
+    """Return the header of a node's own file, named with the host; empty on failure."""
     label = f"{name} of {socket.gethostname()}"
     try:
         return replace(read_file(folder, name), name=label)
@@ -342,7 +342,7 @@ def _find_leftovers(save: Save, expected: Iterable[str]) -> Iterator[Finding]:
 
 
 def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]:
-    """Warn of files written at another time; if places hold copies of one save, judge each place alone."""
+    """Warn of files written at another time; judge copies of a save place by place."""
     names = [header.name for header in headers]
     late = find_late_files(where.folder, where.entries, names)
     if not late or not hold_copies(where, {header.name: header.crc for header in headers}):
@@ -355,7 +355,7 @@ def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]
 
 
 def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[str]) -> list[Finding]:
-    """Warn if the modification times show that a save's files were not written together.
+    """Warn if modification times show that a save's files were not written together.
 
     This is only a warning, since copies and restored files have other times and clocks differ.
 
@@ -372,7 +372,7 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
 
 
 def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
-    """Find one gap above ``slack`` and twice all other time: two saves, or a file that was added later."""
+    """Find one gap above ``slack`` and twice all other time, as between two saves."""
     gap, at = max((after[0] - before[0], at) for at, (before, after) in enumerate(pairwise(times), 1))
     rest = times[-1][0] - times[0][0] - gap
     if gap <= max(slack, 2 * rest):
@@ -387,7 +387,7 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
 
 
 def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
-    """Compare with ``latest``, written after all files of a save: find files on both sides of it, or later weights."""
+    """Find files on both sides of ``latest``, a save's last file; or newer weights."""
     parent, tag = os.path.split(normalize(find_tag_folder(folder)))
     path = os.path.join(parent, LATEST)
     try:
@@ -408,7 +408,7 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
 
 
 def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
-    """Find weights that a trainer saved into the parent folder after the time ``written`` of the tag."""
+    """Find a trainer's weights in the parent folder, saved after the time ``written``."""
     entries = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
     late = sorted(name for name, entry in entries.items() if entry.changed > written + slack)
     weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
@@ -423,7 +423,7 @@ def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
 
 
 def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]:
-    """Warn if a file's step count differs from the optimizer's by more than skipped steps explain.
+    """Warn if a step count differs from the optimizer's by more than skipped steps.
 
     The optimizer may have taken fewer steps: a trainer also counts steps that fp16 has skipped and, with DeepSpeed and
     older versions of Accelerate, the incomplete last step of each epoch.

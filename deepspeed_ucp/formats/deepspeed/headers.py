@@ -1,4 +1,4 @@
-"""Headers of a checkpoint's files, reduced to the fields of the index: small, picklable, exchanged by all ranks.
+"""Headers of a checkpoint's files, reduced to small picklable objects.
 
 Headers that differ only in offsets and sizes have a compact form: a shared template, and a row of integers per file.
 """
@@ -26,7 +26,7 @@ from ...torchsave.records import FileRecord
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous tensor in a file: its record, byte offset inside it, shape and dtype.
+    """A contiguous tensor in a file: its record, byte offset in it, shape and dtype.
 
     ``fault`` is the reason why its bytes cannot be resharded (a permuted memory format, an unknown dtype), or empty.
     """
@@ -38,7 +38,7 @@ class Piece:
     fault: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as one call: slots are restored field by field, which is slow for hundreds of thousands."""
+        """Pickle as one call, which is faster than restoring each slot."""
         return Piece, (self.record, self.offset, self.shape, self.dtype, self.fault)
 
     @property
@@ -48,13 +48,14 @@ class Piece:
 
     @property
     def contents(self) -> tuple[Shape, str, int, int, int | None, str]:
-        """Fields that :func:`~deepspeed_ucp.model.are_alike` compares; other strides are other elements."""
+        """Fields that :func:`~deepspeed_ucp.model.are_alike` compares."""
+        # ``fault``: other strides mean other elements.
         return self.shape, self.dtype, self.offset, self.record.nbytes, self.record.crc, self.fault
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """An opaque value (a function, a class, an object): its class, and a digest of its pickle for comparisons.
+    """An opaque value: its class, and a digest of its pickle for comparisons.
 
     ``has_tensors``: it is a tensor, or a list, tuple or dict that contains one at any depth.
     """
@@ -66,7 +67,7 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class TensorStates:
-    """The optimizer's states of one tensor: element-wise states, scalars, and descriptions of other values.
+    """Optimizer states of a tensor: element-wise, scalars, descriptions of others.
 
     ``zero_dim`` has the pieces of scalars that are 0-dim tensors: a 0-dim parameter has them as states. ``single`` has
     the values of states of shape (1,): a larger parameter has them as scalars.
@@ -79,7 +80,7 @@ class TensorStates:
     single: dict[str, Any] = field(default_factory=dict)
 
     def of_zero_dim(self) -> TensorStates:
-        """Return the states of a 0-dim parameter, which look like scalars; ``step`` stays a scalar."""
+        """Return a 0-dim parameter's states, which look like scalars; ``step`` stays one."""
         states = {name: piece for name, piece in self.zero_dim.items() if name != "step"}
         scalars = {name: value for name, value in self.scalars.items() if name not in states}
         return replace(self, states={**self.states, **states}, scalars=scalars)
@@ -140,7 +141,7 @@ class OptimHeader:
 
 @dataclass(frozen=True, slots=True)
 class ModelHeader:
-    """A model-states file: its tensors, shapes, counters, and the optimizer of stage 0.
+    """A model-states file: tensors, shapes, counters, and the optimizer of stage 0.
 
     Names are those of atoms (:func:`~deepspeed_ucp.model.strip_compiled`), except in ``param_shapes`` and ``slices``.
 
@@ -267,7 +268,7 @@ def _pack(numbers: Collection[int]) -> bytes:
 
 
 class HeaderTemplate:
-    """The common content of headers that differ only in :data:`PIECE` numbers and variables; hashable.
+    """Common content of headers that differ only in piece numbers and variables.
 
     Attributes:
         header: one of these headers, of an optimizer's file or a state_dict.
@@ -344,7 +345,7 @@ class HeaderTemplate:
 
 
 class LazyParts(Sequence[T]):
-    """Masters or tensors of an optimizer's file, which ``make`` builds on demand from their number."""
+    """Masters or tensors of an optimizer's file, built on demand by ``make``."""
 
     __slots__ = ("length", "make", "numbers", "template")
 
@@ -406,7 +407,7 @@ class HeaderDelta(NamedTuple):
         return _restore_delta, (*self[:-1], struct.unpack(f"<{len(self.numbers) // 8}q", self.numbers))
 
     def decode(self, known: dict[bytes, HeaderTemplate]) -> FileHeader:
-        """Return the header; ``known`` are templates by their packed form, to which a new one is added."""
+        """Return the header; a new template is added to ``known`` by its packed form."""
         template = known.get(self.template)
         if template is None:
             template = known[self.template] = HeaderTemplate(unpack(self.template))
@@ -431,7 +432,7 @@ def _restore_delta(*fields: Any) -> HeaderDelta:
 def encode_header(
     header: FileHeader, first: HeaderTemplate, known: dict[HeaderTemplate, bytes]
 ) -> FileHeader | HeaderDelta:
-    """Encode the header of an optimizer's file or a state_dict; return other headers unchanged.
+    """Encode an optimizer's or a state_dict's header; return others unchanged.
 
     Args:
         first: template of a header that every rank has.
@@ -460,7 +461,7 @@ def find_prefix(names: Collection[str]) -> str:
 
 @dataclass(eq=False)
 class FileBatch:
-    """Some of the files with one template, and the partitions of a flat buffer that they hold.
+    """Some files with one template, and the partitions of a flat buffer in them.
 
     Attributes:
         all_files: all files with the template.
@@ -508,7 +509,7 @@ class FileBatch:
         return array("q", self.table[field][self.rows, piece].tobytes())
 
     def pick_padding(self, group: int) -> Sequence[int]:
-        """Return the elements of padding at the end of a group's partition for each file; 0 if not recorded."""
+        """Return the padding of a group's partition in each file; 0 if not recorded."""
         optim = self.template.optim
         recorded = optim.traits.strips_padding and group < len(optim.paddings)
         return self.paddings[group] if recorded else [0] * len(self.files)
@@ -540,7 +541,7 @@ def batch_files(headers: Iterable[FileHeader]) -> Batches:
 
 
 def select_files(batches: Batches, headers: Iterable[FileHeader]) -> list[FileBatch]:
-    """Select some files by template; a file's place among ``headers`` is the partition that it holds."""
+    """Select files by template; their places in ``headers`` are their partitions."""
     chosen: dict[int, FileBatch] = {}
     for part, header in enumerate(headers):
         batch, file = batches[header.name]
