@@ -173,8 +173,8 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
         if len(group) > 1 and (_OPTIM.fullmatch(role) or group[-1][2] == role):
             two = f"{group[0][2]} and {group[-1][2]}"
             raise CheckpointError(
-                f"holds the files of two saves ({two}). Remove the older save's files; DeepSpeed's fast "
-                "writer leaves them, with other numbers of writers, where a tag is saved into that was there already.",
+                f"holds the files of two saves ({two}). Remove the older save's files; DeepSpeed's fast writer leaves "
+                "them if a tag is saved again with another number of writers.",
                 path=folder,
             )
     chosen = {role: group[0][2] for role, group in groups.items()}
