@@ -1,4 +1,6 @@
-"""Non-blocking saves: DeepSpeed writes its files into memory, and a writer process copies them to their destinations.
+"""Non-blocking saves through the nodes' memory.
+
+DeepSpeed writes its files into memory. A writer process copies them to their destinations:
 
 * On the ranks: :mod:`.saver` with :mod:`.files`, :mod:`.sizes` and :mod:`.neighbours`; :mod:`.launch`
   starts the writer process. :mod:`.search` finds saves for loads, :mod:`.keeping` postpones trainers' removals.

@@ -1,4 +1,4 @@
-"""Decides which saves in a node's memory are not needed any more, and makes room for the next one.
+"""Decides which saves a node's memory still needs; makes room for the next one.
 
 :func:`is_unneeded` is applied to saves of a running job and of dead jobs. In addition, a running job's save replaces
 dead jobs' saves for the same folder (:meth:`MemoryBudget.drop_dead`). After a job's normal end the writer frees it all.
@@ -23,13 +23,13 @@ ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a 
 
 
 def count_free(root: str) -> int:
-    """Return the bytes that can be written to a folder; for one in memory the container's limit counts too."""
+    """Return the free bytes of a folder; in memory, within the container's limit."""
     free = shutil.disk_usage(root).free
     return min(free, measure_available()) if find_kind(root) == MEMORY else free
 
 
 def is_safe(save: SavePart) -> bool:
-    """Return True if all destinations have all nodes' files of a save, so that no memory is needed for it.
+    """Return True if all destinations have all nodes' files of a save.
 
     The part of a node without files needs no memory in any case.
     """
@@ -39,7 +39,9 @@ def is_safe(save: SavePart) -> bool:
 
 
 def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> bool:
-    """Return True if a save or a copy may be deleted: all destinations have it, or a later save replaces it.
+    """Return True if a save or a copy in memory may be deleted.
+
+    All destinations have it, or a later save replaces it.
 
     Args:
         saves: saves of its job that may replace it.
@@ -57,7 +59,9 @@ def is_unneeded(save: SavePart, saves: Iterable[SavePart], *, is_dead: bool) -> 
 
 
 def free_unwanted(job: Job, *, is_agreed: bool) -> None:
-    """Free unneeded older saves of a running job, except the one being copied and the last fully copied one.
+    """Free unneeded older saves of a running job.
+
+    The save that is being copied and the last fully copied one stay.
 
     Args:
         is_agreed: all nodes have recorded the newest save. Else it replaces none, unless there is only one node.
@@ -70,7 +74,9 @@ def free_unwanted(job: Job, *, is_agreed: bool) -> None:
 
 
 def _list_unneeded(job: Job, is_replaced: Callable[[SavePart], bool] = lambda _: False) -> list[SavePart]:
-    """Return a dead job's unneeded saves, and copies that are unneeded or belong to one of these saves.
+    """Return a dead job's unneeded saves, and unneeded copies.
+
+    A copy is also unneeded if the save that it belongs to is.
 
     Args:
         is_replaced: returns True if a save of a running job replaces a save or a copy.
@@ -117,7 +123,7 @@ class MemoryBudget:
         return f"{why}. {ADVICE}"
 
     def free_older(self) -> bool:
-        """Delete unneeded saves of this job until the next one fits; return True if it does.
+        """Delete unneeded saves of this job until the next one fits; True if it does.
 
         The last fully copied one goes after other older ones. The newest one goes last, if all destinations have it.
         """
@@ -131,7 +137,7 @@ class MemoryBudget:
         return self._is_enough()
 
     def _count_needed(self) -> int:
-        """Return the bytes that must be free: the next save's size, or twice that if several saves are pending."""
+        """Return the bytes that must be free: one save, or two while several are pending."""
         pending = [save for save in self.job.list_saves() if save.list_pending()]
         return self.needed * (2 if len(pending) > 1 else 1)
 
@@ -148,7 +154,7 @@ class MemoryBudget:
             logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
 
     def drop_dead(self, save_dir: str, tag: str, *, is_snapshot: bool) -> None:
-        """Delete dead jobs' saves that this job's save for the same folder replaces, and all unneeded ones.
+        """Delete dead jobs' unneeded saves, and those that this job's save replaces.
 
         Args:
             tag: tag of this job's save.
@@ -157,7 +163,7 @@ class MemoryBudget:
         folder = locate(save_dir)
 
         def is_replaced(save: SavePart) -> bool:
-            """Return True if this job's save makes a dead job's save for the same folder obsolete.
+            """Return True if this job's save for the same folder replaces a dead job's.
 
             Pending saves stay, except those with the same tag, and those of several nodes: without the part of a lost
             node they can never be written.

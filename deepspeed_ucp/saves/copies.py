@@ -1,4 +1,4 @@
-"""Copies of each node's saves in the next node's memory, which the writers send and receive.
+"""Copies of each node's saves in the next node's memory.
 
 One connection (``multiprocessing.connection``: HMAC challenges of both ends, framed messages) carries one save. The
 sender sends a description as JSON, the receiver a reply as JSON, the sender the files in messages of at most 1 MiB,
@@ -56,7 +56,7 @@ class _Message(BaseModel):
 
 
 class _SentFile(_Message):
-    """A file: its path relative to a folder of tags, bytes, and time of modification (ns)."""
+    """A file: path relative to a folder of tags, bytes, and modification time (ns)."""
 
     path: str
     size: int = Field(ge=0, lt=1 << 62)
@@ -183,7 +183,7 @@ class Peer:
 
 
 class Replicator:
-    """A writer's side of the copies: sends its node's saves to the next node, receives those of the node before.
+    """Sends a node's saves to the next node, and receives those of the node before.
 
     Args:
         settings: of :class:`~.neighbours.Neighbours`.
@@ -208,11 +208,11 @@ class Replicator:
         threading.Thread(target=self._send_all, daemon=True, name=f"copies to {self.target}").start()
 
     def end(self) -> None:
-        """Send the newest save, even if the ranks have not agreed on it: no other save follows."""
+        """Send the newest save, even if the ranks have not agreed on it."""
         self._ended = time.monotonic()
 
     def finish(self) -> None:
-        """Wait until the newest save is sent and received, unless a node cannot be reached or is silent."""
+        """Wait until the newest save is sent and received, or a node does not respond."""
         while (now := time.monotonic()) < self._ended + self.wait:
             if not self._lacks(now) and not self._is_awaiting(now):
                 break
@@ -220,7 +220,7 @@ class Replicator:
         self._is_over.set()
 
     def _lacks(self, now: float) -> bool:
-        """Return True if the target, which can be reached, lacks the newest save or its marks."""
+        """Return True if a reachable target lacks the newest save or its marks."""
         saves = self.job.list_saves()
         state = saves[-1].read_state() if saves else {}
         if not saves or self._forwarded.get(saves[-1].number) == state["done"]:
@@ -229,7 +229,7 @@ class Replicator:
         return now <= (now if self._failing is None else self._failing) + (0 if has_it else _REACHED)
 
     def _is_awaiting(self, now: float) -> bool:
-        """Return True if the source, which is not silent, has not sent its part of the newest save."""
+        """Return True if a responding source has not sent its part of the newest save."""
         newest = max((save.number for save in self.job.list_saves()), default=0)
         if not newest or newest in [copy.number for copy in self.job.list_copies() if copy.node == self.source]:
             return False
@@ -397,8 +397,9 @@ class Replicator:
                 copy.remove()
 
     def _find_obstacle(self, files: Sequence[_SentFile]) -> str:
-        """Return why memory has no room for a copy, or an empty string: the next save of this node has priority."""
+        """Return an error message if memory has no room for a copy, else an empty string."""
         allocated = [count_allocated(save.folder) for save in self.job.list_saves()]
+        # The next save of this node has priority.
         next_one = allocated[-1] if len(allocated) == 1 and not os.path.isdir(self.job.spare) else 0
         needed, free = sum(file.size for file in files) + next_one, count_free(self.job.folder)
         if needed <= free:

@@ -1,4 +1,4 @@
-"""Writes saves to destinations (folders or stores), and checks which saves are there.
+"""Writes saves to destinations (folders or stores), and checks saves there.
 
 All nodes write to one temporary folder; a file of each node records that its part is there. The first node seals the
 folder and publishes it (:mod:`.publishing`); then ``latest`` names the tag.
@@ -132,7 +132,7 @@ def _seal(folder: str, names_here: Iterable[str]) -> None:
 
 
 def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], str], folder: str) -> T:
-    """Call ``look`` with growing pauses until it returns something other than None, and return that.
+    """Return the first result of ``look`` that is not None, with pauses between calls.
 
     Raises:
         StorageError: it returned None for ``wait`` seconds.

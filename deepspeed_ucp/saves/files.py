@@ -1,4 +1,4 @@
-"""``torch.save`` into memory: torch pickles, and a writer of ours copies and sums each byte in one pass."""
+"""``torch.save`` into memory, which copies and checksums each byte in one pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _SMALL = 1 << 16
 
 
 class MappedFiles:
-    """Files in memory that this process has mapped: overwriting a mapping copies once, a system call twice.
+    """Files in memory that this process has mapped.
+
+    Overwriting a mapping copies once, a system call copies twice.
 
     A mapping keeps the memory of a file without a name until :meth:`tidy`.
 
@@ -51,7 +53,7 @@ class MappedFiles:
             self._new.append(os.dup(fd))
 
     def settle(self) -> None:
-        """Map the noted files. Their pages exist, so writing to a mapping cannot fail for lack of memory."""
+        """Map the noted files; writing to a mapping of existing pages cannot fail."""
         while self._new:
             fd = self._new.pop()
             status = os.fstat(fd)
@@ -84,12 +86,15 @@ class StateFile(RecordWriter):
             super().write_record(name, data.encode() if isinstance(data, str) else data, nbytes)
 
     def write_record_metadata(self, name: str, _: int) -> None:
-        """Write a storage whose bytes torch skips: torch would copy a GPU's storage whole, and wait for the copy."""
+        """Write a storage whose bytes torch skips.
+
+        torch would copy a GPU's storage whole, and wait for the copy.
+        """
         storage = self._storages[name.rpartition("/")[2]]
         self.write_pieces(name, _read_pieces(storage), storage.nbytes())
 
     def make_pickle(self) -> Any:
-        """Return a stand-in for the module ``pickle`` whose pickler notes storages by torch's names for them."""
+        """Return a stand-in for ``pickle`` whose pickler notes storages by torch's names."""
         storages = self._storages
 
         class Pickler(pickle.Pickler):
@@ -108,7 +113,9 @@ class StateFile(RecordWriter):
 
 
 def save_over(value: Any, path: str, mapped: MappedFiles) -> None:
-    """Do what ``torch.save(value, path)`` does, overwriting the file at the path: its pages are not allocated anew.
+    """Do what ``torch.save(value, path)`` does, and overwrite the file at the path.
+
+    The file's pages are reused.
 
     Raises:
         OSError: the file cannot be written.
@@ -159,8 +166,8 @@ def _read_pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
         yield memoryview(pinned[number % 2][: piece.numel()].numpy())
 
 
-@cache
+@cache  # one set per device: storages are read one after the other
 def _prepare(device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """Return a device's page-locked buffers and copy stream; storages are event one after the other."""
+    """Return a device's page-locked buffers and its stream for copies."""
     pinned = [torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     return pinned, torch.get_device_module(device).Stream(device)

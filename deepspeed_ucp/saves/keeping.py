@@ -1,4 +1,4 @@
-"""Postpones the removal of trainers' checkpoint folders until a newer save is written.
+"""Postpones trainers' removals of checkpoints until a newer save is written.
 
 A trainer removes folders on rank 0. A postponed removal is done by a later call, or at exit.
 """
@@ -33,7 +33,7 @@ _postponed, _times = dict[str, tuple[Callable[[], object], str]](), dict[str, fl
 
 
 def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Comm) -> bool:
-    """Note that a trainer saves to a folder, and cancel its postponed removal (collective).
+    """Note a trainer's save to a folder; cancel its postponed removal (collective).
 
     Returns:
         True if the save is written to this folder, and the folder holds no save yet.
@@ -46,7 +46,7 @@ def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Co
 
 
 def restore_times() -> None:
-    """Set the folders' times to the times of their saves: trainers order folders by time."""
+    """Set the folders' times to those of their saves: trainers order folders by time."""
     for folder, at in _times.items():
         with suppress(OSError):
             os.utime(folder, (at, at))
@@ -54,7 +54,7 @@ def restore_times() -> None:
 
 @contextmanager
 def guard(module: ModuleType, marker: str, *, coming: bool = False) -> Iterator[None]:
-    """Context in which a module's ``shutil.rmtree`` removes a trainer's folders only when that is safe.
+    """Let a module's ``shutil.rmtree`` remove trainers' folders only if that is safe.
 
     Args:
         marker, coming: see :func:`remove_when_safe`.
@@ -85,7 +85,9 @@ def can_guard(module: ModuleType) -> bool:
 def remove_when_safe(
     folder: str | os.PathLike[str], remove: Callable[[], object], marker: str = "", *, coming: bool = False
 ) -> None:
-    """Remove a trainer's folder now, or later if it is still being written or is the newest complete one.
+    """Remove a trainer's folder now, or later if it is still needed.
+
+    It is needed while it is being written, or is the newest complete one.
 
     Args:
         marker: a trainer's file that every complete folder has.
@@ -144,7 +146,7 @@ def _find_step(folder: str, marker: str) -> int | None:
 
 
 def finish_here() -> None:
-    """Wait until this rank's saves are written, ``wait_s`` at most; then remove postponed folders."""
+    """Wait at most ``wait_s`` for this rank's saves; then remove postponed folders."""
     _finish_savers()
     remove_postponed()
 
@@ -156,9 +158,9 @@ def _finish_savers() -> None:
 
 
 def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm: Comm) -> None:
-    """Wait until saves to a folder and its subfolders are written, also of dead jobs (collective).
+    """Wait until saves to a folder and its subfolders are written (collective).
 
-    Waits ``wait_s`` at most, and only while a writer is running.
+    Dead jobs' saves count too. Waits at most ``wait_s``, and only while a writer is running.
     """
     options = config.save
     if options is None:

@@ -30,7 +30,7 @@ _SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file
 
 
 class WriterPipe:
-    """The pipe to the writer of this process's job, which is started when it is needed.
+    """The pipe to the writer of this process's job; starts the writer when needed.
 
     Attributes:
         neighbours: nodes with copies of the saves.
@@ -42,7 +42,7 @@ class WriterPipe:
         self._pipe: BinaryIO | None = None
 
     def notify(self) -> None:
-        """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""
+        """Notify the writer of a save, and start it if needed."""
         try:
             if self._pipe is not None:
                 self._pipe.write(b"\n")
@@ -56,7 +56,7 @@ class WriterPipe:
             logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
 
     def close(self, last: bytes = b"") -> None:
-        """Close the pipe after a last line; the writer exits when it has written all pending saves."""
+        """Send a last line and close the pipe; the writer exits after all pending saves."""
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
             with suppress(OSError):
@@ -103,7 +103,7 @@ def start_writer(job: Job, config: UniversalConfig, neighbours: Neighbours | Non
 
 
 def finish_dead(root: str, config: UniversalConfig) -> None:
-    """Start writers for saves that dead jobs have left in memory; remove folders without any whole save."""
+    """Start writers for dead jobs' pending saves; remove jobs without a complete save."""
     for job in list_dead(root):
         job.drop_spare()
         if list_late(job.list_saves()):
@@ -122,7 +122,7 @@ def wait_until_written(
     is_wanted: Callable[[str], bool] = lambda _: True,
     is_enough: Callable[[], bool] | None = None,
 ) -> bool:
-    """Wait until jobs have no pending saves, or none of their writers is running, ``seconds`` at most.
+    """Wait at most ``seconds`` until jobs have no pending saves or no running writer.
 
     Args:
         is_wanted: returns True for a destination whose saves are waited for.

@@ -1,4 +1,4 @@
-"""The saves in a node's memory: a folder per job and a folder per save, which outlive every process.
+"""The saves in a node's memory, which outlive every process.
 
 ``<memory>/deepspeed_ucp-<user>/<job>/`` holds ``owner`` (locked by the process that saves), ``log`` (locked by the
 writer) and a folder for each save. A save's folder has the form of any checkpoint folder with one tag. Its state file
@@ -82,14 +82,14 @@ class SavePart:
         return self.job, self.number
 
     def list_files(self) -> list[str]:
-        """Return the save's files, as paths relative to :attr:`folder`: its tag's, and scripts next to the tag."""
+        """Return the files of the tag and the scripts next to it, relative to ``folder``."""
         paths = []
         for above, _, names in os.walk(self.folder):
             paths += [os.path.relpath(os.path.join(above, name), self.folder) for name in names]
         return sorted(filter(self.owns, paths))
 
     def owns(self, path: str) -> bool:
-        """Return True if a path below :attr:`folder` is one of the save's files, not a record."""
+        """Return True if a path below ``folder`` is a file of the save, not a record."""
         others = os.sep in path or path.startswith((_STATE, "latest", "."))
         return path.startswith(f"{self.tag}{os.sep}") or not others
 
@@ -104,7 +104,7 @@ class SavePart:
         return [destination for destination in self.list_lacking() if destination not in refused]
 
     def find_failure(self, destination: str) -> str:
-        """Return the reason why the last attempt to write it to a destination failed, or an empty string."""
+        """Return the last error of writing it to a destination, or an empty string."""
         state = self.read_state()
         fault: str = state["refused"].get(destination) or state["failed"].get(destination, "")
         return fault
@@ -115,7 +115,7 @@ class SavePart:
         return bool(self.destinations) and all(map(done.get, self.destinations))
 
     def supersedes(self, older: SavePart) -> bool:
-        """Return True if a load of the older save's folder would take this one of the same job instead."""
+        """Return True if loads of an older save of the same job take this save instead."""
         is_later = self.number > older.number and self.save_dir == older.save_dir
         return is_later and (self.latest or not older.latest)
 
@@ -128,7 +128,7 @@ class SavePart:
         return self.read_state()[kind]
 
     def read_state(self) -> dict[str, dict[str, Any]]:
-        """Return all objects of the state by name, as they were at one time; missing ones are empty."""
+        """Return all objects of the state by name, read at once; missing ones are empty."""
         return _read_state(self._state)
 
     def note(self, kind: str, record: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ class SavePart:
             os.fsync(file)
 
     def is_copy(self) -> bool:
-        """Return True if it is a copy of another node's part, which that node writes to the destinations."""
+        """Return True if it is a copy of another node's part."""
         return _COPY.fullmatch(os.path.basename(self.folder)) is not None
 
     def is_recorded(self) -> bool:
@@ -157,12 +157,12 @@ class SavePart:
         return bool(self.read("save"))
 
     def write_record(self) -> None:
-        """Sync its files and record that it is complete on this node: a folder on a disk outlives a reboot.
+        """Sync its files and record that it is complete on this node.
 
         Raises:
             OSError: it cannot be written.
         """
-        sync_tree(self.folder)
+        sync_tree(self.folder)  # a folder on a disk outlives a reboot
         Path(self._state).touch(0o600)
         self.note("save", asdict(replace(self, folder="")))
 
@@ -172,9 +172,9 @@ class SavePart:
         delete_own(self.folder)
 
     def recycle(self) -> None:
-        """Delete it, but keep its files for the next save to overwrite, unless there are such files already.
+        """Delete it, but keep its files for the next save to overwrite.
 
-        Overwriting is faster than allocating new pages.
+        Overwriting is faster than allocating new pages. If there are such files already, it is deleted with its files.
         """
         self._forget()
         try:
@@ -235,7 +235,7 @@ class Job:
         return self.folder in _own
 
     def is_owned(self) -> bool:
-        """Return True if the job's process is running, also in another container that shares the memory."""
+        """Return True if the job's process is running, also in another container."""
         return _is_held(os.path.join(self.folder, _OWNER))
 
     def read(self, name: str) -> dict[str, Any]:
@@ -298,11 +298,11 @@ class Job:
         delete_own(self.spare)
 
     def holds_none(self) -> bool:
-        """Return True if it has no complete save and no copy; a save with an unreadable state counts as complete."""
+        """Return True if it has neither copies nor saves that may be complete."""
         return all(map(self.is_unfinished, self.list_numbers())) and not any(map(_COPY.fullmatch, _list(self.folder)))
 
     def is_unfinished(self, number: int) -> bool:
-        """Return True if a save's folder has no state of a complete part, and the writer does not free it just now."""
+        """Return True if a save's folder has no complete part and is not being deleted."""
         try:
             return not any(path.read_bytes().strip() for path in Path(self.find_folder(number)).glob(f"{_STATE}*"))
         except FileNotFoundError:
@@ -316,7 +316,7 @@ class Job:
 
 
 def find_root(memory: str) -> str:
-    """Return this user's folder in a folder of memory, which may name environment variables; create it if needed.
+    """Return this user's folder in a folder of memory; create it if needed.
 
     Saves in it are loaded and removed, so no other user may write there.
 
@@ -347,9 +347,9 @@ def find_root(memory: str) -> str:
 
 
 def list_owners(memory: str, comm: Comm) -> list[int]:
-    """Return for each rank the first rank that shares its folder in memory, and owns it (collective).
+    """Return for each rank the rank that owns its folder in memory (collective).
 
-    Local ranks may differ: they depend on the launcher.
+    It is the first rank that shares the folder. Local ranks may differ: they depend on the launcher.
     """
 
     def look() -> tuple[str, int, int]:
@@ -375,7 +375,7 @@ _COPY = re.compile(r"copy-\d+-\d{8}")
 
 
 def list_jobs(root: str) -> list[Job]:
-    """Return the jobs with saves in this node's memory: folders of this user, no links."""
+    """Return the jobs in this node's memory: folders of this user, no links."""
     folders = [os.path.join(root, name) for name in sorted(_list(root)) if _JOB.fullmatch(name)]
     return [Job(folder) for folder in folders if _is_private(folder)]
 
@@ -393,7 +393,7 @@ def _is_private(folder: str) -> bool:
 
 
 def list_later(save: SavePart) -> list[SavePart]:
-    """Return complete saves for the same folder by running jobs if the save's job is dead: they are later."""
+    """Return running jobs' saves for the same folder, if the save's job is dead."""
     job = Job(os.path.dirname(save.folder))
     if job.is_owned():
         return []
@@ -416,7 +416,7 @@ def list_late(saves: Iterable[SavePart]) -> dict[str, list[str]]:
 
 
 def describe_late(saves: Iterable[SavePart], is_wanted: Callable[[str], bool] = lambda _: True) -> str:
-    """Name the pending saves of the wanted destinations: ``best, last to /checkpoints``."""
+    """Format pending saves of wanted destinations: ``best, last to /checkpoints``."""
     late = sorted(list_late(saves).items())
     return "; ".join(f"{', '.join(tags)} to {destination}" for destination, tags in late if is_wanted(destination))
 
@@ -435,7 +435,7 @@ def _read_state(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _merge(data: bytes, path: str) -> dict[str, dict[str, Any]]:
-    """Merge the lines of a state; a line that was cut off by a crash is not valid JSON and does not count."""
+    """Merge the lines of a state, without a line that was cut off by a crash."""
     state: dict[str, dict[str, Any]] = defaultdict(dict)
     for line in filter(None, data.strip(b"\n").split(b"\n")):
         with suppress(CheckpointError):

@@ -1,4 +1,4 @@
-"""The ranks' part in copies of saves: which node sends to which, and the save that all nodes copy."""
+"""Decides which node sends copies of saves to which, and the save to copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COPIED, _WAITING, _FAILED, _GONE = "copied", "waiting", "failed", "gone"
 
 
 class _Node(NamedTuple):
-    """A node's host name, its address on the way to ``MASTER_ADDR``, and the address of that host."""
+    """A node's name, its address towards ``MASTER_ADDR``, and that host's address."""
 
     host: str
     address: str
@@ -53,10 +53,10 @@ class Neighbours:
     late: set[str] = field(default_factory=set)
 
     def agree(self, number: int, comm: Comm) -> None:
-        """Before the save with this number: agree on which copies are complete, and which save is copied next.
+        """Agree on the complete copies and the next save to copy (collective).
 
-        Collective. All nodes copy the same save until each has it or cannot have it: if each node chose for itself,
-        there might never be a save with copies of all nodes.
+        Call it before the save ``number``. All nodes copy the same save until each has it or cannot have it: if each
+        node chose for itself, there might never be a save with copies of all nodes.
         """
         nodes = list(filter(None, comm.each(self._look)))
         states, is_late = {state for _, state in nodes}, number - self.current > 1
@@ -99,7 +99,7 @@ class Neighbours:
 
 
 def find_neighbours(options: SaveOptions, job: Job, owners: Sequence[int], comm: Comm) -> Neighbours | None:
-    """Let each node's saves be copied to the next node; return None, with a warning, on a single node (collective).
+    """Pair each node with the next one for copies; None on a single node (collective).
 
     Args:
         owners: by node the rank that owns its folder in memory.
@@ -133,7 +133,7 @@ def find_neighbours(options: SaveOptions, job: Job, owners: Sequence[int], comm:
 
 
 def _describe_node(options: SaveOptions) -> _Node:
-    """Return this machine's addresses; the route to ``MASTER_ADDR`` is looked up without any packet."""
+    """Return this machine's addresses, found without sending a packet."""
     address = master = "127.0.0.1"
     with suppress(OSError):
         addresses = socket.getaddrinfo(os.environ.get("MASTER_ADDR", master), 9, type=socket.SOCK_DGRAM)
@@ -145,7 +145,7 @@ def _describe_node(options: SaveOptions) -> _Node:
 
 
 def find_address(nodes: Sequence[_Node], node: int) -> str:
-    """Return the address by which other nodes reach a node, even if that node knows itself by a loopback address."""
+    """Return the address at which other nodes reach a node."""
     if not _is_loopback(nodes[node].address):
         return nodes[node].address
     return next((described.master for described in nodes if not _is_loopback(described.master)), nodes[node].address)

@@ -1,6 +1,7 @@
-"""A save's tag in a destination: a rename publishes it in a folder, one conditional write in a store.
+"""Publishes and removes a save's tag at a destination.
 
-The removal of a tag may be interrupted: it leaves no tag that looks complete.
+In a folder a rename publishes the tag, in a store one conditional write. An interrupted removal leaves no tag that
+looks complete.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 
 
 class Tag:
-    """The tag of one save in a folder: a rename of the save's temporary folder publishes it.
+    """The tag of one save in a folder; a rename of the temporary folder publishes it.
 
     Attributes:
         final: path of the tag.
@@ -92,17 +93,18 @@ class Tag:
         self.record = f"{prefix}{WRITTEN}{self.save.job}-{self.save.number}-begun"
 
     def identify(self) -> str:
-        """Return a text that differs between two saves published under this tag; empty if none is published."""
+        """Return a text that identifies the published save; empty if there is none."""
         return _identify(self.final)
 
     def check_published(self, before: str) -> bool:
-        """Return True if this save is already published; raise if another job has published the tag meanwhile.
+        """Return True if this save is already published.
 
         Args:
             before: result of :meth:`identify` when the writing began.
 
         Raises:
-            TagTakenError: in a store, by the first node; the temporary folder is deleted.
+            TagTakenError: in a store, for the first node: another job has published the tag. The temporary folder is
+                deleted.
         """
         return os.path.exists(os.path.join(self.final, name_node_file(self.save, self.save.node)))
 
@@ -117,13 +119,13 @@ class Tag:
             raise self.give_up("another job")
 
     def delete_replaced(self, before: str) -> None:
-        """Move the user's files from the replaced folder to the published one, then delete the replaced folder."""
+        """Move the user's files from the replaced folder to the published one; delete it."""
         sync_folder(os.path.dirname(self.final))
         for old in (self.temporary, f"{self.temporary}{_OLD}"):
             _move_others_and_delete(old, self.final)
 
     def give_up(self, winner: str) -> TagTakenError:
-        """Delete the temporary folder, record that ``winner`` has published the tag, and return the error to raise."""
+        """Delete the temporary folder, record the winner, and return the error to raise."""
         text = (
             f"{self.final}: {winner} has published this tag since the writing of this save began, so this save is not "
             "written there. Load that one, or save again."
@@ -135,7 +137,7 @@ class Tag:
         return TagTakenError(text)
 
     def delete_abandoned(self) -> None:
-        """Delete folders and records left by this job's earlier saves, or a day older than this tag by other jobs."""
+        """Delete temporary folders and records that no save needs any more."""
         above, published = os.path.dirname(self.record), find_change(os.path.join(self.final, self.marker)) / 1e9
         for name in list_folder(above):
             path = os.path.join(above, name)
@@ -148,11 +150,12 @@ class Tag:
                     remove_tree(above, name)
 
     def _is_abandoned(self, path: str, tag: str, owner: str, before: float) -> bool:
-        """Return True if a leftover is of a written earlier save of this job, or of another job and old enough.
+        """Return True if no save needs a temporary folder or record any more.
 
         Args:
             tag: its tag; empty in a store.
-            owner: its job and the number of its save (``job-number-…``).
+            owner: its job and the number of its save (``job-number-…``). This job's is abandoned if that save is an
+                earlier one and written.
             before: another job's leftover is abandoned if it was last changed before this time. A folder that is the
                 only complete save is kept.
         """
@@ -166,7 +169,8 @@ class Tag:
         return 0 < changed < before and not is_only
 
     def _find_pending(self) -> set[int]:
-        """Return the numbers of the job's pending saves. Other nodes may have written their parts, and do so once."""
+        """Return the numbers of the job's saves that are pending for this destination."""
+        # Other nodes may have written their parts, which they do only once.
         saves = Job(os.path.dirname(self.save.folder)).list_saves()
         return {save.number for save in saves if self.destination in save.list_pending()}
 
@@ -177,7 +181,7 @@ def make_tag(save: SavePart, destination: str) -> Tag:
 
 
 def begin_writing(tag: Tag) -> str:
-    """Record what the tag holds before this save is written (first node, once), and return that record.
+    """Return the tag's identity before this save, which the first node records once.
 
     Raises:
         StorageError: the first node has not recorded it yet.
@@ -203,7 +207,7 @@ def name_node_file(save: SavePart, node: int) -> str:
 
 
 def _move_others_and_delete(old: str, final: str) -> None:
-    """Move files with names that no checkpoint uses from ``old`` to ``final``, then delete ``old``."""
+    """Move files that no checkpoint uses from ``old`` to ``final``; delete ``old``."""
     if os.path.isdir(old) and not os.path.islink(old):
         for name in os.listdir(old):
             is_stale = is_save_file(name) or name in _OTHER_FORMS or name.startswith(UPLOAD)
@@ -214,7 +218,7 @@ def _move_others_and_delete(old: str, final: str) -> None:
 
 
 def _identify(folder: str) -> str:
-    """Return a folder's inode and the hash of its seal, which differ after a replacement; empty without a folder."""
+    """Return a folder's inode and its seal's hash, which a replacement changes."""
     try:
         inode = os.lstat(folder).st_ino
     except FileNotFoundError:
@@ -226,7 +230,7 @@ def _identify(folder: str) -> str:
 
 
 def _publish_folder(new: str, final: str, before: str) -> bool:
-    """Rename ``new`` to ``final``, or exchange them if a tag is there; return False if another job was faster.
+    """Rename ``new`` to ``final``, or exchange them; False if another job was faster.
 
     Afterwards the replaced folder is at the path ``new``, or at ``new`` with the suffix ``_OLD``.
 
@@ -254,7 +258,7 @@ def _publish_folder(new: str, final: str, before: str) -> bool:
 
 @contextmanager
 def _lock_folder(folder: str) -> Iterator[None]:
-    """Let one writer at a time rename in a folder, if the file system can lock folders (NFS cannot)."""
+    """Lock a folder for renames, if its file system supports that (NFS does not)."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):
@@ -265,7 +269,7 @@ def _lock_folder(folder: str) -> Iterator[None]:
 
 
 def _rename(old: str, new: str, flag: int) -> bool:
-    """Rename ``old`` to ``new`` without replacing, or exchange both; return False if that is not possible.
+    """Rename ``old`` to a free ``new``, or exchange both; return False if impossible.
 
     A rename is not possible if ``new`` exists, an exchange if the file system does not support it. If the file system
     does not support renames without replacing, a plain rename is used, which replaces an empty folder.
@@ -286,7 +290,7 @@ def _rename(old: str, new: str, flag: int) -> bool:
 
 
 class _StoreTag(Tag):
-    """A tag in a store: ``ucp_published.json`` names the folder below it that has the files."""
+    """A tag in a store; ``ucp_published.json`` names the folder with its files."""
 
     marker = PUBLISHED
 
@@ -310,7 +314,7 @@ class _StoreTag(Tag):
         return False
 
     def publish(self, before: str) -> None:
-        """Let ``ucp_published.json`` name this save's folder, unless it has changed since ``before``."""
+        """Let ``ucp_published.json`` name this save's folder, unless it has changed."""
         published = {"folder": os.path.basename(self.temporary), "job": self.save.job}
         expected = (before, "") if before else ("",)  # the tag may have been removed since
         is_written = any(
@@ -323,7 +327,7 @@ class _StoreTag(Tag):
             )
 
     def delete_replaced(self, before: str) -> None:
-        """Delete the folder published before, and files that another save wrote directly into the tag.
+        """Delete the former published folder, and another save's files next to it.
 
         This is safe while the former writer still runs: its conditional write expects an older pointer and fails.
         """
@@ -341,7 +345,7 @@ def _parse(pointer: str, path: str) -> dict[str, Any]:
 
 
 def is_save_file(name: str) -> bool:
-    """Return True if a path below a tag has a name that saves use. Other files, and other tags, may be there too."""
+    """Return True if a path below a tag has a name that saves use."""
     return (
         name.startswith((f"{OFFLOADED}/", WRITTEN))
         or name in (SEAL, OFFLOADED)
@@ -350,12 +354,12 @@ def is_save_file(name: str) -> bool:
 
 
 def remove_tag(destination: str, tag: str) -> None:
-    """Delete a save's files, and its folder if that is empty afterwards; no link below the destination is followed.
+    """Delete a save's files, and its folder if it is empty afterwards.
 
-    If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file.
-
-    A link in the place of a save's file is deleted, its target stays. The order: the seal, then files with the step,
-    which every load needs, state files last. So no load takes the rest of a tag for complete after an interruption.
+    If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file. No link below the
+    destination is followed; a link that has the name of a save's file is deleted, its target stays. The order: the
+    seal, files with the step, which every load needs, state files last. So no load takes the rest of a tag for complete
+    after an interruption.
 
     Args:
         destination: the folder or URL that holds the tag.
@@ -396,7 +400,7 @@ def _sync(fd: int) -> None:
 
 
 def remove_tree(destination: str, path: str) -> None:
-    """Delete a file, or a folder with everything in it, below a destination; no link below the destination is followed.
+    """Delete a file or a folder below a destination; no link below it is followed.
 
     Raises:
         OSError: something cannot be deleted.

@@ -188,7 +188,7 @@ class Saver:
         return ""
 
     def free_replaced(self, comm: Comm) -> None:
-        """Agree on the save to copy to other nodes, and free replaced saves (collective, before the next save)."""
+        """Agree on the save to copy, and free replaced saves (collective, before a save)."""
         if self.writer.neighbours is not None:
             self.writer.neighbours.agree(self.number + 1, comm)
         if self.is_owner:
@@ -220,14 +220,14 @@ class Saver:
                 save.remove()
 
     def end(self, save_dir: str, tag: str, *, latest: bool, is_snapshot: bool) -> None:
-        """Notify the writer of the save, which all nodes have recorded, and delete saves that it replaces."""
+        """Notify the writer of the recorded save, and delete saves that it replaces."""
         self.writer.notify()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
         if latest and (self.writer.neighbours is None or self.writer.neighbours.safe):
             self.budget.drop_dead(save_dir, tag, is_snapshot=is_snapshot)
 
     def check_pending(self, why: str) -> None:
-        """Refuse a save outside of memory while saves are pending, which would later replace it in ``latest``.
+        """Refuse a save outside of memory while saves that would replace it are pending.
 
         Args:
             why: reason why memory does not take the save.
@@ -244,8 +244,8 @@ class Saver:
             )
 
     def list_missing(self) -> dict[str, str]:
-        """Return the script's saves that a destination lacks: the reason by tag. Lost ones are named once."""
-        missing, self.lost = self.lost, {}
+        """Return by tag why a destination lacks a save of the script."""
+        missing, self.lost = self.lost, {}  # lost ones are named once
         if self.is_lost():
             why = f"{self.job.folder} was removed, perhaps before it was written"
             missing |= dict.fromkeys(self._requested.values(), why)
@@ -256,7 +256,7 @@ class Saver:
         return missing
 
     def warn_late(self) -> None:
-        """Warn once about each destination that lacks a save when the next one comes, until it has all saves."""
+        """Warn once about each destination that lacks a save, until it has all of them."""
         late = defaultdict[str, list[SavePart]](list)
         for save in self._look_late():
             for destination in save.list_lacking():
@@ -278,7 +278,7 @@ class Saver:
         return saves
 
     def wait(self, is_enough: Callable[[], bool] | None = None) -> bool:
-        """Wait as :func:`wait_until_written` does for all saves of this node, ``wait_s`` at most."""
+        """Wait at most ``wait_s`` for this node's saves; see :func:`wait_until_written`."""
         jobs = [self.job] if self.is_owner else []
         return wait_until_written(lambda: jobs, self.options.wait_s, is_enough=is_enough)
 
@@ -322,7 +322,7 @@ def list_savers() -> list[Saver]:
 
 
 def keep_memory() -> None:
-    """Keep saves in memory after the normal end of this process: the job is started again and reads them there."""
+    """Keep saves in memory after a normal exit, for the job that is started next."""
     for saver in list_savers():
         saver.keeps_memory = True
 
@@ -397,7 +397,7 @@ def save_into_memory(
 
 
 def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: Comm) -> tuple[Any, str]:
-    """Let DeepSpeed save into memory; return its result, and an error message or an empty string (collective)."""
+    """Let DeepSpeed save into memory; return its result and an error (collective)."""
     writer, copying = engine.checkpoint_engine, ((shutil, "copytree"), (sys.modules.get(_ENGINE), "copyfile"))
     with ExitStack() as stack:
         if type(writer).__name__ == "TorchCheckpointEngine" and writer.zipfile_serialization:  # others keep theirs
@@ -437,7 +437,7 @@ def _write_slowly(
 
 
 def finish_saves(engine: Any, *, required: bool = False) -> None:
-    """Wait until every destination has an engine's saves, ``wait_s`` at most (collective).
+    """Wait up to ``wait_s`` until every destination has the saves (collective).
 
     Args:
         required: raise an error if a destination lacks a save of the script; a trainer removes older ones next.
@@ -463,7 +463,7 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
 
 
 def _find_obstacle(engine: Any, saver: Saver, tag: str) -> str:
-    """Return why a save cannot go through memory for a reason other than room, or an empty string."""
+    """Return an error message if memory does not support a save, else an empty string."""
     if is_decoupled(engine):
         return 'another process writes its files later ("checkpoint": {"writer": {"decoupled": …}})'
     if writer := find_other_writer(engine):
@@ -476,7 +476,7 @@ def _find_obstacle(engine: Any, saver: Saver, tag: str) -> str:
 
 
 def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
-    """Return the engine's saver; create it for the first save and after its folder was deleted (collective)."""
+    """Return the engine's saver; replace one whose folder was deleted (collective)."""
     state, comm = find_state(engine), connect()
     lost: Saver | None = state.saver
     if lost is not None and any(connect(waits=False).each(lost.is_lost)):  # as in a save

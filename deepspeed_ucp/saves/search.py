@@ -1,4 +1,4 @@
-"""Finds saves in memory: the newest one of a folder for a load, and all in this node's memory for ``ds_ucp list``.
+"""Finds saves in memory, for loads and for ``ds_ucp list``.
 
 Imports neither torch nor deepspeed.
 """
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
-    """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
+    """Return the newest complete save of a folder in the nodes' memory (collective).
 
     Returns None as well if the folder has a later save, or else the first further folder that has a checkpoint.
     Pending saves of dead jobs are written meanwhile. Rank 0 warns if the destinations of that save were emptied.
@@ -172,7 +172,7 @@ def _find_mark(save: SavePart, marked: Mapping[tuple[str, int], _Marked], folder
 def _precedes(
     save: SavePart, marked: Mapping[tuple[str, int], _Marked], folder: str, stored: str | None, tag: str | None
 ) -> bool:
-    """Return True if a load takes the save from memory rather than the stored checkpoint.
+    """Return True if a load prefers the save in memory to the stored checkpoint.
 
     A written save precedes it only while the folder names the save and has its seal: a user who writes another tag into
     ``latest``, or other files under this tag, wants those. A missing folder has no checkpoint. Of equal steps the save
@@ -221,7 +221,7 @@ def is_root(folder: str) -> bool:
 
 
 def open_memory(memory: str) -> str | None:
-    """Return this user's folder in a folder of memory, checked by :func:`find_root`; None if no user has one there."""
+    """Return this user's folder in a folder of memory, or None if no user has one."""
     folder = os.path.expanduser(os.path.expandvars(memory))  # as `find_root` does
     is_there = any(map(_ROOT.fullmatch, os.listdir(folder))) if os.path.isdir(folder) else False
     return find_root(memory) if is_there else None
@@ -258,7 +258,7 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
 
 
 def list_load_dirs(save: SavePart) -> list[str]:
-    """Return the folders in which a load finds a save: the one that the script named, and its destinations."""
+    """Return the folders in which a load finds a save: the script's and destinations."""
     return list(dict.fromkeys([save.save_dir, *save.destinations]))
 
 

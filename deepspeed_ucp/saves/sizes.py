@@ -25,7 +25,7 @@ MARGIN = 1.05
 
 
 def estimate_saves(engine: Any, config: UniversalConfig) -> None:
-    """Estimate each node's save, keep this node's estimate, and log the memory that is free (collective).
+    """Store this node's estimated save size, and log the free memory (collective).
 
     Raises:
         ConfigError: a node has no room for a save; the same on all ranks.
@@ -54,7 +54,7 @@ def estimate_saves(engine: Any, config: UniversalConfig) -> None:
 
 
 def _count_saved(engine: Any) -> int:
-    """Estimate the bytes that this rank saves, with optimizer states that only the first step creates."""
+    """Estimate the bytes that this rank saves, including states not yet created."""
     inner, masters, states = _list_states(engine)
     has_weights = engine.save_non_zero_checkpoint and not engine.zero_optimization_partition_weights()
     model = list(engine.module.parameters()) if has_weights else []  # ZeRO 3 saves masters only
@@ -67,7 +67,7 @@ def _count_saved(engine: Any) -> int:
 
 
 def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Return the unwrapped torch optimizer, its masters and its states; both lists are empty if it is unknown."""
+    """Return the unwrapped torch optimizer, its masters and its states."""
     optimizer, row = engine.optimizer, find_live(engine.optimizer)
     inner = getattr(optimizer, "optimizer", optimizer)
     if row is not None and row.masters:

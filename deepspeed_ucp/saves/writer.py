@@ -1,9 +1,8 @@
-"""The process that writes a node's saves from memory to their destinations; it outlives the ranks.
+"""The process that writes a node's saves from memory to their destinations.
 
-It runs as ``python -P -m deepspeed_ucp.saves.writer FOLDER``.
-The first line on standard input has its settings as JSON; each further line
-announces a new save. At the end of the input it writes the pending saves and exits. If the last line is
-:data:`FINISHED`, it also frees the memory of saves that every destination has.
+It outlives the ranks, and runs as ``python -P -m deepspeed_ucp.saves.writer FOLDER``. The first line on standard input
+has its settings as JSON; each further line announces a new save. At the end of the input it writes the pending saves
+and exits. If the last line is :data:`FINISHED`, it also frees the memory of saves that every destination has.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _AGAIN = 10.0
 
 
 def main(folder: str) -> int:
-    """Write saves until standard input ends and nothing is pending; return 1 if a save could not be written."""
+    """Write saves until standard input ends; return 1 if a save could not be written."""
     logging.basicConfig(format=f"[%(asctime)s] [%(levelname)s] [deepspeed_ucp] writer of {folder}: %(message)s")
     os.nice(10)  # training comes first
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:  # leaves further lines unread
@@ -88,7 +87,7 @@ class SaveWriter:
                         delete_coordination_files(save, destination)  # a killed writer may have left coordination files
 
     def run(self, note_end: Callable[[], None] = lambda: None) -> int:
-        """Write saves until standard input ends and nothing is pending; return the exit code.
+        """Write saves until standard input ends, then pending ones; return the exit code.
 
         Args:
             note_end: called when standard input has ended.
@@ -129,7 +128,7 @@ class SaveWriter:
             free_unwanted(self.job, is_agreed=False)
 
     def free_finished(self) -> None:
-        """Free the memory of a job that ended normally, if every destination has its saves.
+        """Free the memory of a normally ended job if every destination has its saves.
 
         A node other than the first waits for the seal: a save without its part would not be complete in memory.
         """
@@ -167,7 +166,7 @@ class DestinationWriter(threading.Thread):
             self.news.wait(None if is_written else min(_AGAIN, left))
 
     def write_all(self) -> bool:
-        """Write all saves that the destination lacks, in order; return True if none failed."""
+        """Write all saves that the destination lacks, in order; True if none failed."""
         try:
             while True:
                 begun = self._wait_for_first()
@@ -254,7 +253,7 @@ class DestinationWriter(threading.Thread):
         return True
 
     def _is_overtaken(self, save: SavePart) -> bool:
-        """Return True if ``latest`` of the destination has named a later save, which memory may not hold any more."""
+        """Return True if ``latest`` of the destination has named a later save."""
         return any(entry.number > save.number for entry in self._list_written().values())
 
     def _list_written(self) -> dict[str, WrittenTag]:
