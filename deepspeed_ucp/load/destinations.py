@@ -25,7 +25,7 @@ from ..model.index import AtomicIndex
 from ..model.records import CopyItem
 from ..model.storage import AtomKey
 from ..plan.match import Match
-from ..plan.wants import NewRows, Slot, Wants
+from ..plan.wants import NewRows, Wants
 from ..tensor_parallel.layout import Layout
 from .states import States
 
@@ -298,24 +298,6 @@ def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
         indices = [index for low, high in intervals for index in range(low, high)]
         columns = columns.index_select(axis, torch.tensor(indices, dtype=torch.int64))
     return columns.reshape(-1)
-
-
-def make_buffers(
-    wants: Wants, tensors: Mapping[Slot, torch.Tensor], copies: Mapping[Slot, Sequence[torch.Tensor]] | None = None
-) -> tuple[list[Buffer], list[TensorSink]]:
-    """Make a buffer for each wanted tensor, and a sink for each dtype that arrives.
-
-    Args:
-        tensors: live tensors, and new ones for states; missing ones are allocated.
-        copies: for live tensors, the values that they may have been made from.
-    """
-    buffers = []
-    for spec, spans in zip(wants.buffers, wants.list_spans(), strict=True):
-        known = tensors.get(spec.slot)
-        tensor = torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) if known is None else known
-        made_from = (copies or {}).get(spec.slot, ())
-        buffers.append(Buffer(tensor, not spec.live, spans, in_file=spec.in_file, copies=made_from))
-    return buffers, [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
 
 
 _PINNED_CHUNK = 32 << 20

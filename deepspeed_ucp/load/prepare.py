@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..comm import Comm
-from ..engine.base import Target
+from ..engine.base import Target, flatten
 from ..engine.parallel import live_attributes, live_universal_info
 from ..errors import MismatchError, Objections, pluralize, shorten
 from ..io.cast import FLOATING
@@ -28,8 +28,8 @@ from ..tensor_parallel.metadata import from_universal_info
 from ..tensor_parallel.rules import RuleSet, find_renamed, from_attributes
 from ..tensor_parallel.settle import Settled
 from .context import LoadContext
-from .destinations import FillPlan, make_buffers
-from .states import OptimizerMatch, list_tensors
+from .destinations import Buffer, FillPlan, TensorSink
+from .states import OptimizerMatch, States
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -208,23 +208,41 @@ def make_fill_plan(optimizer: OptimizerMatch, view: EngineView, settled: Settled
     index, target, match = optimizer.index, optimizer.target, optimizer.match
     states = [optimizer.make_states(flat) for flat in view.flats] if with_states else []
     if with_states:
-        view = replace(view, flats=[entry.describe() for entry in states])
+        view = replace(view, flats=[entry.flat for entry in states])
     wants = list_wants(index, view, match, settled.pairs, with_states=with_states, resizes=settled.resizes)
     # Data-parallel ranks need parts of the same atoms: the first replica reports them.
     keys = list_touched(index, view, match, with_states=with_states) if target.is_first_replica else []
     touched = [key for key in keys if target.reports(key.name)]
     if with_states:
         match.notes += optimizer.list_notes()
-    match.notes += describe_rounding(wants, [extra.name for extra in view.extras])
+    match.notes += describe_rounding(wants, view)
     filled = {name for name, param in match.params.items() if param.name not in wants.resized}
-    tensors, copies = list_tensors(states), {}
-    for spec in wants.buffers:
-        if spec.slot[0] in (MASTER, MODULE):
-            buffers = view.flats if spec.slot[0] == MASTER else view.extras
-            tensors[spec.slot] = map_partition(buffers[spec.slot[1]], filled)
-        if spec.slot[0] == MASTER:
-            copies[spec.slot] = target.find_copies(spec.slot[1])
-    return FillPlan(index, wants, *make_buffers(wants, tensors, copies), states, match, touched)
+    buffers = make_buffers(wants, view, states, filled, target)
+    sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
+    return FillPlan(index, wants, buffers, sinks, states, match, touched)
+
+
+def make_buffers(
+    wants: Wants, view: EngineView, states: Sequence[States], filled: Container[str], target: Target
+) -> list[Buffer]:
+    """Return the memory of each wanted buffer: live tensors, those of states, and new ones for replicas.
+
+    Args:
+        filled: parameters that will be filled.
+    """
+    buffers, stored = list[Buffer](), dict(wants.sinks)
+    numels = {number: mean.high - mean.low for mean in wants.means for number in mean.replicas}
+    for (state, number), spans in zip(wants.buffers, wants.list_spans(), strict=True):
+        if state == REPLICA:
+            memory = torch.empty(numels[len(buffers)], dtype=getattr(torch, stored[len(buffers)]))
+            buffers.append(Buffer(memory, True, spans))
+            continue
+        held, is_weight = view.find_buffer(state, number), state in (MASTER, MODULE)
+        tensor = map_partition(held, filled) if is_weight else flatten(states[number].tensors[state])
+        copies = target.find_copies(number) if state == MASTER else ()
+        in_file = held.is_in_file(state)
+        buffers.append(Buffer(tensor, not held.is_live(state), spans, in_file=in_file, copies=copies))
+    return buffers
 
 
 def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
@@ -249,25 +267,23 @@ def map_partition(buffer: EngineBuffer, filled: Container[str]) -> torch.Tensor:
 _REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}
 
 
-def describe_rounding(wants: Wants, extras: Sequence[str]) -> list[str]:
-    """Describe values that are rounded, and tensors whose kind of number changes.
-
-    Args:
-        extras: names of the tensors without optimizer, by their numbers in the slots.
-    """
+def describe_rounding(wants: Wants, view: EngineView) -> list[str]:
+    """Describe values that are rounded, and tensors whose kind of number changes."""
     notes, rounded = set[str](), dict[tuple[str, str], list[str]]()
-    for slot, stored, dtype in {
-        (wants.buffers[at].slot, stored, wants.buffers[at].dtype): None for at, stored in wants.sinks
-    }:
-        state, number = slot
+    arriving = dict.fromkeys((*wants.buffers[at], stored) for at, stored in wants.sinks)
+    for state, number, stored in arriving:
+        if state == REPLICA:  # rounded when their mean is stored
+            continue
+        held = view.find_buffer(state, number)
+        dtype = held.states.get(state, held.dtype)
         if (stored in _REAL) != (dtype in _REAL):
             notes.add(
                 f"{state} of {stored} in the checkpoint is {dtype} here: converted number by number, quantized ones "
                 "without their scales, fractions not into whole numbers"
             )
         elif state == MODULE and _rounds(stored, dtype):
-            rounded.setdefault((stored, dtype), []).append(extras[number])
-        elif state != REPLICA and _rounds(stored, dtype):
+            rounded.setdefault((stored, dtype), []).append(held.name)
+        elif _rounds(stored, dtype):
             notes.add(f"{state} is rounded from {stored} to {dtype}, as this run's optimizer keeps it")
     for (stored, dtype), names in rounded.items():
         notes.add(f"{shorten(names, 3)}: rounded from {stored} to {dtype}, as this run's model has them")

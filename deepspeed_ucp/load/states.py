@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..engine.base import Target, dtype_name, flatten
+from ..engine.base import Target, dtype_name
 from ..engine.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 from ..engine.references import update_in_place
 from ..engine.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
@@ -22,7 +22,7 @@ from ..model.view import EngineBuffer
 from ..model.wrappers import USE_MUON
 from ..plan.match import Match
 from ..plan.settling import describe_irregular
-from ..plan.wants import Slot, find_states, join_states
+from ..plan.wants import find_states, join_states
 from .context import LoadContext
 
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
@@ -51,20 +51,14 @@ _UNEVEN = (
 class States:
     """Optimizer states of a flat buffer to restore: tensors and scalars by name.
 
-    ``live`` tensors are the optimizer's. ``lazy``: the optimizer is known to create missing states in its next step.
+    ``flat`` has the dtypes of the tensors. ``lazy``: the optimizer is known to create missing states in its next step.
     Otherwise it may rely on the states that it has.
     """
 
     flat: EngineBuffer
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    live: frozenset[str] = frozenset()
-    scalars: dict[str, Any] = field(default_factory=dict)
-    lazy: bool = False
-
-    def describe(self) -> EngineBuffer:
-        """Return the flat buffer with these states."""
-        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in self.tensors.items()}
-        return replace(self.flat, states=dtypes, live=self.live)
+    tensors: dict[str, torch.Tensor]
+    scalars: dict[str, Any]
+    lazy: bool
 
 
 def _allocate_state(flat: EngineBuffer, state: str, dtype: torch.dtype) -> torch.Tensor:
@@ -198,8 +192,9 @@ class OptimizerMatch:
             make = partial(_allocate_state, flat, state, dtype or getattr(torch, stored))
             if 0 not in flat.find_shape(state):  # padding alone
                 tensors[state] = live[state] if state in live else make()
-        lazy = kept is not None and kept.lazy
-        return States(flat, tensors, frozenset(live) & frozenset(tensors), self._join_scalars(flat), lazy)
+        dtypes = {name: dtype_name(tensor.dtype) for name, tensor in tensors.items()}
+        described = replace(flat, states=dtypes, live=live.keys() & tensors.keys())
+        return States(described, tensors, self._join_scalars(flat), kept is not None and kept.lazy)
 
     def list_notes(self) -> list[str]:
         """Describe states that start from zero, and steps that depend on the cut."""
@@ -278,12 +273,6 @@ def describe_hyper(context: LoadContext, target: Target, index: AtomicIndex, mat
         notes += [list_one_sided(optimizer, pairs)]
         notes += [find_doubt(optimizer, *pair, index.configured, read_configured(engine)) for pair in pairs]
     return list(dict.fromkeys(filter(None, notes)))
-
-
-def list_tensors(states: list[States]) -> dict[Slot, torch.Tensor]:
-    """Return the tensors of states as destinations."""
-    numbered = enumerate(states)
-    return {(name, number): flatten(tensor) for number, entry in numbered for name, tensor in entry.tensors.items()}
 
 
 def attach_states(target: Target, states: list[States], match: Match) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .flat import FlatBuffer, Shape
+from .storage import MASTER, MODULE
 
 Shapes = Mapping[str, tuple[Shape, ...]]
 """Name → the tensor's shape on each tensor-parallel rank."""
@@ -80,6 +81,14 @@ class EngineBuffer:
         """Return an optimizer state's layout and this rank's partition number in it."""
         return (self.buffer.join_touched(self.part), 0) if state in self.whole else (self.buffer, self.part)
 
+    def is_in_file(self, state: str) -> bool:
+        """Return True if the memory to fill for the partition or a state is a new file's."""
+        return self.swap is not None and state not in self.live
+
+    def is_live(self, state: str) -> bool:
+        """Return True if the memory to fill for the partition or a state is part of the engine."""
+        return (state in (MASTER, MODULE) or state in self.live) and not self.is_in_file(state)
+
     def find_shape(self, state: str) -> Shape:
         """Return an optimizer state's shape here; 1-D for whole parameters and swap files."""
         if state in self.whole or self.swap is not None:
@@ -125,6 +134,10 @@ class EngineView:
     info: Mapping[str, Any] | None = None
     tp: int = 1
     unsharded: Set[str] = frozenset()
+
+    def find_buffer(self, state: str, number: int) -> EngineBuffer:
+        """Return the buffer with a number among those of a state: ``flats``, or ``extras`` for ``MODULE``."""
+        return (self.extras if state == MODULE else self.flats)[number]
 
     @property
     def shapes(self) -> Shapes:

@@ -9,7 +9,7 @@ from math import prod
 from ..model.flat import Cut, FlatBuffer, Shape, Span, find_gaps
 from ..model.index import AtomicIndex
 from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamKey, count
-from ..model.view import EngineBuffer, EngineView
+from ..model.view import EngineView
 from ..tensor_parallel.layout import Intervals, Layout, Product, list_repeats, measure
 from ..tensor_parallel.resize import Resized, pad_vocabulary
 from .locate import View, Want, find_shards
@@ -19,24 +19,10 @@ Layouts = Mapping[str, tuple[Layout, Layout]]
 """Saved name → how source and target cut a tensor; without the tensors that neither cuts."""
 
 Slot = tuple[str, int]
-"""Identifies a buffer: (state, number of the flat buffer), (``MODULE``, number of the tensor), (``REPLICA``, any)."""
+"""Memory to fill: (state, number of the flat buffer), (``MODULE``, number of the tensor), or (``REPLICA``, any)."""
 
 REPLICA = "replica"
 """Memory for one of several replicas whose mean is computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class BufferSpec:
-    """Memory to fill: ``numel`` elements of ``dtype``.
-
-    ``live``: it is part of the engine. ``in_file``: it is a file's, and needs little memory of the machine.
-    """
-
-    slot: Slot
-    dtype: str
-    numel: int
-    live: bool
-    in_file: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +71,7 @@ class Wants:
         averaged: atoms whose rows are averaged, with the source's layout and the number of rows.
     """
 
-    buffers: list[BufferSpec] = field(default_factory=list)
+    buffers: list[Slot] = field(default_factory=list)
     sinks: list[tuple[int, str]] = field(default_factory=list)
     wants: list[Want] = field(default_factory=list)
     blanks: list[tuple[int, int, int]] = field(default_factory=list)
@@ -94,9 +80,9 @@ class Wants:
     resized: dict[str, Resized] = field(default_factory=dict)
     averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
 
-    def add_buffer(self, spec: BufferSpec) -> int:
+    def add_buffer(self, slot: Slot) -> int:
         """Add a buffer and return its number."""
-        self.buffers.append(spec)
+        self.buffers.append(slot)
         return len(self.buffers) - 1
 
     def add_sink(self, buffer: int, stored: str) -> int:
@@ -147,7 +133,7 @@ class Wants:
         """Want every replica, in separate memory."""
         replicas = []
         for view in views:
-            replica = self.add_buffer(BufferSpec((REPLICA, len(self.buffers)), atom.dtype, cut.numel, live=False))
+            replica = self.add_buffer((REPLICA, len(self.buffers)))
             self.wants.append(Want(atom, cut.start, cut.numel, self.add_sink(replica, atom.dtype), 0, view))
             replicas.append(replica)
         self.means.append(Mean(self.sinks[sink][0], cut.offset, cut.offset + cut.numel, tuple(replicas)))
@@ -185,8 +171,8 @@ def list_wants(
         resizes: by saved name, the effect of the user's ``resize`` rules.
     """
     wants = Wants()
-    for spec, tp_shard, filled, gaps in _list_buffers(index, view, match, with_states=with_states):
-        number = wants.add_buffer(spec)
+    for slot, tp_shard, filled, gaps in _list_buffers(index, view, match, with_states=with_states):
+        number = wants.add_buffer(slot)
         sinks: dict[str, int] = {}
         for cut, atom in filled:
             if atom.dtype not in sinks:
@@ -198,36 +184,29 @@ def list_wants(
 
 def _list_buffers(
     index: AtomicIndex, view: EngineView, match: Match, *, with_states: bool
-) -> Iterator[tuple[BufferSpec, int, list[tuple[Cut, Atom]], list[Span]]]:
+) -> Iterator[tuple[Slot, int, list[tuple[Cut, Atom]], list[Span]]]:
     """Yield each buffer, its tensor-parallel shard, cuts to fill, and gaps to zero."""
     for number, flat in enumerate(view.flats):
         cuts = _match_cuts(flat.buffer, flat.part, match)
         filled = [(cut, atom) for cut, param in cuts if (atom := pick_weight(index, param, True, with_states))]
-        spec = _make_spec((MASTER, number), flat.buffer, flat, flat.dtype)
-        yield spec, flat.tp_shard, filled, flat.buffer.gaps(flat.part)
-        for state, dtype in flat.states.items():
+        yield (MASTER, number), flat.tp_shard, filled, flat.buffer.gaps(flat.part)
+        for state in flat.states:
             layout, part = flat.find_state_layout(state)
             cuts = _match_cuts(layout, part, match)
             filled = [(cut, atom) for cut, param in cuts if (atom := index.find(param.name, state, param.instance))]
             # Parameters without saved state get zeros, in live memory too.
             gaps = find_gaps(((cut.offset, cut.offset + cut.numel) for cut, _ in filled), layout.partition)
-            spec = _make_spec((state, number), layout, flat, dtype, live=state in flat.live)
-            yield spec, flat.tp_shard, filled, gaps
+            yield (state, number), flat.tp_shard, filled, gaps
     for number, extra in enumerate(view.extras):
         if param := match.params.get(extra.name):
             atom = pick_weight(index, param, False, with_states)
             filled = [(cut, atom) for cut in extra.buffer.cuts(extra.part) if atom]
-            yield _make_spec((MODULE, number), extra.buffer, extra, extra.dtype), extra.tp_shard, filled, []
+            yield (MODULE, number), extra.tp_shard, filled, []
 
 
 def _match_cuts(buffer: FlatBuffer, part: int, match: Match) -> list[tuple[Cut, ParamKey]]:
     """Return the cuts of a part whose parameters are in the checkpoint."""
     return [(cut, match.params[cut.name]) for cut in buffer.cuts(part) if cut.name in match.params]
-
-
-def _make_spec(slot: Slot, layout: FlatBuffer, buffer: EngineBuffer, dtype: str, *, live: bool = True) -> BufferSpec:
-    in_file = buffer.swap is not None and slot[0] not in buffer.live
-    return BufferSpec(slot, dtype, layout.partition, live and not in_file, in_file)
 
 
 def list_touched(index: AtomicIndex, view: EngineView, match: Match, *, with_states: bool) -> list[AtomKey]:

@@ -159,9 +159,9 @@ def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
 def name_buffers(rank: Loaded) -> list[str]:
     """Name each buffer by what it holds, and number buffers of equal names."""
     seen, names = Counter[str](), []
-    for spec in rank.fill_plan.wants.buffers:
-        seen[spec.slot] += 1
-        names.append(f"{spec.slot}[{seen[spec.slot] - 1}]")
+    for slot in rank.fill_plan.wants.buffers:
+        seen[slot] += 1
+        names.append(f"{slot}[{seen[slot] - 1}]")
     return names
 
 

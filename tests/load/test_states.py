@@ -16,7 +16,10 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.prepare import describe_rounding
-from deepspeed_ucp.plan.wants import BufferSpec, Wants
+from deepspeed_ucp.model.flat import join_parameters
+from deepspeed_ucp.model.storage import MASTER, MODULE
+from deepspeed_ucp.model.view import EngineBuffer, EngineView
+from deepspeed_ucp.plan.wants import Wants
 from tests.support.direct import Eager
 from tests.support.reshard import FakeTarget, Loaded, Options, load, open_for, prepare_rank, take_a_step
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
@@ -229,9 +232,12 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
     ],
 )
 def test_rounding_is_reported(state: str, stored: str, dtype: str, text: str) -> None:
-    wants = Wants()
-    wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, live=True)), stored)
-    notes = describe_rounding(wants, ["x"])
+    is_weight = state in (MASTER, MODULE)
+    buffer = join_parameters(0, ("x",), ((4,),))
+    held = EngineBuffer(buffer, 0, 0, dtype if is_weight else stored, {} if is_weight else {state: dtype})
+    view = EngineView(extras=[held]) if state == MODULE else EngineView(flats=[held])
+    wants = Wants([(state, 0)], [(0, stored)])
+    notes = describe_rounding(wants, view)
     assert len(notes) == bool(text)
     assert "".join(notes).startswith(text)
 

@@ -11,7 +11,7 @@ from deepspeed_ucp.model.storage import COPY, MASTER, MODULE, Atom, Fragment, Fr
 from deepspeed_ucp.model.view import EngineBuffer, EngineView
 from deepspeed_ucp.plan.locate import View, Want, locate
 from deepspeed_ucp.plan.match import Match
-from deepspeed_ucp.plan.wants import REPLICA, BufferSpec, Mean, Wants, list_wants
+from deepspeed_ucp.plan.wants import REPLICA, Mean, Wants, list_wants
 from deepspeed_ucp.tensor_parallel.layout import Layout, stack
 from deepspeed_ucp.tensor_parallel.resize import Resized
 from tests.plan import planning
@@ -80,8 +80,7 @@ def list_of(held: EngineBuffer, match: Match = MATCH, *, tensor: bool = False) -
 def test_a_partition_element_by_element() -> None:
     """The second of two partitions: the last element of `a`, all of `b`, padding; the rest of the moment is zero."""
     found = list_of(EngineBuffer(TWO, 1, 0, "float32", {"exp_avg": "float16"}, live=("exp_avg",)))
-    specs = [((MASTER, 0), "float32", 5, True, False), (("exp_avg", 0), "float16", 5, True, False)]
-    assert found.buffers == [BufferSpec(*spec) for spec in specs]
+    assert found.buffers == [(MASTER, 0), ("exp_avg", 0)]
     assert found.sinks == [(0, "float32"), (1, "bfloat16")]
     assert found.wants == [
         Want(A, 5, 1, 0, 0, None),
@@ -112,14 +111,15 @@ def test_a_parameter_that_the_checkpoint_lacks_keeps_its_master_and_loses_its_st
 def test_where_buffers_are(swapped: bool, live: tuple[str, ...], flags: list[tuple[bool, bool]]) -> None:
     """Live or in a file; a state that does not exist yet is neither."""
     held = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swap=swapped or None)
-    assert [(spec.live, spec.in_file) for spec in list_of(held).buffers] == flags
+    assert [state for state, _ in list_of(held).buffers] == [MASTER, "exp_avg"]
+    assert [(held.is_live(state), held.is_in_file(state)) for state in (MASTER, "exp_avg")] == flags
 
 
 def test_a_state_that_is_kept_whole() -> None:
     """Of every parameter that the partition touches."""
     held = EngineBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",))
     found = list_of(held)
-    assert [spec.numel for spec in found.buffers] == [5, 6]
+    assert [held.find_state_layout(state)[0].partition for state, _ in found.buffers] == [5, 6]
     assert found.wants == [Want(A, 0, 5, 0, 0, None), Want(A_MOMENT, 0, 6, 1, 0, None)]
     assert found.blanks == []
 
@@ -127,7 +127,7 @@ def test_a_state_that_is_kept_whole() -> None:
 def test_a_tensor_that_no_optimizer_owns() -> None:
     held = EngineBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "bfloat16")
     found = list_of(held, tensor=True)
-    assert found.buffers == [BufferSpec((MODULE, 0), "bfloat16", 3, True)]
+    assert (found.buffers, held.is_live(MODULE), held.is_in_file(MODULE)) == ([(MODULE, 0)], True, False)
     assert (found.wants, found.sinks, found.blanks) == ([Want(B, 0, 3, 0, 0, None)], [(0, "float32")], [])
     assert list_of(held, Match({}), tensor=True) == Wants()
 
@@ -176,11 +176,7 @@ def test_of_a_mean_every_replica_is_wanted() -> None:
     held = EngineBuffer(join_parameters(0, ("a",), ((6,),), parts=2, partition=3), 1, 0, "bfloat16")
     match, layouts = Match({"a": ParamKey("a")}), {"a": (saved, wanted)}
     found = list_wants(planning.make_index([atom]), EngineView(flats=[held]), match, layouts, with_states=True)
-    assert [(spec.slot, spec.dtype, spec.numel, spec.live) for spec in found.buffers] == [
-        ((MASTER, 0), "bfloat16", 3, True),
-        ((REPLICA, 1), "float32", 3, False),
-        ((REPLICA, 2), "float32", 3, False),
-    ]
+    assert found.buffers == [(MASTER, 0), (REPLICA, 1), (REPLICA, 2)]
     assert found.sinks == [(0, "float32"), (1, "float32"), (2, "float32")]
     views = [View(saved, wanted, 0, (shard,)) for shard in range(2)]
     assert found.wants == [Want(atom, 3, 3, 1, 0, views[0]), Want(atom, 3, 3, 2, 0, views[1])]
