@@ -143,7 +143,7 @@ class TorchFile(FileRecords):
     Attributes:
         tree: object tree as inert data; one-element tensors have their bytes.
         protocol: protocol of the pickle.
-        uses, members: see :attr:`Pickled.list_uses`.
+        uses, members: see :meth:`.Pickled.list_uses`.
     """
 
     tree: Any
@@ -201,7 +201,7 @@ def _read_open(path: str, stream: ReadStream) -> TorchFile:
         if record.nbytes == ITEMSIZE[ref.dtype]:
             check_crc(path, record, isal_zlib.crc32(ref.data))
     fields = records.path, records.size, records.records, records.header_crc, records.saved_as
-    return TorchFile(*fields, pickled.root, pickled.protocol, *pickled.list_uses())
+    return TorchFile(*fields, pickled.root, pickled.proto, *pickled.list_uses())
 
 
 def list_records(path: str) -> FileRecords:

@@ -13,7 +13,7 @@ import re
 import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -72,27 +72,6 @@ _WITH_ATTRIBUTES = (
 _FRACTION = re.compile(r"-?[0-9]{1,150}(/[0-9]{1,150})?")
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
-    """One pickle of a file.
-
-    Attributes:
-        root: the pickled object.
-        protocol: declared protocol, or 0.
-        end: byte position behind the pickle.
-        tensors: its tensors in the order in which they are made.
-        storages: referenced storages by key.
-        list_uses: returns the use of each named class or function, and the uses of their attributes (``getattr``).
-    """
-
-    root: Any
-    protocol: int
-    end: int
-    tensors: list[TensorRef]
-    storages: dict[str, StorageRef]
-    list_uses: Callable[[], tuple[dict[Global, Use], tuple[Use, ...]]]
-
-
 def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
     """Read the pickle at byte ``start`` of ``data``; ``path`` is for messages.
 
@@ -102,10 +81,10 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
     """
     stream = io.BytesIO(data)
     stream.seek(start)
-    machine = _Machine(stream, path)
+    pickled = Pickled(stream, path)
     try:
         with pause_collection():
-            root = machine.load()
+            pickled.load()
     except EOFError:
         raise CheckpointError(
             f"its pickle cannot be read (it does not end); the file is truncated. {RESTORE}", path=path
@@ -115,7 +94,7 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
         raise CheckpointError(
             f"its pickle cannot be read ({kind}: {text}); the file is damaged. {RESTORE}", path=path
         ) from None
-    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.list_uses)
+    return pickled
 
 
 def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
@@ -142,22 +121,30 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
             raise ValueError(f"a key of more than {_MOST_COLLISIONS} that have one hash")
 
 
-class _Machine(pickle._Unpickler):
-    """Python's unpickler, restricted to the instructions in :data:`_INSTRUCTIONS`.
+class Pickled(pickle._Unpickler):
+    """A pickle and its content; runs only the instructions of :data:`_INSTRUCTIONS`.
 
-    Its own readers of numbers, strings and plain containers are used as they are (:data:`_INERT`). The methods here
+    Python's readers of numbers, strings and plain containers are used as they are (:data:`_INERT`). The methods here
     replace every instruction that could run code, hash values or allocate more than the stream contains.
+
+    Attributes:
+        root: the pickled object, after :meth:`load`.
+        proto: declared protocol, or 0.
+        end: byte position behind the pickle.
+        tensors: its tensors in the order in which they are made.
+        storages: referenced storages by key.
     """
 
     def __init__(self, stream: io.BytesIO, path: str) -> None:
         super().__init__(stream)
-        self.path = path
+        self.path, self.stream = path, stream
         self.read, self.readline = stream.read, stream.readline
         self.stack: list[Any] = []
         self.metastack: list[list[Any]] = []  # the stacks below each mark
         self.append = self.stack.append
         self.memo: dict[int, Any] = {}
-        self.proto = 0
+        self.root: Any = None
+        self.proto = self.end = 0
         self.tensors: list[TensorRef] = []
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
@@ -172,8 +159,8 @@ class _Machine(pickle._Unpickler):
         self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # `check_keys`, by identity of the dictionary
         self.plain: set[int] = set()  # identities of globals whose bare instances with attributes are already recorded
 
-    def load(self) -> Any:
-        """Run the instructions up to STOP and return the object.
+    def load(self) -> None:
+        """Run the instructions up to STOP.
 
         Small numbers, strings and memo instructions are three quarters of all; they are inlined to save calls.
         """
@@ -199,7 +186,7 @@ class _Machine(pickle._Unpickler):
                 self.refuse(code)
         if len(self.stack) != 1 or self.metastack:
             raise ValueError(f"{len(self.stack)} objects left on its stack")
-        return self.stack.pop()
+        self.root, self.end = self.stack.pop(), self.stream.tell()
 
     def refuse(self, code: bytes) -> None:
         """Raise the error for an instruction that is not in :data:`_INSTRUCTIONS`."""
@@ -389,7 +376,10 @@ class _Machine(pickle._Unpickler):
         made.edits.append((op, operands))
 
     def list_uses(self) -> tuple[dict[Global, Use], tuple[Use, ...]]:
-        """See :class:`Pickled`. Values that were popped from the stack count as used too."""
+        """Return the use of each named class or function, and the uses of their attributes (``getattr``).
+
+        Values that were popped from the stack count as used too.
+        """
         named = dict.fromkeys(self.globals)
         looks_up = any(named_global.kind == GETATTR for named_global in named)
         self.used += (pair for pair in self.hashed if not _is_numbers(pair[1]))
@@ -553,9 +543,9 @@ _INERT = """
 """
 """Instructions whose reader in Python's unpickler runs, hashes and imports nothing. New instructions are refused."""
 
-_INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
-    bytes([code]): getattr(_Machine, load.__name__)
+_INSTRUCTIONS: dict[bytes, Callable[[Pickled], None]] = {
+    bytes([code]): getattr(Pickled, load.__name__)
     for code, load in pickle._Unpickler.dispatch.items()
-    if load.__name__ in vars(_Machine) or load.__name__.removeprefix("load_") in _INERT.split()
+    if load.__name__ in vars(Pickled) or load.__name__.removeprefix("load_") in _INERT.split()
 }
 _NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}

@@ -49,7 +49,7 @@ def look_at_pickle(data: bytes) -> None:
     """Read a pickle, and write it again if it can be read."""
     with suppress(UcpError):
         found = read_pickle(data, "x.pt")
-        write_pickle(found.root, max(found.protocol, 2))
+        write_pickle(found.root, max(found.proto, 2))
 
 
 def look_at_file(data: bytes, name: str = MODEL_FILE) -> None:

@@ -238,7 +238,7 @@ def test_every_protocol(case, protocol):
     value = CASES[case]()
     old = pickle.dumps(value, protocol)
     found = read_pickle(old, "x.pt")
-    assert found.protocol == (protocol if protocol > 1 else 0)
+    assert found.proto == (protocol if protocol > 1 else 0)
     assert found.end == len(old)
     assert_same(pickle.loads(old), pickle.loads(write_pickle(found.root, max(protocol, 2))))
 

@@ -85,7 +85,7 @@ def read_file(folder: str, name: str) -> FileHeader:
                 f"holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.", path=path
             )
         with explain_form(path):
-            return HeaderReader(file).read(name)
+            return _convert(file, name)
 
 
 def list_globals(file: TorchFile) -> tuple[Use, ...]:
@@ -174,190 +174,194 @@ def locate(ref: TensorRef, storages: Mapping[str, FileRecord]) -> Piece:
     return Piece(record, ref.offset * itemsize, ref.shape, ref.dtype, ref.fault)
 
 
-class HeaderReader:
-    """Converts one file's object tree to a header."""
+def _convert(file: TorchFile, name: str) -> FileHeader:
+    """Convert the object tree of a file of layers, model states or optimizer states; its name tells which."""
+    tree = file.tree
+    facts, writer = dict[str, Any](), dict[str, Any]()
+    for extension in find_for_tree(tree):
+        more_facts, more_writer = extension.read_facts(tree, partial(read_field, file, tree))
+        facts |= more_facts
+        writer |= more_writer
+    checked = not file.unchecked
+    named = list_globals(file)
+    header = FileHeader(name, file.size, file.header_crc, named, writer=writer, checked=checked)
+    if "model_states" in name and not holds_run(os.path.basename(name)):
+        return replace(header, layer=_read_tensors(file, tree), extras=tuple(select_extra_states({"module": tree})))
+    header = replace(
+        header,
+        config=read_field(file, tree, "ds_config", _pick_config),
+        marks=read_marks(tree, file.writer),
+    )
+    if "model_states" in name:
+        model = replace(_read_model(file, tree), facts=facts)
+        with explain_form(file.path, "ds_config", tree.get("ds_config")):
+            size = _read_shard_size(header.config, model.counters)
+        return replace(header, model=replace(model, shard_size=size))
+    state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter in files of extensions
+    if not isinstance(state, dict):
+        raise CheckpointError("has no optimizer_state_dict.", path=file.path)
+    return replace(header, optim=read_optim(file, state))
 
-    def __init__(self, file: TorchFile) -> None:
-        self.file = file
 
-    def read(self, name: str) -> FileHeader:
-        """Return the header of a file of layers, model states or optimizer states; its name tells which."""
-        tree = self.file.tree
-        facts, writer = dict[str, Any](), dict[str, Any]()
-        for extension in find_for_tree(tree):
-            more_facts, more_writer = extension.read_facts(tree, partial(self.read_field, tree))
-            facts |= more_facts
-            writer |= more_writer
-        checked = not self.file.unchecked
-        named = list_globals(self.file)
-        header = FileHeader(name, self.file.size, self.file.header_crc, named, writer=writer, checked=checked)
-        if "model_states" in name and not holds_run(os.path.basename(name)):
-            return replace(header, layer=self.read_tensors(tree), extras=tuple(select_extra_states({"module": tree})))
-        header = replace(
-            header,
-            config=self.read_field(tree, "ds_config", _pick_config),
-            marks=read_marks(tree, self.file.writer),
-        )
-        if "model_states" in name:
-            model = replace(self.read_model(tree), facts=facts)
-            with explain_form(self.file.path, "ds_config", tree.get("ds_config")):
-                size = _read_shard_size(header.config, model.counters)
-            return replace(header, model=replace(model, shard_size=size))
-        state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter in files of extensions
-        if not isinstance(state, dict):
-            raise CheckpointError("has no optimizer_state_dict.", path=self.file.path)
-        return replace(header, optim=self.read_optim(state))
+def read_field(file: TorchFile, tree: Mapping[Any, Any], key: str, read: Callable[[Any], T]) -> T:
+    """Return ``read`` of one entry of a dict; ``read`` gets None if the entry is missing."""
+    value = tree.get(key)
+    with explain_form(file.path, key, value):
+        return read(value)
 
-    def read_field(self, tree: Mapping[Any, Any], key: str, read: Callable[[Any], T]) -> T:
-        """Return ``read`` of one entry of a dict; ``read`` gets None if the entry is missing."""
-        value = tree.get(key)
-        with explain_form(self.file.path, key, value):
-            return read(value)
 
-    def make_piece(self, value: Any, label: str) -> Piece:
-        """Return a tensor's place in the file; refuse another value, or missing bytes."""
-        if not isinstance(value, TensorRef):
-            raise CheckpointError(f"{label} is no tensor but {describe(value)}.", path=self.file.path)
-        piece = locate(value, self.file.storages)
-        if piece.offset + piece.numel * ITEMSIZE.get(piece.dtype, 0) > piece.record.nbytes:
-            raise CheckpointError(f"the bytes of {label} are not all there; the file is damaged.", path=self.file.path)
-        return piece
+def make_piece(file: TorchFile, value: Any, label: str) -> Piece:
+    """Return a tensor's place in the file; refuse another value, or missing bytes."""
+    if not isinstance(value, TensorRef):
+        raise CheckpointError(f"{label} is no tensor but {describe(value)}.", path=file.path)
+    piece = locate(value, file.storages)
+    if piece.offset + piece.numel * ITEMSIZE.get(piece.dtype, 0) > piece.record.nbytes:
+        raise CheckpointError(f"the bytes of {label} are not all there; the file is damaged.", path=file.path)
+    return piece
 
-    def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
-        """Read a file of model states; the caller applies :func:`explain_form`."""
-        saved, field = tree.get("module"), partial(self.read_field, tree)
-        module = None if saved is None else field("module", self.read_tensors)
-        optimizer = tree.get("optimizer")
-        optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
-        fragments = tree.get("frozen_param_fragments") or {}
-        frozen = _strip((name, self.make_piece(value, name)) for name, value in fragments.items())
-        frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {}).items()))
-        if lacking := frozen.keys() - frozen_shapes.keys():
-            raise ValueError(f"no shape for {shorten(sorted(lacking))}")
-        pieces = (*(module or {}).values(), *frozen.values(), *(optim.list_pieces() if optim else ()))
-        known = {piece.record for piece in pieces}
-        return ModelHeader(
-            module=module,
-            nested=isinstance(saved, dict) and _is_nested(saved),
-            buffers=field("buffer_names", _as_names),
-            param_shapes=field("param_shapes", _read_groups),
-            frozen_shapes=frozen_shapes,
-            frozen=frozen,
-            shared=dict(field("shared_params", _as_pairs)),
-            counters=self._read_counters(tree),
-            batch=field("ds_config", _read_batch),
-            optim=optim,
-            others=tuple(record for record in self.file.storages.values() if record not in known and record.nbytes),
-            degrees=field("checkpoint_parallel_dimensions", _read_degrees),
-            hints=read_hints(tree),
-            helpers=tuple(key for key in HELPERS if tree.get(key) is not None),
-        )
 
-    def _read_counters(self, tree: dict[Any, Any]) -> dict[str, Any]:
-        counters = {key: self.read_field(tree, key, partial(_as_count, key=key)) for key in _COUNTED if key in tree}
-        ranks = (counters.get("dp_world_size") or 1) * (counters.get("mp_world_size") or 1)
-        if ranks > _MOST_RANKS:
-            raise ValueError(f"saved by {ranks} ranks")
-        return counters
+def _read_model(file: TorchFile, tree: dict[Any, Any]) -> ModelHeader:
+    """Read a file of model states; the caller applies :func:`explain_form`."""
+    saved, field = tree.get("module"), partial(read_field, file, tree)
+    module = None if saved is None else field("module", partial(_read_tensors, file))
+    optimizer = tree.get("optimizer")
+    optim = read_optim(file, optimizer) if isinstance(optimizer, dict) else None
+    fragments = tree.get("frozen_param_fragments") or {}
+    frozen = _strip((name, make_piece(file, value, name)) for name, value in fragments.items())
+    frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {}).items()))
+    if lacking := frozen.keys() - frozen_shapes.keys():
+        raise ValueError(f"no shape for {shorten(sorted(lacking))}")
+    pieces = (*(module or {}).values(), *frozen.values(), *(optim.list_pieces() if optim else ()))
+    known = {piece.record for piece in pieces}
+    return ModelHeader(
+        module=module,
+        nested=isinstance(saved, dict) and _is_nested(saved),
+        buffers=field("buffer_names", _as_names),
+        param_shapes=field("param_shapes", _read_groups),
+        frozen_shapes=frozen_shapes,
+        frozen=frozen,
+        shared=dict(field("shared_params", _as_pairs)),
+        counters=_read_counters(file, tree),
+        batch=field("ds_config", _read_batch),
+        optim=optim,
+        others=tuple(record for record in file.storages.values() if record not in known and record.nbytes),
+        degrees=field("checkpoint_parallel_dimensions", _read_degrees),
+        hints=read_hints(tree),
+        helpers=tuple(key for key in HELPERS if tree.get(key) is not None),
+    )
 
-    def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
-        """Return the tensors of a state_dict, nested or not, by names joined with dots."""
-        if not isinstance(module, dict):
-            raise TypeError("a module's state_dict is expected")
-        return _strip((name, self.make_piece(value, name)) for name, value in _walk_tensors(module))
 
-    def read_optim(self, state: dict[str, Any]) -> OptimHeader:
-        """Read an optimizer's state dict according to the wrapper that saved it."""
-        wrapper = find_saved(state)
-        if wrapper is None:
-            text = f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered. {REPORT}"
-            raise UnsupportedError(text, path=self.file.path)
-        masters: list[Any] = state[wrapper.keys[0]] if wrapper.has_copies else []
-        if wrapper.form is Form.SINGLE:
-            masters = [tensor for group in masters for tensor in group]
-        inner: Any = state.get(wrapper.inner) if wrapper.inner else state
-        elastic = wrapper.form is Form.PARTITIONS and isinstance(inner, list)
-        if elastic:
-            inner = _unite_elastic(inner, state.get("base_optimizer_state_step"))
-        header = replace(self.read_inner(state, inner or {}, wrapper, masters), elastic=elastic)
-        if wrapper.form is Form.PARTITIONS:
-            return self._add_slices(header, state)
-        return self._add_holders(header, state) if wrapper.form is Form.RESERVED else header
+def _read_counters(file: TorchFile, tree: dict[Any, Any]) -> dict[str, Any]:
+    counters = {key: read_field(file, tree, key, partial(_as_count, key=key)) for key in _COUNTED if key in tree}
+    ranks = (counters.get("dp_world_size") or 1) * (counters.get("mp_world_size") or 1)
+    if ranks > _MOST_RANKS:
+        raise ValueError(f"saved by {ranks} ranks")
+    return counters
 
-    def _add_slices(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
-        """Add the stage, slices and paddings that ZeRO 1 and 2 and the BF16 wrapper save."""
-        field = partial(self.read_field, state)
-        if state.get("param_slice_mappings") is None:
-            text = "no param_slice_mappings; saved by a DeepSpeed release too old. Load and save it with a newer one."
-            raise UnsupportedError(text, path=self.file.path)
-        stage = field(ZERO_STAGE_KEY, as_stage)
-        return replace(
-            header,
-            stage=header.stage if stage is None else stage,
-            slices=field("param_slice_mappings", lambda groups: tuple(map(_read_slices, groups))),
-            paddings=field("group_paddings", _as_ints),
-            alignment=field("param_alignment_paddings", lambda groups: tuple(map(_as_ints, as_list(groups)))),
-        )
 
-    def _add_holders(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
-        """Add the ranks that hold each sub-group, which AutoEP saves at ZeRO 3."""
+def _read_tensors(file: TorchFile, module: dict[Any, Any]) -> dict[str, Piece]:
+    """Return the tensors of a state_dict, nested or not, by names joined with dots."""
+    if not isinstance(module, dict):
+        raise TypeError("a module's state_dict is expected")
+    return _strip((name, make_piece(file, value, name)) for name, value in _walk_tensors(module))
 
-        def read(groups: Any) -> tuple[tuple[int, ...], ...]:
-            return tuple(_as_ints(group["partition_ranks"]) for group in as_list(groups))
 
-        ranks = self.read_field(state, "ds_zero_partition_groups", read)
-        counts = tuple(map(len, ranks)) if ranks else header.partition_count
-        return replace(header, partition_count=counts, partition_ranks=ranks)
+def read_optim(file: TorchFile, state: dict[str, Any]) -> OptimHeader:
+    """Read an optimizer's state dict according to the wrapper that saved it."""
+    wrapper = find_saved(state)
+    if wrapper is None:
+        text = f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered. {REPORT}"
+        raise UnsupportedError(text, path=file.path)
+    masters: list[Any] = state[wrapper.keys[0]] if wrapper.has_copies else []
+    if wrapper.form is Form.SINGLE:
+        masters = [tensor for group in masters for tensor in group]
+    inner: Any = state.get(wrapper.inner) if wrapper.inner else state
+    elastic = wrapper.form is Form.PARTITIONS and isinstance(inner, list)
+    if elastic:
+        inner = _unite_elastic(inner, state.get("base_optimizer_state_step"))
+    header = replace(read_inner(file, state, inner or {}, wrapper, masters), elastic=elastic)
+    if wrapper.form is Form.PARTITIONS:
+        return _add_slices(file, header, state)
+    return _add_holders(file, header, state) if wrapper.form is Form.RESERVED else header
 
-    def read_inner(
-        self, state: dict[str, Any], inner: dict[str, Any], wrapper: Wrapper, masters: list[Any]
-    ) -> OptimHeader:
-        """Read a wrapper's masters, and states and param groups of the torch optimizer's state dict ``inner``."""
-        groups = [dict(group) for group in inner.get("param_groups", [])]
-        params = [tuple(group.pop("params", ())) for group in groups]
-        named = [group.pop("param_names", None) for group in groups]
-        saved, members = inner.get("state", {}), list(map(_as_int, chain.from_iterable(params)))
-        known = {*members, "state", "param_groups"}
-        common = {
-            str(key): describe(value) for key, value in [*saved.items(), *inner.items()] if value and key not in known
-        }
-        states = {key: self._read_states(saved.get(key, {})) for key in members}
-        for key in members[:1]:  # states of the whole optimizer are recorded with its first parameter
-            states[key] = replace(states[key], other=states[key].other | common)
-        kept, clip = len(groups) if wrapper.is_flat else len(members), to_number(state.get("clip_grad"))
-        if wrapper.has_copies and not wrapper.is_cut and len(masters) != kept:
-            raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {kept}")
-        return OptimHeader(
-            kind=wrapper.name,
-            stage=wrapper.stages[-1],
-            masters=tuple(self.make_piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
-            tensors=tuple(states[key] for key in members),
-            owners=tuple(group for group, keys in enumerate(params) for _ in keys),
-            groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
-            partition_count=self.read_field(state, "partition_count", _as_ints),
-            scaler=_read_scaler(state),
-            clip_grad=clip if isinstance(clip, float) or is_short(clip) else None,
-            names=tuple(map(_as_names, named)) if not wrapper.has_copies and named and all(named) else None,
-        )
 
-    def _read_states(self, entries: dict[str, Any]) -> TensorStates:
-        """Sort one parameter's states into tensors, scalars, 0-dim tensors, other values, and one-element tensors."""
-        states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
-        for name, value in entries.items():
-            if value is None or _is_offload_buffer(name, entries):
-                continue
-            number = to_number(value)
-            if isinstance(number, (float, complex)) or is_short(number):
-                scalars[str(name)] = number
-                if isinstance(value, TensorRef):
-                    zero_dim[str(name)] = self.make_piece(value, str(name))
-            elif isinstance(value, TensorRef):
-                states[str(name)] = self.make_piece(value, str(name))
-                if value.data is not None:
-                    single[str(name)] = value.item()
-            else:
-                other[str(name)] = describe(value)
-        return TensorStates(states, scalars, zero_dim, other, single)
+def _add_slices(file: TorchFile, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
+    """Add the stage, slices and paddings that ZeRO 1 and 2 and the BF16 wrapper save."""
+    field = partial(read_field, file, state)
+    if state.get("param_slice_mappings") is None:
+        text = "no param_slice_mappings; saved by a DeepSpeed release too old. Load and save it with a newer one."
+        raise UnsupportedError(text, path=file.path)
+    stage = field(ZERO_STAGE_KEY, as_stage)
+    return replace(
+        header,
+        stage=header.stage if stage is None else stage,
+        slices=field("param_slice_mappings", lambda groups: tuple(map(_read_slices, groups))),
+        paddings=field("group_paddings", _as_ints),
+        alignment=field("param_alignment_paddings", lambda groups: tuple(map(_as_ints, as_list(groups)))),
+    )
+
+
+def _add_holders(file: TorchFile, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
+    """Add the ranks that hold each sub-group, which AutoEP saves at ZeRO 3."""
+
+    def read(groups: Any) -> tuple[tuple[int, ...], ...]:
+        return tuple(_as_ints(group["partition_ranks"]) for group in as_list(groups))
+
+    ranks = read_field(file, state, "ds_zero_partition_groups", read)
+    counts = tuple(map(len, ranks)) if ranks else header.partition_count
+    return replace(header, partition_count=counts, partition_ranks=ranks)
+
+
+def read_inner(
+    file: TorchFile, state: dict[str, Any], inner: dict[str, Any], wrapper: Wrapper, masters: list[Any]
+) -> OptimHeader:
+    """Read a wrapper's masters, and states and param groups of the torch optimizer's state dict ``inner``."""
+    groups = [dict(group) for group in inner.get("param_groups", [])]
+    params = [tuple(group.pop("params", ())) for group in groups]
+    named = [group.pop("param_names", None) for group in groups]
+    saved, members = inner.get("state", {}), list(map(_as_int, chain.from_iterable(params)))
+    known = {*members, "state", "param_groups"}
+    common = {
+        str(key): describe(value) for key, value in [*saved.items(), *inner.items()] if value and key not in known
+    }
+    states = {key: _read_states(file, saved.get(key, {})) for key in members}
+    for key in members[:1]:  # states of the whole optimizer are recorded with its first parameter
+        states[key] = replace(states[key], other=states[key].other | common)
+    kept, clip = len(groups) if wrapper.is_flat else len(members), to_number(state.get("clip_grad"))
+    if wrapper.has_copies and not wrapper.is_cut and len(masters) != kept:
+        raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {kept}")
+    return OptimHeader(
+        kind=wrapper.name,
+        stage=wrapper.stages[-1],
+        masters=tuple(make_piece(file, tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
+        tensors=tuple(states[key] for key in members),
+        owners=tuple(group for group, keys in enumerate(params) for _ in keys),
+        groups=tuple({str(k): read_hyper(v, file.path) for k, v in group.items()} for group in groups),
+        partition_count=read_field(file, state, "partition_count", _as_ints),
+        scaler=_read_scaler(state),
+        clip_grad=clip if isinstance(clip, float) or is_short(clip) else None,
+        names=tuple(map(_as_names, named)) if not wrapper.has_copies and named and all(named) else None,
+    )
+
+
+def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
+    """Sort one parameter's states into tensors, scalars, 0-dim tensors, other values, and one-element tensors."""
+    states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
+    for name, value in entries.items():
+        if value is None or _is_offload_buffer(name, entries):
+            continue
+        number = to_number(value)
+        if isinstance(number, (float, complex)) or is_short(number):
+            scalars[str(name)] = number
+            if isinstance(value, TensorRef):
+                zero_dim[str(name)] = make_piece(file, value, str(name))
+        elif isinstance(value, TensorRef):
+            states[str(name)] = make_piece(file, value, str(name))
+            if value.data is not None:
+                single[str(name)] = value.item()
+        else:
+            other[str(name)] = describe(value)
+    return TensorStates(states, scalars, zero_dim, other, single)
 
 
 def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:

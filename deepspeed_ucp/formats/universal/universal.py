@@ -37,7 +37,7 @@ from ..deepspeed.files import MANIFEST, ZERO, holds_atoms, scan_folder
 from ..deepspeed.headers import FileHeader, OptimHeader, Piece
 from ..deepspeed.index import find_saved_precision, make_index
 from ..deepspeed.module import add_modules
-from ..deepspeed.reading import HeaderReader, as_stage, read_file
+from ..deepspeed.reading import as_stage, make_piece, read_field, read_file, read_inner, read_optim
 from ..deepspeed.save import Save, arrange_headers, describe_offload, find_foreign_files, name_model_files
 from ..deepspeed.zero import add_frozen_zero3
 from ..findings import WARNING, Finding, explain_form, make_error
@@ -215,11 +215,11 @@ def _parse_param_file(file: TorchFile, name: str) -> ParamHeader:
                 f"has no {_PARAM!r} but {sorted(map(str, tree))}; another kind of file.", path=file.path
             )
         keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
-        piece = HeaderReader(file).make_piece(tree[_PARAM], name)
+        piece = make_piece(file, tree[_PARAM], name)
         counts = (extension.count_fused(tree, piece.shape, file.path) for extension in find_for_fused(tree))
         return ParamHeader(header, piece, keys=keys, count=max(counts, default=0))
     if isinstance(tree, TensorRef):  # a step, or a flat tensor of stage 3 without tensor parallelism
-        piece = HeaderReader(file).make_piece(tree, name)
+        piece = make_piece(file, tree, name)
         value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
         return ParamHeader(header, piece, value, dtype)
     if isinstance(tree, (int, float)):
@@ -238,12 +238,11 @@ def _read_optimizer(folder: str) -> OptimHeader:
         tree = file.tree
         if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
             raise CheckpointError("has no param_groups; it is no optimizer state of ds_to_universal.", path=path)
-        reader = HeaderReader(file)
         if find_wrapper("zero3").saved(tree):
-            return reader.read_optim(tree)
+            return read_optim(file, tree)
         wrapper = find_wrapper("zero12" if ZERO_STAGE_KEY in tree else "bf16")
-        header = reader.read_inner(tree, {"param_groups": tree["param_groups"]}, wrapper, [])
-        return replace(header, stage=reader.read_field(tree, ZERO_STAGE_KEY, as_stage) or 0)
+        header = read_inner(file, tree, {"param_groups": tree["param_groups"]}, wrapper, [])
+        return replace(header, stage=read_field(file, tree, ZERO_STAGE_KEY, as_stage) or 0)
 
 
 def _read_models(where: FileTable, stage: int, comm: Comm) -> Save:
