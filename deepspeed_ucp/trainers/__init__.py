@@ -1,1 +1,1 @@
-"""Replacements of methods of trainers, which restore the job around an engine; imported at their first call."""
+"""Replacements of trainers' methods that restore the job around an engine."""

@@ -1,4 +1,4 @@
-"""Replacements of methods of Accelerate: accumulation, schedulers that are stepped once per rank, random states."""
+"""Replacements of methods of Accelerate: batches, schedulers, random states."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig | None]:
 
 
 def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
-    """``Accelerator._prepare_deepspeed``: apply the changes of ``preserve_batch_size`` to the training loop.
+    """``Accelerator._prepare_deepspeed``: adopt the engine's gradient accumulation.
 
     Raises:
         ConfigError: the micro batch has changed, which the data loader makes.
@@ -87,7 +87,9 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
 
 
 def prepare_data_loader(original: Callable[..., Any], accelerator: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.prepare_data_loader``: the Trainer's data loaders are prepared by it, too.
+    """``Accelerator.prepare_data_loader``: refuse to split samples a second time.
+
+    The Trainer's data loaders are prepared by it, too.
 
     Raises:
         ConfigError: the samples would be split over the ranks twice.
@@ -104,7 +106,7 @@ def prepare_data_loader(original: Callable[..., Any], accelerator: Any, loader: 
 
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.save_state``: record schedules and seed, warn of lost gradients (collective).
+    """``Accelerator.save_state``: record schedules and seed too (collective).
 
     Training continues while a new folder is written. In a folder with an older save, the state and Accelerate's files
     would come from different saves meanwhile.
@@ -214,7 +216,7 @@ def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
 
 
 def _find_folder(accelerator: Any, input_dir: Any) -> str:
-    """Find the folder of a load; of folders with automatic names, the one with the highest number."""
+    """Return the given folder of a load, or the one with the highest automatic number."""
     if input_dir is not None:
         return os.path.expanduser(str(input_dir))
     if not accelerator.project_configuration.automatic_checkpoint_naming:
@@ -274,7 +276,7 @@ def _count_steps(scheduler: Any, ranks: int) -> int:
 
 
 def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int) -> tuple[Any, dict[str, Any]]:
-    """Return a torch scheduler, and the attributes to change after its saved state has been loaded.
+    """Return a torch scheduler, and attributes to set after its saved state is loaded.
 
     Accelerate steps a scheduler once per rank at every optimizer step, or once with ``split_batches``. A saved schedule
     keeps its number of steps per optimizer step. The functions of a LambdaLR come from this script: if the saved
@@ -315,12 +317,12 @@ def warn_rate(schedule: Any, folder: str) -> None:
 
 
 def _holds_functions(scheduler: Any) -> bool:
-    """Return True if a scheduler, or one inside it, takes rates from functions, which are not saved."""
+    """Return True if a scheduler, or one inside it, takes rates from functions."""
     return hasattr(scheduler, "lr_lambdas") or any(map(_holds_functions, getattr(scheduler, "_schedulers", ())))
 
 
 def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool:
-    """Return True if a scheduler's functions expect ``now`` steps per optimizer step, not ``was``."""
+    """Return True if functions expect ``now`` steps per optimizer step, not ``was``."""
     if not isinstance(inner, LambdaLR):
         return False
     functions: Sequence[Callable[[int], float]] = inner.lr_lambdas
@@ -346,7 +348,7 @@ def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool
 
 
 def _differ_later(functions: Sequence[Callable[[int], float]], step: int, was: int, now: int) -> bool:
-    """Return True if ``was`` and ``now`` steps per optimizer step give different values after ``step``."""
+    """Return True if functions differ for ``was`` and ``now`` steps after ``step``."""
     later = dict.fromkeys(step + int(1.05**power) for power in range(340))
     try:
         return any(function(at * was) != function(at * now) for function in functions for at in later)
@@ -355,7 +357,7 @@ def _differ_later(functions: Sequence[Callable[[int], float]], step: int, was: i
 
 
 def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """``AcceleratedScheduler.step``: take as many steps per optimizer step as the saved run."""
+    """``AcceleratedScheduler.step``: step as often as in the saved run."""
     inner, is_split = scheduler.scheduler, scheduler.split_batches
     is_step = scheduler.step_with_optimizer and scheduler.gradient_state.sync_gradients
     rate = getattr(inner, _RATE, None) if is_step else None
@@ -377,7 +379,7 @@ def read_random(folder: str, rank: int) -> States:
 
 
 def _restore_step(accelerator: Any, folder: str, job: SavedJob) -> None:
-    """Restore the number of micro batches since the epoch began, rounded down to whole steps of this run."""
+    """Restore the number of micro batches in the epoch, rounded down to whole steps."""
     path = os.path.join(folder, OWN)
     saved = connect().once(lambda: read_objects(path, trust_pickle=False).get("step", 0) if os.path.isfile(path) else 0)
     accumulation = job.accumulation or accelerator.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""Batch sizes of trainers that count steps, whose samples, epochs and learning rates follow from the total batch."""
+"""Batch sizes of trainers, which derive samples and learning rates from steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BatchSizes:
         return self.micro * self.accumulation * self.ranks
 
     def is_kept(self, job: SavedJob, config: UniversalConfig) -> bool:
-        """Return True if the saved total batch needs no change, or ``total_batch`` is ``live``."""
+        """Return True if the saved total batch needs no change."""
         return config.total_batch == "live" or job.total_batch in (None, self.total)
 
     def fit(self, folder: str, job: SavedJob) -> tuple[int, int]:
@@ -72,10 +72,10 @@ class BatchSizes:
 
 
 def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
-    """Add the number of ranks to a job whose format does not record it: one per file of random states.
+    """Add the number of ranks to a job whose format does not record it.
 
     Args:
-        pattern: pattern of the names of these files, with the rank as group.
+        pattern: pattern of the names of the files of random states, one per rank, with the rank as group.
     """
     if not job.format:
         return job

@@ -1,4 +1,4 @@
-"""Folders ``checkpoint-N`` of Hugging Face's Trainer: find the newest complete one.
+"""Finds and checks folders ``checkpoint-N`` of Hugging Face's Trainer.
 
 Besides the engine's tag and `latest`, a folder has the trainer's state (written last), the state of a torch scheduler,
 and the random states of every rank.
@@ -43,14 +43,14 @@ _RANDOM = {"python": "python", "numpy": "numpy", "torch": "cpu", "accelerator": 
 
 
 def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
-    """Choose the folder of a resume; with ``fallback`` the newest complete one (collective).
+    """Choose the folder of a resume (collective).
 
     Args:
         args: arguments of the trainer.
         wanted: a folder, or True for the newest one in the output folder.
 
     Returns:
-        The folder, or True if there is none: the trainer reports that.
+        The folder, with ``fallback`` the newest complete one; True if there is none, which the trainer reports.
 
     Raises:
         CheckpointError: the folder is incomplete, and with ``fallback`` all before it are too.
@@ -77,7 +77,7 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
 
 
 def _list_folders(output: str, most: float = math.inf) -> list[str]:
-    """List the trainer's folders in its output folder with a number of at most ``most``, newest first."""
+    """List folders numbered at most ``most`` in an output folder, newest first."""
     names = os.listdir(output) if os.path.isdir(output) else ()
     numbers = {int(match[1]): name for name in names if (match := _NAME.fullmatch(name))}
     folders = [os.path.join(output, numbers[number]) for number in sorted(numbers, reverse=True) if number <= most]
@@ -96,7 +96,7 @@ def _list_before(folder: str) -> list[str]:
 
 
 def _find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm) -> str:
-    """Describe the fault that prevents a resume from a folder; empty if it is complete (collective).
+    """Describe the fault that prevents a resume from a folder, if any (collective).
 
     Args:
         args: arguments of the trainer.

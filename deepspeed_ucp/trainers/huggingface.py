@@ -1,4 +1,4 @@
-"""Replacements of methods of Hugging Face's Trainer: total batch, folders, schedules, losses and random states.
+"""Replacements of methods of Hugging Face's Trainer.
 
 The trainer counts optimizer steps, whose samples, epochs and learning rates follow from the batch sizes. These are set
 before the training loop makes the data loader, the number of steps and the engine from them.
@@ -62,7 +62,7 @@ def find_state(trainer: Any) -> TrainerState:
 
 
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.train``: resume from a complete folder, or start a new run from its weights (collective).
+    """``Trainer.train``: resume from a complete folder or its weights (collective).
 
     Raises:
         CheckpointError: the folder is incomplete, and with ``fallback`` all before it are too.
@@ -89,7 +89,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
 
 @contextmanager
 def _load_weights(trainer: Any, folder: str) -> Iterator[None]:
-    """Let a new run load a checkpoint's weights once its engine exists, before other callbacks use them."""
+    """Let a new run load a checkpoint's weights as soon as its engine exists."""
     from transformers import TrainerCallback
 
     class LoadWeights(TrainerCallback):
@@ -100,7 +100,7 @@ def _load_weights(trainer: Any, folder: str) -> Iterator[None]:
                 raise CheckpointError("has no weights that can be loaded.", path=folder)
 
     callback, callbacks = LoadWeights(), trainer.callback_handler.callbacks
-    callbacks.insert(0, callback)
+    callbacks.insert(0, callback)  # before callbacks that use the weights
     try:
         yield
     finally:
@@ -131,7 +131,7 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
 
 
 def _restore_requested(trainer: Any) -> int:
-    """Undo the changes of an earlier attempt to the batch sizes; returns the accumulation of the script."""
+    """Undo an earlier attempt's batch sizes; return the script's accumulation."""
     args, state = trainer.args, find_state(trainer)
     state.requested = state.requested or (args.per_device_train_batch_size, args.gradient_accumulation_steps)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = state.requested
@@ -173,13 +173,13 @@ def _describe_order(args: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def find_options(trainer: Any) -> UniversalConfig | None:
-    """Return the plugin's options for a trainer's engine; None if it does not use DeepSpeed, or the plugin is off."""
+    """Return the plugin's options for a trainer, or None without an active plugin."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return read_options(plugin.deepspeed_config) if plugin is not None else None
 
 
 def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalConfig) -> int:
-    """Set the accumulation and per-device batch that make a checkpoint's total batch (collective).
+    """Set the batch sizes that make a checkpoint's total batch (collective).
 
     Args:
         folder: the trainer's ``checkpoint-N``.
@@ -249,17 +249,18 @@ def choose_batch(
 
 
 def _read_explicit_total(args: Any) -> int | None:
-    """Read the ``train_batch_size`` of the user's ds_config again: the trainer has replaced ``auto`` in its copy."""
+    """Read the explicit ``train_batch_size`` of the user's ds_config, or None."""
     if not args.deepspeed:
         return None
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
+    # The trainer has replaced "auto" in its copy.
     value = to_integer(HfDeepSpeedConfig(args.deepspeed).config.get(BATCH_SIZES[0]))
     return value if isinstance(value, int) else None
 
 
 def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked: int) -> None:
-    """Set the batch sizes in the trainer, its arguments and its ds_config, before the engine is made."""
+    """Set the batch sizes in the trainer, its arguments and its ds_config."""
     args, ds_config = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config
     args.per_device_train_batch_size = micro // max(1, args.n_gpu)
     args.gradient_accumulation_steps = accumulation
@@ -270,7 +271,7 @@ def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked
 
 
 def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
-    """Record the ranks and micro batches per step of the run's first launch, in the trainer and its saves.
+    """Record the ranks and micro batches per step of the run's first launch.
 
     Args:
         now: ranks and micro batches of this launch.
@@ -331,17 +332,17 @@ def set_initial_training_values(
 
 
 def _read_steps(folder: str) -> int | None:
-    """Return the optimizer steps per epoch of the saved run, from the fraction of epochs that the trainer saves."""
+    """Return the optimizer steps per epoch of the saved run, or None if unknown."""
     state = read_trainer_state(folder)
     step, epoch = state.get("global_step"), state.get("epoch")
     return math.ceil(step / epoch - 1e-6) if step and epoch else None
 
 
 def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
-    """``Trainer._save_optimizer_and_scheduler``: let training continue during the write if that is safe (collective).
+    """``Trainer._save_optimizer_and_scheduler``: let training continue (collective).
 
-    It is not if the trainer uploads the folder or removes folders in an unknown way, or if the folder has a save
-    already: engine state and trainer files would come from different saves meanwhile.
+    Training waits for the write if the trainer uploads the folder or removes folders in an unknown way, or if the
+    folder has a save already: engine state and trainer files would come from different saves meanwhile.
     """
     config = find_options(trainer) if trainer.is_deepspeed_enabled else None
     if config is None or config.save is None:
@@ -355,21 +356,21 @@ def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, out
 
 
 def _can_rotate() -> bool:
-    """Return True if the trainer removes its folders through :func:`rotate_checkpoints`."""
+    """Return True if the trainer removes folders through :func:`rotate_checkpoints`."""
     modules = [sys.modules["transformers.trainer"], sys.modules["transformers.trainer_utils"]]
     names = "rotate_checkpoints" in vars(modules[0]) and hasattr(modules[0].Trainer, "_finalize_training")
     return names and all(map(can_guard, modules))
 
 
 def rotate_checkpoints(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """``rotate_checkpoints``: keep the last complete checkpoint; called after a save, on the rank that removes."""
+    """``rotate_checkpoints`` (one rank): keep the last complete checkpoint."""
     restore_times()
     with guard(sys.modules["transformers.trainer_utils"], TRAINER_STATE):
         original(*args, **kwargs)
 
 
 def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._finalize_training``: finish saves before the best model is loaded, remove postponed folders."""
+    """``Trainer._finalize_training``: finish saves before the best model is loaded."""
     if trainer.is_deepspeed_enabled:
         finish_saves(trainer.model_wrapped)
         remove_postponed()
@@ -378,7 +379,7 @@ def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **
 
 
 def load_engine(original: Callable[..., None], engine: Any, folder: str, load_module_strict: bool = True) -> None:
-    """``deepspeed_load_checkpoint``: load any format, although the original requires folders named ``global_step*``.
+    """``deepspeed_load_checkpoint``: load folders not named ``global_step*`` too.
 
     Raises:
         CheckpointError: the folder has no checkpoint.
@@ -392,7 +393,9 @@ def load_engine(original: Callable[..., None], engine: Any, folder: str, load_mo
 
 
 def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """``Trainer._load_optimizer_and_scheduler``: with load_lr_scheduler_states=False, advance this run's schedule.
+    """``Trainer._load_optimizer_and_scheduler``: optionally keep this run's schedule.
+
+    With ``load_lr_scheduler_states=False``, the schedule of this run is advanced to the saved step.
 
     Raises:
         MismatchError: the saved schedule has more param groups, such as that of a run without an adapter.
@@ -498,7 +501,7 @@ def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> floa
 
 
 def load_rng_state(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """``Trainer._load_rng_state``: restore random states that any number of ranks saved."""
+    """``Trainer._load_rng_state``: restore states that any number of ranks saved."""
     report = getattr(trainer.model_wrapped, "ucp_report", None)
     job: SavedJob | None = report.saved if report is not None and find_options(trainer) is not None else None
     if checkpoint is None or job is None:

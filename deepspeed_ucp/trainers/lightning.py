@@ -1,4 +1,4 @@
-"""Replacements of methods of Lightning: convert its counters of batches to this run's steps, and check its data.
+"""Replacements of Lightning's methods, which convert its counters and check data.
 
 Lightning counts batches and takes a step after every ``accumulate_grad_batches``; the engine counts its steps.
 Lightning also counts consumed data, but does not skip it on a resume.
@@ -40,7 +40,7 @@ Both Lightning and DeepSpeed divide each loss by the accumulation, so gradients 
 def load_checkpoint(
     original: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """``DeepSpeedStrategy.load_checkpoint``: load a checkpoint of any world (collective).
+    """``DeepSpeedStrategy.load_checkpoint``: load from any world (collective).
 
     Raises:
         MismatchError: it has another total batch.
@@ -86,7 +86,7 @@ def load_checkpoint(
 
 
 def _note_loaders(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Record whether a checkpoint has the positions of stateful data loaders; returns the checkpoint."""
+    """Record whether a checkpoint has positions of stateful loaders; return the state."""
     loop = (state.get("loops") or {}).get("fit_loop") or {}
     if get_config(strategy.model) is not None:
         find_state(strategy.model).loaders_restored = bool((loop.get("state_dict") or {}).get(_LOADERS))
@@ -94,7 +94,7 @@ def _note_loaders(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any) -> dict[str, Any]:
-    """Load a folder that Lightning saved under FSDP; returns Lightning's state (collective).
+    """Load a folder saved under FSDP; return Lightning's state (collective).
 
     Args:
         fitting: load the optimizer's states too.
@@ -123,9 +123,10 @@ def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any)
 def save_checkpoint(
     original: Callable[..., Any], strategy: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``DeepSpeedStrategy.save_checkpoint``: save the accumulation of the first launch too (collective).
+    """``DeepSpeedStrategy.save_checkpoint``: add the accumulation (collective).
 
-    Training continues during the write: the checkpoint has all of Lightning's state.
+    The accumulation is that of the run's first launch. Training continues during the write: the checkpoint has all of
+    Lightning's state.
     """
     begun = find_state(strategy.model).accumulation
     kept = {} if begun is None else {_ACCUMULATION: begun}
@@ -134,24 +135,24 @@ def save_checkpoint(
         begin_save(folder, config, connect())
     saved = original(strategy, {**checkpoint, **kept}, *args, **kwargs)
     if config is not None and config.save is not None and config.save.to:
-        finish_saves(strategy.model, required=True)  # the save goes to other places than the folder
+        finish_saves(strategy.model, required=True)  # the save goes to other destinations than the folder
     return saved
 
 
 def remove_checkpoint(original: Callable[..., Any], strategy: Any, filepath: Any) -> None:
-    """``DeepSpeedStrategy.remove_checkpoint``: keep the last complete checkpoint until a newer one is written."""
+    """``DeepSpeedStrategy.remove_checkpoint``: keep the last complete checkpoint."""
     if strategy.is_global_zero:
         remove_when_safe(filepath, partial(original, strategy, filepath))
 
 
 def teardown(original: Callable[..., Any], strategy: Any) -> None:
-    """``DeepSpeedStrategy.teardown``: finish the saves of a run. Single ranks may call it."""
-    finish_here()
+    """``DeepSpeedStrategy.teardown``: finish this rank's saves."""
+    finish_here()  # not collective: single ranks may tear down
     original(strategy)
 
 
 def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedPrecision.backward``: keep the scale of the gradients of the saved run."""
+    """``DeepSpeedPrecision.backward``: keep the saved run's scale of gradients."""
     engine = model.trainer.model
     begun = find_state(engine).accumulation
     if begun is not None:
@@ -169,7 +170,7 @@ def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: Universa
 
 
 def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> int:
-    """Convert the counts of an epoch's batches to this run's batches, keeping the number of whole steps.
+    """Convert the counts of an epoch's batches to this run's, in whole steps.
 
     Args:
         progress: saved progress of Lightning's loop; is changed.
@@ -188,7 +189,7 @@ def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> in
 
 
 def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> Any:
-    """``_TrainingEpochLoop.on_run_start``: warn about data that a resumed epoch repeats or skips.
+    """``_TrainingEpochLoop.on_run_start``: warn about repeated and skipped data.
 
     Raises:
         ConfigError: Lightning has wrapped an elastic sampler in its distributed one.
@@ -203,7 +204,7 @@ def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> 
 
 
 def setup_dataloader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``Fabric._setup_dataloader``: as :func:`on_run_start`."""
+    """``Fabric._setup_dataloader``: refuse to split samples a second time."""
     loader = original(*args, **kwargs)
     _refuse_split([loader], "Pass setup_dataloaders use_distributed_sampler=False")
     return loader

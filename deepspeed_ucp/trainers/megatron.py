@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed: allow other degrees than the saved ones, as with its ``--universal-checkpoint``."""
+"""Replacements of functions of Megatron-DeepSpeed, which allow other degrees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def create_ds_config(original: Callable[..., Any], *args: Any) -> Any:
-    """``_create_ds_config_dict``: keep a section ``checkpoint`` that turns the plugin on.
+    """``_create_ds_config_dict``: keep the section ``checkpoint`` of the plugin.
 
     With ``--universal-checkpoint`` the original replaces the whole section by ``load_universal``.
     """
@@ -33,7 +33,7 @@ def create_ds_config(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def load_checkpoint(original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """``load_checkpoint``: after the plugin has loaded at other degrees, continue as after a universal load.
+    """``load_checkpoint``: continue as after a universal load if degrees have changed.
 
     Megatron then accepts other degrees, and seeds the tensor-parallel ranks anew.
     """

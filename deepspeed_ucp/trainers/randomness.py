@@ -1,4 +1,4 @@
-"""Restore random states that a trainer wrote to one file per rank, also in another topology.
+"""Restores random states of one file per rank, also in another topology.
 
 Files beyond the number of ranks that saved the checkpoint come from an older, larger save, and are ignored.
 """
@@ -68,7 +68,7 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
 
 
 def _choose_device(states: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
-    """Choose the state of the device that a rank used, from those of all devices that it saw.
+    """Choose the state of a rank's device from the states of all devices it saw.
 
     A CUDA state is a seed and an offset of 8 bytes each. Only a device that has drawn numbers has an offset.
     Nodes may have more devices than ranks, so the rank alone does not determine the device.
@@ -78,7 +78,7 @@ def _choose_device(states: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
 
 
 def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int], States]) -> None:
-    """Restore this rank's generators from the files of a saved job, as :mod:`deepspeed_ucp.rng` does (collective).
+    """Restore this rank's generators from the files of a saved job (collective).
 
     Args:
         engine: has loaded the checkpoint.
