@@ -27,7 +27,8 @@ def add_parser(commands: common.Commands) -> None:
         "diff",
         description="Compare two checkpoints of any topologies and formats: every parameter and optimizer state "
         "as a logical tensor, to the bit; hyper-parameters, counters, loss scaler, scheduler and client state. "
-        "Topology is no difference. Exit code 0: equal (or within --tolerance); 1: different; 2: an error.",
+        "Topology is no difference. Masters are rounded if the other side has only weights of a smaller type. "
+        "Exit code 0: equal (or within --tolerance); 1: different; 2: an error.",
         examples=r"""
             ds_ucp diff run1/global_step1000 run2/global_step1000
             ds_ucp diff checkpoints/ checkpoints/global_step1000_universal --json
@@ -136,7 +137,7 @@ def to_text(found: Difference, *, everything: bool = False) -> list[str]:
         header = ("tensor", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
         lines += format_table(shown, header, right=(3, 5, 6))
     if len(shown) < len(rows):
-        lines.append(f"… {len(rows) - len(shown)} more lines; --all shows all, --json too")
+        lines.append(f"… {pluralize(len(rows) - len(shown), 'more line')}; --all shows all, --json too")
     return [*lines, *map(_describe_value, found.values)]
 
 
@@ -147,7 +148,8 @@ def _star(name: str) -> str:
 
 def _make_row(atoms: Sequence[AtomDifference]) -> tuple[str, ...]:
     worst = atoms[0]
-    name = worst.label if len(atoms) == 1 else f"{_star(worst.label)} ({len(atoms)}, worst {worst.label})"
+    more = f", worst {worst.label}" if worst.kind == "values" else ""
+    name = worst.label if len(atoms) == 1 else f"{_star(worst.label)} ({len(atoms)}{more})"
     dtypes = f" ({', '.join(worst.dtypes)})" if worst.dtypes[0] != worst.dtypes[1] else ""
     if worst.kind != "values":
         return (name, worst.state, (worst.text or worst.kind) + dtypes, "", "", "", "")

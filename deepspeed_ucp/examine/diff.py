@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from ..comm import Comm
 from ..errors import ConfigError, advise, shorten
-from ..io.cast import find_dtype
+from ..io.cast import cast, find_dtype
 from ..io.memory import Scratch
 from ..io.read import Checked
 from ..model.index import AtomicIndex
-from ..model.storage import MASTER, MODULE, Atom, ParamKey
+from ..model.storage import ITEMSIZE, MASTER, MODULE, Atom, ParamKey
 from ..model.topology import find_differences
 from ..plan.conversion import Batch, Output, Range, cut_batches
 from ..plan.derive import recast
@@ -195,7 +195,7 @@ def diff_checkpoints(
         converted=sum(pair.left.dtype != pair.right.dtype for pair in pairs.both),
         atoms=_list_differences(pairs, _join(item for share in shares for item in share.items())),
         values=tuple(values),
-        notes=tuple(notes + _note_padding(pairs.both)),
+        notes=tuple(notes + _note_rounding(pairs.both) + _note_padding(pairs.both)),
         unused=tuple(pairs.unused),
         tolerance=options.tolerance,
     )
@@ -272,7 +272,8 @@ def _tally(pair: Pair, span: Range, mine: memoryview, theirs: memoryview) -> tup
     for low, high in ((0, border), (border, span.numel)):
         first = mine[low * pair.left.itemsize : high * pair.left.itemsize]
         second = theirs[low * pair.right.itemsize : high * pair.right.itemsize]
-        tallies.append(compare(first, second, pair.left.dtype, pair.right.dtype).shift(span.start + low))
+        tally = compare(first, second, pair.left.dtype, pair.right.dtype, pair.rounded_to)
+        tallies.append(tally.shift(span.start + low))
     return tallies[0], tallies[1]
 
 
@@ -299,6 +300,11 @@ def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]
     return atom.kind == "values", -atom.tally.largest, -atom.tally.differing, parts, atom.state
 
 
+def _note_rounding(pairs: Sequence[Pair]) -> list[str]:
+    rounded = [("AB"[pair.left.atom.state != MASTER], pair.rounded_to) for pair in pairs if pair.rounded_to]
+    return [f"masters of {side} are compared after rounding to {dtype}" for side, dtype in dict.fromkeys(rounded)]
+
+
 def _note_padding(pairs: Sequence[Pair]) -> list[str]:
     return [
         f"{pair.left.name} ({pair.left.atom.state}): {pair.left.shape[0]} rows in A, {pair.right.shape[0]} in B, of "
@@ -308,12 +314,18 @@ def _note_padding(pairs: Sequence[Pair]) -> list[str]:
     ]
 
 
-def compare(left: Buffer, right: Buffer, dtype: str, other: str) -> Tally:
+def compare(left: Buffer, right: Buffer, dtype: str, other: str, rounded_to: str = "") -> Tally:
     """Compare elements of ``dtype`` with elements of dtype ``other``.
 
     Elements of one dtype are equal if their bits are; of two dtypes if their values are, or both are NaN.
+
+    Args:
+        rounded_to: one of the two dtypes, to which the elements of the other one are rounded first.
     """
-    first, second = np.frombuffer(left, find_dtype(dtype)), np.frombuffer(right, find_dtype(other))
+    sides = ((left, dtype), (right, other))
+    first, second = (
+        _round(*side, rounded_to) if rounded_to else np.frombuffer(side[0], find_dtype(side[1])) for side in sides
+    )
     if dtype == other:
         bits = f"u{first.itemsize}" if first.itemsize <= 8 else f"V{first.itemsize}"
         places = np.flatnonzero(first.view(bits) != second.view(bits))
@@ -322,6 +334,12 @@ def compare(left: Buffer, right: Buffer, dtype: str, other: str) -> Tally:
     if not len(places):
         return Tally(len(first))
     return Tally(len(first), len(places), int(places[0]), *_measure(_widen(first[places]), _widen(second[places])))
+
+
+def _round(data: Buffer, dtype: str, target: str) -> Array:
+    rounded = np.empty(len(data) // ITEMSIZE[dtype], find_dtype(target))
+    cast(memoryview(data), dtype, memoryview(rounded.view(np.uint8)), target)
+    return rounded
 
 
 def _differ_in_value(first: Array, second: Array) -> Array:

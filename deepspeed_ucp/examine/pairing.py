@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..extensions.rename import apply_renames
+from ..io.cast import FLOATING
 from ..model.index import AtomicIndex
 from ..model.storage import COPY, MASTER, MODULE, Atom, AtomKey, ParamKey, count
 from ..model.view import Shapes
@@ -33,6 +34,13 @@ class Pair:
     right: FullTensor
     vocab: int | None = None
     kept: tuple[Shape, ...] = ()
+
+    @property
+    def rounded_to(self) -> str:
+        """Smaller type to which a master is rounded, if the other side is a weight of this type; else empty."""
+        master, weight = sorted((self.left, self.right), key=lambda side: side.atom.state != MASTER)
+        is_pair = master.atom.state == MASTER != weight.atom.state and {master.dtype, weight.dtype} <= FLOATING
+        return weight.dtype if is_pair and weight.itemsize < master.itemsize else ""
 
     @property
     def numel(self) -> int:
@@ -92,8 +100,8 @@ def pair_atoms(
     """Bring the atoms of two checkpoints together by name and state.
 
     Copies of parameters that have a master are left out. An instance that only one side has is compared with the other
-    side's first one, and a parameter that is tied on one side with its owner. If one side has only weights, they are
-    compared with the other side's masters, and optimizer states are left out.
+    side's first one, and a parameter that is tied on one side with its owner. If one side has no masters, its weights
+    are compared with the other side's masters. If it has weights alone, optimizer states are left out.
 
     Args:
         wanted: (name, state) → whether it is compared; one of its names in either checkpoint counts.
@@ -103,9 +111,10 @@ def pair_atoms(
     names = {old: new for new, old in renamed.items()}
     weights = left.is_weights_alone or right.is_weights_alone
     mine, theirs = _list_atoms(left, weights), _list_atoms(right, weights)
-    keys = _match(mine, theirs, left, right, names, weights)
+    lacks = any(all(key.state != MASTER for key in atoms) for atoms in (mine, theirs))
+    keys = _match(mine, theirs, left, right, names, lacks)
     met = {a for a, _ in keys}, {b for _, b in keys}
-    chosen = _choose(mine, left, wanted, weights), _choose(theirs, right, wanted, weights)
+    chosen = _choose(mine, left, wanted, lacks), _choose(theirs, right, wanted, lacks)
     keys = [(a, b) for a, b in keys if a in chosen[0] or b in chosen[1]]
     first = dict(reversed(keys))  # a tensor of A that is tied may be two tensors in B, even of two shapes
     odd = dict.fromkeys((a, b) for a, b in keys if _local(theirs[b]) != _local(theirs[first[a]]))
@@ -132,8 +141,8 @@ def pair_atoms(
     )
 
 
-_WEIGHTS = (MASTER, MODULE)
-"""States of a weight if one side has only weights."""
+_WEIGHTS = (MASTER, MODULE, COPY)
+"""States of a weight."""
 
 
 def _list_atoms(index: AtomicIndex, weights: bool) -> dict[AtomKey, Atom]:
@@ -142,15 +151,19 @@ def _list_atoms(index: AtomicIndex, weights: bool) -> dict[AtomKey, Atom]:
 
 
 def _choose(
-    keys: Iterable[AtomKey], index: AtomicIndex, wanted: Callable[[str, str], bool], weights: bool
+    keys: Iterable[AtomKey], index: AtomicIndex, wanted: Callable[[str, str], bool], lacks: bool
 ) -> dict[AtomKey, None]:
-    """Return the wanted atoms in order. A tied parameter has several names."""
+    """Return the wanted atoms in order. A tied parameter has several names.
+
+    Args:
+        lacks: one side has no masters.
+    """
     names: dict[str, list[str]] = {}
     for alias, owner in index.aliases.items():
         names.setdefault(owner, []).append(alias)
 
     def is_wanted(key: AtomKey) -> bool:
-        states = _WEIGHTS if weights else (key.state,)
+        states = _WEIGHTS if lacks and key.state in _WEIGHTS else (key.state,)
         return any(wanted(name, state) for name in (key.name, *names.get(key.name, ())) for state in states)
 
     return dict.fromkeys(filter(is_wanted, keys))
@@ -162,21 +175,22 @@ def _match(
     left: AtomicIndex,
     right: AtomicIndex,
     names: Mapping[str, str],
-    weights: bool,
+    lacks: bool,
 ) -> list[tuple[AtomKey, AtomKey]]:
     back = {new: old for old, new in names.items()}
-    partners = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs, weights))]
+    partners = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs, lacks))]
     met = {partner for _, partner in partners}
-    others = [(_find_partner(key, left, back, mine, weights), key) for key in theirs if key not in met]
+    others = [(_find_partner(key, left, back, mine, lacks), key) for key in theirs if key not in met]
     return [*partners, *((partner, key) for partner, key in others if partner)]
 
 
 def _find_partner(
-    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], atoms: Mapping[AtomKey, Atom], weights: bool
+    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], atoms: Mapping[AtomKey, Atom], lacks: bool
 ) -> AtomKey | None:
     partners = list_partners(key.param, index, names)
     is_tied_there = partners[-1] != partners[1]  # FSDP saves a tied tensor twice, the second time without states
-    states = _WEIGHTS if weights or (key.state == MODULE and is_tied_there) else (key.state,)
+    is_any = key.state in _WEIGHTS if lacks else key.state == MODULE and is_tied_there
+    states = _WEIGHTS if is_any else (key.state,)
     keys = (AtomKey(param.name, state, param.instance) for param in partners for state in states)
     return next((candidate for candidate in keys if candidate in atoms), None)
 

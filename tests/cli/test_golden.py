@@ -101,7 +101,7 @@ LINES = {
         "diff exported good",
         "diff good exported",
         "diff exported-bf16 good",
-        "diff exported-bf16 good --all",
+        *("diff good weights", "diff good weights --only attention --all"),
         "diff good tensor",
         f"diff good tensor --patterns {PATTERNS}",
         "diff good good --tolerance -1",
