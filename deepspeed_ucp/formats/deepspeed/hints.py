@@ -1,4 +1,4 @@
-"""Reads plain data about the model from a checkpoint's client state, without building any class of the file."""
+"""Read plain data about the model from client state, without building classes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _SETS = ("builtins.set", "builtins.frozenset")
 
 
 def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Read ``universal_checkpoint_info``, ``args``, ``checkpoint_version`` and ``iteration`` of a model-states file.
+    """Read the plain data about the model in a model-states file.
 
-    Dataclass instances become dicts of their fields with their class's name under ``__class__``. ``args`` (a Namespace
-    or a dict, see Megatron-DeepSpeed's ``checkpointing.py``) keeps only scalars and lists of scalars.
+    Its keys are ``universal_checkpoint_info``, ``args``, ``checkpoint_version`` and ``iteration``. Dataclass instances
+    become dicts of their fields with their class's name under ``__class__``. ``args`` (a Namespace or a dict, see
+    Megatron-DeepSpeed's ``checkpointing.py``) keeps only scalars and lists of scalars.
     """
     for key in (INFO, "args"):
         if has_more_parts(tree.get(key), _MOST_PARTS):
@@ -40,9 +41,10 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def simplify_object(value: Any) -> Any:
-    """Convert an inert object tree: stand-ins → dicts of fields, 0-dim tensors → numbers, sets → sorted lists.
+    """Convert an inert object tree to plain data.
 
-    Values without plain form (a tensor, a function, an integer with more digits than any setting) become None.
+    Stand-ins become dicts of fields, 0-dim tensors become numbers, sets become sorted lists. Values without plain form
+    (a tensor, a function, an integer with more digits than any setting) become None.
     """
     if isinstance(value, _PLAIN):
         return value if not isinstance(value, int) or is_short(value) else None
@@ -83,14 +85,14 @@ def _simplify_made(value: PickledObject) -> Any:
 
 
 def _get_fields(value: Any) -> dict[Any, Any] | None:
-    """Return the attributes of a dict or pickled object, or None; ``__slots__`` are the second part of a pair."""
+    """Return the attributes of a dict or pickled object, slots included; else None."""
     if isinstance(value, dict):
         return value
     if not isinstance(value, PickledObject):
         return None
     if isinstance(value.state, dict):
         return value.state
-    if isinstance(value.state, tuple) and len(value.state) == 2:
+    if isinstance(value.state, tuple) and len(value.state) == 2:  # ``__dict__`` and ``__slots__``
         parts = [part for part in value.state if isinstance(part, dict)]
         return {key: field for part in parts for key, field in part.items()} if parts else None
     return None

@@ -1,4 +1,4 @@
-"""Builds the :class:`~deepspeed_ucp.model.index.AtomicIndex` of a save from the headers of its files; opens no file."""
+"""Build a save's :class:`~deepspeed_ucp.model.index.AtomicIndex` from headers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .zero import build_zero
 
 
 def build_index(save: Save, naming: Naming) -> AtomicIndex:
-    """Build the index of a save whose headers have been read; errors as of :func:`~..open.open_checkpoint`."""
+    """Build a save's index from headers; errors as of :func:`~..open.open_checkpoint`."""
     _refuse_engines(save, naming)
     builder = Builder(save, save.tp)
     if any(save.shards):
@@ -88,7 +88,7 @@ def make_index(
     topology: Topology,
     groups: tuple[GroupInfo, ...],
 ) -> AtomicIndex:
-    """Combine a builder's parts with the model states; ``optim`` has the loss scaler and clipping."""
+    """Combine a builder's parts, the model states, and the scaler of ``optim``."""
     save = builder.save
     model = save.model(0)
     client = tuple(builder.record(save.main, record) for record in model.others)
@@ -136,7 +136,7 @@ def _find_unnoticed(save: Save, topology: Topology) -> Iterator[str]:
 
 
 def _find_optim(save: Save) -> OptimHeader | None:
-    """Return the first optimizer header with parameters, which some pipeline stages lack; or None."""
+    """Return the first optimizer header, preferably one with parameters; or None."""
     optims = [model.optim for model in save.first_models if model.optim]
     optims = optims or [shards[0].optim for shards in save.shards if shards and shards[0].optim]
     return next((optim for optim in optims if optim.masters), optims[0] if optims else None)
@@ -148,7 +148,7 @@ def find_saved_precision(
     flats: tuple[FlatBuffer, ...] = (),
     groups: Sequence[GroupInfo] = (),
 ) -> str:
-    """Return the dtype of the model's parameters, from the ds_config or the first optimized parameter."""
+    """Return the dtype of the parameters, by the ds_config or the first optimized one."""
     model, precision = save.model(0), find_precision(save.main.config)
     if precision != "float32":
         return precision
@@ -211,7 +211,7 @@ def _list_sliced_bases(model: ModelHeader) -> list[str]:
 
 
 def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey, str]:
-    """Return the parameters whose optimizer states were in another process or a second optimizer, and are not saved."""
+    """Return the parameters whose optimizer states DeepSpeed kept elsewhere, unsaved."""
     options, reason = save.zero.get("offload_optimizer"), ""
     ratio = options.get("ratio", 1) if isinstance(options, dict) else 1
     if describe_offload(save.zero).startswith("superoffload/"):

@@ -1,4 +1,4 @@
-"""Builds MODULE and COPY atoms from module dicts or a pipeline's layer files.
+"""Build MODULE and COPY atoms from module dicts or a pipeline's layer files.
 
 These are buffers and parameters without optimizer (MODULE), and the model's copies of optimized parameters (COPY).
 """
@@ -21,7 +21,7 @@ _DEEPEST = 64
 
 
 def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
-    """Add the tensors of all model states and layer files, and their ties to the builder's ``aliases``.
+    """Add the tensors of all model states and layer files, and ties (``aliases``).
 
     Args:
         tied: names of parameters of a pipeline's tied modules, if the model states lack them.
@@ -34,7 +34,7 @@ def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
 
 
 def add_modules(builder: Builder, optimized: set[str]) -> None:
-    """Add the ``module`` dicts of all model-parallel ranks, and their ties to the builder's ``aliases``.
+    """Add the ``module`` dicts of all model-parallel ranks, and ties (``aliases``).
 
     Args:
         builder: of a model with its tensors in model states; under ZeRO 3 these hold only buffers.
@@ -107,7 +107,7 @@ def _find_parent(module: str) -> str:
 
 
 def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
-    """Rename state-dict keys to names of parameters and buffers in model states and layer files, in place.
+    """Rename state-dict keys of a save to parameter and buffer names, in place.
 
     Args:
         keys: key of a state dict → name, if they differ.
@@ -131,9 +131,10 @@ def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
 
 
 def find_ties(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:
-    """Return the ties in ``shared_params``, which DeepSpeed fills on rank 0 only, and the extensions' ties.
+    """Return the ties in ``shared_params``, and those that extensions find.
 
-    DeepSpeed also ties all parameters without elements to each other; these ties are dropped.
+    DeepSpeed fills ``shared_params`` on rank 0 only. DeepSpeed also ties all parameters without elements to each other;
+    these ties are dropped.
     """
     model = header.require_model()
     shapes = {} if save.is_sharded else {name: piece.shape for name, piece in (model.module or {}).items()}
@@ -145,7 +146,7 @@ def find_ties(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> di
 
 
 def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable[tuple[str, Piece]]:
-    """Yield the tensors that share no bytes with an earlier one; add the others to ``aliases``."""
+    """Yield tensors that share no bytes with earlier ones; add others to ``aliases``."""
     seen: dict[tuple[object, ...], str] = {}
     for name, piece in tensors.items():
         if name in aliases:
@@ -159,7 +160,7 @@ def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable
 
 
 def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
-    """Return the ties in the first model states, alias → name: recorded ones, and names that share their bytes.
+    """Return alias → name in the first model states, as recorded or by shared bytes.
 
     Args:
         known: parameters that an optimizer owns.
@@ -171,7 +172,7 @@ def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
 
 
 def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[str, Piece]:
-    """Return a file's ``module`` by parameter names; a nested dict's keys are matched with the known names."""
+    """Return a file's ``module`` by parameter names; match a nested dict's keys."""
     model = header.require_model()
     module = model.module or {}
     if not model.nested:
@@ -194,7 +195,7 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
 
 
 def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
-    """Map keys of a nested module dict to parameter names if exactly one pair differs only by a prefix.
+    """Map a nested dict's keys to parameter names by prefix, if only one pair fits.
 
     If all names match with the same prefix, it also applies to keys without known name (frozen parameters, which ZeRO
     1 does not list).

@@ -1,4 +1,4 @@
-"""Names the positional optimizer states of stage 0 by live param groups that match sizes and shapes."""
+"""Name the positional optimizer states of stage 0 by matching live param groups."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Naming:
     ep: int = 0
 
     def translate(self, save: Save) -> Naming:
-        """Return the naming with the files' names; a tied parameter gets the name that its optimizer had."""
+        """Return the naming with the files' names; ties get the name in the optimizer."""
         live = {strip_compiled(name) for group in self.live or () for name, _ in group}
         old = self.rename(_list_names(save), live) if live else {}
         old = {name: old.get(name, name) for name in {*live, *self.order}}
@@ -79,7 +79,7 @@ class Naming:
 
 
 def _list_names(save: Save) -> set[str]:
-    """List the names of all tensors in the files; tensors of a pipeline's tied modules have no names there."""
+    """List the names of all tensors in the files, which omit tied modules' names."""
     named: list[Mapping[str, object]] = [{} if model.nested else model.module or {} for model in save.first_models]
     named += [header.layer or {} for files in save.further.values() for header in files.values()]
     pairs = [pair for files in save.layers for pair in files.items()]
@@ -127,7 +127,7 @@ class NamedOptimizer:
 
 
 def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]:
-    """Convert the param groups that the user describes to the form of a live optimizer's."""
+    """Convert the user's description of param groups to a live optimizer's form."""
     lists = [] if isinstance(groups, str) else groups
     if groups != MODULE_GROUP and (
         not lists or any(isinstance(names, str) or not all(isinstance(n, str) for n in names) for names in lists)
@@ -160,7 +160,7 @@ def fit_groups(
             odd = [name for name in chain.from_iterable(optim.names) if name not in shapes]
             text = f"its param groups name other parameters than the model states: {shorten(odd) or 'other numbers'}."
             raise MismatchError(f"{text} Describe the groups with --groups.", path=path)
-    for only_owned in (False, True):
+    for only_owned in (False, True):  # only some releases save frozen parameters in the groups
         named = pick_names(live or (), only_owned)
         # Wrappers omit parameters without elements on this tensor-parallel rank (fewer rows than ranks).
         nonempty = [tuple(name for name in group if count(shapes.get(name, (1,)))) for group in named]
@@ -171,7 +171,7 @@ def fit_groups(
 
 
 def pick_names(live: GroupNames, only_owned: bool) -> list[tuple[str, ...]]:
-    """Return the live groups by atom names; saved groups contain frozen parameters only in some releases."""
+    """Return the live groups by atom names, with or without frozen parameters."""
     return [tuple(strip_compiled(name) for name, owned in group if owned or not only_owned) for group in live]
 
 
@@ -194,7 +194,7 @@ def describe_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str,
 
 
 def check_order(part: NamedOptimizer, live: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Refuse live groups or parameters in another order than the saved ones, unless the file has names.
+    """Refuse live groups or parameters in another order, unless the file names them.
 
     Args:
         live: hyper-parameters of the live groups.
@@ -208,7 +208,7 @@ def check_order(part: NamedOptimizer, live: Sequence[Mapping[str, Any]], path: s
 
 
 def _check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Refuse groups in another order than the saved ones, as equal shapes would hide it."""
+    """Refuse groups in another than the saved order, which equal shapes would hide."""
     keys = {key for group in (*saved, *live) for key in group} - set(CHANGING)
     shared = sorted(key for key in keys if all(key in group for group in (*saved, *live)))
     before, now = ([tuple(repr(group[key]) for key in shared) for group in groups] for groups in (saved, live))
@@ -241,14 +241,14 @@ def _check_state_shapes(part: NamedOptimizer, path: str) -> None:
 
 
 def group_sizes(optim: OptimHeader) -> list[int]:
-    """Return the number of elements (FP16_Optimizer) or parameters of each saved group."""
+    """Return the number of elements (FP16_Optimizer) or parameters of each group."""
     if optim.traits.is_flat:
         return [master.numel for master in optim.masters]
     return [optim.owners.count(group) for group in range(len(optim.groups))]
 
 
 def fits(named: Sequence[Sequence[str]], optim: OptimHeader, shapes: Mapping[str, Shape]) -> bool:
-    """Return True if groups of names have the sizes of the saved groups, and the shapes of their masters."""
+    """Return True if groups of names have the saved groups' sizes and masters' shapes."""
     sizes = group_sizes(optim)
     if len(named) != len(sizes) or any(name not in shapes for group in named for name in group):
         return False
@@ -313,7 +313,7 @@ class ModuleOrder:
     apart: str = ""
 
     def follow(self, groups: GroupNames, hyper: Sequence[Mapping[str, Any]]) -> GroupNames:
-        """Return the live optimizer's param groups in the saved order; MismatchError if that order is uncertain.
+        """Return the live groups in the saved order; MismatchError if it is uncertain.
 
         Args:
             groups: with the files' names.
@@ -369,7 +369,7 @@ class ModuleOrder:
         return [form for form in forms if form in self.now and form in self.before]
 
     def _list_alike(self, known: Sequence[list[str]], hyper: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """Return the first parameters of groups with equal hyper-parameters and shapes, together."""
+        """Group the first parameters of groups with equal hyper-parameters and shapes."""
         alike: dict[tuple[str, str], list[str]] = defaultdict(list)
         for number, names in enumerate(known):
             fields = hyper[number] if number < len(hyper) else {}
@@ -424,7 +424,7 @@ def compare_modules(
 
 
 def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> ModuleOrder:
-    """Compare the orders within a pipeline's layers; ``shapes`` are in the order of the layers' files."""
+    """Compare the orders in a pipeline's layers; ``shapes`` are in the files' order."""
     owners: dict[str, int] = {}
     before = number_names(shapes, lambda name: owners.setdefault(find_owner(name), len(owners)))
     now = number_names(naming.order.values(), lambda name: owners.get(find_owner(name), -1))

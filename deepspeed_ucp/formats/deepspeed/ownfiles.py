@@ -1,4 +1,4 @@
-"""Compare the state files of one rank with its live engine, without an index of the whole checkpoint.
+"""Compare the state files of one rank with its live engine, without an index.
 
 Engines of unknown layout, and nodes with local files, are loaded by DeepSpeed itself from exactly these files, which is
 correct if an engine like the live one saved them. All functions raise CheckpointError if a file cannot be read.
@@ -33,7 +33,7 @@ _SHOWN = 120
 
 
 def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str | None:
-    """Return the path of the state file of a saved rank; None if the checkpoint has only the first rank's.
+    """Return a saved rank's state file; None if there is only the first rank's.
 
     It may be in another place than the first file, or on another machine.
 
@@ -53,7 +53,7 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
 
 
 def read_state_tree(index: AtomicIndex) -> Any:
-    """Return the object tree of the state file as inert data; empty for a foreign checkpoint."""
+    """Return the state file's tree as inert data; empty for a foreign checkpoint."""
     return {} if index.format else read_header(index.state_file).tree
 
 
@@ -65,7 +65,7 @@ def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
 
 
 def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) -> list[str]:
-    """Describe differences between a rank's files and the live engine; empty if there are none.
+    """Describe the differences between a rank's files and the live engine.
 
     Args:
         model: path of the rank's model states.
@@ -88,13 +88,13 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
 
 
 def read_own_hints(model: str) -> dict[str, Any]:
-    """Return the plain data about the model in a rank's model states (:func:`.hints.read_hints`)."""
+    """Return plain data about the model in a rank's file (:func:`.hints.read_hints`)."""
     with explain_form(model):
         return read_hints(read_header(model).tree)
 
 
 def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
-    """Return the unusual classes and functions that the state files of a folder name, with the first such file.
+    """Return uncommon classes and functions of the state files → first such file.
 
     Args:
         member, members: number of this process, and of all processes that share the files.

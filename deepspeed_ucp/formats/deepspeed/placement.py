@@ -1,4 +1,4 @@
-"""Infers the layers of each pipeline stage of a stage-0 source from the sizes and shapes of its states."""
+"""Infer each pipeline stage's layers at stage 0 from sizes and shapes of states."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Stage:
 
 
 def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOptimizer]:
-    """Name the parameters of each rank's optimizer; a stage is a run of layers behind its tied modules.
+    """Name each optimizer's parameters; a stage is tied modules, then a run of layers.
 
     Args:
         live: param groups of the live optimizer over all its ranks, in the layers' order.
@@ -68,7 +68,7 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
 
 
 def _warn_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
-    """Warn if the stages may be a DualPipeV's, as there are no masters to tell; raise if the live pipeline is one."""
+    """Warn if the stages may be a DualPipeV's; raise if the live pipeline is one."""
     optim = save.optim(0)
     if optim.traits.has_copies or not any(tensor.states for tensor in optim.tensors):
         return
@@ -119,7 +119,7 @@ class _TensorParallelRank:
 
 
 class _Search:
-    """Searches divisions into runs of layers, stage by stage, with every choice of tied modules."""
+    """Search for divisions into runs of layers, with every choice of tied modules."""
 
     def __init__(self, save: Save, named: Sequence[Sequence[str]], shapes: Mapping[str, Shape]) -> None:
         self.save, self.named, self.shapes = save, named, shapes
@@ -160,7 +160,7 @@ class _Search:
                         yield candidate
 
     def _weigh(self, optim: OptimHeader) -> Counter[str]:
-        """Count the parameters of each layer and tied module, or their elements for flat groups."""
+        """Count the parameters, or elements for flat groups, of each layer or tied module."""
         weights: Counter[str] = Counter()
         for name in (name for group in self.named for name in group):
             weights[find_owner(name)] += count(self.shapes[name]) if optim.traits.is_flat else 1
@@ -186,10 +186,10 @@ class _Search:
 
 
 class _TwoWays(_Search):
-    """Searches divisions into a run of layers from each end for every stage, as DualPipeV places them."""
+    """Search for divisions with a run of layers from each end per stage (DualPipeV)."""
 
     def fits(self) -> bool:
-        """Return True if a division fits the states, with the last layer on the first stage."""
+        """Return True if a division fits the states, with the last layer on stage 0."""
         self._seen: set[tuple[int, int, int]] = set()
         return self._reach(0, 0, len(self.layers))
 
@@ -252,7 +252,7 @@ def _make_part(
 
 
 def _find_writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:
-    """Return the stage that wrote a tied layer's file: the first holder whose layers surround it.
+    """Return the stage that wrote a tied layer's file: its layers surround the file.
 
     Several stages fit if they hold only tied modules; the first use of a module has the file.
     """

@@ -1,4 +1,4 @@
-"""Converts the object tree of a state file's pickle to a :class:`~.headers.FileHeader`.
+"""Convert the object tree of a state file to a :class:`~.headers.FileHeader`.
 
 All readers raise the errors of :func:`read_file`. :func:`~..findings.explain_form` converts all other errors.
 """
@@ -125,7 +125,7 @@ def _pick_config(config: Any) -> dict[str, Any]:
 
 
 def _keep_plain(section: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a section of a ds_config without other values than plain ones, dtypes (by name) and enum members."""
+    """Return a ds_config's section with plain values, names of dtypes and enum values."""
     kept: dict[Any, Any] = {}
     for key, value in section.items():
         plain = _keep_plain(value) if isinstance(value, dict) else to_member(value)
@@ -134,7 +134,7 @@ def _keep_plain(section: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a ``zero_optimization`` section with integers for ``stage`` and ``mics_shard_size``, also from ``"3"``."""
+    """Return a ``zero_optimization`` section whose stage and shard size are integers."""
     normalized = dict(section)
     for key in ("stage", "mics_shard_size"):
         if normalized.get(key) is not None:
@@ -146,9 +146,9 @@ def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _read_shard_size(config: dict[str, Any], counters: dict[str, Any]) -> int:
-    """Return the ranks of a MiCS group (DeepSpeed up to 0.18), of which the first saves; 0 without MiCS."""
+    """Return the ranks of a MiCS group, of which the first saves; 0 without MiCS."""
     zero = config.get("zero_optimization") or {}
-    size: int = zero.get("mics_shard_size", -1)
+    size: int = zero.get("mics_shard_size", -1)  # DeepSpeed up to 0.18
     ranks = counters.get("dp_world_size") or 1
     if zero.get("stage") != 3 or size < 0:
         return 0
@@ -166,7 +166,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def locate(ref: TensorRef, storages: Mapping[str, FileRecord]) -> Piece:
-    """Return a tensor's place in its file; in an empty record if the storage is not there."""
+    """Return a tensor's place in its file; in an empty record if it has no storage."""
     record = storages.get(ref.storage.key, _EMPTY)
     itemsize = ITEMSIZE.get(ref.dtype)
     if itemsize is None:
@@ -175,7 +175,7 @@ def locate(ref: TensorRef, storages: Mapping[str, FileRecord]) -> Piece:
 
 
 def _convert(file: TorchFile, name: str) -> FileHeader:
-    """Convert the object tree of a file of layers, model states or optimizer states; its name tells which."""
+    """Convert the tree of a file of layers, model or optimizer states, by its name."""
     tree = file.tree
     facts, writer = dict[str, Any](), dict[str, Any]()
     for extension in find_for_tree(tree):
@@ -204,7 +204,7 @@ def _convert(file: TorchFile, name: str) -> FileHeader:
 
 
 def read_field(file: TorchFile, tree: Mapping[Any, Any], key: str, read: Callable[[Any], T]) -> T:
-    """Return ``read`` of one entry of a dict; ``read`` gets None if the entry is missing."""
+    """Return ``read`` of an entry of a dict; ``read`` gets None for a missing entry."""
     value = tree.get(key)
     with explain_form(file.path, key, value):
         return read(value)
@@ -315,7 +315,7 @@ def _add_holders(file: TorchFile, header: OptimHeader, state: dict[str, Any]) ->
 def read_inner(
     file: TorchFile, state: dict[str, Any], inner: dict[str, Any], wrapper: Wrapper, masters: list[Any]
 ) -> OptimHeader:
-    """Read a wrapper's masters, and states and param groups of the torch optimizer's state dict ``inner``."""
+    """Read a wrapper's masters, and the torch optimizer's state dict ``inner``."""
     groups = [dict(group) for group in inner.get("param_groups", [])]
     params = [tuple(group.pop("params", ())) for group in groups]
     named = [group.pop("param_names", None) for group in groups]
@@ -345,7 +345,7 @@ def read_inner(
 
 
 def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
-    """Sort one parameter's states into tensors, scalars, 0-dim tensors, other values, and one-element tensors."""
+    """Sort one parameter's states into the kinds of :class:`.TensorStates`."""
     states, scalars, zero_dim, other, single = {}, {}, {}, {}, {}
     for name, value in entries.items():
         if value is None or _is_offload_buffer(name, entries):
@@ -365,19 +365,19 @@ def _read_states(file: TorchFile, entries: dict[str, Any]) -> TensorStates:
 
 
 def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:
-    """Convert an elastic checkpoint's list of states, one per group, to a torch optimizer's state dict."""
+    """Convert an elastic checkpoint's list of states, one per group, to a state dict."""
     groups = [{"params": [number]} | ({} if step is None else {"step": step}) for number in range(len(states))]
     return {"state": dict(enumerate(states)), "param_groups": groups}
 
 
 def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:
-    """Return True for the stale copy of a state that ``engine.offload_states`` leaves (``zero/offload_states.py``)."""
+    """Return True for the stale copy of a state that ``engine.offload_states`` leaves."""
     state = str(name).removesuffix("_offload_buffer")
     return state != name and state in entries
 
 
 def select_extra_states(tree: Any) -> dict[str, Any]:
-    """Return the extra states of modules (``get_extra_state``) in a model-states file, by their keys."""
+    """Return the modules' extra states in a model-states file, by their keys."""
     module = tree.get("module") if isinstance(tree, dict) else None
     entries = module.items() if isinstance(module, dict) else ()
     return {name: state for name, state in entries if str(name).endswith(EXTRA_STATE)}
@@ -388,7 +388,7 @@ def _is_nested(module: dict[Any, Any]) -> bool:
 
 
 def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
-    """Yield the tensors of nested dicts in order, those of shared dicts at each use; refuse too many entries."""
+    """Yield tensors of nested dicts in order, shared ones at each use, up to a limit."""
     todo: list[tuple[str, Any]] = [("", module)]
     listed = 0
     while todo:
@@ -404,7 +404,7 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
 
 
 def _read_batch(config: Any) -> dict[str, int]:
-    """Return the positive counts of a ds_config, which may be a path: batch sizes and the plugin's own keys."""
+    """Return a ds_config's positive counts: batch sizes and the plugin's own keys."""
     keys = (*BATCH_SIZES, ASKED, *BEGUN, SHUFFLED)
     sizes = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
     return {key: value for key, value in sizes.items() if type(value) is int and is_short(value) and value > 0}
@@ -429,7 +429,7 @@ def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:
 
 
 def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
-    """Read the loss scaler's fields from the pickled object (ZeRO) or the dict (FP16 wrappers)."""
+    """Read the loss scaler's fields from an object (ZeRO) or a dict (FP16 wrappers)."""
     scaler = state.get("loss_scaler")
     if isinstance(scaler, PickledObject) and isinstance(scaler.state, dict):
         fields, dynamic = scaler.state, scaler.state.get("dynamic")
@@ -445,7 +445,7 @@ def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_hyper(value: Any, path: str) -> Any:
-    """Return a hyper-parameter as plain data, or as an :class:`Unread` if it is not plain."""
+    """Return a hyper-parameter as plain data, else as an :class:`Unread`."""
     if has_more_parts(value, _MOST_PARTS):
         raise UnsupportedError(f"{describe(value)} is too large for a hyper-parameter. {REPORT}", path=path)
     plain = _simplify(value)
@@ -466,7 +466,7 @@ def _simplify(value: Any) -> Any:
 
 
 def _strip(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """Return entries by atom name, which has no torch.compile prefix; refuse two entries of one name."""
+    """Return entries by atom name, without torch.compile's prefix; refuse duplicates."""
     stripped: dict[str, T] = {}
     for name, value in named:
         if strip_compiled(name) in stripped:
@@ -527,14 +527,14 @@ def as_stage(value: Any) -> int | None:
 
 
 def read_stage(value: Any) -> Any:
-    """Return a ``ZeroStageEnum`` member's value, which Python 3.11.0 to 3.11.3 pickles as ``getattr``; or ``value``."""
+    """Return the value of a ``ZeroStageEnum`` member, or ``value``."""
     if isinstance(value, PickledObject) and value.kind == "builtins.getattr" and len(value.args) == 2:
-        return _STAGES.get(value.args[1], value)
+        return _STAGES.get(value.args[1], value)  # as Python 3.11.0 to 3.11.3 pickles a member
     return to_member(value)
 
 
 def _as_int(value: Any, least: int | None = None) -> int:
-    """Return a whole number, which DeepSpeed may save as a float, a 0-dim tensor or an enum's member."""
+    """Return a whole number, also from a float, a 0-dim tensor or an enum's member."""
     number = to_integer(to_number(read_stage(value)))
     if not isinstance(number, int):
         raise TypeError(f"{describe(number)} where a whole number is expected")

@@ -1,4 +1,4 @@
-"""The files of one save: their expected names, their headers by role, and files that are of another save."""
+"""Files of one save: expected names, headers by role, and files of another save."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from .headers import FileHeader, ModelHeader, OptimHeader
 
 @dataclass(slots=True)
 class Save:
-    """The files of one save by role: :meth:`of` sets their names, :func:`arrange_headers` the headers that were read.
+    """The files of one save by role.
 
-    Model-parallel rank: ``pp_rank * tp + tp_rank``.
+    :meth:`of` sets their names, :func:`arrange_headers` the headers that were read. Model-parallel rank: ``pp_rank * tp
+    + tp_rank``.
 
     Attributes:
         where: all files of the folder, their places, and the ranks that can read each.
@@ -69,7 +70,7 @@ class Save:
         return save
 
     def _merge_sequence_ranks(self) -> None:
-        """Assign files that are named by sequence-parallel rank to the only model-parallel rank.
+        """Assign files named by sequence-parallel rank to the only model-parallel rank.
 
         Before 0.19.8 DeepSpeed uses ALST's sequence-parallel rank as the model-parallel rank in file names: rank 3 of
         sequence groups of 2 writes ``zero_pp_rank_3_mp_rank_01_optim_states.pt``. With tensor or pipeline parallelism
@@ -92,7 +93,7 @@ class Save:
         return self.where.folder
 
     def name(self, role: str, *key: Any) -> str:
-        """Return the name of a file in the folder, or if it is missing, the name that DeepSpeed gives it."""
+        """Return a file's name in the folder or, if it is missing, the one by DeepSpeed."""
         return self.names[role].get(key) or ROLES[role].make_name(*key)
 
     def path(self, file: FileHeader | str) -> str:
@@ -101,7 +102,7 @@ class Save:
 
     @property
     def main(self) -> FileHeader:
-        """Header of the first rank's model states, from which values that are equal on all ranks are read."""
+        """Header of the first rank's model states, for values equal on all ranks."""
         return self.models[0][0]
 
     @property
@@ -111,7 +112,7 @@ class Save:
 
     @property
     def headers(self) -> list[FileHeader]:
-        """All headers: model states, optimizer states, layers, files of extensions, swap files."""
+        """All headers: model and optimizer states, layers, extensions' files, swap files."""
         layers, swaps = (files.values() for files in self.layers), (files.values() for files in self.swaps.values())
         files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
         further = (files.values() for files in self.further.values())
@@ -119,7 +120,7 @@ class Save:
         return files
 
     def list_ranks(self, mp: int) -> range:
-        """Return the ranks of a pipeline stage (``dp_rank * tp + tp_rank``) that hold a model-parallel rank."""
+        """Return the ranks ``dp_rank * tp + tp_rank`` that hold a model-parallel rank."""
         return range(mp % self.tp, self.dp * self.tp, self.tp)
 
     @property
@@ -129,7 +130,7 @@ class Save:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each data-parallel rank has its own model states (ZeRO 3), which contain no parameter data."""
+        """Whether each data-parallel rank has model states, without parameters (ZeRO 3)."""
         return read_optim_ranks(self.main.name) is not None
 
     @property
@@ -138,7 +139,7 @@ class Save:
         return [self.model(mp) for mp in range(len(self.models))]
 
     def count_accumulation_steps(self) -> int:
-        """Return the number of gradient accumulation steps as DeepSpeed derives it from the ds_config; 1 if unknown."""
+        """Return the gradient accumulation steps by the ds_config; 1 if unknown."""
         sizes = self.model(0).batch
         if steps := sizes.get("gradient_accumulation_steps"):
             return int(steps)
@@ -150,18 +151,18 @@ class Save:
         return self.models[mp][0].require_model()
 
     def shard(self, stage: int, rank: int) -> FileHeader:
-        """Return the optimizer states of rank ``dp_rank * tp + tp_rank`` of a pipeline stage."""
+        """Return a stage's optimizer states of rank ``dp_rank * tp + tp_rank``."""
         return self.shards[stage * self.tp + rank % self.tp][rank // self.tp]
 
     def optim(self, mp: int) -> OptimHeader:
-        """Return the optimizer header in a model-parallel rank's model states (ZeRO stage 0)."""
+        """Return the optimizer header in a model-parallel rank's model states (stage 0)."""
         optim = self.model(mp).optim
         if optim is None:
             raise CheckpointError("holds no optimizer state.", path=self.path(self.models[mp][0]))
         return optim
 
     def list_globals(self) -> dict[Use, str]:
-        """Map each class and function that the files' pickles name to the path of the first such file."""
+        """Map the classes and functions in the files' pickles to the first file's path."""
         paths: dict[Use, str] = {}
         for header in self.headers:
             for use in header.globals:
@@ -170,16 +171,16 @@ class Save:
 
 
 def count_ranks(model: ModelHeader) -> tuple[int, int]:
-    """Return the (model-parallel, data-parallel) ranks of a save, without the replicas of MiCS."""
+    """Return (model-parallel, data-parallel) ranks of a save, without MiCS replicas."""
     return model.counters.get("mp_world_size") or 1, model.shard_size or model.counters.get("dp_world_size") or 1
 
 
 def find_degrees(save: Save, model: ModelHeader) -> tuple[int, int]:
-    """Return the (pipeline, tensor) parallel degrees of a save; older releases store only their product."""
+    """Return the (pipeline, tensor) parallel degrees of a save."""
     ranks, _ = count_ranks(model)
     if model.degrees and model.degrees[0] * model.degrees[1] == ranks:
         return model.degrees
-    if model.module is not None:
+    if model.module is not None:  # older releases store only the product of the degrees
         return 1, ranks
     tp = len({max(tp, 0) for _, tp in save.names["layer"]}) or 1
     if ranks % tp:
@@ -192,7 +193,7 @@ def find_degrees(save: Save, model: ModelHeader) -> tuple[int, int]:
 
 
 def name_expected_files(save: Save) -> dict[str, str]:
-    """Return the content of ``save.expected``, determined from the headers in ``save.first``."""
+    """Return the content of ``save.expected``, from the headers in ``save.first``."""
     first, model = save.first, save.first[0].require_model()
     pp, tp = find_degrees(save, model)
     _, dp = count_ranks(model)
@@ -212,7 +213,7 @@ def name_shards(save: Save, prefix: str, mp: int, dp: int) -> list[str]:
 
 
 def name_model_files(save: Save, first: FileHeader) -> list[str]:
-    """Return the expected names of the model states of all ranks; ``first`` is the header of the first rank's."""
+    """Return the expected names of all model states, given the first one's header."""
     ranks, dp = count_ranks(first.require_model())
     if read_optim_ranks(first.name) is None:
         return [save.name("model", mp, 0) for mp in range(ranks)]
@@ -220,7 +221,7 @@ def name_model_files(save: Save, first: FileHeader) -> list[str]:
 
 
 def arrange_headers(save: Save, headers: Sequence[FileHeader]) -> list[Any]:
-    """Assign headers to the fields of a save by role; the first header must be the first rank's model states.
+    """Assign headers to a save's fields by role; the first must be of ``save.main``.
 
     Returns:
         The extensions' findings about files without header.
@@ -247,7 +248,7 @@ def arrange_headers(save: Save, headers: Sequence[FileHeader]) -> list[Any]:
 
 
 def describe_offload(zero: Mapping[str, Any]) -> str:
-    """Return the devices of optimizer and parameter offload in a ds_config as ``optimizer/param``.
+    """Return the devices of optimizer and parameter offload as ``optimizer/param``.
 
     Deprecated keys are read too. With SuperOffload or ZenFlow their name replaces the optimizer's device.
     """
@@ -315,7 +316,7 @@ def _write(value: Any) -> str:
 
 
 def _keep_letters(value: Any) -> str:
-    """Return a string without digits (``cuda:0``, ``node17``); empty for other values, which may differ by rank."""
+    """Return text without digits; empty for other values, which may differ by rank."""
     return re.sub(r"\d+", "", value) if isinstance(value, str) else ""
 
 
@@ -340,7 +341,7 @@ def _digest(value: Any, write: Callable[[Any], str]) -> str:
 
 
 def find_foreign_files(save: Save) -> list[Finding]:
-    """Return the first finding for each file of another step, run or world size than most files."""
+    """Return the first finding for each file of another step, run or world size."""
     by_file: dict[str, Finding] = {}
     differences = (_compare(save, *comparison) for comparison in _list_comparisons(save))
     for finding in chain(_check_world_sizes(save), *differences):
@@ -364,7 +365,7 @@ def compare_optimizers(headers: Sequence[FileHeader]) -> Iterator[Comparison]:
 
 
 def _list_comparisons(save: Save) -> Iterator[Comparison]:
-    """Yield the comparisons in order of significance: only the first difference of a file is reported."""
+    """Yield comparisons by significance: only a file's first difference is reported."""
     models, shards = list(chain(*save.models)), list(chain(*save.shards))
     files = [*models, *shards]
     yield models, "its step", _read_counters, FAULT
@@ -409,7 +410,7 @@ def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
 
 
 def read_groups(header: FileHeader) -> Any:
-    """Return param groups; labeled ones are sorted, since DeepSpeed's order of these differs by rank."""
+    """Return param groups; labeled ones are sorted, as their order differs by rank."""
     groups = _read_optim("groups")(header)
     return groups and tuple(sorted(groups, key=find_label))
 
@@ -456,7 +457,7 @@ def _describe_foreign(save: Save, header: FileHeader, fault: str, severity: str 
 
 
 def _contrast(mine: Any, other: Any) -> str:
-    """Describe the difference of two values; for param groups and dicts, of the differing keys."""
+    """Describe the difference of two values; for param groups and dicts, by key."""
     if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
         for index, (left, right) in enumerate(zip(mine, other, strict=True)):
             if repr(left) != repr(right) and isinstance(left, dict) and isinstance(right, dict):

@@ -1,4 +1,4 @@
-"""Seal of a save or a conversion: sizes and checksums of all its files, by which later mixtures are detected."""
+"""Seal of a save or a conversion: sizes and checksums that reveal later mixtures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_CONVERSIONS: Final = 3
 
 
 class SealedFile(BaseModel):
-    """A file's bytes, and the CRC32 of its zip directory, which holds the checksums of all its records.
+    """A file's bytes, and the CRC32 of its zip directory, which has all checksums.
 
     A swap file has no directory: ``crc`` covers all its bytes.
     """
@@ -36,7 +36,7 @@ class SealedFile(BaseModel):
 
 
 class Seal(BaseModel):
-    """The files of one save or conversion by name; ``digest`` is the SHA-256 of the rest.
+    """The files of one save or conversion; ``digest`` is the SHA-256 of the rest.
 
     Attributes:
         version: 1 for a save, 3 for a conversion, whose seal is its manifest.
@@ -123,15 +123,15 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
 
 
 def remove_seal(folder: str) -> None:
-    """Remove an earlier save's seal and the file that names its folder, if any: the new files are in the tag itself."""
+    """Remove an earlier save's seal and the file that names its folder, if any."""
     remove(os.path.join(folder, SEAL))
-    remove(os.path.join(folder, PUBLISHED))
+    remove(os.path.join(folder, PUBLISHED))  # the new files are in the tag itself
 
 
 def compare_file(
     folder: str, name: str, size: int, crc: int | None, seal: Seal, *, against: str = ""
 ) -> Finding | None:
-    """Return a finding if a file is not the one that was sealed, by its size and, if known, its CRC32.
+    """Return a finding if a file's size or known CRC32 is not the sealed one.
 
     Args:
         against: path of the seal if the user has named it; else it is the folder's own.

@@ -1,4 +1,4 @@
-"""Builds atoms from stage 0: FP16_Optimizer (fp16 and bf16), FP16_UnfusedOptimizer, or a torch optimizer in fp32.
+"""Build atoms of stage 0 (FP16_Optimizer, FP16_UnfusedOptimizer, torch in fp32).
 
 The optimizer's states are positional, as in torch's ``Optimizer.load_state_dict``: the live engine's param groups name
 the parameters, and their shapes must agree.
@@ -26,7 +26,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def build_stage0(builder: Builder, naming: Naming) -> None:
-    """Add the module's tensors, and the optimizer's masters and states under the names that ``naming`` gives."""
+    """Add the module's tensors, and the optimizer's masters and states by ``naming``."""
     save, naming = builder.save, naming.translate(builder.save)
     live = naming.live
     wrapper = save.model(0).optim
@@ -142,7 +142,7 @@ def add_optimizer(
 
 
 def share_steps(optim: OptimHeader) -> list[TensorStates]:
-    """Return the states of all parameters, with the right step for DeepSpeed's FusedAdam.
+    """Return all parameters' states, with the right step for DeepSpeed's FusedAdam.
 
     FusedAdam counts the steps of a param group only at its last parameter; the others keep the initial 0
     (``ops/adam/fused_adam.py``). Its groups have a ``step`` of 0 and a ``bias_correction``.
@@ -169,7 +169,7 @@ def _add_buffer(
     master: Piece | None,
     states: TensorStates,
 ) -> FlatBuffer:
-    """Add the master and states of a buffer, and return the buffer with the parameters of a fused one separated.
+    """Add a buffer's master and states; return it with fused parameters separated.
 
     Without a master the model's tensors serve as masters. Older releases may have frozen parameters in the buffer.
     """

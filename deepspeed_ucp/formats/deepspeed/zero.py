@@ -50,7 +50,7 @@ def build_zero(builder: Builder) -> None:
 
 @dataclass(frozen=True)
 class GroupShare:
-    """The parameters of a group that the same ranks hold: all of them, or some that are distributed.
+    """Parameters of a group that the same ranks hold: all, or some distributed ones.
 
     Attributes:
         ranks: of the pipeline stage.
@@ -73,7 +73,7 @@ class GroupShare:
 
 
 def deal_group(save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
-    """Determine which ranks hold which parameters of a group: all ranks, or as an extension says."""
+    """Determine the ranks that hold each parameter of a group (default: all ranks)."""
     for extension in save.extensions:
         if shares := extension.deal_group(save, mp, number, group):
             return shares
@@ -81,7 +81,7 @@ def deal_group(save: Save, mp: int, number: int, group: Sequence[tuple[str, Shap
 
 
 def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupShare]], first: OptimHeader) -> None:
-    """Add a model-parallel rank's flat buffers: one per param group, or sub-group of ZeRO 3.
+    """Add a model-parallel rank's flat buffers: one per param group or sub-group.
 
     Parameters that tensor-parallel ranks do not cut are the same on all of these, and are added for the first.
     """
@@ -122,7 +122,7 @@ def _find_files(builder: Builder, rank: SavedRank, ranks: Iterable[range]) -> _F
 def _lay_out(
     save: Save, shard: FileHeader, index: int, local: Mapping[str, Shape], owner: int, parts: int, partition: int | None
 ) -> tuple[FlatBuffer, tuple[Slices, ...]]:
-    """Lay out the flat buffer of some ranks; return it with the slices that DeepSpeed records below ZeRO 3.
+    """Lay out a flat buffer; return it with its partitions' slices below ZeRO 3.
 
     ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
 
@@ -146,7 +146,7 @@ def _lay_out(
 
 
 def _check_buffers(save: Save, mp: int, groups: int) -> None:
-    """Verify that each file of a model-parallel rank has a flat buffer for each group of the model states."""
+    """Verify that each file has a flat buffer for each group of the model states."""
     for shard in save.shards[mp]:
         optim = shard.require_optim()
         fault = f"has {len(optim.masters)} flat buffers"
@@ -176,7 +176,7 @@ def _check_partitions(save: Save, stage: int, group: int, shares: Iterable[Group
 
 @dataclass
 class _BufferAdder:
-    """Adds the storages of flat buffers with one layout from the files of the ranks that hold them.
+    """Add the storages of flat buffers with one layout, from the files of their ranks.
 
     Partitions are numbered over all buffers, in their order: partition p belongs to buffer p // buffers[0].parts.
 
@@ -269,7 +269,7 @@ class _BufferAdder:
             self._check_slices(batch)
 
     def _check_slices(self, batch: FileBatch) -> None:
-        """Refuse files of another rank or run by their ``param_slice_mappings``, which round robin makes wrong."""
+        """Refuse files of another rank or run by their ``param_slice_mappings``."""
         zero, headers = batch.headers[0].config.get("zero_optimization") or {}, batch.headers
         expected = tuple([self.expected[part % len(self.expected)] for part in batch.parts])
         recorded = batch.slices[self.index] if self.index < len(batch.slices) else ((),) * len(headers)
@@ -348,7 +348,7 @@ class _BufferAdder:
             record_numbers[part], begins[part] = record, offset
 
     def _add_momentum(self, shard: FileHeader, part: int, tensor_states: TensorStates) -> TensorStates:
-        """Add the momentum of the parameters that a partition touches, and return the other states.
+        """Add momentum of parameters that a partition touches; return the other states.
 
         The rank's own elements form the atom; those beyond its partition repeat elements of other ranks.
         """
@@ -380,7 +380,7 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
 
 
 def _measure(save: Save, stage: int, index: int, share: GroupShare) -> tuple[int, int | None]:
-    """Return the number of partitions of a flat buffer and the elements of one; None under ZeRO 3.
+    """Return the partitions of a flat buffer, and the elements of one (ZeRO 3: None).
 
     The elements include padding, which ZeRO 1/2 strip from the masters.
     """
@@ -390,7 +390,7 @@ def _measure(save: Save, stage: int, index: int, share: GroupShare) -> tuple[int
 
 
 def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHeader], optimized: set[str]) -> None:
-    """Add the frozen parameters of ZeRO 3: each rank's model states hold ``ceil(numel / dp)`` elements.
+    """Add frozen parameters of ZeRO 3; each rank holds ``ceil(numel / dp)`` elements.
 
     ``optimized`` parameters are trained on some tensor-parallel rank, and are empty on ranks that list them as frozen.
     """

@@ -1,4 +1,4 @@
-"""Adapters of PEFT without their base, and their configuration, which is in no tag."""
+"""PEFT adapters without their base, and their configuration, which is in no tag."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DROPPED = "a PEFT adapter holds no weights of its base"
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the header of the file and rename its tensors as in a live model; collective."""
+    """Read the file's header; rename its tensors as in a live model (collective)."""
     file = next(name for name in where.entries if holds(ADAPTER, name, heads=True))
     read, _ = where.once(file, lambda: read_tensors(where, file), comm)
     tensors, ties = split_ties(read)
@@ -53,7 +53,7 @@ def name_live(name: str, others: Collection[str]) -> str:
 
 
 def name_as_live(contents: Contents) -> Contents:
-    """Rename weights from the names in PEFT's files to those in a live model and the optimizer's states.
+    """Rename weights of PEFT's files as in a live model and the optimizer's states.
 
     FSDP saves only an adapter in this way (``adapter_only`` of Accelerate's ``save_fsdp_model``).
     """

@@ -1,4 +1,4 @@
-"""Contents of a foreign checkpoint in a common form, the reading of its files, and their atomic view."""
+"""Common form of foreign checkpoints: their contents, reading, and atomic view."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ODD_STATES = (
 
 
 def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
-    """Read a file from the first place where ``parse``, which gets its path, succeeds (:func:`.explain_form`)."""
+    """Read a file from the first place where ``parse``, given its path, succeeds."""
 
     def read(folder: str) -> T:
         path = join_path(folder, name)
@@ -82,7 +82,7 @@ def read_shape(value: Any) -> Shape:
 
 
 def is_number(state: str, shape: Shape, weight: Shape | None) -> bool:
-    """Return True if an optimizer state is a number: ``step``, or a 0-dim state of a weight of another shape.
+    """Return True if a state is a number: ``step``, or 0-dim unlike its weight.
 
     Args:
         weight: shape of the parameter, if known.
@@ -98,7 +98,7 @@ def read_name(value: Any) -> str:
 
 
 def count_steps(steps: Iterable[Any]) -> dict[str, int]:
-    """Derive the counters of a run from the steps of the optimizer's parameters; empty without steps."""
+    """Derive a run's counters from the optimizer's steps; empty without steps."""
     counts = list(steps)
     for step in counts:
         if not isinstance(step, (int, float)) or not 0 <= step < _LARGEST_SIZE:
@@ -118,7 +118,7 @@ def list_ignored(names: Collection[str], reason: str, where: str, file: str = ""
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
-    """A contiguous, row-major block of a tensor: its first index by dimension, file name, and place in the file."""
+    """A contiguous row-major block of a tensor: first index, file, place in the file."""
 
     offsets: Shape
     file: str

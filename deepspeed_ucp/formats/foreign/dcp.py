@@ -1,8 +1,8 @@
-"""Checkpoints of ``torch.distributed.checkpoint`` from FSDP, Accelerate, Lightning and torchtitan.
+"""Checkpoints of ``torch.distributed.checkpoint``.
 
-``.metadata`` is a pickle, which is read as inert data. A ``.distcp`` file is a concatenation of ``torch.save`` files,
-one for each block of a tensor and each other value, with a CRC32 for each block (torch 2.13,
-``distributed/checkpoint/{metadata,filesystem}.py``).
+FSDP, Accelerate, Lightning and torchtitan write them. ``.metadata`` is a pickle, which is read as inert data. A
+``.distcp`` file is a concatenation of ``torch.save`` files, one for each block of a tensor and each other value, with a
+CRC32 for each block (torch 2.13, ``distributed/checkpoint/{metadata,filesystem}.py``).
 
 Keys of the nested state dict are joined by dots. Model and optimizer are separated by the form that
 ``torch.distributed.checkpoint.state_dict`` gives them.
@@ -80,7 +80,7 @@ _BY_MEGATRON = (
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the metadata files, and the headers of all blocks in the data files; collective."""
+    """Read metadata files and the headers of all blocks in data files (collective)."""
     head, metadata, entries = _read_blocks(where, comm)
 
     def interpret() -> tuple[Contents, list[Finding]]:
@@ -91,7 +91,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 
 
 class _Interpreter:
-    """Separates model and optimizer by their keys, and assembles tensors of their blocks."""
+    """Separate model and optimizer by their keys; assemble tensors from their blocks."""
 
     def __init__(self, where: FileTable, head: str, metadata: Metadata, entries: Mapping[Key, BlockEntry]) -> None:
         self.where, self.head, self.metadata, self.entries = where, head, metadata, entries
@@ -156,7 +156,7 @@ class _Interpreter:
     def _read_states(
         self, weights: Mapping[str, str]
     ) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, Any]], dict[str, str], list[str]]:
-        """Return states and numbers of the optimizer by parameter, dtypes of numbers, and keys of other values.
+        """Return the optimizer's states, numbers, their dtypes, and keys of other values.
 
         Args:
             weights: name → key of the model's tensors.
@@ -211,7 +211,7 @@ class _Interpreter:
         return "model." if any(key.startswith("model.") for key in nested) else ""
 
     def _list_groups(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-        """Yield param groups: as saved, or parameters with equal hyper-parameters if each was saved with its own."""
+        """Yield param groups as saved, or join parameters with equal hyper-parameters."""
         optimizers = defaultdict[str, dict[str, dict[str, Any]]](lambda: defaultdict(dict))
         for key in [*self.metadata.values, *self.metadata.tensors]:
             root = self.roots.get(key)
@@ -316,7 +316,7 @@ class BlockEntry(NamedTuple):
 
 
 def _read_blocks(where: FileTable, comm: Comm) -> tuple[str, Metadata, dict[Key, BlockEntry]]:
-    """Read the metadata files, and the headers of all blocks in the data files; collective.
+    """Return the first metadata file, the joined metadata and all blocks (collective).
 
     Returns:
         Name of the first metadata file, the joined metadata, and the entry of each of their keys.

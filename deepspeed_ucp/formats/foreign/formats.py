@@ -98,7 +98,7 @@ def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
 
 
 def _find_beside(where: FileTable) -> list[Finding]:
-    """Warn of a trainer's files, for which the engine has no place, and of DeepSpeed's checkpoints in subfolders."""
+    """Warn of a trainer's ignored files, and of DeepSpeed's checkpoints in subfolders."""
     entries = scan_if_there(where.folder)
     tags = sorted(
         name for name, entry in entries.items() if entry.is_folder and find_tags(os.path.join(where.folder, name))

@@ -111,5 +111,5 @@ def is_foreign(name: str) -> bool:
 
 
 def has_directory(name: str) -> bool:
-    """Return True for a file of ``torch.save``, which has a zip directory, and for files of DeepSpeed."""
+    """Return True for files of ``torch.save`` (with a zip directory) and of DeepSpeed."""
     return holds(STATE_DICT, name) or name in ("adapter_model.bin", OPTIMIZER, COMMON) or not is_foreign(name)

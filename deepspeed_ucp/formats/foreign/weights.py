@@ -1,4 +1,4 @@
-"""Weights of Hugging Face as safetensors or state dicts, whole or sharded with an index, and Accelerate's optimizer."""
+"""Hugging Face's weights (safetensors, state dicts), and Accelerate's optimizer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ NamedTensors = dict[str, StoredTensor]
 
 
 def read_contents(kind: str, where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the headers of the model's files: one file, several with an index, or numbered ones; collective."""
+    """Read the headers of one, indexed or numbered model files (collective)."""
     indexes = sorted(name for name in where.entries if name.endswith(_INDEX))
     files = sorted(name for name in where.entries if not name.endswith(_INDEX))
     weight_map: dict[str, str] | None = None
@@ -153,7 +153,7 @@ def _unite(
 
 
 def _join_shards(one: StoredTensor, other: StoredTensor) -> StoredTensor | None:
-    """Return the tensor of two ranks' shards, whose coverage the index checks; None for other tensors."""
+    """Join two shards of a tensor (the index checks coverage); None for other tensors."""
     chunks = (*one.chunks, *other.chunks)
     is_cut = all(_SHARD.fullmatch(chunk.file) for chunk in chunks)
     if not is_cut or (one.dtype, len(one.shape)) != (other.dtype, len(other.shape)):
@@ -162,7 +162,7 @@ def _join_shards(one: StoredTensor, other: StoredTensor) -> StoredTensor | None:
 
 
 def split_ties(tensors: NamedTensors) -> tuple[NamedTensors, dict[str, str]]:
-    """Split tensors into the first of each with the same bytes, and tied name → name with the data."""
+    """Return the first tensors with their bytes, and tied name → name with the data."""
     firsts, ties = dict[StoredTensor, str](), dict[str, str]()
     for name, tensor in tensors.items():
         first = firsts.setdefault(tensor, name) if count(tensor.shape) else name
@@ -249,7 +249,7 @@ def _store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], 
 
 
 def _list_tensors(tree: Any, path: str) -> tuple[list[tuple[str, TensorRef]], list[str]]:
-    """List the tensors of a state dict, which may be an entry of ``tree``, and the keys of other contents."""
+    """List the tensors of a state dict or its entry, and the keys of other contents."""
     if not isinstance(tree, dict):
         raise UnsupportedError(f"holds {describe(tree)}, not a state dict.", path=path)
     inside = next((key for key in _INSIDE if isinstance(tree.get(key), dict)), None)
@@ -265,7 +265,7 @@ def _list_tensors(tree: Any, path: str) -> tuple[list[tuple[str, TensorRef]], li
 
 
 def add_states(contents: Contents, where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Return the contents with the states of the optimizer's file, and warnings of ignored contents; collective."""
+    """Return contents with the optimizer file's states, and warnings (collective)."""
 
     def parse(path: str) -> tuple[Contents, list[str]]:
         file = torchfile.read_header(path)

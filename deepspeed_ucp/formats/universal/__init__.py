@@ -1,1 +1,1 @@
-"""Atomic checkpoints as sources: by this package, with a manifest, and by DeepSpeed's ``ds_to_universal``."""
+"""Atomic checkpoints as sources: this package's, and those of ``ds_to_universal``."""

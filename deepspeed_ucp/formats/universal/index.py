@@ -1,4 +1,4 @@
-"""Conversions by this package. The manifest is a seal with the index of all files: a load needs no other header."""
+"""Conversions by this package; their manifest is a seal that contains the index."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def find_unplain(index: AtomicIndex) -> list[str]:
 
 
 def keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters that a load restores: plain data. Objects stay the live optimizer's."""
+    """Return the plain hyper-parameters; a load restores only these."""
     return {key: value for key, value in hyper.items() if is_plain(value)}
 
 
@@ -272,14 +272,14 @@ def is_path(path: str) -> bool:
 
 
 def place_file(key: AtomKey) -> str:
-    """Return an atom's path; copies of later pipeline stages are outside the folder that upstream reads."""
+    """Return an atom's path, for later pipeline stages outside of upstream's folder."""
     return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
 
 def open_conversion(
     folder: str, manifest: Manifest, places: Sequence[str], comm: Comm
 ) -> tuple[AtomicIndex | None, list[Finding]]:
-    """Return the index of a conversion, or its faults; collective. Only the client's state file is read.
+    """Return a conversion's index or faults; read only the client's file (collective).
 
     Args:
         places: folders that may hold copies, nearest first; empty if there is only ``folder``.
@@ -330,7 +330,7 @@ def _read_state_file(folder: str, seal: Seal) -> FileHeader | Finding:
 
 
 def _index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str]) -> AtomicIndex:
-    """Build the index; all tensors in the state file, which has this header, belong to the client."""
+    """Build the index; all tensors in the state file belong to the client."""
     files = [
         FileRef(f"{folder}/{name}", file.size, file.crc, tuple(f"{place}/{name}" for place in places))
         for name, file in manifest.seal.files.items()
@@ -368,7 +368,7 @@ def is_plain(value: Any) -> bool:
 
 
 def encode(value: Any, where: str) -> Any:
-    """Encode plain data as JSON; UnsupportedError for other values, with ``where`` in its text."""
+    """Encode plain data as JSON; UnsupportedError names ``where`` for other values."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Reads atomic checkpoints with a manifest, and DeepSpeed's universal checkpoints.
+"""Read atomic checkpoints with a manifest, and DeepSpeed's universal checkpoints.
 
 ``deepspeed/checkpoint/ds_to_universal.py`` writes a folder per parameter (joined over tensor-parallel ranks and
 partitions) and the optimizer's param groups of rank 0, and copies the model states. It omits a pipeline's layer files,
@@ -488,7 +488,7 @@ def _note_shared_by_stages(part: UniversalHeaders) -> list[str]:
 
 
 def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, ...]:
-    """Return param groups with their parameters; empty if a pipeline's stages have different groups."""
+    """Return param groups with parameters; empty if those of pipeline stages differ."""
     hypers = part.optim.groups
     most = 0 if part.save.is_sharded else max(len(model.param_shapes or ()) for model in part.save.first_models)
     if max(len(hypers), most) > 1 and None in part.flats.values():

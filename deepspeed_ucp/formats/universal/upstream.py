@@ -1,8 +1,9 @@
-"""Write and read the keys by which upstream's loader cuts a parameter, in ``.pt`` files with the key ``param``.
+"""Write and read the keys by which upstream's loader cuts a parameter.
 
-``deepspeed/checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``) loads a tensor whole if shapes agree.
-Otherwise it pads a vocabulary's rows and cuts along ``cat_dim``, each of ``param_n_sub_params`` equal parts along it,
-or each part of a ``sub_param_shape``. It ignores the keys of parameters with AutoTP's metadata.
+They are in ``.pt`` files with the key ``param``. ``deepspeed/checkpoint/universal_checkpoint.py``
+(``load_hp_checkpoint_state``) loads a tensor whole if shapes agree. Otherwise it pads a vocabulary's rows and cuts
+along ``cat_dim``, each of ``param_n_sub_params`` equal parts along it, or each part of a ``sub_param_shape``. It
+ignores the keys of parameters with AutoTP's metadata.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _find_axis(pattern: ShardNC | Viewed, layout: Layout) -> int | None:
 
 
 def read_keys(keys: Mapping[str, Any], shape: Shape) -> Pattern | None:
-    """Return the pattern of tensor-parallel shards that upstream's converter joined; None without keys.
+    """Return the pattern of the shards that upstream joined; None without keys.
 
     Replicated parameters have no keys.
     """
