@@ -15,7 +15,7 @@ _KEYS = ("dp", "tp", "pp", "sp", "ep", "zero", "precision")
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """The topology of a planned run, as :class:`~deepspeed_ucp.model.topology.Topology`; ``dp`` without ``sp``."""
+    """The topology of a planned run; ``dp`` does not include ``sp``."""
 
     dp: int = 1
     tp: int = 1
@@ -53,7 +53,7 @@ class Degrees:
         return f"ZeRO-{self.zero} dp={self.dp}{more} {self.precision} ({self.wrapper}), {pluralize(self.world, 'rank')}"
 
     def to_topology(self, source: Topology) -> Topology:
-        """Return the topology without flat buffers; other fields are copied from ``source``."""
+        """Return the topology without flat buffers; copy other fields from ``source``."""
         traits = self.traits
         return replace(
             source,
@@ -112,7 +112,7 @@ def _parse_number(key: str, value: str) -> int:
 
 
 def _choose_wrapper(zero: int, precision: str, pp: int, source: Topology) -> str:
-    """The saved wrapper if DeepSpeed may choose it again, else its default (``_do_optimizer_sanity_check``)."""
+    """Return the saved wrapper if DeepSpeed may choose it again, else its default."""
     if source.traits in list_foreseen(zero, precision) and source.zero_stage == zero and (zero or pp == 1):
         return source.wrapper
     return choose_wrapper(zero, precision, pipeline=pp > 1).name

@@ -169,7 +169,7 @@ def diff_checkpoints(
     *,
     rules: Sequence[RuleSet] = (),
 ) -> Difference:
-    """Compare two checkpoints; collective, the same result on every rank. Each byte is read once.
+    """Compare two checkpoints, reading each byte once; collective, equal on all ranks.
 
     Args:
         rules: the user's patterns and renames (from A's names to B's).
@@ -208,8 +208,8 @@ Tallies = dict[int, tuple[Tally, Tally]]
 def _compare_share(
     left: AtomicIndex, right: AtomicIndex, pairs: Sequence[Pair], options: DiffOptions, comm: Comm
 ) -> Tallies:
-    """Compare this rank's batches in the order of A's files; each thread holds both sides of a batch."""
-    threads, most = options.divide(left.state_file)
+    """Compare this rank's batches, in the order of A's files."""
+    threads, most = options.divide(left.state_file)  # each thread holds both sides of a batch
     outputs = [Output(pair.numel, max(pair.left.itemsize, pair.right.itemsize), pair.left.place) for pair in pairs]
     batches = cut_batches(outputs, most)[comm.rank :: comm.size]
     tallies: list[tuple[int, tuple[Tally, Tally]]] = []
@@ -295,7 +295,7 @@ def _describe(atom: Atom, kind: str, **more: Any) -> AtomDifference:
 
 
 def _rate(atom: AtomDifference) -> tuple[bool, float, int, list[str | int], str]:
-    """Sort key: incomparable atoms first, then by the largest difference and the natural order of names."""
+    """Return a sort key: incomparable atoms, then the largest difference, then names."""
     parts = [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d{1,18})", atom.name))]
     return atom.kind == "values", -atom.tally.largest, -atom.tally.differing, parts, atom.state
 
@@ -347,13 +347,13 @@ def _differ_in_value(first: Array, second: Array) -> Array:
 
 
 def _widen(data: Array) -> Array:
-    """Convert to the widest type of the kind; 64-bit integers fit the mantissa of a long double."""
+    """Convert to the widest type of the kind; a long double holds 64-bit integers."""
     kind = np.longdouble if data.dtype.kind in "iu" and data.itemsize == 8 else np.float64
     return data.astype(np.complex128 if data.dtype.kind == "c" else kind)
 
 
 def _measure(first: Array, second: Array) -> tuple[float, float]:
-    """Return the largest absolute and relative difference: 0 for two NaNs, inf for a NaN and a number."""
+    """Return the largest absolute and relative difference; inf for NaN and a number."""
     with np.errstate(all="ignore"):
         apart = np.abs(first - second)
         size = np.maximum(np.abs(first), np.abs(second))

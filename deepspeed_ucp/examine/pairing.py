@@ -55,7 +55,7 @@ class Pair:
         return self.numel if self.vocab is None else min(self.vocab * count(self.left.shape[1:]), self.numel)
 
     def locate(self, position: int) -> tuple[tuple[int, ...], int | None]:
-        """Return the index of an element in the logical tensor and None; with ``kept``, in a shard, and its rank."""
+        """Return an element's logical index; with ``kept``, its index in a shard and rank."""
         for rank, shape in enumerate(self.kept):
             if position < count(shape):
                 return _find_index(position, shape), rank
@@ -196,7 +196,7 @@ def _find_partner(
 
 
 def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str]) -> tuple[ParamKey, ...]:
-    """List candidates for a parameter in the other checkpoint: same instance, first instance, tied parameter.
+    """List a parameter's candidates in the other checkpoint, the best first.
 
     Args:
         index: the other checkpoint.
@@ -209,7 +209,7 @@ def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str])
 def _settle_both(
     left: AtomicIndex, right: AtomicIndex, keys: Iterable[tuple[AtomKey, AtomKey]], rules: Sequence[RuleSet]
 ) -> Settled:
-    """Settle the layouts of both sides by A's names; ``wrong`` has parameters with different logical shapes."""
+    """Settle both sides' layouts by A's names; ``wrong`` has different logical shapes."""
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1))  # weights determine the shapes
     source = {a.name: _local(left.atoms[a]) for a, _ in keys}
     target = {a.name: _local(right.atoms[b]) for a, b in keys}
@@ -232,7 +232,7 @@ def _local(atom: Atom) -> tuple[Shape, ...]:
 def _compare_shapes(
     settled: Settled, source: Shapes, target: Shapes, rules: Sequence[RuleSet], left: AtomicIndex
 ) -> dict[str, str]:
-    """Describe parameters with different known shapes, which are a difference and not an error."""
+    """Describe parameters with different known shapes: a difference, not an error."""
     names = sorted({*settled.open, *settled.wrong})
     mine, theirs = (settle(names, side, None, rules, left.hints).layouts for side in (source, target))
     wrong = {}
@@ -247,7 +247,7 @@ def _compare_shapes(
 
 
 def _refine(refined: Settled, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
-    """Settle the patterns of parameters that both sides cut alike, to locate elements and padding rows."""
+    """Settle patterns of equally cut parameters, to locate elements and padding rows."""
     alike = [name for name in refined.layouts if source[name] == target[name] and name not in index.buffers]
     names = [
         name for name in alike if isinstance(refined.patterns[name], SameShards) or refined.patterns[name].vocab is None

@@ -1,4 +1,4 @@
-"""Compare a folder's files with a seal, or with the manifest of an atomic checkpoint."""
+"""Compares a folder's files with a seal or an atomic checkpoint's manifest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_proof(path: str, *, of_source: bool) -> Seal:
 def compare_proofs(
     against: str | None, report: FolderReport, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], comm: Comm
 ) -> list[Finding]:
-    """Find the files that do not match a proof, or the folder's own manifest; collective.
+    """Find files that do not match a proof or the folder's manifest (collective).
 
     Damaged bytes are found when records are read.
 
@@ -69,7 +69,7 @@ def compare_proofs(
 
 
 def _compare_atoms(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:
-    """Yield a fault for each intact file whose tensor has another place than the manifest records."""
+    """Yield a fault for each intact file without the tensor that the manifest lists."""
     for atom in manifest.atoms:
         name = place_file(atom.key)
         file, sealed = listed.get(name), manifest.seal.files[name]
@@ -84,7 +84,7 @@ def _compare_atoms(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Ite
 
 
 def make_seal(manifest: Manifest) -> Seal:
-    """Return a seal for the source files of a manifest's conversion; ConfigError if a checksum is unknown."""
+    """Return a seal for a manifest's source files; ConfigError without a checksum."""
     files = manifest.fingerprint["files"]
     sealed = {f["name"]: SealedFile(size=f["size"], crc=crc) for f in files if (crc := f.get("header_crc")) is not None}
     unknown = [file["name"] for file in files if file["name"] not in sealed]

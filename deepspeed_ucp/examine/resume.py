@@ -1,4 +1,4 @@
-"""Check whether a checkpoint can be resumed at other degrees, with the checks and requests of a load."""
+"""Checks whether a checkpoint can be resumed at other degrees, as a load does."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _check_load(
 def _measure(
     saved: AtomicIndex, named: AtomicIndex, renamed: Mapping[str, str], check: ResumeCheck, rules: Sequence[RuleSet]
 ) -> None:
-    """Plan the wants of all tensor-parallel ranks, before ZeRO and pipelines divide them."""
+    """Plan the wants of tensor-parallel ranks, not divided by ZeRO and pipelines."""
     index, tp = named, check.degrees.tp
     names = dict.fromkeys(key.name for key in index.atoms if key.state in (MASTER, MODULE))
     local, layouts = _settle(saved, renamed, list(names), tp, rules, check)
@@ -141,7 +141,7 @@ def _settle(
     rules: Sequence[RuleSet],
     check: ResumeCheck,
 ) -> tuple[Shapes, Layouts]:
-    """Local shapes by tensor-parallel rank, and the layouts of both sides, by the names of the target."""
+    """Return local shapes by tensor-parallel rank, and layouts, by the target's names."""
     saved = {name: renamed.get(name, name) for name in names}
     if index.topology.tp == tp == 1:
         weights = settling.list_weights(index)
@@ -153,7 +153,7 @@ def _settle(
 
 
 def _view_rank(index: AtomicIndex, match: Match, local: Shapes, rank: int) -> EngineView:
-    """Return the buffers of one tensor-parallel rank: a separate one for each parameter, not partitioned."""
+    """Return one tensor-parallel rank's buffers, one per parameter, unpartitioned."""
     flats, extras = [], []
     for name, param in match.params.items():
         buffer = join_parameters(0, (name,), (local[name][rank],))
@@ -165,7 +165,7 @@ def _view_rank(index: AtomicIndex, match: Match, local: Shapes, rank: int) -> En
 
 
 def _fit_batch(saved: Mapping[str, Any], dp: int, train: int | None) -> dict[str, Any]:
-    """Batch sizes of the saved ds_config (or ``train`` alone), and how ``preserve_batch_size`` would change them."""
+    """Return saved batch sizes, and how ``preserve_batch_size`` would change them."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     sizes = [value if isinstance(value := to_integer(saved.get(key)), int) and value > 0 else None for key in keys]
     batch, micro, gas = sizes if train is None else (train, None, None)

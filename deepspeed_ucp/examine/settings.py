@@ -34,7 +34,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[ValueDifference], list[str]]:
-    """Compare two ds_configs by path; returns differences, and notes about values that a trainer replaces."""
+    """Compare two ds_configs by path; return differences and notes."""
     sides = dict(_flatten(left)), dict(_flatten(right))
     differences, notes = [], []
     for path in dict.fromkeys((*sides[0], *sides[1])):

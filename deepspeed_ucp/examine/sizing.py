@@ -1,4 +1,4 @@
-"""Estimate memory and disk of a model without files, and the best interval between saves."""
+"""Estimates memory and disk of a model, and the best interval between saves."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ OPTIMIZERS = {"adam": 2, "adamw": 2, "lion": 1, "momentum": 1, "adagrad": 1, "sg
 
 
 def estimate_run(params: int, degrees: Degrees, optimizer: str) -> dict[str, int]:
-    """Estimate memory and disk of a dense model, without padding, activations and communication buffers.
+    """Estimate memory and disk of a dense model.
 
     Args:
         params: parameters of the whole model, all of them trained.
         optimizer: a key of :data:`OPTIMIZERS`.
 
     Returns:
-        Bytes of one rank: ``weights`` (0 if the masters are the weights), ``gradients``, ``masters``, ``states`` and
-        ``total``. ``restored``: bytes of masters and optimizer states of all ranks. ``checkpoint``, ``files``: bytes
-        and files of one save.
+        Bytes of one rank, without padding, activations and communication buffers: ``weights`` (0 if the masters are the
+        weights), ``gradients``, ``masters``, ``states`` and ``total``. ``restored``: bytes of masters and optimizer
+        states of all ranks. ``checkpoint``, ``files``: bytes and files of one save.
     """
     states, width = 4 * OPTIMIZERS[optimizer], ITEMSIZE[degrees.precision]
     is_bare, is_cut = not degrees.traits.has_copies, degrees.traits.is_cut
@@ -47,7 +47,7 @@ def estimate_run(params: int, degrees: Degrees, optimizer: str) -> dict[str, int
 
 
 def count_state(index: AtomicIndex, degrees: Degrees) -> tuple[int, int]:
-    """Bytes of a save of this model at degrees: masters and optimizer states; and 16-bit copies and other tensors."""
+    """Return the bytes of masters and states, and of 16-bit copies and other tensors."""
     atoms = index.atoms.items()
     states = sum(atom.nbytes for key, atom in atoms if key.state not in (COPY, MODULE))
     others = sum(atom.nbytes for key, atom in atoms if key.state == MODULE)
@@ -57,7 +57,7 @@ def count_state(index: AtomicIndex, degrees: Degrees) -> tuple[int, int]:
 
 
 def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> tuple[int, int]:
-    """Distribute a save over nodes as DeepSpeed does: the first data-parallel ranks write what is not partitioned.
+    """Distribute a save's bytes over nodes, as DeepSpeed does.
 
     Args:
         states, weights: as returned by :func:`count_state`.
@@ -71,6 +71,7 @@ def measure_save(states: int, weights: int, degrees: Degrees, per_node: int) -> 
     if degrees.zero == 3:
         cut, whole = states + weights, 0
     nodes = [range(first, min(first + per_node, world)) for first in range(0, world, per_node)]
+    # The first data-parallel ranks write unpartitioned tensors.
     writers = [sum(rank // tp % degrees.shards == 0 for rank in node) for node in nodes]
     sizes = (
         cut * len(ranks) // world + whole * n // (tp * degrees.pp) for ranks, n in zip(nodes, writers, strict=True)
@@ -119,7 +120,7 @@ def judge_interval(way: SaveWay, seconds: float, mtbf: float) -> tuple[float, fl
 
 
 def choose_interval(way: SaveWay, mtbf: float) -> float:
-    """Choose the training time between two saves with the least loss that storage and neighbour can follow.
+    """Choose the training time (s) between two saves that costs least.
 
     It depends on the stall alone: a save that is safe later costs the same at every interval. It is Daly's higher-order
     interval (Daly 2006, equation 37).
@@ -142,7 +143,7 @@ def list_ways(
     stall: float | None,
     restart: float,
 ) -> list[SaveWay]:
-    """List the ways to save: DeepSpeed's own, and to memory against each kind of failure.
+    """List the ways to save: DeepSpeed's own, and to memory for each kind of failure.
 
     Args:
         total, node: bytes of a save, of all nodes and of the node that writes most.

@@ -22,7 +22,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def find_saves(folder: str) -> list[str]:
-    """Return the folders of checkpoints in a folder and its subfolders, relative to it; ``.`` if it is one itself."""
+    """Return relative paths of checkpoints in a folder and its subfolders."""
     if is_checkpoint(folder):
         return ["."]
     saves = find_tags(folder) or ["."] * holds_foreign(folder)
@@ -84,7 +84,7 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> dict[str, A
 
 
 def _find_cut_short(folder: str) -> str:
-    """Return a fault if Hugging Face's Trainer has not finished a save, else an empty text."""
+    """Return a fault if a Trainer's save is unfinished, else an empty string."""
     names = scan_if_there(folder)
     is_cut = any(name == "scheduler.pt" or name.startswith("rng_state") for name in names)
     if is_cut and TRAINER_STATE not in names:

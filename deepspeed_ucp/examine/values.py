@@ -1,4 +1,4 @@
-"""Compares values other than tensors: scalars, hyper-parameters, counters, scaler, scheduler and client state.
+"""Compares values other than tensors: scalars, counters, client state and others.
 
 Client state is compared as stored; none of its code is run.
 """
@@ -103,7 +103,7 @@ def join_alike(differences: Iterable[ValueDifference]) -> list[ValueDifference]:
 
 
 def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDifference], list[str]]:
-    """Compare counters, scaler, clipping, scheduler and client state; returns differences and notes."""
+    """Compare counters, scaler, clipping, scheduler and client state of two saves."""
     sections: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("counter", left.counters, right.counters)]
     if _is_scaling(left.scaler) or _is_scaling(right.scaler):
         sections.append(("scaler", left.scaler, right.scaler))
@@ -129,7 +129,7 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
 def _compare_other_clients(
     left: AtomicIndex, right: AtomicIndex, known: Sequence[ValueDifference]
 ) -> Iterator[ValueDifference]:
-    """Compare the client states of further model-parallel ranks at equal degrees; ``known``: those of the first."""
+    """Compare further model-parallel ranks' client states; omit ``known`` differences."""
     tp, pp = left.written_degrees
     for rank in range(1, tp * pp if right.written_degrees == (tp, pp) else 1):
         paths = find_state_file(left, rank), find_state_file(right, rank)
@@ -155,7 +155,7 @@ def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterat
 
 
 def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
-    """Return the scalars of each parameter with optimizer states; some optimizers store ``step`` in the group."""
+    """Return each parameter's optimizer scalars, including its group's ``step``."""
     by_param = {key.param: dict[str, Any]() for key in index.atoms if key.state not in (MASTER, MODULE, COPY)}
     by_param |= {param: dict(scalars) for param, scalars in index.scalars.items()}
     for group in index.groups:
@@ -185,17 +185,17 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
         a, b = mine.get(key, ABSENT), theirs.get(key, ABSENT)
         if a in (None, ABSENT) and b in (None, ABSENT):  # DeepSpeed saves None for missing values
             continue
-        for place, *values in islice(_differ_in_trees(left, right, (str(key), a, b), seen), LIMIT):
-            first, second = (describe_value(place, value) for value in values)
+        for path, *values in islice(_differ_in_trees(left, right, (str(key), a, b), seen), LIMIT):
+            first, second = (describe_value(path, value) for value in values)
             if key in _ASIDE:
-                notes.append(f"{place}: {first} → {second}")
+                notes.append(f"{path}: {first} → {second}")
             else:
-                differences.append(ValueDifference("client", place, first, second))
+                differences.append(ValueDifference("client", path, first, second))
     return differences, notes
 
 
 def _select_client(file: TorchFile) -> dict[Any, Any]:
-    """Return the entries of a state file that the index does not hold, with the extra states of modules."""
+    """Return the entries of a state file that the index lacks, and extra states."""
     tree = file.tree if isinstance(file.tree, dict) else {}
     extra = {f"module.{name}": state for name, state in select_extra_states(tree).items()}
     return {key: value for key, value in tree.items() if key not in _MODEL} | extra
@@ -204,36 +204,37 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
 def _differ_in_trees(
     left: TorchFile, right: TorchFile, begin: tuple[str, Any, Any], seen: set[tuple[int, int]]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, value of A, value of B) of all differences of two object trees, from a pair of parts on.
+    """Yield (path, value of A, value of B) for all differences of two object trees.
 
     Args:
+        begin: the path and the parts of A and B to start from.
         seen: compared pairs; shared parts would take exponential time otherwise.
     """
     todo = [begin]
     while todo:
-        place, a, b = todo.pop()
-        parts = _pair_parts(place, a, b)
+        path, a, b = todo.pop()
+        parts = _pair_parts(path, a, b)
         if isinstance(a, TensorRef) and isinstance(b, TensorRef):
             if (other := _find_other(left, a, right, b)) is not None:
-                yield place, _shorten(a), other
+                yield path, _shorten(a), other
         elif parts is None:
             if isinstance(a, PickledObject | TensorRef) or not is_same(a, b):
-                yield place, _shorten(a), _shorten(b)
+                yield path, _shorten(a), _shorten(b)
         elif (id(a), id(b)) not in seen:
             seen.add((id(a), id(b)))
             todo += reversed(parts)
 
 
-def _pair_parts(place: str, left: Any, right: Any) -> list[tuple[str, Any, Any]] | None:
-    """Return the pairs of parts of two containers, or of two objects of a class, by path; None for other values."""
+def _pair_parts(path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]] | None:
+    """Return pairs of parts of two containers or objects by path, or None for others."""
     if isinstance(left, PickledObject) and isinstance(right, PickledObject) and left.kind == right.kind:
-        return [(place, a, b) for a, b in zip(_open(left), _open(right), strict=True)]
+        return [(path, a, b) for a, b in zip(_open(left), _open(right), strict=True)]
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         left, right = dict(enumerate(left)), dict(enumerate(right))
     if not (isinstance(left, dict) and isinstance(right, dict)):
         return None
     keys = dict.fromkeys((*left, *right))
-    return [(f"{place}.{key}"[:_LONGEST], left.get(key, ABSENT), right.get(key, ABSENT)) for key in keys]
+    return [(f"{path}.{key}"[:_LONGEST], left.get(key, ABSENT), right.get(key, ABSENT)) for key in keys]
 
 
 def _open(value: PickledObject) -> tuple[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""Verify every byte of a checkpoint: checksums of all records, and whether its files form one complete save."""
+"""Verifies a checkpoint: all checksums, and whether its files are one whole save."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DEFAULT = WorkOptions(window=64 << 20)
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """A verified file: bytes, records, bytes of records without a checksum, and whether any has one."""
+    """A verified file; ``unchecked`` counts the bytes of records without a checksum."""
 
     name: str
     nbytes: int
@@ -168,7 +168,7 @@ def verify_checkpoint(
 
 
 def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
-    """List the files with state in a folder's tree, and the names of other files except seal and manifest."""
+    """List a folder's files with state, and the names of further files."""
     tree = {name: entry for name, entry in scan_folder(folder, deep=True).items() if not name.startswith(UPLOAD)}
     if PUBLISHED in tree:
         return {PUBLISHED: tree[PUBLISHED]}, []  # the files are in the folder that it names
@@ -191,7 +191,7 @@ def _is_opened(name: str) -> bool:
 
 
 def share_files(where: FileTable, comm: Comm) -> list[str]:
-    """Return this rank's files: each goes to the reader with the fewest bytes, the largest first."""
+    """Return this rank's share of the files, balanced by bytes."""
     loads, mine = [0] * comm.size, []
     sizes = [(-max(size, 0), name, number) for number, (name, size) in enumerate(where.sizes.items())]
     for size, name, number in sorted(sizes):
@@ -276,7 +276,7 @@ class _Examiner:
         return {name: _Result(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
 
     def _look_at(self, name: str, file: ScanFile) -> FileRecords | Finding:
-        """Read a file's directory, or return the fault; the records of a foreign file come from the index."""
+        """Read a file's directory, or return the fault."""
         if not has_directory(name):
             number = self.known.get(file.path)
             in_file = [record for record in self.index.records if record.file == number] if self.index else []
@@ -290,7 +290,7 @@ class _Examiner:
     def _scan(
         self, files: Mapping[str, ScanFile], listed: Mapping[str, FileRecords], swaps: Set[str], threads: int
     ) -> dict[str, Scanned]:
-        """Read files with the CRC32 of their records, except those with an unreadable directory."""
+        """Compute the CRC32s of files' records, except with an unreadable directory."""
         wanted = []
         for name, file in files.items():
             records = listed[name].records if name in listed else ()
