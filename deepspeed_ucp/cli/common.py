@@ -96,7 +96,7 @@ def add_checkpoint(parser: Parser, name: str = "checkpoint", metavar: str = "CKP
 def add_shared_options(
     parser: Parser, *, checkpoint: bool = False, patterns: bool = False, second: str = "", window: int = 0
 ) -> None:
-    """Add the group of shared options. Call it last: help lists options in the order in which they are added.
+    """Add the group of shared options; call it last, as help lists them in this order.
 
     Args:
         checkpoint: the command opens a checkpoint: ``--groups`` and ``--also``.
@@ -151,7 +151,7 @@ def make_parser(units: Mapping[str, float], wanted: str, *, whole: bool = False)
 
 
 def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, Any]:
-    """Return the fields of :class:`~deepspeed_ucp.stream.full_tensors.WorkOptions`, with a progress bar.
+    """Return the fields of ``WorkOptions``, with a progress bar.
 
     Args:
         least: smallest window in MiB.
@@ -168,7 +168,7 @@ def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, A
 def open_index(
     options: argparse.Namespace, path: str, also: Sequence[str], comm: Comm, *, weights_only: bool = False
 ) -> tuple[str, AtomicIndex]:
-    """Open a checkpoint, with the names of ``--groups``; return its tag's folder and its index; collective."""
+    """Open a checkpoint; return its tag's folder and its index (collective)."""
     from ..formats import open_checkpoint
     from ..formats.deepspeed.naming import Naming
 
@@ -178,9 +178,9 @@ def open_index(
 
 
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
-    """Find the tag's folder in each place, in order; collective. The first place in which a rank sees a tag names it.
+    """Find the tag's folder in each place, in order (collective).
 
-    A place that is the folder of a tag stands for this tag under any name.
+    The first place in which a rank sees a tag names it. A place that is a tag's folder stands for it under any name.
     """
     from ..formats.latest import find_checkpoint, leads_to_folder
     from ..io.paths import normalize
@@ -207,7 +207,7 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
 
 
 def read_groups(value: str | None) -> str | list[list[str]] | None:
-    """Read ``--groups``: ``module``, a file with a list of names per param group, or None."""
+    """Read ``--groups``: ``module``, or a file with a list of names per param group."""
     if value is None or value == "module":
         return value
     import yaml

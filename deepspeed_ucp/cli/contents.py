@@ -1,4 +1,4 @@
-"""The contents of a checkpoint that opens, as ``ds_ucp inspect`` shows them: data and text."""
+"""Lists and writes the contents of a checkpoint for ``ds_ucp inspect``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[Rule
 
 
 def _list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
-    """All parameters and buffers in the model's order: as its files list them, layers of a pipeline by number."""
+    """Return all parameters and buffers in the model's order."""
     atoms: dict[ParamKey, dict[str, Atom]] = defaultdict(dict)
     for key, atom in index.atoms.items():
         atoms[key.param][key.state] = atom
@@ -145,7 +145,7 @@ def _knows_frozen(index: AtomicIndex) -> bool:
 
 
 def _sort_states(states: Mapping[str, Atom]) -> list[str]:
-    """Sort states: masters first, the module's tensors and copies last, the optimizer's by name."""
+    """Sort states: masters, the optimizer's by name, the module's tensors, copies."""
     ends = {MASTER: 0, MODULE: 2, COPY: 3}
     return sorted(states, key=lambda state: (ends.get(state, 1), state))
 
@@ -156,7 +156,7 @@ def get_key(row: Mapping[str, Any]) -> ParamKey:
 
 
 def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
-    """Describe a parameter with every fragment: file, byte offset, length in bytes, elements of its shard."""
+    """Describe a parameter with every fragment: file, byte offset, bytes, elements."""
     atoms = {key.state: atom for key, atom in index.atoms.items() if key.param == get_key(row)}
     layout = [
         {
@@ -185,7 +185,7 @@ def _find_file(index: AtomicIndex, record: int) -> str:
 
 
 def _name_pattern(pattern: Pattern) -> str:
-    """A pattern as rules write it, without default values: ``shard-h``, ``shard-nc parts=(1,1)``."""
+    """Return a pattern as rules write it: ``shard-h``, ``shard-nc parts=(1,1)``."""
     recorded = record_pattern(pattern)
     kind = recorded.pop("kind")
     plain = {key: value for key, value in recorded.items() if not isinstance(value, dict)}
@@ -201,8 +201,8 @@ def _list_files(report: FolderReport) -> dict[str, int]:
 
 
 def _read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
-    """The client state's keys with the kinds of their values, and DeepSpeed's version; no code of the file is run."""
-    tree = read_state_tree(index)
+    """Return key → kind of value of the client state, and DeepSpeed's version."""
+    tree = read_state_tree(index)  # no code of the file is run
     if not isinstance(tree, Mapping):
         return {}, ""
     scheduler = {"lr_scheduler": tree["lr_scheduler"]} if tree.get("lr_scheduler") is not None else {}
@@ -212,7 +212,7 @@ def _read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
 
 
 def _find_writer(report: FolderReport, index: AtomicIndex) -> dict[str, Any]:
-    """The program that wrote the checkpoint (``tool``), and the source of an atomic one from its manifest."""
+    """Return the program that wrote the checkpoint, and the source of an atomic one."""
     if index.format or not index.topology.is_atomic:
         return {"tool": index.format or "deepspeed", "source": None}
     if report.manifest is None:
@@ -224,7 +224,7 @@ def _find_writer(report: FolderReport, index: AtomicIndex) -> dict[str, Any]:
 def _find_limits(
     index: AtomicIndex, rows: Sequence[Parameter], settled: Settled, rules: Sequence[RuleSet]
 ) -> Iterator[Finding]:
-    """Find tensors that other topologies cannot take, or not without rules, and files without checksums."""
+    """Find tensors that other topologies cannot take, and files without checksums."""
     if unsettled := [row for row in rows if row["why"]]:
         known = list_families()
         fit = [name for name in known if settle_index(index, [*rules, load_family(name)]).is_complete]

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare_settings(options: argparse.Namespace) -> int:
-    """Compare the ds_configs and hyper-parameters of two saves or files (``--config``)."""
+    """Compare the ds_configs and hyper-parameters of two saves or files."""
     from ..examine.settings import compare_configs, compare_hyper
     from ..examine.values import compare_values
 
@@ -142,7 +142,7 @@ def to_text(found: Difference, *, everything: bool = False) -> list[str]:
 
 
 def _star(name: str) -> str:
-    """Replace the numbers among the parts of a name by stars: ``layers.*.mlp.dense_4h_to_h.weight``."""
+    """Replace numbers in a name by stars: ``layers.*.mlp.dense_4h_to_h.weight``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

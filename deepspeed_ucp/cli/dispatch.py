@@ -1,4 +1,4 @@
-"""Entry point of ``ds_ucp``: runs a command, and turns errors into messages and exit codes."""
+"""Entry point of ``ds_ucp``: runs commands and converts errors to exit codes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def load_command(name: str) -> ModuleType:
 
 
 def split_launcher_arguments(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate ``--local_rank=N``, which ``deepspeed --no_python`` puts first, from our own arguments."""
+    """Split off ``--local_rank=N``, which ``deepspeed --no_python`` puts first."""
     ours, launcher = list(argv), []
     while ours and ours[0].split("=")[0] in ("--local_rank", "--local-rank"):
         launcher.append(ours.pop(0))
@@ -101,9 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line; before Python 3.13 argparse does not assign a DST behind options."""
+    """Parse the command line."""
     parser = build_parser(tuple(name for name in COMMANDS if argv[:1] == [name]) or COMMANDS)
     options, left = parser.parse_known_args(argv)
+    # Before Python 3.13 argparse does not assign a DST behind options.
     if len(left) == 1 and not left[0].startswith("-") and getattr(options, "destination", "") is None:
         options.destination = left.pop()
     if left:
@@ -112,7 +113,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run_command(options: argparse.Namespace) -> int:
-    """Run a command. An error becomes a line on stderr (``--debug``: after its traceback), and JSON with ``--json``."""
+    """Run a command and return its exit code; print an error as one line."""
     from ..comm import describe_os_error
     from ..io.store import set_storage_options
 

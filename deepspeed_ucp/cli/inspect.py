@@ -1,4 +1,4 @@
-"""``ds_ucp inspect``: shows the contents of a checkpoint from its headers, and all faults that they reveal."""
+"""``ds_ucp inspect``: shows a checkpoint's contents and faults from its headers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_parser(commands: common.Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the checkpoint, or raise all its faults. The ranks of a launch share the reading of headers."""
+    """Show the checkpoint, or raise all its faults."""
     from ..comm import join_launch
     from ..formats.deepspeed.naming import Naming
     from ..formats.open import survey_checkpoint
@@ -76,7 +76,7 @@ def _show(options: argparse.Namespace, report: FolderReport, index: AtomicIndex,
 
 
 def _pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: str) -> Parameter:
-    """Find the parameter of that name (or tied to it), or the only one whose name matches a regular expression."""
+    """Find the parameter of a name, or the only one that a regular expression matches."""
     from .contents import get_key
 
     name = index.resolve(wanted)

@@ -1,4 +1,4 @@
-"""``ds_ucp list``: lists the checkpoints of a folder, on storage and in this node's memory."""
+"""``ds_ucp list``: lists a folder's checkpoints on storage and in memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _is_usable(row: Row) -> bool:
 
 
 def _list_stored(folder: str, *, required: bool) -> list[Row]:
-    """List the checkpoints on storage; raise an error if there is none and one is required."""
+    """List the checkpoints on storage; raise an error if a required one is missing."""
     from ..examine.tags import find_saves, look_at_tag
 
     try:
@@ -143,7 +143,7 @@ def _describe_in_memory(save: HeldSave, folder: str | None) -> Row | None:
 
 
 def _mark_resumed(folder: str, in_memory: Sequence[Row], stored: Sequence[Row]) -> str:
-    """Mark the checkpoint that a resume from the folder takes, in memory or on storage, and name it."""
+    """Mark the checkpoint that a resume from the folder takes; return a text about it."""
     from ..comm import Comm
     from ..load.tags import find_tag
 

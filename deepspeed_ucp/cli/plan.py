@@ -1,4 +1,4 @@
-"""``ds_ucp plan``: check a resume at another topology, size a model, choose the interval of saves."""
+"""``ds_ucp plan``: checks a resume, sizes a model, and chooses a save interval."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
 def _add_times(
     options: argparse.Namespace, data: dict[str, Any], degrees: Degrees, states: int, weights: int
 ) -> list[str]:
-    """Add seconds at the given bandwidths to ``data``, and how often to save; returns the lines about them."""
+    """Add times and save intervals to ``data``; return the lines about them."""
     read, saved = data.get("read") or states, states + weights
     seconds = {
         "load": options.read_gbs and read / options.read_gbs,

@@ -1,4 +1,4 @@
-"""Output of the commands: results, figures, tables, messages, progress; exit codes.
+"""Output of the commands: tables, messages, progress, exit codes.
 
 Every line is escaped, so that no name in a checkpoint can forge another line.
 """
@@ -47,7 +47,7 @@ def prepare_streams() -> None:
 
 
 def find_rank() -> int:
-    """Return the rank under mpirun, torchrun, srun or the deepspeed launcher; 0 without a launcher.
+    """Return the rank under mpirun, torchrun, srun or deepspeed; 0 without a launcher.
 
     ``RANK`` alone is no launch: clusters set it for whole containers, in which people type commands.
     """
@@ -56,7 +56,7 @@ def find_rank() -> int:
 
 
 def emit(options: argparse.Namespace, data: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Print a result to stdout at once, on rank 0 only: ``data`` under ``--json``, else ``lines``.
+    """Print ``data`` under ``--json``, else ``lines``, at once and on rank 0 only.
 
     Raises:
         StorageError: stdout cannot be written.
@@ -75,7 +75,7 @@ def emit(options: argparse.Namespace, data: Mapping[str, Any], lines: Iterable[s
 
 
 def to_json(data: Any) -> str:
-    """Serialize to strict JSON in ASCII: NaN and infinities become the strings ``nan``, ``inf``, ``-inf``."""
+    """Serialize to strict JSON in ASCII; NaN and infinities become strings."""
     return hide_secrets(json.dumps(_to_plain(data), indent=2, allow_nan=False))
 
 
@@ -102,7 +102,7 @@ def _to_plain(value: Any) -> Any:
 
 @contextmanager
 def show_progress(options: argparse.Namespace, total: int, name: str) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of bytes on stderr; yields a thread-safe callback that takes bytes done.
+    """Show a progress bar of bytes on stderr; yield a thread-safe callback for bytes.
 
     There is none if stderr is not a terminal, on ranks other than 0, with ``--quiet`` and with ``--json``.
     """
@@ -130,7 +130,7 @@ class Lines(logging.Handler):
 
 
 def print_message(text: str) -> None:
-    """Print a message on stderr without breaking a progress bar; all lines but the first are indented."""
+    """Print a message on stderr without breaking a progress bar."""
     first, *more = map(escape, text.split("\n"))
     shown = "\n".join([first, *(f"    {line}" for line in more)])
     if "tqdm" in sys.modules:
@@ -179,7 +179,7 @@ def format_duration(seconds: float) -> str:
 def format_table(
     rows: Sequence[Sequence[object]], header: Sequence[str] = (), *, right: Sequence[int] = ()
 ) -> list[str]:
-    """Format rows as aligned columns; ``right`` are the numbers of the right-aligned columns."""
+    """Format rows as aligned columns; ``right`` numbers the right-aligned ones."""
     cells = [[escape(str(cell)) for cell in row] for row in ([header, *rows] if header else rows)]
     widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))] if cells else []
     lines = []

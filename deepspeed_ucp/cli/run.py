@@ -1,4 +1,4 @@
-"""``ds_ucp run``: run an unmodified training script with the plugin on, under any launcher."""
+"""``ds_ucp run``: runs an unmodified training script with the plugin on."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read_default(text: str | None) -> bool | dict[str, Any]:
-    """Read ``--config``, a JSON object or its file: options of engines whose ds_config does not set them; else True.
+    """Read ``--config``, a JSON object or its file; True without one.
 
-    Errors do not quote the text, which may contain secrets.
+    The options apply to engines whose ds_config does not set them. Errors do not quote the text, which may contain
+    secrets.
     """
     from ..config import merge_options
     from ..tensor_parallel.rules import from_config
@@ -81,7 +82,7 @@ def _read_default(text: str | None) -> bool | dict[str, Any]:
 
 
 def _run_script(script: str, args: Sequence[str], *, is_module: bool, default_on: bool | Mapping[str, Any]) -> None:
-    """Run a script as ``python SCRIPT ARGS…`` would, the plugin installed and on by default."""
+    """Run a script as ``python SCRIPT ARGS…`` would, with the plugin on by default."""
     import deepspeed_ucp
 
     deepspeed_ucp.install(default_on=default_on)

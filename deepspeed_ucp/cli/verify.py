@@ -107,7 +107,7 @@ def _to_text(found: Verification, *, headers_only: bool) -> list[str]:
 
 
 def _conclude(found: Verification, *, headers_only: bool) -> str:
-    """Write the verdict: the number of faults, or the extent to which checksums were compared."""
+    """Write the verdict: the number of faults, or the extent of compared checksums."""
     warnings = sum(fault.warning for fault in found.faults)
     if not found.whole:
         text = pluralize(len(found.faults) - warnings, "fault")
