@@ -1,1 +1,1 @@
-"""Live engines as load targets: the elements in each rank's buffers, and the steps that finish a load."""
+"""Live engines as load targets: their buffers, and the steps that finish a load."""

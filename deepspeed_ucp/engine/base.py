@@ -1,4 +1,4 @@
-"""Common part of all targets: flat master buffers, tensors without optimizer, and param groups."""
+"""Base class of load targets: master buffers, other tensors, and param groups."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _find_shape(param: Any) -> tuple[int, ...]:
 
 
 class Target(ABC):
-    """A live engine. Only its subclasses, one per kind of optimizer wrapper, access DeepSpeed's internals.
+    """A live engine as a load target; one subclass per kind of optimizer wrapper.
 
-    Names and shapes are those of this rank's pipeline stage and tensor-parallel rank, with names of the whole model.
+    Names and shapes cover this rank's pipeline stage and tensor-parallel rank. Names are the whole model's.
 
     Attributes:
         wrapper: name in :mod:`deepspeed_ucp.model.wrappers`.
@@ -95,7 +95,7 @@ class Target(ABC):
         return find_wrapper(self.wrapper)
 
     def _add_parameter(self, param: Any) -> None:
-        """Register a parameter of the module; a fused one under several names, with their indices."""
+        """Register a parameter of the module, a fused one under several names."""
         shape, raw = _find_shape(param), self.names[id(param)]
         share = self.shares.get(raw)
         for place, (name, part) in enumerate(self._name_parts(raw, shape).items()):
@@ -117,11 +117,14 @@ class Target(ABC):
 
     @property
     def is_first_replica(self) -> bool:
-        """True if this rank reports tensors for its replicas, all or those with its distributed parameters."""
+        """True if this rank is the first data-parallel rank or the first of a share."""
         return self.place.dp_rank == 0 or any(share.is_first_replica for share in self.shares.values())
 
     def reports(self, name: str) -> bool:
-        """Return True if such a rank reports a tensor: all others than the first only distributed parameters."""
+        """Return True if this rank, a first replica, reports a tensor to the other ranks.
+
+        Data-parallel rank 0 reports all tensors, other ranks only distributed parameters.
+        """
         return self.place.dp_rank == 0 or strip_compiled(name) in self._distributed
 
     @cached_property
@@ -130,9 +133,10 @@ class Target(ABC):
         return {strip_compiled(part) for name in self.shares for part in self._name_parts(name)}
 
     def _find_empty(self) -> set[str]:
-        """List trained parameters without an element on this tensor-parallel rank (AutoTP: more ranks than heads).
+        """List trained parameters that are empty on this tensor-parallel rank.
 
-        DeepSpeed omits them from this rank's optimizer; other ranks' optimizers own them.
+        AutoTP makes them if there are more ranks than heads. DeepSpeed omits them from this rank's optimizer, but not
+        from other ranks' optimizers.
         """
         if self.place.tp == 1 or self.optimizer is None:
             return set()
@@ -149,7 +153,7 @@ class Target(ABC):
     def add_flat(
         self, buffer: FlatBuffer, part: int, tensor: torch.Tensor, whole: frozenset[str] = frozenset()
     ) -> None:
-        """Register a live buffer; its names are those in the module, as in a checkpoint of this engine."""
+        """Register a live buffer, whose names are the module's as in a checkpoint."""
         if share := next(filter(None, map(self.shares.get, buffer.names)), None):
             buffer, self.ep = replace(buffer, ranks=share.ranks), max(self.ep, share.degree)
         named = zip(buffer.names, buffer.shapes, strict=True)
@@ -168,13 +172,13 @@ class Target(ABC):
 
     @abstractmethod
     def refresh_copies(self) -> None:
-        """Make the model's copies from this rank's masters, as DeepSpeed does after a step."""
+        """Make the model's copies from this rank's masters, as DeepSpeed's step does."""
 
     def gather_copies(self) -> None:  # noqa: B027 - most subclasses have nothing to gather
         """Gather the copies made by other ranks; collective."""
 
     def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
-        """Return the copies of buffer ``flats[flat]`` as consecutive 1-D tensors; () if they are not in memory."""
+        """List the consecutive 1-D copies of ``flats[flat]``; empty if not in memory."""
         return ()
 
     @property
@@ -208,7 +212,7 @@ class Target(ABC):
         return 1
 
     def _find_precision(self) -> str:
-        """Return :func:`~deepspeed_ucp.formats.deepspeed.index.find_saved_precision` for a save of this engine."""
+        """Return the precision that ``find_saved_precision`` finds in this engine's saves."""
         if (declared := find_declared(self.engine)) != "float32":
             return declared
         first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
@@ -216,15 +220,15 @@ class Target(ABC):
 
     @property
     def is_dual(self) -> bool:
-        """True if every rank of the pipeline has a forward and a backward stage (DualPipeV)."""
+        """True if every pipeline rank has a forward and a backward stage (DualPipeV)."""
         return hasattr(self.engine.module, "phase_bounds")
 
     def instances(self) -> dict[str, Instance]:
-        """Return parameters and buffers of tied modules that other pipeline stages have under the same name."""
+        """Return the tensors of tied modules that several pipeline stages have, by name."""
         return {name: instance for name, instance in self._find_tied().items() if instance.count > 1}
 
     def unfiled(self) -> list[str]:
-        """List trained parameters that DeepSpeed's load of a pipeline's layers does not restore."""
+        """List trained parameters that DeepSpeed's load of layer files does not restore."""
         return sorted(n for n, instance in self._find_tied().items() if n in self.owned and not instance.is_filed)
 
     def _find_tied(self) -> dict[str, Instance]:
@@ -236,7 +240,7 @@ class Target(ABC):
         return 0 if name in self.unsharded else self.place.tp_rank
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the unpartitioned shape of a parameter's shard on this tensor-parallel rank."""
+        """Return the unpartitioned shape of a parameter on this tensor-parallel rank."""
         shape = _find_shape(self.params[name])
         return shape[1:] if name in self.places else shape
 
@@ -252,7 +256,7 @@ class Target(ABC):
         return {group: tuple(names) for group, names in members.items()}
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
-        """Return the user's param groups as (name in the module, owned by the optimizer), with frozen parameters."""
+        """List the user's param groups as (name in the module, owned by the optimizer)."""
         recorded = find_state(self.engine).param_groups
         if recorded is not None:
             named = [[part for name in group for part in self._name_parts(name)] for group in recorded]
@@ -260,11 +264,11 @@ class Target(ABC):
         return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
 
     def list_names(self) -> dict[str, str]:
-        """Map every name of the module's parameters, in order, to the first name of the same parameter."""
+        """Map every parameter name, in order, to the parameter's first name."""
         return {name: name for name in self.params} | self.aliases
 
     def list_recorded(self) -> Iterator[str]:
-        """List the names in the module's state dict in its order, which a custom module may change."""
+        """List the names of the tensors in the module's state dict, in its order."""
         keys = self.list_keys()
         todo: list[tuple[str, Any]] = [("", self.engine.module.state_dict())]
         while todo:
@@ -275,19 +279,19 @@ class Target(ABC):
                 yield keys.get(strip_compiled(name), strip_compiled(name))
 
     def live_hyper(self) -> list[dict[str, Any]]:
-        """Return the hyper-parameters of the live groups; only the type of values that are not plain data."""
+        """Return the hyper-parameters of the live param groups as plain data."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{k: to_plain(value) for k, value in drop_labels(group).items() if k != "params"} for group in groups]
 
     def list_keys(self) -> dict[str, str]:
-        """Map keys of the module's state dict to names of parameters or buffers, if they differ."""
+        """Map state-dict keys to the parameter and buffer names that differ from them."""
         keys: dict[str, str] = {}
         for extension in self.extensions:
             keys |= extension.list_keys(self)
         return keys
 
     def extras(self) -> list[EngineBuffer]:
-        """Return parameters without optimizer, persistent buffers, and other tensors of the module's state dict."""
+        """Return the tensors of the module's state dict that the optimizer does not own."""
         extras = [self._make_extra(name) for name in self.params if name not in self.owned]
         persistent = set(self.engine._get_buffer_names())  # saved as buffer_names
         for name, buffer in self.engine.module.named_buffers():
@@ -316,12 +320,12 @@ class Target(ABC):
         return self.make_buffer(buffer, part, flatten(partition)[: sum(cut.numel for cut in buffer.cuts(part))])
 
     def param_group(self, flat: EngineBuffer) -> int:
-        """Return the index of a flat buffer's param group (ZeRO rebuilds Adagrad with a single group)."""
+        """Return the index of a flat buffer's param group."""
         groups = self.optimizer.param_groups
         for number, group in enumerate(groups):
             if any(param is flat.tensor for param in group["params"]):
                 return number
-        return min(flat.group, len(groups) - 1)
+        return min(flat.group, len(groups) - 1)  # ZeRO rebuilds Adagrad with a single group
 
     def whole_parameters(self) -> AbstractContextManager[Any]:
         """Context manager that gathers ZeRO-3 parameters; rank 0's changes are kept."""
@@ -342,13 +346,13 @@ class Target(ABC):
             extension.prepare(self)
 
     def drop_secondary_copies(self) -> None:
-        """Delete ZeRO++ hpZ's copies of the parameters, which the next forward pass would use."""
+        """Delete ZeRO++ hpZ's copies, which the next forward pass would use."""
         for param in self.params.values():
             if getattr(param, "ds_secondary_tensor", None) is not None:
                 param.ds_secondary_tensor = None
 
     def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
-        """Describe optimizers of another kind than the saved one, which torch's ``load_state_dict`` does not notice."""
+        """Describe optimizer changes that torch's ``load_state_dict`` does not detect."""
         irregular: dict[ParamKey, set[str]] = defaultdict(set)
         for key in index.irregular:
             irregular[key.param].add(key.state)
@@ -388,9 +392,9 @@ class Target(ABC):
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as 1-D memory; a non-contiguous one, which cannot be a destination, is returned unchanged."""
+    """Return a contiguous tensor as a 1-D view, another tensor unchanged."""
     data = tensor.detach()
-    return data.view(-1) if data.is_contiguous() else data
+    return data.view(-1) if data.is_contiguous() else data  # the latter cannot be a destination
 
 
 def dtype_name(dtype: torch.dtype) -> str:

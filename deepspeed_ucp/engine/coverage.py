@@ -1,4 +1,4 @@
-"""Engine features that the plugin does not support: refused, or loaded by DeepSpeed in an unchanged topology."""
+"""Engine features that the plugin refuses or leaves to DeepSpeed's own load."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OWN_LOAD = 'To use DeepSpeed\'s own load anyway, set "checkpoint": {"universal":
 
 
 class UnknownLayoutError(UnsupportedError):
-    """The layout of the engine's state is unknown; DeepSpeed's load is right in the same topology."""
+    """Unknown layout of an engine's state: DeepSpeed loads it in the same topology."""
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse an engine with state that no load restores; UnsupportedError with a remedy."""
+    """Raise UnsupportedError for an engine with state that no load restores."""
     for find, message in _REFUSED:
         names = find(engine)
         if names:
@@ -37,19 +37,19 @@ def name_device(section: Any) -> str:
 
 
 def _list_offloaded(engine: Any) -> list[str]:
-    """List the states moved by ``engine.offload_states``, which a load would not reach."""
+    """List states that ``engine.offload_states`` moved; a load would not reach them."""
     return sorted(str(getattr(state, "value", state)) for state in getattr(engine.optimizer, "offloaded_states", ()))
 
 
 def _list_backed(engine: Any) -> list[int]:
-    """List sub-groups of partial offload with a second optimizer, whose states are not saved."""
+    """List sub-groups whose optimizer states partial offload does not save."""
     devices: dict[int, str] = getattr(engine.optimizer, "subgroup_to_device", {})
     is_split = hasattr(engine.optimizer, "backup_optimizer")
     return [number for number, device in devices.items() if is_split and device != "cpu"]
 
 
 def _list_sharded_bases(engine: Any) -> list[str]:
-    """List LoRA ``OptimizedLinear`` modules whose frozen base weight is sliced over the ranks."""
+    """List LoRA ``OptimizedLinear`` modules with a base weight sliced over the ranks."""
     modules = engine.module.named_modules()
     return [name for name, child in modules if hasattr(child, "lora_config") and getattr(child, "zero_shards", 1) > 1]
 
@@ -89,20 +89,21 @@ _ONE_BIT = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
 
 
 def find_data_sampler(engine: Any) -> DeepSpeedDataSampler | None:
-    """Return the data sampler of an engine with curriculum learning (``data_efficiency``), or None."""
+    """Return the curriculum-learning sampler (``data_efficiency``), or None."""
     sampler = getattr(getattr(engine, "training_dataloader", None), "data_sampler", None)
     return sampler if isinstance(sampler, DeepSpeedDataSampler) else None
 
 
 def has_drawn(engine: Any) -> bool:
-    """Return True if the data sampler has drawn samples: DeepSpeed's load adds the saved clusters to its own."""
+    """Return True if the engine's data sampler has drawn samples."""
     return bool(getattr(find_data_sampler(engine), "data_clusters", None))
 
 
 def writes_states(engine: Any) -> bool:
-    """Return True if the model states of a save should contain the optimizer states: in 16 bits without ZeRO.
+    """Return True if a save's model states should contain the optimizer states.
 
-    DeepSpeed 0.17.6 to 0.18.4 use these wrappers at ZeRO 1 too, with bf16 weights and fp32 gradients.
+    They should in 16 bits without ZeRO. DeepSpeed 0.17.6 to 0.18.4 use these wrappers at ZeRO 1 too, with bf16 weights
+    and fp32 gradients.
     """
     wrapper = find_live(engine.optimizer)
     return wrapper is not None and wrapper.has_copies and not wrapper.is_cut
@@ -138,7 +139,7 @@ def was_made_before_import(engine: Any) -> bool:
 
 
 def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:
-    """Return the paths of this rank's own files, and the engine's facts in the form of these files.
+    """Return the paths of this rank's files, and engine facts to compare with them.
 
     Returns:
         Model states, ZeRO optimizer states (None at stage 0), and facts for
@@ -169,5 +170,5 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
 
 
 def find_declared(engine: Any) -> str:
-    """Return the result of :func:`deepspeed_ucp.model.topology.find_precision` for the engine's ds_config."""
+    """Return the precision that the ds_config sets, as ``find_precision`` does."""
     return "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"

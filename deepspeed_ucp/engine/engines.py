@@ -1,4 +1,4 @@
-"""Targets for the optimizer wrappers: ZeRO 1/2, ZeRO 3, BF16_Optimizer, the FP16 wrappers, and no wrapper."""
+"""Targets for ZeRO 1 to 3, BF16_Optimizer, the FP16 wrappers, and no wrapper."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PartitionedTarget(Target):
 
 
 class Zero12Target(PartitionedTarget):
-    """ZeRO 1/2 and BF16_Optimizer: a padded flat buffer per group, cut into equal partitions."""
+    """ZeRO 1/2 and BF16_Optimizer: one padded buffer per group, in equal partitions."""
 
     attributes: ClassVar = {
         "zero12": (
@@ -56,7 +56,7 @@ class Zero12Target(PartitionedTarget):
     }
 
     def _list_groups(self) -> list[tuple[list[Any], torch.Tensor, list[torch.Tensor], torch.Tensor, Any]]:
-        """List (parameters, flat 16-bit buffer, its partitions, this rank's master, process group) for each group."""
+        """List each group's parameters, 16-bit buffer, partitions, master, process group."""
         return list(zip(*(getattr(self.wrapped, name) for name in self.attributes[self.wrapper]), strict=True))
 
     def collect(self) -> None:
@@ -99,7 +99,7 @@ class Zero12Target(PartitionedTarget):
 
 
 class Zero3Target(PartitionedTarget):
-    """DeepSpeedZeroOptimizer_Stage3: a flat buffer per sub-group with ``ceil(numel / dp)`` elements per parameter."""
+    """ZeRO 3: ``ceil(numel / dp)`` elements per parameter in each sub-group's buffer."""
 
     def collect(self) -> None:
         opt = self.wrapped
@@ -124,7 +124,7 @@ class Zero3Target(PartitionedTarget):
 
 
 class WholeTarget(Target):
-    """The FP16 wrappers (stage 0, fp16 and bf16): every rank has all masters, one per param group or per parameter."""
+    """The FP16 wrappers (stage 0, fp16 and bf16): every rank has all masters."""
 
     def list_pairs(self, group: int) -> list[tuple[list[Any], torch.Tensor]]:
         """List the masters of a param group, each with its parameters in order."""
@@ -179,7 +179,7 @@ class WeightsTarget(Target):
 
 
 class OffloadOnlyTarget(WeightsTarget, PartitionedTarget):
-    """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
+    """DeepSpeedZeRoOffload (ZeRO 3 without an optimizer): partitioned extras only."""
 
     def prepare(self) -> None:
         # Gathered parameters would hide the filled partitions; the wrapper has no `checkpoint_event_prologue`.
@@ -228,7 +228,7 @@ def open_target(engine: Any) -> Target:
 
 
 def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
-    """Gather a flat buffer of equal partitions from the ranks of ``process_group``, one each; collective.
+    """Gather equal partitions of a flat buffer from a process group (collective).
 
     gloo's all-gather would copy the whole buffer first. So on the CPU slices are exchanged: through shared memory if
     all ranks are on one machine, else by broadcasts.

@@ -1,4 +1,4 @@
-"""Restore counters, schedulers, loss scaler and other state that DeepSpeed's load sets after the buffers."""
+"""Restore counters, schedulers, loss scaler and other state outside the buffers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ NOT_CLIENT = (
 
 
 def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return modules with an extra state (``set_extra_state``) by its keys in a state dict, several if shared."""
+    """Return modules with an extra state (``set_extra_state``) by state-dict key."""
     base = torch.nn.Module.set_extra_state
     modules = {}
-    for name, child in module.named_modules(remove_duplicate=False):
+    for name, child in module.named_modules(remove_duplicate=False):  # a shared module has several keys
         if type(child).set_extra_state is not base:
             prefix = f"{strip_compiled(name)}." if strip_compiled(name) else ""
             modules[f"{prefix}_extra_state"] = child
@@ -45,7 +45,7 @@ def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Set global steps, samples, skipped steps and the saved world sizes as DeepSpeed's load does."""
+    """Set step and sample counters and the saved model-parallel degree, as DeepSpeed."""
     engine.global_steps = saved["global_steps"]
     engine.global_samples = saved.get("global_samples", engine.global_steps * engine.train_batch_size())
     engine.skipped_steps = saved.get("skipped_steps", 0)
@@ -53,17 +53,17 @@ def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
 
 
 def find_helpers(engine: Any) -> dict[str, Any]:
-    """Return the live objects of :data:`~deepspeed_ucp.model.index.HELPERS` by key, or None."""
+    """Map each key in :data:`HELPERS` to the engine's live object, or None."""
     random_ltd = engine.random_ltd_scheduler if engine.random_ltd_enabled() else None
     return dict(zip(HELPERS, (engine.lr_scheduler, random_ltd, find_data_sampler(engine)), strict=True))
 
 
 def check_scheduler(engine: Any, saved: Mapping[str, Any]) -> None:
-    """Refuse another number of param groups: torch's schedulers would use the rates of other groups."""
+    """Raise MismatchError if the saved scheduler has another number of param groups."""
     state = saved.get("lr_scheduler")
     old = state.get("base_lrs") if isinstance(state, Mapping) else None
     new = getattr(engine.lr_scheduler, "base_lrs", None)
-    if isinstance(old, list) and isinstance(new, list) and len(old) != len(new):
+    if isinstance(old, list) and isinstance(new, list) and len(old) != len(new):  # torch would mix up groups' rates
         raise MismatchError(
             f"The saved lr_scheduler has {pluralize(len(old), 'param group')}, this run's has {len(new)}. Use "
             "the saved run's param groups, or continue with this run's schedule by load_lr_scheduler_states=False."
@@ -120,7 +120,7 @@ def _restore_sampler(sampler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def restore_rates(engine: Any) -> None:
-    """Set the rates of the restored scheduler if the param groups did not adopt the saved hyper-parameters.
+    """Set the restored scheduler's rates in param groups that kept live values.
 
     Schedulers act after a step, and torch's continue from the current rates. Without a scheduler the live rates stay.
     """
@@ -151,7 +151,7 @@ def _read_scale(wrapped: Any) -> Any:
 
 
 def compare_scales(wrapped: Any, saved: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Return the saved and the live loss scale (a number or ``dynamic``) if they differ, else None.
+    """Return the (saved, live) loss scales, numbers or ``dynamic``, if they differ.
 
     Args:
         saved: fields of the loss scaler, or empty.
@@ -175,13 +175,13 @@ def _takes_clip(wrapped: Any) -> bool:
 
 
 def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
-    """Restore gradient clipping, which all wrappers except ZeRO 3 save with the optimizer."""
+    """Restore the gradient clipping that all wrappers except ZeRO 3 save."""
     if clip_grad is not None and _takes_clip(wrapped):
         wrapped.clip_grad = clip_grad
 
 
 def list_scaling_changes(target: Target, index: AtomicIndex, *, with_states: bool) -> list[str]:
-    """Describe gradient clipping and loss scaling that differ from the saved run's, and which of both is used.
+    """Describe changed gradient clipping and loss scaling, and which values are used.
 
     Args:
         with_states: the load restores them with the optimizer states, where it can.
@@ -212,7 +212,7 @@ _AFTER_READS = {
 
 @contextmanager
 def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
-    """Context manager in which ranks wait for the slowest read of DeepSpeed's load before its collectives."""
+    """Make collectives of DeepSpeed's load wait for the slowest rank's reads."""
 
     def wait_first(work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Block steps and saves of an engine after a load that failed halfway, until a load succeeds."""
+"""Block steps and saves of a half-loaded engine until a load succeeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCKED = ("step", "train_batch", "save_checkpoint", "save_16bit_model")
 
 
 def check_states(engine: Any, *, with_states: bool) -> None:
-    """Raise UnsupportedError for a load without optimizer states if an earlier load has half changed these."""
+    """Raise UnsupportedError if a load would leave half-changed optimizer states."""
     if find_state(engine).half_states and not with_states:
         raise UnsupportedError(
             "An earlier load failed while it filled the engine, so that its optimizer states are a mixture, and a "
@@ -79,7 +79,7 @@ def _refuse(message: str, _replaced: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def release(engine: Any) -> None:
-    """Restore the engine's methods, or functions that a script has set in their place, after a successful load."""
+    """Unblock an engine; functions that a script had set as methods are restored."""
     state = find_state(engine)
     state.broken, state.half_states = "", False
     for name in _BLOCKED:

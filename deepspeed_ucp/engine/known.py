@@ -1,6 +1,7 @@
-"""Unchanged topologies in which DeepSpeed's load is tested to be correct; the plugin loads all others.
+"""Unchanged topologies in which DeepSpeed's own load is tested to be correct.
 
-The plugin's load gives the same bits and verifies them. A row or an option is in the table only if a test covers it.
+The plugin loads all others. Its load gives the same bits and verifies them. A row or an option is in the table only if
+a test covers it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Without ``compute_grad_norm`` DeepSpeed's load fails halfway if the saved run cl
 
 
 def list_unknown(target: Target, index: AtomicIndex | None = None) -> list[str]:
-    """Describe features of an engine with which DeepSpeed's load is not known to be correct.
+    """Describe engine features for which DeepSpeed's load is not known to be correct.
 
     Args:
         index: the checkpoint, or None if each rank knows only its own files.
@@ -56,7 +57,7 @@ def list_unknown(target: Target, index: AtomicIndex | None = None) -> list[str]:
     if row is None:
         return [f"{topology.wrapper} at ZeRO stage {topology.zero_stage}"]
     unknown = [option for option in _list_options(target) if option not in row]
-    if index is not None and topology.zero_stage == 3:
+    if index is not None and topology.zero_stage == 3:  # whose load compares only sizes
         unknown += _list_other_frozen(target, index)
     if index is not None and index.helpers is not None:  # DeepSpeed fails if it is not saved, or ignores it
         live = {key for key, helper in find_helpers(target.engine).items() if helper is not None}
@@ -67,7 +68,7 @@ def list_unknown(target: Target, index: AtomicIndex | None = None) -> list[str]:
 
 
 def _list_other_frozen(target: Target, index: AtomicIndex) -> Iterator[str]:
-    """Describe parameters without optimizer that were saved otherwise; ZeRO 3's load compares only their sizes."""
+    """Describe parameters without optimizer whose saved kind or shape differs."""
     for name in sorted(target.params.keys() - target.owned):
         saved = index.find(index.resolve(name), MODULE)
         if saved is None and AtomKey(name, MODULE) not in index.unreadable:
@@ -88,7 +89,7 @@ def _list_options(target: Target) -> Iterator[str]:
         f"offload {topology.offload}": topology.offload != "none/none",
         "node-local files": engine.use_node_local_storage() and pipeline,  # one node writes files that others read
         **{option: True for extension in target.extensions for option in extension.list_unknown(target)},
-        "a data sampler that has drawn": has_drawn(engine),
+        "a data sampler that has drawn": has_drawn(engine),  # DeepSpeed's load adds the saved clusters to its own
         f"a {type(engine.checkpoint_engine).__name__}": type(engine.checkpoint_engine).__name__ != _READER,
     }
     yield from (option for option, is_on in options.items() if is_on)

@@ -1,4 +1,4 @@
-"""Optimizers of targets: the states that they keep, and restoring saved hyper-parameters and scalars."""
+"""Find an optimizer's states, and restore saved hyper-parameters and scalars."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StateKinds:
 
 
 def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: torch.Tensor) -> StateKinds | None:
-    """Find the states of an optimizer by one step of a copy of it on a probe parameter.
+    """Find an optimizer's states by one step of a copy on a probe parameter.
 
     Args:
         optimizer: the optimizer, which is not changed.
@@ -70,7 +70,7 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
 
 
 def is_muon_group(optimizer: Any, group: int) -> bool:
-    """Return True if DeepSpeed's Muon trains a param group itself, not with its built-in Adam."""
+    """Return True if Muon, not its built-in Adam, trains a param group."""
     return "muon" in type(optimizer).__name__.lower() and bool(optimizer.param_groups[group].get(USE_MUON))
 
 
@@ -79,7 +79,7 @@ _UNEVEN = (0.5, 1.0, 2.0, 40.0, 70.0, 90.0)
 
 
 def depends_on_cut(optimizer: Any, group: int, like: torch.Tensor) -> bool:
-    """Return True if a step on two halves differs from a step on the whole tensor (an optimizer that uses norms)."""
+    """Return True if a step on two halves differs from a step on the whole tensor."""
     live = optimizer.param_groups[group]
     whole = torch.tensor(_UNEVEN, dtype=like.dtype, device=like.device)
     gradient = whole.flip(0)
@@ -93,7 +93,7 @@ def depends_on_cut(optimizer: Any, group: int, like: torch.Tensor) -> bool:
 def _step_shadow(
     optimizer: Any, fields: Mapping[str, Any], param: torch.Tensor, gradient: torch.Tensor
 ) -> Mapping[str, Any] | None:
-    """Let a copy of the optimizer take a step on ``param``, in place; returns its state, or None if the step fails."""
+    """Step a copy of the optimizer on ``param`` in place; return its state or None."""
     param.requires_grad_(True)
     param.grad = gradient
     shadow = _make_shadow(optimizer, [{**{key: copy.copy(value) for key, value in fields.items()}, "params": [param]}])
@@ -107,7 +107,7 @@ def _step_shadow(
 
 
 def _make_shadow(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
-    """Copy an optimizer, with separate state, groups and containers, so that steps do not change the original."""
+    """Copy an optimizer so that steps of the copy do not change the original."""
     # A subclass without __del__, in which DeepSpeed's CPU optimizers free their native state.
     kind: Any = type("Shadow", (type(optimizer),), {"__del__": lambda self: None, "__module__": __name__})
     shadow = kind.__new__(kind)
@@ -145,7 +145,7 @@ def find_other_kind(
     like: torch.Tensor,
     scalars: Collection[str] = (),
 ) -> str:
-    """Describe the difference between the live optimizer's states and the saved states; empty if there is none.
+    """Describe the difference between live and saved optimizer states, if any.
 
     An optimizer of the saved class may have fewer states at first: some appear later, others by saved switches.
 
@@ -184,7 +184,7 @@ def _is_same_class(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a live hyper-parameter to plain data."""
+    """Convert a live hyper-parameter to plain data: other objects to a type name."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     return value if _is_plain(value) else type(value).__name__
@@ -199,7 +199,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Set a live param group's saved hyper-parameters; tensors (a capturable lr) are filled in place."""
+    """Set a live param group's saved hyper-parameters; tensors are filled in place."""
     for key, value in adopt_hyper(group, saved).items():
         if isinstance(group.get(key), torch.Tensor) and isinstance(value, (int, float)):
             group[key].fill_(value)
@@ -208,9 +208,10 @@ def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
-    """Convert a saved scalar to the optimizer's form: a one-element tensor or a number; a fraction stays a float.
+    """Convert a saved scalar to the optimizer's form, a tensor or a number.
 
-    If the form is not known, whole numbers stay whole, and others become tensors that have the same value.
+    A fraction never becomes an integer. If the form is unknown, integers stay, and floats become tensors that have the
+    same value.
     """
     example, is_whole = kept.scalars.get(name) if kept else None, float(value).is_integer()
     if isinstance(example, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Ranks of a live engine in its parallel groups, and the live model's description of its tensors' cuts.
+"""A live engine's ranks in its parallel groups, and its model's tensor cuts.
 
 DeepSpeed gets model parallelism from a Megatron-like ``mpu``, the grid of a ``PipelineModule``, or AutoTP (whose mpu is
 ``deepspeed.utils.groups``). All have the methods named in ``deepspeed/utils/bwc.py``.
@@ -105,7 +105,9 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The ranks that hold the same distributed parameters: parameters that only some data-parallel ranks hold.
+    """The ranks that hold the same distributed parameters.
+
+    Only some data-parallel ranks hold a distributed parameter.
 
     Attributes:
         degree: number of such sets of ranks.
@@ -139,7 +141,7 @@ def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:
 
 
 def live_universal_info(engine: Any) -> dict[str, Any] | None:
-    """Return the model's ``universal_checkpoint_info`` (attribute or method) as plain data, or None.
+    """Return the model's ``universal_checkpoint_info`` as plain data, or None.
 
     Objects in it, such as ``SubparamShape`` and ``ParamAffineMap``, become dicts of their fields and ``"__class__"``;
     sets become sorted lists.

@@ -1,4 +1,4 @@
-"""Loads that keep the identity of objects which schedulers, loggers and trainers hold references to."""
+"""Loads that update objects in place, since schedulers and trainers refer to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replace_method(holder: Any, name: str, method: Callable[..., Any]) -> Iterat
 
 @contextmanager
 def keep_references(engine: Any) -> Iterator[None]:
-    """Make loads of the engine's optimizer, loss scaler and scheduler update objects in place.
+    """Make loads of the engine's optimizer, loss scaler and scheduler work in place.
 
     ``torch.optim.Optimizer.load_state_dict`` makes new param groups and states, and ZeRO takes the loss scaler from the
     file. An object that holds the old ones would change and read values that the optimizer no longer uses.
@@ -54,7 +54,7 @@ def keep_references(engine: Any) -> Iterator[None]:
 
 @contextmanager
 def keep_scheduler_references(engine: Any) -> Iterator[None]:
-    """Keep the scheduler's references to the live optimizer, param groups and parameters.
+    """Keep the scheduler's references to the optimizer, param groups and parameters.
 
     A scheduler that does not exclude them from its state dict loads copies of them.
     """
@@ -67,7 +67,7 @@ def keep_scheduler_references(engine: Any) -> Iterator[None]:
 
 
 def _list_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """List the torch optimizers among an optimizer and the optimizers in its fields (a wrapper, DeepSpeed's Muon)."""
+    """List the torch optimizers that a wrapper contains, itself included."""
     candidates, pending = dict[int, Any](), [optimizer]
     while pending:
         candidate = pending.pop()
@@ -79,7 +79,7 @@ def _list_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _set_state_in_place(optimizer: Any, set_state: Callable[[Any], None], loaded: dict[str, Any]) -> None:
-    """Write the loaded contents into the optimizer's own objects, and pass these to its ``__setstate__``."""
+    """Replace ``__setstate__``: write the loaded state into the optimizer's objects."""
     groups, new, filled = optimizer.param_groups, loaded["param_groups"], set[int]()
     merged = [update_in_place(*pair, filled) for pair in zip(groups, new, strict=False)]
     groups[:] = [*merged, *new[len(merged) :]]
@@ -88,7 +88,7 @@ def _set_state_in_place(optimizer: Any, set_state: Callable[[Any], None], loaded
 
 @torch.no_grad()
 def update_in_place(old: Any, new: Any, filled: set[int] | None = None) -> Any:
-    """Copy ``new`` into ``old`` and return ``old``; return ``new`` if type, shape or dtype differ.
+    """Copy ``new`` into ``old`` and return ``old``; return ``new`` if it does not fit.
 
     Args:
         filled: ids of the tensors that are already written; two param groups can share one.
@@ -115,7 +115,7 @@ def update_in_place(old: Any, new: Any, filled: set[int] | None = None) -> Any:
 
 
 def _fits(old: torch.Tensor, new: Any) -> bool:
-    """Return True if a tensor can take a tensor or a number without a change of its form."""
+    """Return True if a tensor can take a tensor or number without a change of form."""
     if isinstance(new, torch.Tensor):
         return (old.shape, old.dtype) == (new.shape, new.dtype)
     can_hold = isinstance(new, int) or old.is_floating_point()
@@ -124,7 +124,7 @@ def _fits(old: torch.Tensor, new: Any) -> bool:
 
 @contextmanager
 def _keep_loss_scaler(wrapper: Any) -> Iterator[None]:
-    """Keep a wrapper's loss scaler with its configuration, and give it the loaded one's state if the kind is equal."""
+    """Copy a loaded loss scaler's state into the live scaler if their types are equal."""
     scaler = getattr(wrapper, "loss_scaler", None)
     yield
     loaded = getattr(wrapper, "loss_scaler", None)

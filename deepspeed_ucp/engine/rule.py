@@ -1,4 +1,4 @@
-"""Compare update rules and hyper-parameters of saved and live optimizers by their param groups.
+"""Compare update rules and hyper-parameters of saved and live param groups.
 
 Checkpoints do not contain the optimizer's class. Param groups say more about it than states: Adam, NAdam, RAdam and
 LAMB have states of the same names. Arguments of the constructor are compared; other entries that optimizers keep there
@@ -52,7 +52,7 @@ _CYCLED = ("betas", "momentum")
 
 
 def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fields) -> str:
-    """Describe how a live param group's update rule differs from the saved one; empty if no difference is known.
+    """Describe the difference between a group's saved and live update rules, if any.
 
     Args:
         configured: the ``optimizer`` section of the saved ds_config, or empty.
@@ -78,9 +78,9 @@ def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fie
 
 
 def find_doubt(optimizer: Any, live: Fields, saved: Fields, configured: Fields, live_configured: Fields) -> str:
-    """Warn if a save does not record whether Adam's weight decay is decoupled, and the optimizer may have changed.
+    """Warn if Adam may have changed between coupled and decoupled weight decay.
 
-    Torch before 2.7 did not save it. DeepSpeed's own Adam decouples by default; the ds_config has the setting, but
+    Torch before 2.7 does not save it. DeepSpeed's own Adam decouples by default; the ds_config has the setting, but
     before 0.19 without ``adam_w_mode``. Returns an empty text if there is no doubt.
     """
     mode, is_deepspeed = _read_live_mode(optimizer, live), ["bias_correction" in fields for fields in (saved, live)]
@@ -106,7 +106,7 @@ def list_edits(
     takes_saved: bool,
     with_scheduler: bool = True,
 ) -> str:
-    """Describe hyper-parameters that the script has changed, and which values are used; empty if there are none.
+    """Describe hyper-parameters that the script changed, and which values are used.
 
     Changes by a scheduler do not count: the initial rates are compared, if the groups have them.
 
@@ -138,9 +138,9 @@ def list_edits(
 
 
 def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> str:
-    """Describe effective hyper-parameters that only one side has, if saved values are used; empty if there are none.
+    """Describe effective hyper-parameters that only one side has.
 
-    Excludes switches that :func:`find_other_rule` compares.
+    Applies to loads that use saved values. Excludes switches that :func:`find_other_rule` compares.
     """
     added, dropped = dict[str, None](), dict[str, None]()
     for live, saved in pairs:
@@ -155,7 +155,7 @@ def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> st
 
 
 def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields | None], str]:
-    """Record an engine's hyper-parameters before DeepSpeed's load, which replaces them.
+    """Record an engine's hyper-parameters, which DeepSpeed's load will replace.
 
     Returns:
         A function that takes the loaded client state and describes replaced values, like :func:`list_edits`.
@@ -191,7 +191,7 @@ def read_configured(engine: Any) -> Fields:
 
 
 def list_given(optimizer: Any, live: Fields) -> list[str]:
-    """List the keys of a live param group that users set: the constructor's arguments and the users' own keys."""
+    """List constructor arguments and users' own keys in a live param group."""
     makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     known = {name for maker in makers for name in inspect.signature(maker).parameters}
     defaults = getattr(optimizer, "defaults", {})
@@ -220,7 +220,7 @@ def _read_params(configured: Fields) -> Fields:
 
 
 def _read_saved_mode(saved: Fields, configured: Fields) -> bool | None:
-    """Return True if weight decay was decoupled; None if unknown (torch before 2.7, DeepSpeed's own Adam)."""
+    """Return True if the saved weight decay is decoupled, or None if unknown."""
     if _DECOUPLED in saved or "bias_correction" not in saved:
         return saved.get(_DECOUPLED)
     kind, mode = str(configured.get("type")).lower(), _read_params(configured).get("adam_w_mode")
@@ -235,7 +235,7 @@ def _read_live_mode(optimizer: Any, live: Fields) -> bool | None:
 
 
 def _find_rate(live: Fields, saved: Fields, scheduler: Any, configured: Fields) -> dict[str, tuple[Any, Any]]:
-    """Return the learning rates to compare as {name: (saved, live)}; empty if a scheduler of this run sets them."""
+    """Find (saved, live) learning rates, by name, that no scheduler of this run sets."""
     if not ("lr" in live and "lr" in saved):
         return {}
     if "initial_lr" in saved and ("initial_lr" in live or scheduler is None):
