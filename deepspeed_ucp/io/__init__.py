@@ -1,1 +1,1 @@
-"""Parallel reads with checksums, and writes that survive a crash, for local files and object stores."""
+"""Checksummed parallel reads and crash-safe writes, for files and object stores."""

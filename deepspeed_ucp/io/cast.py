@@ -1,6 +1,7 @@
-"""Casts between element types with the results of torch's ``.to``, without importing torch if numpy can do them.
+"""Element-type casts with the results of torch's ``.to``.
 
-Eight-bit types are cast by torch: ml_dtypes returns nan for values too large for float8_e4m3fn, and is 14 times slower.
+numpy casts where it can, without an import of torch. torch casts eight-bit types: ml_dtypes returns nan for values too
+large for float8_e4m3fn, and is 14 times slower.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def cast(data: memoryview, source: str, into: memoryview, target: str) -> None:
 
 
 def find_dtype(name: str) -> np.dtype[Any]:
-    """Return numpy's dtype for the name of an element type, from ``ml_dtypes`` if numpy has none."""
+    """Return numpy's dtype of an element type by name, from ``ml_dtypes`` if needed."""
     if not name.startswith(("bfloat", "float8")):
         return np.dtype(name)
     import ml_dtypes
@@ -58,7 +59,7 @@ def _cast_numpy(data: npt.NDArray[Any], into: npt.NDArray[Any]) -> None:
 
 
 def average(copies: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of tensors in double precision, added in order: the mean of equal tensors is exact.
+    """Return the double-precision mean of tensors, which is exact for equal tensors.
 
     Raises:
         ValueError: the iterable is empty.

@@ -1,6 +1,7 @@
-"""Clients of object stores and HTTP servers, made by obstore from a URL, ``storage_options`` and the environment.
+"""Make obstore's clients of object stores and HTTP servers.
 
-obstore's threads do not survive a fork: a process that was forked from one with clients cannot use stores.
+The URL, ``storage_options`` and the environment configure a client. obstore's threads do not survive a fork: a process
+that was forked from one with clients cannot use stores.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _AWS_ENVIRONMENT = (
 
 
 class _ClientState:
-    """Clients of this process by store and timeout, and ``storage_options`` with ``client_kwargs`` in them."""
+    """This process's clients by store and timeout, and its flat ``storage_options``."""
 
     def __init__(self) -> None:
         self.clients: dict[tuple[str, str], Any] = {}
@@ -154,7 +155,7 @@ def _make_s3(root: str, common: dict[str, Any]) -> Any:
 
 
 def _find_aws_provider(profile: str | None) -> Any:
-    """Return boto3's credentials if AWS's files or a profile provide them, else None: obstore does not read these.
+    """Return boto3's credentials if AWS's files or a profile provide them, else None.
 
     Raises:
         UnsupportedError: a profile is named, and boto3 is not installed.
@@ -163,7 +164,7 @@ def _find_aws_provider(profile: str | None) -> Any:
     named = profile or os.environ.get("AWS_PROFILE")
     if profile is None and any(map(os.environ.get, _AWS_ENVIRONMENT)):
         return None
-    files = (("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config"))
+    files = (("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config"))  # obstore reads neither
     paths = (Path(os.environ.get(name) or Path.home() / ".aws" / file) for name, file in files)
     if not named and not any(path.is_file() for path in paths):
         return None
@@ -273,9 +274,9 @@ def describe(error: Exception, url: str) -> OSError:
 
 
 def _shorten(error: Exception) -> str:
-    """Return one line of an error: no debug output, no query of a URL (it may hold a signature), no page of HTML."""
+    """Return one line of an error without debug output, URL queries and HTML pages."""
     text = str(error).partition("\n\nDebug source")[0]
     text, separator, code = text.partition("<Code>")
-    text = " ".join(word.partition("?")[0] for word in text.partition("<")[0].split())
+    text = " ".join(word.partition("?")[0] for word in text.partition("<")[0].split())  # a query may hold a signature
     suffix = f" ({code.partition('<')[0]})" if separator else ""
     return text.rstrip(" :-") + suffix

@@ -1,4 +1,4 @@
-"""Deletes local files and folders through directory descriptors; no link is followed."""
+"""Delete local files and folders by directory descriptors, following no link."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_below(folder: str, path: str) -> Iterator[int]:
 def delete_files(
     fd: int, choose: Callable[[str], bool], enter: Callable[[str], bool] = lambda _: True, above: str = ""
 ) -> None:
-    """Delete the chosen files below an open folder, then every visited subfolder that is empty.
+    """Delete the chosen files below an open folder, then visited empty subfolders.
 
     A link counts as a file: the link is deleted, its target stays.
 
@@ -68,14 +68,14 @@ def delete_files(
 
 
 def delete_empty_folder(folder: str, path: str) -> None:
-    """Delete a folder below another one if it is empty; no link is followed. Errors are ignored."""
+    """Delete ``path`` below ``folder`` if it is empty; ignore errors, follow no link."""
     above, name = os.path.split(path.rstrip("/"))
     with suppress(OSError), open_below(folder, above) as fd:
         os.rmdir(name, dir_fd=fd)
 
 
 def delete_tree(path: str, below: str | None = None) -> None:
-    """Delete a folder with everything in it. If it is a link or a file, delete only that. It need not exist.
+    """Delete a folder with everything in it, or a single link or file, if it exists.
 
     Args:
         below: a folder that contains ``path``; no link between the two is followed. Default: the parent folder.
@@ -100,7 +100,7 @@ def delete_tree(path: str, below: str | None = None) -> None:
 
 
 def delete_own(path: str) -> None:
-    """Delete a folder as :func:`delete_tree` does, as far as possible; errors are ignored."""
+    """Delete a folder as :func:`delete_tree` does, but ignore errors."""
     with suppress(OSError):
         delete_tree(path)
 

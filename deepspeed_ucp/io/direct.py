@@ -54,7 +54,7 @@ def is_worth_passing(fd: int) -> bool:
 
 
 def find_readahead(device: int) -> int:
-    """Return the bytes that the system reads ahead on a device; 0 if unknown, as for several disks in one."""
+    """Return a device's readahead in bytes; 0 if unknown, as for several disks in one."""
     try:
         kib = (_DEVICES / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb").read_text()
     except OSError:
@@ -63,7 +63,7 @@ def find_readahead(device: int) -> int:
 
 
 def reopen(fd: int, mode: int = os.O_RDONLY) -> int | None:
-    """Open a file again for access past the page cache; return None if the file system refuses."""
+    """Reopen a file for access past the page cache; None if the file system refuses."""
     try:
         return os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -72,7 +72,7 @@ def reopen(fd: int, mode: int = os.O_RDONLY) -> int | None:
 
 @contextmanager
 def open_past(fd: int, nbytes: int) -> Iterator[int | None]:
-    """Yield a descriptor for writing so many bytes past the page cache, or None if the cache is faster."""
+    """Open a file for writes past the page cache; yield None if the cache is faster."""
     past = reopen(fd, os.O_WRONLY) if nbytes >= LEAST and find_kind(fd) == DISK else None
     try:
         yield past
@@ -82,9 +82,10 @@ def open_past(fd: int, nbytes: int) -> Iterator[int | None]:
 
 
 def cut_blocks(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int, bool]]:
-    """Divide consecutive views at ``offset`` into pieces: (views, their offset, True if one view of whole blocks).
+    """Divide consecutive views at byte ``offset`` into whole blocks and the rest.
 
-    A block is at least a page: no page is written both through the cache and past it.
+    Yields (views, their offset, True if it is one view of whole blocks). A block is at least a page: no page is written
+    both through the cache and past it.
     """
     block = max(ALIGNMENT, mmap.PAGESIZE)
     through, begin = list[memoryview](), offset

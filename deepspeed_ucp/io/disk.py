@@ -1,4 +1,4 @@
-"""Durable writes: checks of free space, complete writes, atomic replacement of files, syncs of folders.
+"""Durable writes: checks of free space, atomic replacement, syncs of folders.
 
 They raise DiskFullError if the disk, a quota or the process's limit of file sizes has no room.
 """
@@ -37,7 +37,7 @@ _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def check_space(folder: str, nbytes: int) -> None:
-    """Check that files fit before the first byte is written; quotas are noticed only by writes.
+    """Raise DiskFullError if the disk lacks room for files; quotas are not checked.
 
     Args:
         folder: need not exist; its present files count as written.
@@ -70,7 +70,7 @@ def _count_free(path: str) -> int:
 
 @contextmanager
 def explain_full(path: str) -> Iterator[None]:
-    """Context that raises "no space", "quota exceeded" and "file too large" as DiskFullError.
+    """Raise "no space", "quota exceeded" and "file too large" as DiskFullError.
 
     Any other OSError gets ``path`` if the system names no file.
     """
@@ -116,7 +116,7 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
 
 
 def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset: int) -> None:
-    """Write consecutive parts from byte ``offset`` on: whole blocks past the page cache if that is faster.
+    """Write consecutive parts at byte ``offset``: blocks past the cache if faster.
 
     Several threads may write different blocks of one file.
     """
@@ -148,7 +148,7 @@ def _find_name(fd: int) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Context that yields the path of a temporary file in the same folder, and at its end renames it to ``path``.
+    """Yield a temporary path in the same folder; at the end rename it to ``path``.
 
     A temporary file that a killed process has left is used again. If another process uses it, the file gets another
     name. After an error it is deleted.
@@ -186,7 +186,7 @@ def is_still_at(fd: int, path: str) -> bool:
 
 
 def write_atomically(path: str, data: bytes) -> None:
-    """Replace a file: after a crash there is the old one or the new one. Several processes may do so at once."""
+    """Replace a file atomically and durably; several processes may do so at once."""
     with replacing(path) as aside, open_to_write(aside) as fd:
         write_at(fd, data, 0)
         os.ftruncate(fd, len(data))
@@ -195,7 +195,7 @@ def write_atomically(path: str, data: bytes) -> None:
 
 
 def map_new_file(path: str, nbytes: int) -> memoryview:
-    """Create a file and map its ``nbytes`` > 0 zeroed bytes; later writes to this memory cannot fail.
+    """Create and map a file of ``nbytes`` > 0 zeros; writes to this memory never fail.
 
     The kernel writes the bytes back when it needs memory.
     """
@@ -218,7 +218,7 @@ def sync_folder(folder: str) -> None:
 
 
 def sync_tree(folder: str) -> None:
-    """Sync everything below a folder that this node wrote: one ``syncfs``, or ``fsync`` of each file."""
+    """Sync everything below a folder that this node wrote."""
     with explain_full(folder):
         tree = list(os.walk(folder))
         files = [os.path.join(parent, name) for parent, _, names in tree for name in names]
@@ -230,7 +230,7 @@ def sync_tree(folder: str) -> None:
 
 
 def _sync_filesystem(folder: str) -> bool:
-    """Call ``syncfs``; return False if the system has none that reports errors (Linux before 5.8)."""
+    """Call ``syncfs``; return False if it reports no errors (Linux before 5.8)."""
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
     call = getattr(load_libc(), "syncfs", None)
     if call is None or release < (5, 8):

@@ -1,4 +1,4 @@
-"""Interfaces of stores (local file systems, URLs) and of files that are open for reading."""
+"""Interfaces of stores (local or behind URLs) and of files open for reading."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stored(Closing, ABC):
     path: str
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
-        """Return bytes in memory of ``scratch`` if that is faster than :meth:`read`, else None."""
+        """Return bytes in memory of ``scratch`` if faster than :meth:`read`, else None."""
         return None
 
     @abstractmethod
@@ -111,7 +111,7 @@ EIO is one of them: bad sectors and checksum errors (btrfs, ZFS) cause it perman
 
 
 def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
-    """Return the error for a file or folder that cannot be ``what`` (opened, read, listed).
+    """Return the error for a path that cannot be ``what`` (opened, read, listed).
 
     Returns:
         A plain CheckpointError if it is missing or damaged, else an OutOfReachError.
@@ -130,7 +130,7 @@ class Store(ABC):
 
     @abstractmethod
     def list_folder(self, folder: str, /) -> dict[str, Entry]:
-        """Return the entries of a folder by name. Links are followed; a link to nothing has no bytes."""
+        """Return a folder's entries by name; links are followed, broken ones have size 0."""
 
     @abstractmethod
     def list_tree(self, folder: str, /) -> dict[str, Entry]:
@@ -173,9 +173,10 @@ class Store(ABC):
         """Replace a small file: after a crash there is the old one or the new one."""
 
     def exchange_small(self, path: str, data: bytes, before: bytes | None, /) -> bool:
-        """Write a small file if its content is ``before`` (None: it does not exist); return True if it has ``data``.
+        """Write a small file if its content is ``before``; return True if it has ``data``.
 
-        Without conditional writes, a write of another process between the comparison and this write is lost.
+        ``before`` is None for a missing file. Without conditional writes, a write of another process between the
+        comparison and this write is lost.
         """
         try:
             now = self.read_small(path)
@@ -195,7 +196,7 @@ class Store(ABC):
 
     @abstractmethod
     def open_regular(self, path: str, /) -> ReadStream:
-        """Open a file for reads of small parts; parts of a file behind a URL are kept in memory."""
+        """Open a file for small reads; blocks of a remote file are kept in memory."""
 
     @abstractmethod
     def open_stored(self, path: str, /, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:

@@ -1,4 +1,4 @@
-"""JSON documents of files and stores. All of them are read here, and all faults are errors that name the file.
+"""Read JSON documents from files and stores; errors name the file.
 
 A missing file is a FileNotFoundError or NotADirectoryError, an unreadable one an OutOfReachError, another fault a plain
 CheckpointError.

@@ -1,4 +1,4 @@
-"""Memory for staging: allocation in large pages, reuse by threads, available bytes, and sharing on one machine."""
+"""Staging memory: large pages, reuse by threads, available bytes, and sharing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TOKEN = 16
 
 
 def allocate(nbytes: int) -> mmap.mmap:
-    """Return ``nbytes`` > 0 zeroed bytes, which return to the system when they are freed.
+    """Return ``nbytes`` > 0 zeroed bytes that return to the system when freed.
 
     malloc would keep buffers of a few MiB in an arena per thread: 200 MiB per rank. The memory is private: the first
     touch of shared memory takes one and a half times as long.
@@ -48,10 +48,10 @@ def allocate(nbytes: int) -> mmap.mmap:
 
 
 def allocate_large(nbytes: int) -> memoryview:
-    """Return ``nbytes`` > 0 zeroed bytes for reads and writes past the page cache, in large pages if possible.
+    """Return ``nbytes`` > 0 zeroed bytes, in large pages if possible.
 
-    A request to a disk holds a few hundred pages. With small pages these are 1 MiB, which costs a disk up to half of
-    its speed (docs/performance.md).
+    Reads and writes past the page cache use it. A request to a disk holds a few hundred pages. With small pages these
+    are 1 MiB, which costs a disk up to half of its speed (docs/performance.md).
     """
     memory = allocate(nbytes + LARGE_PAGE)
     start = -find_address(memory) % LARGE_PAGE
@@ -74,7 +74,7 @@ def has_large_pages() -> bool:
 
 
 class LargePages:
-    """Requests large pages for memory that is filled for the first time, as long as the machine has them available.
+    """Requests large pages for untouched memory while the machine has them available.
 
     The kernel zeroes memory before use: on 2 cores of an AMD EPYC 16 to 22 GiB/s in large pages and 3.2 GiB/s in small
     ones, which is most of the processor time of a load. But a virtual machine returns free memory to its host (balloon
@@ -91,7 +91,7 @@ class LargePages:
         self._lost = 0.0
 
     def add(self, address: int, nbytes: int) -> None:
-        """Request large pages for the whole pages of untouched memory; no effect on a system without them."""
+        """Request large pages for the whole pages of untouched memory, if supported."""
         low, high = -(-address // mmap.PAGESIZE), (address + nbytes) // mmap.PAGESIZE
         place = low * mmap.PAGESIZE, (high - low) * mmap.PAGESIZE
         if place[1] > 0 and _advise(*place, mmap.MADV_HUGEPAGE):
@@ -135,7 +135,7 @@ class Event(Protocol):
 
 
 class ScratchPool:
-    """Scratch memory that several threads share one after the other, so that each piece is touched first only once.
+    """Pool of scratch memory that threads reuse, since a first touch is slow.
 
     Args:
         allocate: as for :class:`Scratch`.
@@ -207,7 +207,7 @@ def take_front(views: Iterable[memoryview], nbytes: int) -> list[memoryview]:
 
 @contextmanager
 def pause_collection() -> Iterator[None]:
-    """Context without Python's cyclic garbage collector, for the creation of many small acyclic objects.
+    """Disable cyclic garbage collection while many small objects are created.
 
     The collector would walk torch's heap repeatedly: three quarters of the time for the headers of a 1 T model.
     """
@@ -226,17 +226,14 @@ def identify_host() -> str:
 
 
 def measure_available() -> int:
-    """Return the bytes that this process can use without swapping, by the machine and its control groups.
-
-    0 if unknown.
-    """
+    """Return the bytes that this process can use without swapping; 0 if unknown."""
     lines = dict(line.split(":", 1) for line in _read(_PROC / "meminfo").splitlines() if ":" in line)
     free = int(lines.get("MemAvailable", "0 kB").split()[0]) << 10
     return max(min([free, *_measure_groups()]), 0)
 
 
 def _measure_groups() -> Iterator[int]:
-    """Yield the free bytes of each limited control group of this process; inactive pages of files count as free."""
+    """Yield free bytes, with inactive file pages, of each limited control group."""
     for line in _read(_PROC / "self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if not controllers:
@@ -306,7 +303,7 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
 
 
 def _make(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:
-    """Allocate memory with a file descriptor; (-1, memory) if the system has no ``memfd``, (-1, None) if it is full."""
+    """Return (file descriptor, memory): -1 without ``memfd``, None if memory is full."""
     try:
         return _make_file(nbytes, token)
     except (AttributeError, OSError):
@@ -330,7 +327,7 @@ def _make_file(nbytes: int, token: bytes) -> tuple[int, memoryview]:
 
 
 def _map(path: str, token: bytes, nbytes: int) -> memoryview | None:
-    """Map another rank's memory; None if it is not accessible, or the path is that of another process."""
+    """Map another rank's memory; None if inaccessible or of another process."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

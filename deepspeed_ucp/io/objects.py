@@ -1,4 +1,4 @@
-"""Object stores as a :class:`Store`: lists, conditional writes, uploads, and reads by byte ranges.
+"""Object stores as a :class:`Store`: lists, conditional writes, and range reads.
 
 A listing gives size and version (ETag) of each object, which later reads expect: an object that was replaced meanwhile
 is refused. Each answer names its version, so no further request is needed.
@@ -55,7 +55,7 @@ _known: dict[str, Entry] = {}
 
 
 def make_version(e_tag: str | None, changed: datetime | None) -> str:
-    """Return an identifier of an object's content: its ETag, or the time of its last change; may be empty."""
+    """Return an object's version: its ETag or time of change; may be empty."""
     seconds = changed.timestamp() if changed else 0.0
     return (e_tag or "").strip('"') or (repr(seconds) if seconds else "")
 
@@ -66,7 +66,7 @@ def _make_entry(meta: Mapping[str, Any]) -> Entry:
 
 
 class ObjectStore(Store):
-    """S3, Google Cloud Storage and Azure Blob Storage. A folder is a prefix of names: it exists if it has objects."""
+    """S3, Google Cloud and Azure storage. A folder is a prefix that has objects."""
 
     def list_folder(self, folder: str) -> dict[str, Entry]:
         client, prefix = connect(folder)
@@ -120,7 +120,7 @@ class ObjectStore(Store):
             obstore.put(client, key, data, use_multipart=False)
 
     def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
-        """Write under a condition. If the answer is lost, the next read shows if it was done."""
+        """Write under a condition; if the answer is lost, the next read shows the result."""
         client, key = connect(url, writing=True)
         for _ in range(_LOOKS):
             now, mode = None, "create"
@@ -138,7 +138,7 @@ class ObjectStore(Store):
             obstore.delete(client, key)
 
     def put_file(self, url: str, source: str) -> None:
-        """Upload in parts if the file is large. A failed upload is aborted, which deletes its parts."""
+        """Upload a file, in parts if large; an abort after a failure deletes the parts."""
         client, key = connect(url, writing=True)
         size = os.stat(source).st_size
         part = max(_PART, -(-size // _MOST_PARTS))
@@ -166,7 +166,7 @@ def _name(path: str) -> str:
 
 
 def _put_where(client: Any, key: str, data: bytes, mode: Any, url: str) -> bool:
-    """Write an object under a condition; return False if it does not hold. Stores without any get a plain one."""
+    """Write an object under a condition; return False if it does not hold."""
     try:
         obstore.put(client, key, data, mode=mode)
     except (AlreadyExistsError, PreconditionError):
@@ -176,7 +176,7 @@ def _put_where(client: Any, key: str, data: bytes, mode: Any, url: str) -> bool:
             return False
         if isinstance(error, GenericError) and "501 Not Implemented" not in str(error):
             raise describe(error, url) from error
-        ObjectStore().write_small(url, data)
+        ObjectStore().write_small(url, data)  # the store has no conditional writes
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no bucket {find_store(url)}; check its name and the endpoint") from error
     return True
@@ -215,7 +215,7 @@ def _pause(failures: int, error: Exception, url: str) -> int:
 
 
 class RemoteFile(Stored):
-    """One object that is read by ranges, in the version that the last listing or else the first answer names.
+    """An object read by ranges, in the version of the last listing or first answer.
 
     Args:
         find: returns the entry of a URL that no listing has named.
@@ -247,7 +247,7 @@ class RemoteFile(Stored):
         return nbytes
 
     def fill(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory from byte ``offset`` on; the list is consumed. A read that is cut continues where it stopped."""
+        """Fill memory from byte ``offset``, continuing cut reads; the list is consumed."""
         end, failures = offset + sum(view.nbytes for view in views), 0
         if end > self.size:
             raise ChangedError(f"ends at byte {self.size}")
@@ -288,7 +288,7 @@ def _take(views: list[memoryview], data: memoryview) -> None:
 
 
 class RemoteStream(ReadStream):
-    """An object whose header is read: a few requests, whose blocks are kept until it is closed."""
+    """An object whose header is read by few requests; blocks are kept until it closes."""
 
     is_remote = True
 
@@ -309,7 +309,7 @@ class RemoteStream(ReadStream):
         return b"".join(self._blocks[number] for number in numbers)[low - start : high - start]
 
     def read_ahead(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Request the missing blocks of small ranges, several at once; neighbours in one request."""
+        """Request the missing blocks of small ranges concurrently, neighbours together."""
         spans = [(offset // _BLOCK, -(-min(offset + nbytes, self.size) // _BLOCK)) for offset, nbytes in ranges]
         wanted = {number for span in spans for number in range(*span)} - self._blocks.keys()
         runs: list[tuple[int, int]] = []

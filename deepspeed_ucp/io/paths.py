@@ -1,4 +1,4 @@
-"""Local paths and URLs as strings, the entries of folders, and the kinds of storage behind paths."""
+"""Local paths and URLs, the entries of folders, and the kinds of storage."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def is_below(path: str) -> bool:
 
 
 def is_url(path: str) -> bool:
-    """Return True for the URL of a store (``s3://bucket/run``), False for a local path."""
+    """Return True for a store's URL (``s3://bucket/run``), False for a local path."""
     return _URL.match(path) is not None and _LOCAL.match(path) is None
 
 
 def normalize(path: str) -> str:
-    """Return the absolute path or the URL, without ``/`` at its end and without ``file://``."""
+    """Return an absolute path or a URL without a final ``/`` and without ``file://``."""
     if not is_url(path):
         return os.path.abspath(_LOCAL.sub("", path, count=1))
     scheme, _, rest = path.partition("://")
@@ -89,13 +89,13 @@ def normalize(path: str) -> str:
 
 
 def find_tag_folder(folder: str) -> str:
-    """Return the tag's folder of a folder with a tag's files: the parent if it is a save's folder below the tag."""
+    """Return the folder of a tag, given it or the folder of a save below it."""
     above, name = os.path.split(folder.rstrip("/"))
     return above if name.startswith(UPLOAD) else folder
 
 
 def join_path(folder: str, name: str) -> str:
-    """Return the path of a file in a folder. ``../name`` is relative to the tag's folder, with links resolved."""
+    """Return a file's path in a folder; ``../name`` starts at the tag's real folder."""
     if not name.startswith("../"):
         return os.path.join(folder, name)
     folder = find_tag_folder(folder)
@@ -115,7 +115,7 @@ class _Statfs(ctypes.Structure):
 
 @functools.cache
 def load_libc() -> ctypes.CDLL:
-    """Return the C library, with ``errno`` and the argument types of functions that take addresses or sizes."""
+    """Return the C library with the types of functions that take addresses or sizes."""
     libc = ctypes.CDLL(None, use_errno=True)
     number, address, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
     libc.statfs.argtypes = ctypes.c_char_p, address
@@ -137,7 +137,7 @@ def find_kind(file: int | str) -> str:
 
 
 def measure_distance(path: str) -> int:
-    """Return 0 for a local file system, 1 for a network file system, 2 for a store; a missing path is local."""
+    """Return 0 for local storage or a missing path, 1 for a network, 2 for a store."""
     return 2 if is_url(path) else int(find_kind(path) == NETWORK)
 
 
@@ -147,5 +147,5 @@ def count_readers(path: str) -> int:
 
 
 def choose_map(path: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]:
-    """Return a ``map`` for work on a folder's files: by several threads for network storage."""
+    """Return a ``map`` over a folder's files, with threads for network storage."""
     return partial(map_threads, threads=_FAR_READERS) if measure_distance(path) else map

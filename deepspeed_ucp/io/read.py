@@ -1,6 +1,7 @@
-"""Reads byte ranges of records to their destinations, each byte once, and checksums them in the processor cache.
+"""Read byte ranges of records into their destinations, and checksum them.
 
-A file that has copies is read from the first place that has it, and from the next one if that fails.
+Each byte is read once, and checksummed while the processor cache holds it. A file that has copies is read from the
+first place that has it, and from the next one if that fails.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Failover:
         self._lock = threading.Lock()
 
     def read(self, copies: Sequence[str], work: Callable[[str], T], primary: str) -> T:
-        """Call ``work`` with the path of a file, and with that of another copy, with a warning, if it fails.
+        """Call ``work`` with a file's path; if it fails, warn and use another copy.
 
         Args:
             copies: paths in order of preference.
@@ -130,7 +131,7 @@ class Sink(Protocol):
     """Destination of a buffer's bytes."""
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """Return memory to read into directly from element ``position`` on, or None if bytes must be converted."""
+        """Return memory from element ``position`` on, or None if bytes need conversion."""
 
     def store(self, item: CopyItem, data: memoryview) -> None:
         """Store the bytes of an item, which were read into other memory."""
@@ -201,7 +202,7 @@ class RecordReader(Closing):
             self._open.popitem()[1].close()
 
     def read(self, reads: Sequence[Read], sinks: Sequence[Sink | None]) -> list[Checked]:
-        """Execute reads one after the other; returns checksums of the ranges read, which are 0 without ``checksum``.
+        """Execute reads in order; return checksums, which are 0 without ``checksum``.
 
         Args:
             sinks: by destination number; None discards the bytes after their checksum.
@@ -214,7 +215,7 @@ class RecordReader(Closing):
         return [check for checks in parts for check in checks]
 
     def group(self, reads: Sequence[Read]) -> list[list[Read]]:
-        """Group consecutive reads of a store's file that one request serves, up to ``joined`` bytes."""
+        """Group consecutive reads that one request serves, up to ``joined`` bytes."""
         groups: list[list[Read]] = []
         end, left = (-1, -1), 0
         for read in reads:
@@ -240,7 +241,7 @@ class RecordReader(Closing):
             return [self._take(read, *parts) for read, parts in zip(group, fetched, strict=True)]
 
     def _take(self, read: Read, views: list[memoryview], staged: Staged) -> Checked:
-        """Compute a read's checksum and store the items that were not read to their destination."""
+        """Checksum a read and store the items that were not read to their destination."""
         crc = 0
         if self.checksum:
             for view in views:
@@ -252,7 +253,7 @@ class RecordReader(Closing):
     def _fetch(
         self, file: Stored, group: Sequence[Read], sinks: Sequence[Sink | None], scratch: Scratch
     ) -> list[tuple[list[memoryview], Staged]]:
-        """Execute consecutive reads of a record of an open file; returns the memory of each read, in order."""
+        """Execute consecutive reads of an open file's record; return each read's memory."""
         first, nbytes = group[0], sum(read.nbytes for read in group)
         offset = self.records[first.record].offset + first.offset
         data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
@@ -329,7 +330,7 @@ def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> i
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files for ``count`` more, as far as the system allows."""
+    """Raise this process's limit of open files for ``count`` more, if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""Reads whole files by several threads, with the CRC32 of byte ranges; faults are collected.
+"""Read whole files by several threads and checksum ranges; collect the faults.
 
 For ``verify``, not for loads. Threads take pieces in file order: storage sees a few large reads close together.
 """
@@ -55,7 +55,7 @@ def scan_files(
     window: int = 64 << 20,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Scanned]:
-    """Read files and compute the CRC32 of their ranges; read errors are returned, not raised.
+    """Compute the CRC32 of files' ranges; read errors are returned, not raised.
 
     Args:
         files: in reading order.
@@ -80,7 +80,7 @@ def scan_files(
 
 
 class _Scan:
-    """Scan of one file: open from its first piece to its last, read by several threads."""
+    """Scan of one file by several threads, open from its first piece to its last."""
 
     def __init__(self, file: ScanFile, chunk: int) -> None:
         self.file, self.left = file, -(-file.size // chunk)

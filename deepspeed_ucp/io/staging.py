@@ -1,4 +1,4 @@
-"""Writes an output to a temporary folder and renames it when it is complete and durable.
+"""Write an output to a temporary folder; rename it when complete and durable.
 
 While ``<parent>/<name>`` is written, its parent also holds ``.<name>.ucp-lock``, ``.<name>.ucp-partial`` (the temporary
 folder) and, between the two renames that replace an older output, ``.<name>.ucp-old``. A run that was killed leaves its
@@ -156,7 +156,7 @@ class OutputKind:
 
 
 class Staging:
-    """Writes one output folder. Rank 0 locks, begins and commits; all ranks write files.
+    """Writer of one output folder: rank 0 locks, begins and commits; all ranks write.
 
     :class:`.upload.RemoteStaging` does the same for a URL.
 
@@ -193,7 +193,7 @@ class Staging:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock of this destination; a commit that was killed half-way is repaired first."""
+        """Hold the destination's lock; first repair a commit that was killed halfway."""
         with explain_full(self.parent):
             os.makedirs(self.parent, exist_ok=True)
         with hold_lock(self.lock_path, f"a {self.kind.maker} to {self.destination}"):
@@ -201,7 +201,7 @@ class Staging:
             yield
 
     def recover(self) -> None:
-        """Undo a commit that was killed between its renames, or remove the older output that it has replaced."""
+        """Undo a killed commit, or delete the older output that it has replaced."""
         if not os.path.isdir(self.aside):
             return
         if _is_vacant(self.destination):
@@ -272,11 +272,11 @@ class Staging:
             self.point_at(latest)
 
     def point_at(self, name: str) -> None:
-        """Write a checkpoint's name to ``latest_universal`` in the parent folder, atomically."""
+        """Write a checkpoint's name to the parent's ``latest_universal``, atomically."""
         write_atomically(os.path.join(self.parent, LATEST), name.encode())
 
     def _keep_entries(self) -> None:
-        """Copy the entries of an output that is replaced which the new one does not write, to the new one."""
+        """Copy entries that outlive a replaced output, unless the new output has them."""
         for name in os.listdir(self.destination) if os.path.isdir(self.destination) else ():
             entry, kept = os.path.join(self.destination, name), self.path(name)
             if not self.kind.kept.fullmatch(name) or os.path.lexists(kept):
@@ -319,7 +319,7 @@ def check_apart(destination: str, real: str, source: str) -> None:
 
 
 def _is_vacant(path: str) -> bool:
-    """Return True if a path does not exist or is an empty folder: a folder can be renamed to it."""
+    """Return True if a folder can be renamed to a path: it is missing or empty."""
     if not os.path.lexists(path):
         return True
     return os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def open_local(path: str) -> BinaryIO:
-    """Open a local file for reading; links are followed. Only regular ones: a FIFO would block, a device never end."""
+    """Open a regular local file for reading; links are followed."""
     _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -41,7 +41,7 @@ def open_local(path: str) -> BinaryIO:
 def _check_mode(path: str, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(mode):  # a FIFO would block, a device would never end
         raise OSError(errno.EINVAL, "is a FIFO, a device or a socket, not a regular file", path)
 
 
@@ -85,7 +85,7 @@ class StoredFile(Stored):
             os.posix_fadvise(self._file.fileno(), 0, 0, advice)
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
-        """Read past the page cache, unless it holds the bytes, they are few, or the file system refuses."""
+        """Read past the page cache if that is faster and possible, else return None."""
         file = self._file.fileno()
         if not self._passes or nbytes < LEAST or is_cached(file, offset, nbytes):
             return None
@@ -220,7 +220,7 @@ def _choose(path: str) -> Store:
 
 
 def _by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concatenate[str, P], T]:
-    """Return a function that calls a method of the store of its first argument, a path."""
+    """Return a function that calls a method of the store that serves its path."""
 
     @functools.wraps(method)
     def call(path: str, /, *args: P.args, **options: P.kwargs) -> T:
@@ -248,7 +248,7 @@ open_stored = _by_path(Store.open_stored)
 
 
 def set_storage_options(options: Mapping[str, Any]) -> None:
-    """Set options of the stores behind all URLs for this process; ConfigError if one is unknown."""
+    """Set the stores' options for this process; ConfigError if one is unknown."""
     from .clients import set_options
 
     set_options(options)

@@ -20,7 +20,7 @@ _PER_CORE, _LEAST, MOST = 4, 8, 64
 
 
 def count_threads() -> int:
-    """Return the number of threads for reads and writes: several per core of this rank, as they mostly wait."""
+    """Return the number of threads for reads and writes, which mostly wait."""
     return min(max(_PER_CORE * len(os.sched_getaffinity(0)) // _count_ranks(), _LEAST), MOST)
 
 
@@ -32,7 +32,7 @@ def _count_ranks() -> int:
 
 @contextmanager
 def limit_torch(threads: int | None = None) -> Iterator[None]:
-    """Context in which torch uses at most so many threads per operation, by default this rank's share of the cores.
+    """Limit torch's threads per operation, by default to this rank's share of cores.
 
     Without a limit each rank, and each of our threads, uses all cores for an operation. OpenMP's threads then spin
     while they wait for others without a core: loads on 2 cores took up to 4 times as long.
@@ -51,7 +51,7 @@ def limit_torch(threads: int | None = None) -> Iterator[None]:
 
 
 def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads: int) -> None:
-    """Let threads take jobs one by one, in order; all have ended when this returns or raises.
+    """Let threads take jobs in order; all have ended when this returns or raises.
 
     Torch uses a single thread in each of them.
 
@@ -93,7 +93,7 @@ def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads:
 
 
 def map_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
-    """Like ``map`` with several threads; results are in order. Raises the first error of a thread."""
+    """Like ``map`` with several threads; raises the first error of a thread."""
     jobs = list(enumerate(items))
     results: dict[int, R] = {}
 
@@ -107,9 +107,10 @@ def map_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> lis
 
 
 def _wait_for_end(futures: Sequence[Future[None]]) -> None:
-    """Wait for threads despite interrupts, as their memory is freed afterwards; release errors that are not raised.
+    """Wait for threads despite interrupts, and release errors that are not raised.
 
-    ``Thread.join`` is no alternative: if it is interrupted, it takes a running thread for ended.
+    The threads' memory is freed afterwards. ``Thread.join`` is no alternative: if it is interrupted, it takes a running
+    thread for ended.
     """
     interrupt: BaseException | None = None
     while True:

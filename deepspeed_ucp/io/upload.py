@@ -1,4 +1,4 @@
-"""Writes an output to an object store: each rank uploads the complete files of a temporary local folder.
+"""Write an output to a store: each rank uploads the files of a temporary folder.
 
 Stores neither rename nor lock. The files that mark an output as complete are uploaded last, and deleted first when an
 output is replaced. An upload that was killed therefore leaves no output that looks complete; the next run starts again.
@@ -46,7 +46,7 @@ class RemoteStaging(Staging):
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Create this rank's temporary folder below ``TMPDIR``, which a DiskFullError names too, and delete it."""
+        """Create and delete this rank's folder below ``TMPDIR``; DiskFullError names it."""
         with tempfile.TemporaryDirectory(prefix=f"ucp-{self.name}-", ignore_cleanup_errors=True) as self.folder:
             try:
                 yield
@@ -81,7 +81,7 @@ class RemoteStaging(Staging):
             raise StorageError(f"cannot be listed ({error}).", path=self.destination) from error
 
     def begin(self) -> None:
-        """Delete the files of this kind at the destination; those that mark it as complete first."""
+        """Delete this kind's files at the destination, first the files in ``kind.last``."""
         present = [name for name in self._list() if self.kind.parts.fullmatch(name.split("/")[0])]
         marks = [name for name in reversed(self.kind.last) if name in present]
         with _explain(self.destination):
@@ -96,13 +96,13 @@ class RemoteStaging(Staging):
         os.unlink(self.path(name))
 
     def sync(self) -> None:
-        """Move this rank's files to the store, except the files that mark the output as complete."""
+        """Move this rank's files to the store, except the files in ``kind.last``."""
         names = [name for name in list_tree(self.folder) if name not in self.kind.last]
         names = [name for name in names if not os.path.basename(name).startswith(".ucp-")]
         list(choose_map(self.destination)(self.put, names))
 
     def commit(self, latest: str | None = None, *, overwrite: bool = False) -> None:
-        """Move the files that mark the output as complete to the store, and write ``latest_universal``."""
+        """Move the files in ``kind.last`` to the store, and write ``latest_universal``."""
         for name in self.kind.last:
             if os.path.exists(self.path(name)):
                 self.put(name)

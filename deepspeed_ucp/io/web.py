@@ -1,4 +1,4 @@
-"""Folders of HTTP servers, read only: index pages list them, and HEAD requests give size and version of each file."""
+"""Read-only folders of HTTP servers: index pages list files, HEAD gives versions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HINTS = {401: "check the credentials", 403: "check the credentials", 404: ABSEN
 
 
 class _Links(HTMLParser):
-    """Names of files and folders in an index page's links to its folder; folders end with ``/``."""
+    """Names that an index page links to in its folder; folders end with ``/``."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class WebStore(ObjectStore):
         return entries
 
     def _look(self, folder: str, name: str) -> Entry:
-        """Return the entry of a listed name; a link to nothing has no bytes, as in a local folder."""
+        """Return the entry of a listed name; a broken link has size 0."""
         if name.endswith("/"):
             return Entry(FOLDER, 0.0)
         return self.find_entry(f"{folder}/{name}") or Entry(0, 0.0)
@@ -105,16 +105,16 @@ def _is_page(headers: Mapping[str, str] | Message) -> bool:
 
 
 def _read_page(answer: http.client.HTTPResponse) -> bytes:
-    """Return the body of an answer; OSError if it is cut or too large: files that it does not list would be missed."""
+    """Return the body of an index page; OSError if it is cut or too large."""
     body = answer.read(_LARGEST_PAGE)
-    if answer.length or answer.read(1):
+    if answer.length or answer.read(1):  # files that it does not list would be missed
         raise OSError(f"the index page ends after {len(body)} bytes, or has more than {_LARGEST_PAGE}")
     return body
 
 
 def _request(method: str, url: str) -> tuple[Message, bytes]:
-    """Return the headers and, of a page, the body of an answer; obstore needs a length, which many pages lack."""
-    connect(url)  # checks the options
+    """Return an answer's headers and, for an index page, its body."""
+    connect(url)  # checks the options; obstore's request needs a length, which many pages lack
     request = urllib.request.Request(quote(url, safe=":/%"), method=method, headers=get_headers())
     for attempt in range(objects.ATTEMPTS):
         if attempt:
