@@ -1,1 +1,1 @@
-"""Special cases of a load, behind :mod:`.registry`: a resume imports only the modules that it needs."""
+"""Special cases of a load; :mod:`.registry` imports only the modules in use."""

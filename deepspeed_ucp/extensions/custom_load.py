@@ -1,4 +1,4 @@
-"""A ``custom_load_fn``, which loads the tensors that no optimizer owns from the whole saved module."""
+"""Load tensors without optimizer from the saved module by a ``custom_load_fn``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CustomLoad(Extension):
         self.source: dict[str, torch.Tensor] = {}
 
     def refuse(self, context: Any, index: AtomicIndex, target: Target) -> None:
-        """Refuse a load in which no rank has the whole module, or not every rank can read it."""
+        """Refuse a load unless every rank has and can read the whole module."""
         refuse_scattered(index, "custom_load_fn is given the whole module, which every rank reads")
         if target.flats and any(extension.name == "nvme" for extension in target.extensions):
             raise UnsupportedError("custom_load_fn cannot fill an engine on NVMe. Load without custom_load_fn.")
@@ -47,7 +47,7 @@ class CustomLoad(Extension):
             self.source = context.comm.run(lambda: assemble_module(fill_plan.index, context.config))
 
     def change_engine(self, context: Any, target: Target, fill_plan: Any) -> None:
-        """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does.
+        """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank.
 
         The state dict has the keys of the live module's. If no optimizer states are loaded, the masters are made from
         the module's new weights.
@@ -62,7 +62,7 @@ class CustomLoad(Extension):
 
 
 def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
-    """Read the whole saved module as a state dict on the CPU, in the dtypes of the module states.
+    """Read the whole saved module as a state dict on the CPU, in its saved dtypes.
 
     ZeRO 3 saves no such copy: the fp32 masters replace it, as in DeepSpeed's own consolidation. Every rank reads and
     holds the whole module, as ``custom_load_fn`` requires; its checksums are verified.

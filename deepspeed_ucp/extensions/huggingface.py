@@ -1,4 +1,4 @@
-"""Map tensors of files to models of transformers and PEFT, whose names and forms in memory differ.
+"""Map tensors of files to the names and forms of transformers and PEFT in memory.
 
 ``from_pretrained`` renames, joins and splits tensors (``transformers/core_model_loading.py``, 5.x), and adds or removes
 the base model's prefix; PEFT wraps adapted modules. The libraries' rules are read from the live model and become
@@ -81,7 +81,7 @@ class Reading:
 
 
 def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Collection[str]) -> Reading:
-    """Return the mapping by which transformers and PEFT load a checkpoint; empty for other models.
+    """Return the libraries' mapping for loading a checkpoint, or an empty one.
 
     Args:
         module: the live model, or a module with one such model inside.
@@ -136,7 +136,7 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], taken: Col
 
 
 def _follow_ties(reading: Reading, module: Any, memory: Mapping[str, Sequence[str]]) -> None:
-    """Map tensors that PEFT copied from a tied tensor to the source of the tied tensor.
+    """Map tensors that PEFT copied from a tied tensor to the tied tensor's source.
 
     Args:
         reading: mapping of the model's tensors; it is changed.
@@ -178,7 +178,7 @@ def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> d
 
 
 def read_config(module: Any) -> dict[str, Any]:
-    """Return the configuration of the single model of transformers in a module; empty without one."""
+    """Return the configuration of a module's single transformers model, or empty."""
     place = _find_model(module)
     to_dict = getattr(getattr(place[1], "config", None), "to_dict", None) if place else None
     return to_dict() if to_dict else {}
@@ -196,14 +196,14 @@ def describe_config(index: AtomicIndex, config: Mapping[str, Any]) -> list[str]:
 
 
 def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of a configuration, including the nested ones of rotary embeddings."""
+    """Return a configuration's plain values, with nested rotary-embedding values."""
     rope = config.get("rope_parameters")
     values = {**config, **(rope if isinstance(rope, dict) else {})}
     return {key: value for key, value in values.items() if isinstance(value, (int, float, str))}
 
 
 def _find_model(module: Any) -> tuple[str, Any, bool] | None:
-    """Find the single model of the libraries in a module: its prefix, the model, and whether PEFT wraps it."""
+    """Find a module's single model: its prefix, itself, and whether PEFT wraps it."""
     peft, models = sys.modules.get("peft.peft_model"), list[tuple[str, Any, bool]]()
     for name, child in module.named_modules():
         outer = strip_compiled(f"{name}.") if name else ""
@@ -218,7 +218,7 @@ def _find_model(module: Any) -> tuple[str, Any, bool] | None:
 
 
 def _rename_adapter(saved: Mapping[str, Shape], live: Set[str], outer: str) -> Reading:
-    """Map the single adapter of a checkpoint to the single adapter of a model, regardless of their names."""
+    """Map a checkpoint's single adapter to a model's single adapter of another name."""
     theirs, ours = ({tensor.adapter for tensor in map(adapters.read_live, names) if tensor} for names in (saved, live))
     reading = Reading()
     for name in sorted(saved.keys() - live):
@@ -237,7 +237,7 @@ def _is_pretrained(model: Any) -> bool:
 
 
 def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> Reading:
-    """Return the mapping by which ``from_pretrained`` loads a file into a model; empty for other models.
+    """Return the mapping by which ``from_pretrained`` loads a file, or an empty one.
 
     Args:
         saved: shapes of the tensors in the file, by name.
@@ -304,7 +304,7 @@ def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedPa
 
 
 def _find_useless(model: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the names that ``_adjust_missing_and_unexpected_keys`` ignores if the model lacks them."""
+    """Return a pattern of names that the library ignores if the model lacks them."""
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     buffers = [name for name, _ in model.named_buffers()]
     for end, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):

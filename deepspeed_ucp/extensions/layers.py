@@ -90,7 +90,7 @@ class _LayerFiles:
         )
 
     def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[TiedModule]:
-        """List the tied modules that a layer's file may hold: same keys, same shapes, possible stage."""
+        """List the tied modules that a layer's file may hold, by keys, shapes and stage."""
         if any(layer in names.untied for names in self.names):
             return []
         places = []
@@ -105,7 +105,7 @@ class _LayerFiles:
         return places
 
     def _can_hold(self, stage: int, layer: int) -> bool:
-        """Return False if a layer cannot be on a stage because all stages are runs of layers."""
+        """Return False if a stage of consecutive layers cannot include a layer."""
         if not self._contiguous:
             return True
         before = (number for names in self.names[:stage] for number in names.untied)
@@ -153,7 +153,7 @@ class _LayerFiles:
             self._add_module(key, stages)
 
     def _skip_ambiguous(self, layer: int, key: str) -> None:
-        """Skip a file that may belong to several modules; raise if it has more than copies of parameters."""
+        """Skip a file of several possible modules; raise unless it has only copies."""
         header = self.save.layers[0][layer]
         if others := self._list_others(key, header):
             raise UnsupportedError(
@@ -166,9 +166,12 @@ class _LayerFiles:
         return f"{TIED}{key}.{name}" in self.optimized
 
     def _add_module(self, key: str, stages: Mapping[int, set[int]]) -> None:
-        """Add a tied module: copies of certain stages, and its other tensors for each stage or once for all.
+        """Add a tied module: its copies by stage, and its other tensors.
 
-        ``stages``: layer → stages that may have written its file.
+        The other tensors are added for each stage, or once if a file's stage is unknown.
+
+        Args:
+            stages: layer → stages that may have written its file.
         """
         chosen: dict[int, int] = {}
         for layer, fitting in stages.items():
@@ -205,7 +208,7 @@ class _LayerFiles:
                 )
 
     def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
-        """Return True if files have the same buffers and frozen parameters, by their checksums."""
+        """Return True if files have equal buffers and frozen parameters, by checksums."""
         for files in self.save.layers:
             others = [self._list_others(key, files[layer]) for layer in layers]
             if any(others[0].keys() != pieces.keys() for pieces in others):
@@ -236,7 +239,7 @@ class _LayerFiles:
 
 
 def _differ(one: Piece | None, other: Piece | None) -> bool:
-    """Return True if only one tensor exists, or if checksums prove that two are not the same."""
+    """Return True if one tensor is missing or checksums prove a difference."""
     if one is None or other is None:
         return True
     return None not in (one.record.crc, other.record.crc) and one.contents != other.contents

@@ -8,10 +8,10 @@ from .registry import Extension
 
 
 class MuonMomentum(Extension):
-    """An engine with the momentum in memory, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
+    """An engine with ``save_muon_momentum_buffer_in_memory``, by sub-group."""
 
     def relink(self, target: Target) -> None:
-        """Copy the restored momentum to the engine's buffers, and share these with the optimizer."""
+        """Copy restored momentum to the engine's buffers; the optimizer shares them."""
         for index, momentum in target.wrapped.muon_momentum_buffer_partitioned_groups_flat.items():
             states = target.optimizer.state[target.wrapped.fp32_partitioned_groups_flat[index]]
             restored = states.get(MOMENTUM)

@@ -1,4 +1,4 @@
-"""Engines of ZeRO-Infinity: a load writes new swap files, and replaces DeepSpeed's files after verification."""
+"""ZeRO-Infinity: write new swap files, and replace DeepSpeed's after verification."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SwapPlace:
         return torch.frombuffer(memory, dtype=self.dtype, count=numel)
 
     def copy(self, numel: int) -> torch.Tensor:
-        """Like :meth:`make`, with the contents of DeepSpeed's file; OSError if it cannot be read."""
+        """Like :meth:`make`, with DeepSpeed's contents; OSError if they cannot be read."""
         made = self.make(numel)
         with open(self.path, "rb") as stream:
             nbytes = stream.readinto(memoryview(made.view(torch.uint8).numpy()))
@@ -56,7 +56,7 @@ class SwapPlace:
 
 
 class Nvme(Extension):
-    """An engine with parameters or optimizer states on NVMe; DeepSpeed's files are unchanged until :meth:`commit`.
+    """An engine that swaps to NVMe; :meth:`commit` replaces DeepSpeed's files.
 
     Attributes:
         written: path of each file that this rank's load has written, and of the file that it replaces.
@@ -68,7 +68,7 @@ class Nvme(Extension):
         self.folders: set[str] = set()
 
     def make_file(self, path: str, nbytes: int) -> memoryview:
-        """Create and map a file that replaces the one at ``path`` later; DiskFullError if there is no room."""
+        """Map a new file that later replaces ``path``; DiskFullError if there is no room."""
         place, name = os.path.split(path)
         folder = f"{place}.ucp"
         if folder not in self.folders:
@@ -88,7 +88,7 @@ class Nvme(Extension):
                 target.flats[index] = self.place(flat, info.tensors[0].swap_path, swapper)
 
     def prepare(self, target: Target) -> None:
-        """Release prefetched partitions: memory would hide the filled file, and is never written back."""
+        """Release prefetched partitions, which hide swap files and are not written back."""
         for param in target.params.values():
             part: Any = getattr(param, "ds_tensor", None)
             if getattr(part, "final_location", None) == "nvme" and part.status != PartitionedParamStatus.NOT_AVAILABLE:
@@ -111,7 +111,7 @@ class Nvme(Extension):
         return replace(buffer, dtype=dtype_name(swap.dtype), swap=swap)
 
     def commit(self) -> None:
-        """Replace DeepSpeed's files; DiskFullError or OSError if one cannot be written or renamed."""
+        """Replace DeepSpeed's files; raise DiskFullError or OSError on failure."""
         for aside, _ in self.written:
             with explain_full(aside):
                 sync_file(aside)  # DeepSpeed reads past the page cache
@@ -120,7 +120,7 @@ class Nvme(Extension):
 
     @contextmanager
     def open_masters(self, target: Target, number: int) -> Iterator[None]:
-        """Read a sub-group into memory, one at a time as in a step, and release it afterwards."""
+        """Read one sub-group into memory as in a step, and release it afterwards."""
         timers, is_swapped = set[str](), target.flats[number].swap is not None
         if is_swapped:
             target.wrapped._prepare_sub_group(number, timers)

@@ -1,4 +1,4 @@
-"""The special cases of a load: one module each, which is imported only if its gate in :data:`REGISTRY` is open.
+"""Special cases of a load, one module each, imported if a gate in REGISTRY opens.
 
 The common code knows the classes below alone, and calls the hooks of the active extensions. A hook that a class does
 not override does nothing. The arguments are ``Any`` because this module is below the classes that the hooks get.
@@ -33,11 +33,11 @@ class SaveExtension:
     def read_facts(
         self, tree: Mapping[Any, Any], read: Callable[[str, Callable[[Any], Any]], Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the facts in a state file's tree, and the rank that wrote it; ``read`` reads one entry."""
+        """Return a state file's facts and its writer's ranks; ``read`` reads one entry."""
         return {}, {}
 
     def describe_own_files(self, tree: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """Return the facts of a rank's model states file that must equal :meth:`Extension.describe_engine`'s."""
+        """Return facts of model states to compare with :meth:`Extension.describe_engine`."""
         return {}
 
     # -- the files of a save
@@ -50,24 +50,24 @@ class SaveExtension:
         """
 
     def name_files(self, save: Any) -> Mapping[str, str]:
-        """Name files that a save must have; a text is the reason why DeepSpeed may not have written one."""
+        """Map required files to a reason why DeepSpeed may omit them, or an empty text."""
         return {}
 
     def arrange(self, save: Any, headers: Mapping[str, Any]) -> list[Any]:
-        """Take further headers, by file name, and files without header; return findings about the latter.
+        """Take further headers, by file name; return findings about headerless files.
 
         Some files may be missing.
         """
         return []
 
     def verify_save(self, save: Any, comm: Any) -> list[Any]:
-        """Return findings about a save whose headers have been read and compared (collective)."""
+        """Return findings about a save whose headers are read and compared (collective)."""
         return []
 
     # -- the index of a save
 
     def list_group_files(self, save: Any, mp: int, group: int) -> list[Any]:
-        """Return the optimizer files that hold a group; empty if they are those of its model-parallel rank."""
+        """Return a group's optimizer files; empty for its model-parallel rank's files."""
         return []
 
     def find_shapes(self, save: Any, mp: int, name: str) -> set[Any]:
@@ -75,15 +75,15 @@ class SaveExtension:
         return set()
 
     def deal_group(self, save: Any, mp: int, number: int, group: Any) -> list[Any]:
-        """Return the shares of a model-parallel rank's param group; empty if all of its ranks hold all parameters."""
+        """Return the shares of a param group; empty if all ranks hold all parameters."""
         return []
 
     def name_optimizers(self, save: Any, naming: Any, live: Any) -> list[Any]:
-        """Name the parameters of each ZeRO-0 optimizer if a model-parallel rank has several, else return nothing."""
+        """Name parameters by ZeRO-0 optimizer if a model-parallel rank has several."""
         return []
 
     def add_optimizers(self, builder: Any, parts: Any, owned: Any) -> bool:
-        """Add the states of the optimizers of :meth:`name_optimizers`; return False to let the common code add them."""
+        """Add the states of several optimizers; return False to leave this to the caller."""
         return False
 
     def find_ties(self, save: Any, header: Any, module: Mapping[str, Any]) -> dict[str, str]:
@@ -91,10 +91,10 @@ class SaveExtension:
         return {}
 
     def add_tensors(self, builder: Any, optimized: set[str], tied: Collection[str]) -> None:
-        """Add the model's tensors in further files; ``tied`` are names that a pipeline's model states lack."""
+        """Add tensors of further files; ``tied`` are names missing in pipeline states."""
 
     def complete_index(self, index: Any, builder: Any) -> Any:
-        """Return the index with further facts, such as state that DeepSpeed's load silently fails to restore."""
+        """Add further facts to an index, such as state that DeepSpeed fails to restore."""
         return index
 
 
@@ -119,18 +119,18 @@ class Extension:
         return {}
 
     def find_shares(self, target: Any) -> Mapping[str, Any]:
-        """Return the :class:`~deepspeed_ucp.engine.parallel.Share` of each distributed parameter or buffer, by name."""
+        """Map distributed parameters and buffers to their ``engine.parallel.Share``."""
         return {}
 
     def complete_target(self, target: Any) -> None:
         """Complete the description of an engine whose buffers have been collected."""
 
     def list_keys(self, target: Any) -> dict[str, str]:
-        """Map keys of the module's state dict to names of parameters or buffers, if they differ."""
+        """Map state-dict keys to the parameter and buffer names that differ from them."""
         return {}
 
     def find_instances(self, target: Any) -> dict[str, Any]:
-        """Return this stage's :class:`~deepspeed_ucp.engine.parallel.Instance` of each tied tensor, by name."""
+        """Map this stage's tied tensors to their ``engine.parallel.Instance``."""
         return {}
 
     def list_unknown(self, target: Any) -> Iterable[str]:
@@ -138,7 +138,7 @@ class Extension:
         return ()
 
     def complete_extras(self, target: Any, extras: list[Any]) -> list[Any]:
-        """Return the buffers of tensors without optimizer state, as this case changes or extends them."""
+        """Return the buffers of tensors without optimizer state, changed or extended."""
         return extras
 
     def prepare(self, target: Any) -> None:
@@ -150,13 +150,13 @@ class Extension:
         """Raise UcpError if the checkpoint cannot be loaded into the engine."""
 
     def adapt(self, adaptation: Any) -> None:
-        """Adapt a checkpoint and an engine (:class:`deepspeed_ucp.plan.match.Adaptation`) to each other."""
+        """Adapt a checkpoint and an engine to each other (``plan.match.Adaptation``)."""
 
     def read_more(self, context: Any, fill_plan: Any) -> None:
-        """Log changes, and read data that the buffers do not need, before the engine changes (collective)."""
+        """Log changes, and read further data, before the engine changes (collective)."""
 
     def change_engine(self, context: Any, target: Any, fill_plan: Any) -> None:
-        """Change the engine before its buffers are filled; an error blocks it (collective)."""
+        """Change the engine before its fill; an error blocks the engine (collective)."""
 
     def commit(self) -> None:
         """Finish the fill: everything is verified, and the live buffers have their values."""
@@ -169,7 +169,7 @@ class Extension:
         """Renew DeepSpeed's references to optimizer states after new ones were attached."""
 
     def describe_differences(self, target: Any) -> str:
-        """Describe values of the loaded engine that differ from the saved ones; empty without any."""
+        """Describe values of the loaded engine that differ from the saved ones, if any."""
         return ""
 
     def discard(self) -> None:
@@ -178,23 +178,23 @@ class Extension:
     # -- parameters' names, of an index, a model or a planned run (:func:`find_for_names`)
 
     def fold_faults(self, saved: Iterable[str], live: Iterable[str], faults: Any) -> tuple[Any, str]:
-        """Merge differences between saved and live names that have one cause; return them and a remedy, if any."""
+        """Merge name differences that have one cause; return them and a remedy, if any."""
         return faults, ""
 
     def cuts_groups(self, names: Iterable[str]) -> bool:
-        """Return True if DeepSpeed may split a param group of these parameters differently at each degree."""
+        """Return True if DeepSpeed's cut of a param group may depend on the degrees."""
         return False
 
     def check_degrees(self, index: Any, degrees: Any) -> list[str]:
-        """Refuse degrees of a planned run; return why only a live engine shows whether DeepSpeed's own load works."""
+        """Refuse a planned run's degrees; return reasons why only a load can decide."""
         return []
 
     def count_fused(self, tree: Mapping[Any, Any], shape: Any, path: str) -> int:
-        """Return the number of atoms in a parameter of DeepSpeed's universal format; 0 if it is a single one."""
+        """Return the number of atoms in a parameter's universal file; 0 if it is only one."""
         return 0
 
     def make_upstream_keys(self, name: str, count: int) -> dict[str, Any]:
-        """Return the entries by which DeepSpeed cuts a parameter of ``count`` atoms; empty for other parameters."""
+        """Return the entries by which DeepSpeed cuts ``count`` atoms, if any."""
         return {}
 
 
@@ -271,7 +271,7 @@ def _has_own_state_dict(engine: Any) -> bool:
 
 
 def _is_pretrained(_: Any, __: Any, target: Any) -> bool:
-    """Return True for a model of transformers or PEFT, unless a pipeline distributes it."""
+    """Return True for a model of transformers or PEFT outside of a pipeline."""
     names = {"transformers.modeling_utils": "PreTrainedModel", "peft.peft_model": "PeftModel"}
     kinds = tuple(getattr(sys.modules[module], kind) for module, kind in names.items() if module in sys.modules)
     return target.place.pp == 1 and any(isinstance(child, kinds) for _, child in target.engine.module.named_modules())
@@ -366,12 +366,12 @@ def find_for_engine(engine: Any) -> list[Extension]:
 
 
 def find_for_names(names: Collection[str], degrees: Any = None) -> list[Extension]:
-    """Return new extensions for an index or a model with parameters of these names, and for a planned run."""
+    """Return new extensions for parameter names, and for a planned run's degrees."""
     return [row.make() for row in REGISTRY if row.in_names(names) or (degrees and row.in_degrees(degrees))]
 
 
 def find_for_load(context: Any, index: Any, target: Any, rules: Any) -> list[Extension]:
-    """Return the extensions of a load: the engine's, and new ones for the user's rules and the load's context."""
+    """Return a load's extensions: the engine's, and new ones for rules and context."""
     known, places = [extension.row for extension in target.extensions], {id(row): at for at, row in enumerate(REGISTRY)}
     active = (row for row in REGISTRY if row.in_rules(rules) or row.in_load(context, index, target))
     extensions = [*target.extensions, *(row.make() for row in active if row not in known)]
@@ -379,6 +379,6 @@ def find_for_load(context: Any, index: Any, target: Any, rules: Any) -> list[Ext
 
 
 def name_active(extensions: Iterable[Extension | SaveExtension], more: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the names of active extensions, and more names, each once, in the order of the registry."""
+    """Return the names of active extensions and ``more`` once, in registry order."""
     active = {*more, *(extension.name for extension in extensions)}
     return tuple(dict.fromkeys(row.name for row in REGISTRY if row.name in active))

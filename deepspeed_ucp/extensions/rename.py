@@ -35,7 +35,7 @@ class Renames(Extension):
 def apply_renames(
     index: AtomicIndex, live: Shapes, rules: Sequence[RuleSet], aliases: Iterable[str] = ()
 ) -> dict[str, str]:
-    """Return the saved name of each live name that ``rename`` rules give to a saved parameter.
+    """Map live names to the saved parameters that ``rename`` rules give them.
 
     A rule applies if the live model does not have the saved name. One set of rules therefore serves both directions,
     and a run that resumes under its own names.

@@ -1,4 +1,4 @@
-"""Vocabularies with other numbers of rows (:mod:`deepspeed_ucp.tensor_parallel.resize`).
+"""Vocabularies with other numbers of rows, by ``resize`` rules.
 
 New rows may start from the mean of the saved rows, which is the same to the bit in every topology: rows are added in
 fp64, block by block of the whole tensor and then the blocks in their order, for any assignment of blocks to ranks.
@@ -54,7 +54,7 @@ class ResizedRows(Extension):
             logger.info("patterns: %s", shorten(f"resize: {match!r} matches no parameter" for match in idle))
 
     def read_more(self, context: Any, fill_plan: Any) -> None:
-        """Log each parameter that has another shape here, and read the means of saved rows (collective)."""
+        """Log parameters of another shape, and read means of saved rows (collective)."""
         if context.comm.rank == 0:
             _log_changes(fill_plan)
         if fill_plan.wants.averaged:
@@ -65,7 +65,7 @@ class ResizedRows(Extension):
 
 
 def _log_changes(fill_plan: Any) -> None:
-    """Log the parameters with another shape; those that only differ in their numbers share a line."""
+    """Log parameters of another shape, with names that differ in numbers together."""
     alike: dict[Resized, list[str]] = defaultdict(list)
     changed = [pair for pair in sorted(fill_plan.wants.resized.items()) if not pair[1].pads]
     for name, (how, *_) in fold_names(changed, lambda how: how):
@@ -78,7 +78,7 @@ def _log_changes(fill_plan: Any) -> None:
 
 
 def _describe_new_states(index: AtomicIndex) -> str:
-    """Describe how moments of zero under an old step count change Adam's first updates."""
+    """Describe how zero moments under an old step count change Adam's first updates."""
     betas = {tuple(group.hyper["betas"]) for group in index.groups if "betas" in group.hyper}
     most = max(((1 - one) / math.sqrt(1 - two) for one, two in betas if two < 1), default=0)
     rate = f", so Adam's first updates there are up to {most:.2g} × lr" if most else ""
@@ -88,7 +88,7 @@ def _describe_new_states(index: AtomicIndex) -> str:
 def average_rows(
     index: AtomicIndex, wanted: Mapping[AtomKey, tuple[Layout, int]], comm: Comm, config: UniversalConfig
 ) -> dict[AtomKey, Sum]:
-    """Return the mean of each parameter's first rows, [elements of a row]; collective.
+    """Return the mean row of each parameter's first rows (collective).
 
     Args:
         wanted: how the source cuts each, and how many rows count; the same on every rank.

@@ -20,7 +20,7 @@ class SealedSave(SaveExtension):
     """A save with a seal."""
 
     def verify_save(self, save: Save, comm: Comm) -> list[Finding]:
-        """Return the faults of files that differ from the sealed ones, and set the checksums of swap files."""
+        """Return faults of files that differ from the seal; set swap files' checksums."""
         where = save.where
         faults, sums = where.once(SEAL, lambda: _compare(where.list_folders(SEAL)[0], save.headers), comm)
         for states in save.swaps.values():
@@ -32,7 +32,7 @@ class SealedSave(SaveExtension):
 
 
 def _compare(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Finding], dict[str, int]]:
-    """Return the faults of files that differ from the sealed ones, and the CRC32 of each swap file.
+    """Return faults of files that differ from the seal, and CRC32s of swap files.
 
     Both are empty if the seal has been removed.
     """

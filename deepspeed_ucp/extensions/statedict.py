@@ -1,4 +1,4 @@
-"""Keys and tensors of a module's state dict, which overrides and hooks may change."""
+"""Keys and tensors of a module's state dict, changed by overrides and hooks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModuleStateDict(Extension):
         return self.keys
 
     def list_keys(self, target: Target) -> dict[str, str]:
-        """Map keys to names of parameters or buffers, if they differ; a rank's own names of experts are omitted."""
+        """Map keys to differing parameter and buffer names; omit local names of experts."""
         keys = self.ask(target.engine.module).items()
         return {strip_compiled(key): strip_compiled(name) for key, name in keys if name not in target.shares}
 
@@ -59,7 +59,7 @@ class ModuleStateDict(Extension):
         return extras + [target.make_whole(strip_compiled(key), tensor, is_buffer=True) for key, tensor in others]
 
     def describe_differences(self, target: Target) -> str:
-        """Describe tensors that the state dict computes with another result than the saved one."""
+        """Describe tensors that the state dict computes with other values than saved."""
         self.ask(target.engine.module)
         now = dict(_list_tensors(target.engine.module)) if self.made else {}
         changed = [key for key in self.made if key in now and not torch.equal(now[key].detach(), self.others[key])]
@@ -73,7 +73,7 @@ def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _mark(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield identities of a tensor: its id, and its memory, since a state dict may contain a detached tensor."""
+    """Yield a tensor's id, and its memory, since a state dict may have detached it."""
     yield id(tensor)
     if tensor.numel():
         yield tensor.data_ptr(), tuple(tensor.shape), tensor.dtype

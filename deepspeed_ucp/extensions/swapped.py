@@ -1,4 +1,4 @@
-"""Finds optimizer states in the swap files of a save (ZeRO-Infinity; ``save_checkpoint``).
+"""Find optimizer states in swap files (ZeRO-Infinity; ``save_checkpoint``).
 
 A swap file has raw numbers, padded for asynchronous I/O, without header or checksum. Its name has DeepSpeed's numbers
 of the first and last parameter of a sub-group, which no state file records. DeepSpeed numbers the parameters in module
@@ -37,7 +37,7 @@ ParamRange = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SubGroup:
-    """A swapped sub-group: its number, parameters, and the elements and dtype of a rank's partition."""
+    """A swapped sub-group, with the elements and dtype of a rank's partition."""
 
     index: int
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Swapped(SaveExtension):
     """Saves with optimizer states in swap files."""
 
     def arrange(self, save: Save, headers: Mapping[str, FileHeader]) -> list[Finding]:
-        """Add the swap files that belong to a save whose state files are there, and return their faults."""
+        """Add a save's swap files, if it has all state files; return their faults."""
         swapped = _list_swapped(save)
         if not swapped or any(len(shards) != save.dp for shards in save.shards):
             return []
@@ -82,7 +82,7 @@ class Swapped(SaveExtension):
 
 
 def _list_swapped(save: Save) -> list[SubGroup]:
-    """List the swapped sub-groups, which their size determines; empty if the engine does not swap."""
+    """List the swapped sub-groups, which their size determines."""
     first = save.shards[0][0].optim if save.shards[0] else None
     if first is None or first.traits.form is not Form.RESERVED or not describe_offload(save.zero).startswith("nvme/"):
         return []
@@ -103,7 +103,7 @@ def _read_option(save: Save, key: str, default: int) -> int:
 
 
 def _list_states(save: Save, optim: OptimHeader | None, index: int) -> list[str]:
-    """List the states of a swapped sub-group that have swap files, first the master (without a name).
+    """List a sub-group's states with swap files; first the master, without a name.
 
     The state file may contain other sub-groups' values for them: pipelined swapping reuses the buffers.
     """
@@ -131,7 +131,7 @@ def _make_header(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Fi
 
 
 def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
-    """Warn of files that are too long: rewritten files of an earlier engine, or files of another world size."""
+    """Warn of files that are too long: of an earlier engine or another world size."""
     wholes = {group.index: _padded_nbytes(save, group) for group in swapped}
     files = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
     longer = sorted(header.name for header, whole in files if header.size > whole)
@@ -155,7 +155,7 @@ def _padded_nbytes(save: Save, group: SubGroup) -> int:
 
 
 def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[ParamRange]:
-    """Return the span in the names of each sub-group's files: the only ones that follow an order of parameters.
+    """Find the only spans of sub-groups' files that follow an order of parameters.
 
     Raises:
         CheckpointError: no spans fit, or several do.
@@ -191,7 +191,7 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[ParamRange]:
 
 
 def _sizes_match(save: Save, swapped: Sequence[SubGroup], spans: Sequence[ParamRange], *, exact: bool) -> bool:
-    """Return True if the masters' files are long enough, and with ``exact`` not longer."""
+    """Return True if the masters' files are long enough (if ``exact``, not longer)."""
     for rank in range(save.dp):
         for group, span in zip(swapped, spans, strict=True):
             file = _make_header(save, SwapName(rank, "", *span), group)
@@ -203,7 +203,7 @@ def _sizes_match(save: Save, swapped: Sequence[SubGroup], spans: Sequence[ParamR
 def _iter_candidates(
     swapped: Sequence[SubGroup], present: set[ParamRange], order: Sequence[str], trained: set[str]
 ) -> Iterator[tuple[ParamRange, ...]]:
-    """Yield spans for all sub-groups that have files and follow an order of the parameters.
+    """Yield spans of all sub-groups that have files and follow a parameter order.
 
     The numbers have no gaps. If there are no other files, gaps are accepted, as for tied or unknown parameters, or
     frozen ones, which may be numbered before the others.
@@ -231,7 +231,7 @@ def _index_ranges(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[Par
 
 
 def _is_ordered(ends: Sequence[ParamRange], spans: Sequence[ParamRange]) -> bool:
-    """Return True if the numbers grow at least as much as the places of the parameters."""
+    """Return True if numbers grow at least as much as the parameters' places."""
     pairs = sorted({pair for one, other in zip(ends, spans, strict=True) for pair in zip(one, other, strict=True)})
     return all(after[1] - before[1] >= after[0] - before[0] > 0 for before, after in pairwise(pairs))
 

@@ -1,4 +1,4 @@
-"""Reads AutoEP's placement of experts, the rank that wrote a file, and aliases of its router."""
+"""Read AutoEP's placement of experts, writing ranks, and aliases of its router."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 def read_placements(layers: Any) -> dict[str, Placement]:
-    """Return the prefix of the experts' parameter names → placement, for every AutoEP layer.
+    """Map the prefix of each AutoEP layer's expert parameters to their placement.
 
     Args:
         layers: ``ds_autoep_layers``; its affine maps, if any, must agree with the placement.
@@ -93,7 +93,7 @@ def _read_map(affine: Mapping[str, Any]) -> Placement:
 
 
 def find_router_aliases(layers: Iterable[str], module: Mapping[str, Piece]) -> dict[str, str]:
-    """Return the aliases of AutoEP's router, which has a second name for recorders of outputs.
+    """Map second names of AutoEP's router, for output recorders, to the first names.
 
     A sibling module is an alias if its tensors are those of the router, to the byte (by their checksums).
 

@@ -35,7 +35,7 @@ class LocalExperts(Share):
     numbers: Sequence[int]
 
     def name_parts(self, name: str, shape: Shape) -> dict[str, Shape]:
-        """Return the experts' parameters in the whole model that are in a parameter of this rank, with shapes."""
+        """Map a rank's parameter to the whole model's expert parameters, with shapes."""
         return name_experts(name, shape, [self.numbers])[0]
 
 
@@ -43,7 +43,7 @@ class LiveExperts(Extension):
     """An engine with experts."""
 
     def find_shares(self, target: Target) -> dict[str, LocalExperts]:
-        """Return this rank's experts of the layer of each expert's parameter or buffer, by name."""
+        """Map each expert's parameter or buffer to this rank's experts of its layer."""
         module = target.engine.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         return share_out(find_experts(target.engine, target.place), (name for name, _ in chain(*tensors)))
@@ -91,12 +91,12 @@ class LiveExperts(Extension):
 
 
 def share_out(layers: Mapping[str, LocalExperts], names: Iterable[str]) -> dict[str, LocalExperts]:
-    """Return the experts of each name's layer; ``layers`` are by the prefix of their parameters' names."""
+    """Map names to the experts of their layer; ``layers`` are by parameter prefix."""
     return {name: layers[layer] for name in names if (layer := find_layer(name, layers))}
 
 
 def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:
-    """Return this rank's experts of each layer, by the prefix of their parameters' names.
+    """Return this rank's experts of each layer, by the prefix of their parameters.
 
     Raises:
         UnknownLayoutError: ranks with the same experts are not evenly spaced, or tensor-parallel ranks not adjacent.
@@ -125,9 +125,9 @@ def find_experts(engine: Any, place: Place) -> dict[str, LocalExperts]:
 
 
 def _list_fused(layer: Any) -> Sequence[int]:
-    """List this rank's experts of an AutoEP layer; up to 0.19.5 there is no placement and they are in order."""
+    """List this rank's experts of an AutoEP layer."""
     placement = getattr(layer, PLACEMENT, None)
-    if placement is None:
+    if placement is None:  # up to 0.19.5; a rank's experts are consecutive
         first = layer.ep_rank * layer.num_local_experts
         return range(first, first + layer.num_local_experts)
     return tuple({entry["rank"]: entry["experts"] for entry in placement["ranks"]}[layer.ep_rank])

@@ -1,4 +1,4 @@
-"""The files of experts in a save: their names and headers, and the degrees that follow from them."""
+"""Names and headers of experts' files in a save, and degrees inferred from them."""
 
 from __future__ import annotations
 
@@ -69,24 +69,24 @@ class ExpertFiles:
         return self.tp_shards < save.tp
 
     def list_sharing(self, save: Save, mp: int) -> range:
-        """Return the model-parallel ranks whose files hold the experts of a model-parallel rank."""
+        """Return the model-parallel ranks whose files hold the experts of rank ``mp``."""
         first = mp // save.tp * save.tp
         return range(first, first + save.tp) if self.is_over_tp(save) else range(mp, mp + 1)
 
 
 def find_compact(header: FileHeader) -> tuple[str, int] | None:
-    """Return the layer and number of an expert whose header is in the compact form, else None."""
+    """Return the layer and number of an expert with a compact header, else None."""
     return find_expert(header.layer.prefix) if isinstance(header.layer, PrefixedTensors) else None
 
 
 def _list_names(header: FileHeader) -> Iterable[str]:
-    """Return the names in an expert's file, or their common prefix in the compact form."""
+    """Return the names in an expert's file, or the prefix if the header is compact."""
     compact = find_compact(header)
     return header.layer or {} if compact is None else [f"{compact[0]}{compact[1]}"]
 
 
 def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
-    """List for each expert-parallel rank the ranks of a pipeline stage that hold the same experts.
+    """List a pipeline stage's ranks with the same experts, by expert-parallel rank.
 
     Args:
         degree: expert-parallel degree.
@@ -97,7 +97,7 @@ def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[ran
 
 
 def infer_degrees(save: Save, first: FileHeader, find: Callable[[str, Iterable[Key]], FileHeader | None]) -> FileHeader:
-    """Return the first rank's model header with the parallel degrees that older releases do not store.
+    """Add the parallel degrees that older releases do not store to a model header.
 
     A pipeline with experts has no layer files; ranks of its first stage hold equal names.
     """
@@ -114,10 +114,10 @@ def infer_degrees(save: Save, first: FileHeader, find: Callable[[str, Iterable[K
 
 
 def count_tp_shards(save: Save, tp: int) -> int:
-    """Return the number of shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1.
+    """Return the number of shards of an expert's parameter.
 
-    Without expert tensor parallelism, experts are also distributed over the tensor-parallel ranks, and each is saved
-    once.
+    It is ``tp`` with expert tensor parallelism, else 1. Without expert tensor parallelism, experts are also distributed
+    over the tensor-parallel ranks, and each is saved once.
     """
     model = save.first[0].model
     if tp == 1 or model is None or model.facts.get("placements"):
@@ -137,7 +137,7 @@ def count_tp_shards(save: Save, tp: int) -> int:
 
 
 def name_unwritten_models(save: Save) -> set[str]:
-    """Return the names of model state files that are not written because an earlier rank holds the same experts."""
+    """Name model state files that are not written: other ranks hold the same experts."""
     header, model = save.first[0], save.first[0].model
     optim = save.first[-1].optim or (model.optim if model else None)
     if model is None or model.facts.get("placements") or optim is None:
@@ -151,13 +151,13 @@ def name_unwritten_models(save: Save) -> set[str]:
 
 
 def _parse_degree(group: Mapping[str, Any]) -> int:
-    """Parse the expert-parallel degree from the name of a param group; return 0 if it has none."""
+    """Return the expert-parallel degree in a param group's name, or 0 without one."""
     match = _GROUP.fullmatch(find_label(group))
     return int(match[1]) if match else 0
 
 
 def name_optims(save: Save, optim: OptimHeader | None, places: range, tp_shards: int) -> Iterator[str]:
-    """Yield the expected names of experts' optimizer files at ZeRO stage 0, at least one per expert-parallel rank."""
+    """Yield the names of experts' ZeRO-0 optimizer files, at least one per rank."""
     degrees = [degree for group in (optim.groups if optim else ()) if (degree := _parse_degree(group))]
     files = save.names["expert_optim"]
     count = max(degrees, default=max((rank for mp, rank in files if mp in places), default=-1) + 1)
@@ -168,7 +168,7 @@ def name_optims(save: Save, optim: OptimHeader | None, places: range, tp_shards:
 
 
 def name_experts_files(save: Save, layers: Sequence[int], places: range, tp_shards: int) -> Iterator[str]:
-    """Yield the expected names of experts' files; older releases write one file per expert for all layers.
+    """Yield the expected names of experts' files.
 
     Args:
         layers: number of experts by layer of a pipeline stage.
@@ -185,7 +185,7 @@ def name_experts_files(save: Save, layers: Sequence[int], places: range, tp_shar
 
 
 def complete_header(header: FileHeader, beside: FileHeader | None = None) -> FileHeader:
-    """Return a header of model states with the ds_config and the optimizer, if DeepSpeed has omitted them.
+    """Add the ds_config and optimizer to model states from which DeepSpeed omits them.
 
     DeepSpeed up to 0.19.2 omits them if the model has experts (engine.py ``_save_moe_checkpoint``). They are taken
     from ``beside``, a header of optimizer states.
@@ -216,7 +216,7 @@ def align_save(save: Save) -> None:
 
 
 def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
-    """Return the rank's indices of the param groups in the order of ``first``, matched by their number of partitions.
+    """Match a rank's param groups to the order of ``first`` by partition counts.
 
     Return an empty list if the order is equal or the number of groups differs.
     """

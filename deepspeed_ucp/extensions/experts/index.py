@@ -1,4 +1,4 @@
-"""Mixture-of-experts in an index: forms and numbers of experts, degrees, and DeepSpeed's universal checkpoints."""
+"""Experts in an index: forms, numbers, degrees, and DeepSpeed's universal format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class IndexedExperts(Extension):
     def fold_faults(
         self, saved: Iterable[str], live: Iterable[str], faults: Sequence[Fault]
     ) -> tuple[Sequence[Fault], str]:
-        """Replace the faults of blocks with another number of experts by one each; return a remedy for these."""
+        """Merge faults of each block with another number of experts; return a remedy."""
         here, wanted = _list_numbers(saved), _list_numbers(live)
         differing = {
             block: (len(here[block]), len(numbers))
@@ -57,11 +57,11 @@ class IndexedExperts(Extension):
         return faults, " Resume with the number of experts that was saved." if differing else ""
 
     def cuts_groups(self, names: Iterable[str]) -> bool:
-        """Return True for experts, whose groups are cut by size (``max_group_size``), differently at every degree."""
+        """Return True for groups of experts, which DeepSpeed cuts by ``max_group_size``."""
         return all(map(is_expert, names))
 
     def check_degrees(self, index: AtomicIndex, degrees: Any) -> list[str]:
-        """Check the degrees of a planned run as DeepSpeed's expert layers do; only a live engine knows their ranks."""
+        """Check a planned run's degrees as DeepSpeed's expert layers do."""
         names, ep = [read for key in index.atoms if (read := read_name(key.name))], degrees.ep
         layers = {read.layer: read.number + 1 for read in sorted(names)}  # the highest number of a layer is the last
         if ep > 1 and not names:
@@ -77,7 +77,7 @@ class IndexedExperts(Extension):
     # -- DeepSpeed's universal checkpoints
 
     def count_fused(self, tree: Mapping[Any, Any], shape: Shape, path: str) -> int:
-        """Return the number of experts in a parameter's file that holds all experts of a layer, else 0."""
+        """Return the number of experts in the file of a layer's fused parameter, else 0."""
         count = tree.get(EXPERTS)
         if not tree.get(IS_EXPERT):
             return 0
@@ -86,7 +86,7 @@ class IndexedExperts(Extension):
         return count
 
     def make_upstream_keys(self, name: str, count: int) -> dict[str, Any]:
-        """Return the entries by which upstream's loader cuts an expert-parallel rank's experts out of a parameter.
+        """Return the entries by which upstream's loader cuts experts out of a parameter.
 
         Upstream numbers the experts of each rank's layers from 0, so at degrees above 1 it would load other ranks'
         experts. A count of 0 makes it refuse them there.
@@ -95,7 +95,7 @@ class IndexedExperts(Extension):
 
 
 def _list_numbers(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the numbers of the experts in each block, by the common prefix of the block's names."""
+    """Return the numbers of the experts in each block, by the prefix of its names."""
     blocks: dict[str, set[int]] = defaultdict(set)
     for name in names:
         if (block := find_block(name)) is not None and (read := read_name(name)):
@@ -110,7 +110,7 @@ def _list_numbers(names: Iterable[str]) -> dict[str, set[int]]:
 
 
 def _convert(index: AtomicIndex, live: Shapes) -> AtomicIndex:
-    """Return the index with a layer's experts in the live model's form, if the checkpoint has the other one.
+    """Convert experts to the live model's form if the checkpoint has the other form.
 
     A layer with another number of experts, or one that tensor parallelism cuts, is unchanged, and a load refuses it.
     """
@@ -162,7 +162,7 @@ def _fuse(layer: str, experts: int, live: Shapes) -> Iterator[tuple[str, Derived
 
 
 def _unite_groups(index: AtomicIndex, made: Mapping[str, DerivedParam]) -> AtomicIndex:
-    """Move each group that has such experts only into another group with the same hyper-parameters, if there is one."""
+    """Join groups of converted experts to other groups with equal hyper-parameters."""
 
     def is_made(group: GroupInfo) -> bool:
         return all(member.name in made for member in group.members)

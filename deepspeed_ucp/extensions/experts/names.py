@@ -1,4 +1,4 @@
-"""Names of mixture-of-experts parameters, and the distribution of experts over ranks.
+"""Names of expert parameters, and the distribution of experts over ranks.
 
 Every rank numbers its experts of a layer from 0. Atoms have the expert's number in the whole layer, like the expert's
 file. DeepSpeed's layers (``deepspeed/moe``) have a number in the names of their parameters. AutoEP's layers
@@ -50,7 +50,7 @@ def read_name(name: str) -> ExpertName | None:
 
 
 def find_expert(name: str) -> tuple[str, int] | None:
-    """Return the layer and number of an expert's parameter or buffer in DeepSpeed's layers, or None."""
+    """Return the layer and number of an expert of DeepSpeed's layers, or None."""
     match = _EXPERT.match(name)
     return (match[1], int(match[2])) if match else None
 
@@ -71,7 +71,7 @@ def count_experts(names: Iterable[str]) -> dict[str, int]:
 
 
 def find_block(name: str) -> str | None:
-    """Return the common prefix of all names in the block of an expert's atom, including the router's; else None.
+    """Return the prefix of all names in an expert's block, with its router's, or None.
 
     It is the same for a layer of DeepSpeed's and for an AutoEP layer that replaces it.
     """
@@ -102,7 +102,7 @@ def find_layer(name: str, layers: Collection[str]) -> str | None:
 
 
 def name_experts(name: str, shape: Shape, placement: Iterable[Sequence[int]]) -> list[dict[str, Shape]]:
-    """Return, for each of some ranks, the names and shapes in the whole model of the parameters in its own parameter.
+    """Map a local parameter to whole-model names and shapes, once per rank.
 
     An expert's name gets its number in the whole layer. A fused parameter has a name for each expert.
 
@@ -116,7 +116,7 @@ def name_experts(name: str, shape: Shape, placement: Iterable[Sequence[int]]) ->
 
 
 def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None, *, data_first: bool) -> list[range]:
-    """Return, for each expert-parallel rank, the ranks of a pipeline stage with its experts.
+    """List a pipeline stage's ranks with the same experts, by expert-parallel rank.
 
     The order is that of ``deepspeed/utils/groups.py``.
 
@@ -164,7 +164,7 @@ def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: b
 
 
 def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:
-    """Distribute names over expert-parallel ranks in the module's order; [] if the degree does not fit.
+    """Distribute names over expert-parallel ranks in module order; [] if impossible.
 
     All experts of a layer are at the position of its first expert.
     """
@@ -189,7 +189,7 @@ def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[
 
 
 def _shift(names: Sequence[str], counts: Mapping[str, int], degree: int, rank: int) -> list[str]:
-    """Return a rank's names in the first rank's order, which is the order of every rank."""
+    """Return a rank's names in the first rank's order, which all ranks share."""
     shifted = []
     for name in names:
         match = _EXPERT.match(name)

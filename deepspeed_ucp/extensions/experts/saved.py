@@ -61,7 +61,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
     def read_facts(
         self, tree: Mapping[Any, Any], read: Callable[[str, Callable[[Any], Any]], Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the facts in a state file, and the rank that wrote it, as AutoEP records it.
+        """Return the facts in a state file, and the writing rank that AutoEP records.
 
         Returns:
             ``experts``: number of experts of each layer; ``placements``: prefix of the experts' parameter names →
@@ -95,7 +95,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
             self.stages = [header for key in keys if (header := find("model", [key]))]
 
     def name_files(self, save: Save) -> dict[str, str]:
-        """Return the names of the experts' files, and of model states that DeepSpeed does not write, with the reason.
+        """Name the experts' files and, with a reason, model states that are not written.
 
         ZeRO 3 has experts in the model states.
         """
@@ -118,7 +118,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
                 yield from name_optims(save, header.model.optim, places, tp_shards)
 
     def arrange(self, save: Save, headers: Mapping[str, FileHeader]) -> list[Finding]:
-        """Take the experts' headers by file name, align param groups, and complete model states."""
+        """Take the experts' headers, align param groups, and complete model states."""
         align_save(save)
         for role in ROLES:
             names = sorted(save.names[role].items())
@@ -154,14 +154,14 @@ class SavedExperts(ExpertFiles, SaveExtension):
     # -- the index
 
     def list_group_files(self, save: Save, mp: int, group: int) -> list[FileHeader]:
-        """Return all optimizer files of a pipeline stage if the group's experts are distributed over TP ranks."""
+        """Return a stage's optimizer files if a group's experts are spread over TP ranks."""
         first = save.shards[mp][0].optim
         if self.is_over_tp(save) and first and group < len(first.groups) and first.groups[group].get("moe"):
             return [save.shard(mp // save.tp, rank) for rank in range(save.dp * save.tp)]
         return []
 
     def find_shapes(self, save: Save, mp: int, name: str) -> set[Shape]:
-        """Return the shapes that files of single experts give a rank's parameter; AutoEP's parameters hold several."""
+        """Return the shapes that files of single experts imply for a rank's parameter."""
         files = [header for (_, _, rank), header in self.files.items() if rank in self.list_sharing(save, mp)]
         pieces = {key: piece for header in files for key, piece in (header.layer or {}).items()}
         placements = {
@@ -174,9 +174,10 @@ class SavedExperts(ExpertFiles, SaveExtension):
         return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
     def deal_group(self, save: Save, mp: int, number: int, group: Sequence[tuple[str, Shape]]) -> list[GroupShare]:
-        """Determine which ranks hold which experts of a group; the model states number each rank's experts from 0.
+        """Determine which ranks hold which experts of a group.
 
-        The number of experts on a rank follows from the experts' files, as a group may lack frozen ones.
+        The model states number each rank's experts from 0. The number of experts on a rank follows from the experts'
+        files, as a group may lack frozen ones.
 
         Args:
             mp: model-parallel rank.
@@ -254,7 +255,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
         return ties
 
     def add_tensors(self, builder: Builder, optimized: set[str], tied: Collection[str]) -> None:
-        """Add the tensors of the experts' files; several tensor-parallel ranks may have files of one expert."""
+        """Add the tensors of the experts' files; tensor-parallel ranks may share experts."""
         save, over_tp = builder.save, self.is_over_tp(builder.save)
         seen: dict[str, Piece] = {}
         ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in self.files}
@@ -273,7 +274,7 @@ class SavedExperts(ExpertFiles, SaveExtension):
                 _add_batch(builder, ranks[mp], batch, optimized)
 
     def complete_index(self, index: AtomicIndex, builder: Builder) -> AtomicIndex:
-        """Return the index with AutoEP's fused parameters, and state that DeepSpeed's load fails to restore."""
+        """Add AutoEP's fused parameters, and state that DeepSpeed's load fails to restore."""
         unnoticed = (*index.unnoticed, *self._list_unnoticed(index, builder))
         return replace(index, unnoticed=unnoticed, fused=self._count_fused(builder.save, index.atoms))
 
@@ -307,9 +308,10 @@ class SavedExperts(ExpertFiles, SaveExtension):
 
 
 def _read_counts(value: Any) -> tuple[int, ...]:
-    """Return the experts of each layer; older releases wrote one number for all layers, or 1 or 0 without experts."""
+    """Return the number of experts of each layer; empty if there are none."""
     if isinstance(value, (list, tuple)):
         return tuple(count for count in value if isinstance(count, int) and 0 < count <= _MOST_ENTRIES)
+    # Older releases write one number for all layers, or 1 or 0 without experts.
     return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
 
 
@@ -405,7 +407,7 @@ def _add_expert(
 
 
 def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
-    """Raise CheckpointError if a file has tensors of another expert than in its file name."""
+    """Raise CheckpointError if a file has tensors of another expert than its name."""
     for name in header.layer or {}:
         if (read := read_name(name)) is None or read.number != expert:
             raise CheckpointError(
@@ -416,7 +418,7 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
 
 
 def _add_batch(builder: Builder, rank: SavedRank, batch: FileBatch, optimized: set[str]) -> None:
-    """Add the tensors of experts' files with one template: each tensor as a buffer with a partition per file."""
+    """Add tensors of experts' files with one template as buffers partitioned by file."""
     states, parts, headers = [], len(batch.headers), batch.headers
     names = list(zip(*(header.layer or {} for header in headers), strict=True))
     for piece, named in enumerate(names):

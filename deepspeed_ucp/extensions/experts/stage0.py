@@ -1,4 +1,4 @@
-"""Experts in a save of stage 0, which has the optimizer once per expert-parallel rank, by position."""
+"""Experts in a stage-0 save: one optimizer per expert-parallel rank, by position."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def name_optimizers(experts: ExpertFiles, save: Save, naming: Naming, live: Grou
 
 
 def _compare_modules(experts: ExpertFiles, save: Save, naming: Naming) -> ModuleOrder:
-    """Compare the modules, with one expert of each layer; experts are a unit, as their files order only themselves."""
+    """Compare the modules, with one expert of each layer.
+
+    Experts are a unit, since their files give only the order of experts.
+    """
     layers = {layer: file.layer or {} for (layer, *_), file in experts.files.items()}
     further = dict(
         chain.from_iterable(tensors.items() for _, tensors in sorted(layers.items(), key=lambda pair: pair[0]))
@@ -53,7 +56,7 @@ def _compare_modules(experts: ExpertFiles, save: Save, naming: Naming) -> Module
 def add_optimizers(
     experts: ExpertFiles, builder: Builder, parts: Sequence[NamedOptimizer], owned: Sequence[Mapping[str, Shape]]
 ) -> bool:
-    """Add the states of all expert-parallel ranks' optimizers; return False if the files have one optimizer.
+    """Add the states of expert-parallel ranks' optimizers; False if there is only one.
 
     Dense parameters are equal on one tensor-parallel rank. Experts over tensor-parallel ranks are added to all of these
     in their pipeline stage.
@@ -98,7 +101,7 @@ def _count_ranks(experts: ExpertFiles, save: Save) -> int:
 
 
 def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
-    """Add an expert-parallel rank's parameters to its model-parallel rank, or only its experts to another one."""
+    """Add a rank's parameters to its model-parallel rank, to other ranks only experts."""
     same_lane = whole.tp == part.tp
     whole.shapes.update({name: shape for name, shape in part.shapes.items() if same_lane or is_expert(name)})
     flats, at = list(whole.flats), 0
@@ -122,7 +125,7 @@ def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None
 
 
 def _join_groups(experts: ExpertFiles, live: GroupNames, order: Mapping[str, str]) -> GroupNames:
-    """Join the live groups in module order if only ZeRO separates experts, and the saved run had a single group."""
+    """Join the live groups in module order if the saved run had a single group."""
     files = [file.optim for file in experts.optims.values() if file.optim]
     if len(live) < 2 or not files or any(len(optim.groups) > 1 for optim in files):
         return live
@@ -151,7 +154,7 @@ def _name_part(
 
 
 def _find_fused(layers: Mapping[str, Placement], ep: int, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """Return AutoEP's fused parameters of an expert-parallel rank → the experts in each, with shapes."""
+    """Map AutoEP's fused parameters of an expert-parallel rank to experts with shapes."""
     placements = {strip_compiled(layer): experts[ep : ep + 1] for layer, experts in layers.items()}
     fused: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
@@ -165,7 +168,7 @@ def _find_fused(layers: Mapping[str, Placement], ep: int, shapes: Mapping[str, S
 def _pick_live(
     save: Save, live: GroupNames, fused: Collection[str], shapes: Mapping[str, Shape], saved: int
 ) -> GroupNames:
-    """Return the live groups as one rank of the saved run had them: the parameters of its stage, experts fused."""
+    """Return the live groups as a rank of the saved run had them, with experts fused."""
     picked: list[list[tuple[str, bool]]] = []
     for group in live:
         names: dict[str, bool] = {}
@@ -179,7 +182,7 @@ def _pick_live(
 
 
 def _deal(experts: ExpertFiles, save: Save, live: GroupNames, ep: int, order: ModuleOrder | None) -> list[GroupNames]:
-    """Divide the live groups of ``ep`` expert-parallel ranks among the saved run's expert-parallel ranks.
+    """Divide live groups of ``ep`` ranks among the saved expert-parallel ranks.
 
     Raises:
         MismatchError: the files do not record which rank had which experts.
