@@ -44,12 +44,12 @@ _LEGACY = [source for source in SOURCES if source.legacy]
 _ATOMIC = [source for source in SOURCES if source.atomic]
 _RESHARDS = [
     test_reshard.test_any_topology_loads_into_any_other,
-    test_reshard.test_there_and_back_again,
-    test_reshard.test_weights_alone,
-    test_reshard.test_an_optimizer_that_has_stepped_takes_the_saved_state,
-    test_reshard.test_a_flipped_bit_anywhere_in_a_needed_record_is_found,
+    test_reshard.test_a_load_and_a_load_back_restore_the_first_state,
+    test_reshard.test_weights_load_without_optimizer_states_or_with_the_module_only,
+    test_reshard.test_live_optimizer_states_are_overwritten_in_place,
+    test_reshard.test_a_flipped_bit_anywhere_in_a_read_record_is_detected,
     test_reshard_3d.test_any_topology_loads_into_any_other,
-    test_reshard_atomic.test_any_topology_by_way_of_an_atomic_checkpoint,
+    test_reshard_atomic.test_any_topology_loads_into_any_other_through_a_conversion,
 ]
 
 

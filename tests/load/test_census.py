@@ -47,8 +47,10 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
     ],
     ids=["forth", "back", "the same name", "not in the engine", "further copies"],
 )
-def test_one_set_of_rules_serves_both_directions(index: AtomicIndex, live: list[str], renamed: dict[str, str]) -> None:
-    """Names that the engine has stay, and only such names are made."""
+def test_rename_rules_map_names_in_both_directions(
+    index: AtomicIndex, live: list[str], renamed: dict[str, str]
+) -> None:
+    """A rule renames a saved name only to a name of the engine, and never renames a name that the engine has."""
     assert apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS)) == renamed
 
 
@@ -64,7 +66,7 @@ def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> N
 
 
 def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 0.1), dp_rank: int = 0) -> FakeTarget:
-    """Make a rank of one of two stages, with parameters of equal shape and a second name of the first one."""
+    """Make a rank of one of two stages, with parameters of equal shape; the first has a second name, `tied`."""
     params = [Param(name, (2,), number) for number, names in enumerate(groups) for name in names]
     tied = Param("tied", (2,), alias_of=groups[0][0])
     place = Place(0, 1, pp_rank, 2, dp_rank, 1)
@@ -74,7 +76,7 @@ def make_stage(pp_rank: int, *groups: list[str], decay: Sequence[float] = (0.1, 
     return target
 
 
-def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
+def test_param_groups_join_across_stages_if_one_stage_lacks_the_first() -> None:
     stages = [make_stage(0, ["0.w"], ["0.b"], decay=(0.1, 0.0)), make_stage(1, ["1.b"], decay=(0.0,))]
     for joined, hyper, order in run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm)):
         assert list(order.values()) == ["0.w", "0.b", "1.b", "1.b"] and order["tied"] == "1.b"
@@ -82,20 +84,20 @@ def test_a_stage_without_a_group_does_not_shift_the_others() -> None:
         assert [fields["weight_decay"] for fields in hyper] == [0.1, 0.0]
 
 
-def test_experts_of_all_ranks_are_in_a_group() -> None:
+def test_a_joined_param_group_has_the_experts_of_all_ranks() -> None:
     ranks = [make_stage(0, ["dense"], ["e.0"]), make_stage(0, ["dense"], ["e.1"])]
     for joined, hyper, _ in run_ranks(2, lambda rank, comm: groups_of(ranks[rank], comm)):
         assert joined == [[("dense", True)], [("e.0", True), ("e.1", True)]]
         assert len(hyper) == 2
 
 
-def test_the_same_parameter_in_two_stages_is_named_once() -> None:
+def test_a_joined_param_group_names_a_parameter_of_two_stages_once() -> None:
     stages = [make_stage(0, ["t", "0.w"]), make_stage(1, ["t", "1.w"])]
     joined, *_ = run_ranks(2, lambda rank, comm: groups_of(stages[rank], comm))[0]
     assert [name for name, _ in joined[0]] == ["t", "0.w", "1.w"]
 
 
-def test_a_rank_with_another_model_than_rank_0_is_found() -> None:
+def test_a_model_that_differs_from_rank_0s_is_refused() -> None:
     stage = make_stage(0, ["a", "b"], dp_rank=1)
     check_alike(EngineView({"a": ((2,),), "b": ((2,),)}), stage)
     with pytest.raises(MismatchError, match=r"here b \(2,\), not on rank 0"):

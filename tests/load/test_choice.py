@@ -1,4 +1,4 @@
-"""Choice of the loader: DeepSpeed's in an unchanged topology, unless the engine or its files speak against it."""
+"""Choice of the loader: DeepSpeed's in an unchanged topology, unless the engine or its files differ."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
 
 
-def test_files_of_another_writer_or_save(tmp_path: Path) -> None:
-    """Other writers' files have other names, or DeepSpeed's load does not read them. It counts an older save's files,
-    of more tensor-parallel ranks.
-    """
+def test_files_that_deepspeeds_load_misreads_choose_the_direct_load(tmp_path: Path) -> None:
+    """Files of another checkpoint writer, or left by an earlier save with more tensor-parallel ranks."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     files = {file: torch.load(file, weights_only=False) for file in path.glob("*_states.pt")}
     target = FakeTarget(MODEL, Topology(1), 0)
@@ -68,15 +66,17 @@ OPEN = (
         (torch.optim.RAdam, ["the saved param groups are like those of Adam, this run's optimizer is RAdam"]),
     ],
 )
-def test_an_optimizer_of_another_kind(optimizer: Any, expected: list[str], tmp_path: Path) -> None:
+def test_an_optimizer_with_other_states_or_update_rule_is_a_difference(
+    optimizer: Any, expected: list[str], tmp_path: Path
+) -> None:
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     target = FakeTarget(MODEL, Topology(1), 0, optimizer)
     assert list(target.find_other_kinds(open_for(path, target))) == expected
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5")
-def test_a_factored_state_of_one_row_is_no_other_optimizer(tmp_path: Path) -> None:
-    """Its rows have one element, like a step."""
+def test_adafactors_one_row_state_does_not_count_as_another_optimizer(tmp_path: Path) -> None:
+    """The row state of a matrix with one row has one element, like a step."""
     model, topology = Model((Param("token", (1, 3)), Param("a", (4, 3)))), Topology(0)
     path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
     params = [torch.nn.Parameter(torch.ones(param.shape)) for param in model.params]
@@ -90,7 +90,7 @@ def test_a_factored_state_of_one_row_is_no_other_optimizer(tmp_path: Path) -> No
     assert list(target.find_other_kinds(open_for(path, target))) == []
 
 
-def test_parameters_that_were_not_frozen_in_the_save(tmp_path: Path) -> None:
+def test_frozen_parameters_of_another_shape_or_saved_trainable_are_differences(tmp_path: Path) -> None:
     """DeepSpeed's load only compares the sizes of ZeRO 3's frozen parameters."""
     topology = Topology(3)
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), topology)
@@ -104,8 +104,8 @@ def test_parameters_that_were_not_frozen_in_the_save(tmp_path: Path) -> None:
     assert list(_list_other_frozen(thawed, index)) == ["a, which was not saved as a parameter without optimizer"]
 
 
-def test_equal_shards_whose_elements_the_model_orders_differently() -> None:
-    """DeepSpeed's load takes the shards as they are: halves, or halves of two parts."""
+def test_another_order_of_elements_in_equal_shards_is_a_difference() -> None:
+    """DeepSpeed's load does not reorder shards: halves of the whole, or halves of two sub-parameters."""
     index = make_index({"w": (4, 3), "v": (4,)}, tp=2)
     halves, parts = ({key: ["w"]} for key in ("vocabulary_parameter_patterns", "parameter_with_2_sub_params_cat_dim_0"))
 
@@ -124,7 +124,9 @@ def test_equal_shards_whose_elements_the_model_orders_differently() -> None:
     assert alike == [[]] * len(alike)
 
 
-def test_orders_are_not_compared_if_something_else_asks_for_the_direct_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_element_orders_are_compared_only_if_no_other_difference_chooses_the_direct_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The direct load compares them itself."""
     compared: list[object] = []
     monkeypatch.setattr(choice, "list_other_orders", lambda *_: compared.append(1) or ["another order"])
@@ -135,7 +137,7 @@ def test_orders_are_not_compared_if_something_else_asks_for_the_direct_load(monk
         assert len(compared) == count
 
 
-def test_classes_that_one_rank_alone_has_not_imported_are_refused_on_all(
+def test_a_class_that_one_rank_has_not_imported_is_refused_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A class is known to be harmless only if its module is imported."""
@@ -162,7 +164,7 @@ def test_classes_that_one_rank_alone_has_not_imported_are_refused_on_all(
     assert [type(each) for each in World(2).run(compare)] == [UnsupportedError] * 2
 
 
-# -- engines that only DeepSpeed's load knows --------------------------------------------------------------------------
+# -- engines that only DeepSpeed's load supports -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -182,7 +184,7 @@ def test_deepspeed_loads_an_atomic_checkpoint_into_an_uncovered_engine_with_load
     assert "load_universal is on" in reason and "of the future" in reason
 
 
-def test_deepspeed_loads_the_own_files_of_each_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_loads_node_local_files_after_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, folder, target = make_job(NodeLocalEngine(), Comm()), str(tmp_path), object()
     unknown, known = ["Muon's momentum"], "DeepSpeed's own load is not known to be right with: "
     monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: unknown)
@@ -206,7 +208,9 @@ def test_deepspeed_loads_the_own_files_of_each_node(tmp_path: Path, monkeypatch:
     assert choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))[1:] == (target, None)
 
 
-def test_own_files_with_other_metadata_load_directly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_local_files_with_other_metadata_choose_the_direct_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has the shapes of all ranks, and compares the orders of their elements."""
     monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: [])
     info, target, found = {"vocabulary_parameter_patterns": ["weight"]}, object(), []
@@ -222,8 +226,8 @@ def test_own_files_with_other_metadata_load_directly(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_damage_is_looked_for_in_the_files_that_deepspeed_reads(number: int, tmp_path: Path) -> None:
-    """These are the first place's, even if another place is nearer. torch.load does not look at checksums."""
+def test_find_damage_checks_the_files_that_deepspeed_reads(number: int, tmp_path: Path) -> None:
+    """DeepSpeed reads the first place, even if another one is nearer, and torch.load compares no checksums."""
     model = Model((Param("a", (3, 5)),))
     for name in ("first", "near"):
         write_checkpoint(tmp_path / name, model, random_state(model, 0), Topology(1, 2), tag="tag")
@@ -286,7 +290,7 @@ EMPTY_STATES = {"ds_config": {}, "mp_world_size": 1}
     ],
 )
 def test_code_in_files_that_only_deepspeed_reads_is_refused(name: str, upstream: bool, tmp_path: Path) -> None:
-    """Also in files of an atomic checkpoint (upstream)."""
+    """Files of a normal and of an atomic checkpoint (`upstream`)."""
     (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
     torch.save(EMPTY_STATES, tmp_path / STATES)
     torch.save({**EMPTY_STATES, "client": Harmful()}, tmp_path / name)
@@ -307,8 +311,7 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused(name: str, upstream:
 
 @pytest.mark.usefixtures("uncovered")
 @pytest.mark.parametrize("folder", ["s3://bucket/run", ""])
-def test_a_refusal_by_all_ranks_is_one_error(folder: str, tmp_path: Path) -> None:
-    """Rank 0 alone prints it."""
+def test_an_error_of_all_ranks_is_printed_by_rank_0_only(folder: str, tmp_path: Path) -> None:
     torch.save({**EMPTY_STATES, "mp_world_size": 2}, tmp_path / STATES)
     found = World(2).run(lambda _, comm: choose_loader(make_job(NodeLocalEngine(), comm), folder or str(tmp_path)))
     assert [(type(each), each.shared, each.echo) for each in found] == [
@@ -318,7 +321,7 @@ def test_a_refusal_by_all_ranks_is_one_error(folder: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("uncovered")
-def test_the_files_of_every_node_are_searched_for_code(tmp_path: Path) -> None:
+def test_code_in_the_files_of_one_node_is_refused_on_all_ranks(tmp_path: Path) -> None:
     """Two containers of one machine with separate folders."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()

@@ -1,4 +1,4 @@
-"""Client state and scheduler: objects of harmless classes come back, others are refused by name."""
+"""Client state and scheduler: objects of harmless classes are restored, others are refused by name."""
 
 from __future__ import annotations
 
@@ -156,7 +156,9 @@ def read_back(folder: Path, value: Any, trust_pickle: bool = False) -> Any:
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("checked", [True, False], ids=["crc", "nocrc"])
-def test_client_state_of_every_kind_of_file(tmp_path: Path, topology: Topology, legacy: bool, checked: bool) -> None:
+def test_client_state_is_restored_from_every_kind_of_file(
+    tmp_path: Path, topology: Topology, legacy: bool, checked: bool
+) -> None:
     with write_checksums(checked):
         path = write(tmp_path, {"epoch": 3, "rng": torch.arange(4)}, topology, legacy, lr_scheduler={"last": 9})
     found = read_objects(path, trust_pickle=False)
@@ -225,7 +227,7 @@ def read_trusted(folder: Path, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", COMMON)
-def test_common_classes_come_back(tmp_path: Path, kind: str) -> None:
+def test_objects_of_common_classes_are_restored(tmp_path: Path, kind: str) -> None:
     if OLD_MEMBERS and kind == "enums":
         pytest.skip("this Python pickles members of flags by a `getattr` that is refused")
     assert same(read_trusted(tmp_path, COMMON[kind]), COMMON[kind])
@@ -233,7 +235,7 @@ def test_common_classes_come_back(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("then", ["core", "_core"], ids=["numpy1", "numpy2"])
 @pytest.mark.parametrize("trust", [False, True])
-def test_arrays_of_another_numpy_come_back(tmp_path: Path, then: str, trust: bool) -> None:
+def test_arrays_pickled_by_another_numpy_version_are_restored(tmp_path: Path, then: str, trust: bool) -> None:
     """Numpy 1 pickles ``numpy.core.multiarray._reconstruct``, numpy 2 has it under ``numpy._core``."""
     held = [np.random.RandomState(3).get_state(), np.float64(2.5), np.array(["a"])]
     path = write(tmp_path, {"mine": held})
@@ -246,12 +248,12 @@ def test_arrays_of_another_numpy_come_back(tmp_path: Path, then: str, trust: boo
     assert same(read_objects(path, trust_pickle=trust)["mine"], held)
 
 
-def test_partials_of_harmless_functions_come_back(tmp_path: Path) -> None:
+def test_partials_of_harmless_functions_are_restored(tmp_path: Path) -> None:
     (found,) = read_trusted(tmp_path, [functools.partial(int, base=2)])
     assert (type(found), found.func, found("101")) == (functools.partial, int, 5)
 
 
-def test_classes_that_keep_attributes_come_back_without_running_code(tmp_path: Path) -> None:
+def test_objects_with_attributes_are_restored_without_running_their_code(tmp_path: Path) -> None:
     value = Plain([Plain(1), Settings("a")])
     RUNS.clear()
     found = read_trusted(tmp_path, value)
@@ -259,7 +261,7 @@ def test_classes_that_keep_attributes_come_back_without_running_code(tmp_path: P
     assert (type(found), found.value[0].double(), found.value[1]) == (Plain, 2, Settings("a"))
 
 
-def test_objects_of_trainers_come_back(tmp_path: Path) -> None:
+def test_objects_of_trainers_are_restored(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     parsing = pytest.importorskip("lightning.pytorch.utilities.parsing")
     config = transformers.LlamaConfig(hidden_size=32, dtype=torch.bfloat16)
@@ -269,7 +271,7 @@ def test_objects_of_trainers_come_back(tmp_path: Path) -> None:
     assert (found[0].to_dict(), found[1].data, found[2].a) == (config.to_dict(), {"a": [1]}, 1)
 
 
-def test_parameters_and_cycles_come_back(tmp_path: Path) -> None:
+def test_parameters_and_cyclic_references_are_restored(tmp_path: Path) -> None:
     found = read_back(tmp_path / "parameter", torch.nn.Parameter(torch.ones(2)))
     assert found.is_leaf and copy.deepcopy(found).tolist() == [1.0, 1.0]
     value: dict[str, Any] = {"x": 1}
@@ -315,7 +317,7 @@ def test_an_unknown_class_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     assert not [word for word in ("trust_pickle", "weights_only", "\x1b") if word in text]
 
 
-def test_the_users_consent_is_honoured(tmp_path: Path) -> None:
+def test_trust_pickle_and_add_safe_globals_allow_a_class(tmp_path: Path) -> None:
     assert read_back(tmp_path / "a", Own(3), trust_pickle=True).value == 3
     assert list(read_back(tmp_path / "b", collections.deque([1, 2]), trust_pickle=True)) == [1, 2]
     with torch.serialization.safe_globals([Own]):
@@ -328,7 +330,6 @@ def test_the_users_consent_is_honoured(tmp_path: Path) -> None:
 
 
 def test_a_missing_class_is_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example because the save's class was renamed."""
     monkeypatch.setattr(Own, "__module__", "test_client_of_then")
     monkeypatch.setitem(sys.modules, "test_client_of_then", sys.modules[__name__])
     path = write(tmp_path, {"mine": Own(3)})
@@ -342,7 +343,7 @@ def test_a_missing_class_is_not_reported_as_damage(tmp_path: Path, monkeypatch: 
     [dict, collections.OrderedDict, lambda v: [dict(v)], lambda v: argparse.Namespace(**v)],
     ids=["dict", "ordered", "list", "namespace"],
 )
-def test_tensors_do_not_refer_to_the_file(tmp_path: Path, wrap: Any) -> None:
+def test_restored_tensors_do_not_map_the_file(tmp_path: Path, wrap: Any) -> None:
     path = write(tmp_path, {"mine": wrap({"w": torch.ones(5000)})})
     found = read_objects(path, trust_pickle=False)["mine"]
     found = found[0] if isinstance(found, list) else found
@@ -372,7 +373,7 @@ class Call:
 GLAD = Call(getattr, (Mood, "GLAD"))
 
 
-def test_an_older_pythons_members_come_back(tmp_path: Path) -> None:
+def test_enum_members_pickled_as_getattr_calls_are_restored(tmp_path: Path) -> None:
     path = str(tmp_path / "x.pt")
     torch.save({"mood": GLAD, "stage": Call(getattr, (ZeroStageEnum, "weights"))}, path)
     held = read_objects(path, trust_pickle=False)
@@ -394,7 +395,7 @@ def test_an_older_pythons_members_come_back(tmp_path: Path) -> None:
     ],
     ids=["method", "class method", "class", "given", "made-name", "of-a-member", "default"],
 )
-def test_getattr_is_refused_for_anything_else(held: Call, name: str, tmp_path: Path) -> None:
+def test_getattr_calls_that_name_no_enum_member_are_refused(held: Call, name: str, tmp_path: Path) -> None:
     path = str(tmp_path / "x.pt")
     torch.save({"x": held, "mood": GLAD}, path)
     with pytest.raises(UnsupportedError, match="is no enum with a member|not unpickled without your consent"):

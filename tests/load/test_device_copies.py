@@ -29,7 +29,7 @@ MODEL = Model((Param("a", (300, 20)), Param("b", (37,), group=1)), {"buffer": to
 
 
 class LateStream:
-    """Executes its jobs when somebody waits for it."""
+    """Executes its jobs when a caller waits for it."""
 
     def __init__(self, gpu: int = 0) -> None:
         self.gpu, self.lock = gpu, threading.Lock()
@@ -43,7 +43,7 @@ class LateStream:
 
 
 class LateEvent:
-    """Completes only when it is waited for."""
+    """Completes only when a caller waits for it."""
 
     def __init__(self, cuda: LateCuda) -> None:
         self.cuda = cuda
@@ -145,7 +145,9 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
 
 
 @pytest.mark.parametrize("target", [Topology(1, 2), Topology(0, 2), Topology(3, 3)], ids=lambda each: each.label)
-def test_memory_is_lent_again_once_its_bytes_arrived(late: SimpleNamespace, target: Topology, tmp_path: Path) -> None:
+def test_staging_pieces_are_reused_only_after_their_copies_completed(
+    late: SimpleNamespace, target: Topology, tmp_path: Path
+) -> None:
     """Direct reads and staged ones, by several threads."""
     path, state = write(tmp_path, Topology(1, 3), MODEL)
     _, ranks = check_load(path, MODEL, target, state, window=1 << 12)
@@ -156,7 +158,7 @@ def test_memory_is_lent_again_once_its_bytes_arrived(late: SimpleNamespace, targ
 
 
 @pytest.mark.usefixtures("late")
-def test_an_error_waits_for_copies_in_progress(tmp_path: Path) -> None:
+def test_an_error_is_raised_after_copies_in_progress_completed(tmp_path: Path) -> None:
     path, _ = write(tmp_path, Topology(1, 3), MODEL)
     targets = make_targets(MODEL, Topology(0, 2))
     index = open_for(path, targets[0])
@@ -165,8 +167,8 @@ def test_an_error_waits_for_copies_in_progress(tmp_path: Path) -> None:
         run_ranks(1, lambda rank, comm: load(index, targets))
 
 
-def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's pool has 32 streams, each with memory of its own; each step has new threads."""
+def test_all_steps_share_one_stream_per_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's pool has 32 streams, each with separate memory; each step has new threads."""
     made = list[object]()
     cuda = SimpleNamespace(Stream=made.append, device=nullcontext, stream=nullcontext)
     monkeypatch.setattr(torch, "cuda", cuda)
@@ -177,7 +179,7 @@ def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(made) == 2
 
 
-def test_without_page_locked_memory_a_load_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_load_without_page_locked_memory_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     fail = mock.Mock(side_effect=RuntimeError("CUDA error: out of memory"))
     monkeypatch.setattr(destinations, "_allocate_pinned", fail)
     lent = AsyncGpuCopies(1, torch.device("cuda", 0))
@@ -189,7 +191,9 @@ def test_without_page_locked_memory_a_load_goes_on(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("threads", [1, 3, 16])
 @pytest.mark.parametrize("size", [1 << 20, 5 << 20, 10 << 20, 16 << 20])
-def test_page_locked_memory_is_what_is_needed(threads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_locked_memory_is_not_rounded_up_to_a_power_of_two(
+    threads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch locks a power of two, which would be 8 MiB for 4 MiB and a disk's alignment."""
     locked = list[int]()
 

@@ -57,7 +57,9 @@ from tests.synth import Model, Param, Run, State, Topology
 
 @pytest.mark.parametrize("verify", ["crc", "off"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_report_of_a_load(passes: int, verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_load_counts_bytes_and_passes(
+    passes: int, verify: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     have_memory(monkeypatch, passes == 1)
     path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
@@ -77,7 +79,7 @@ def test_the_report_of_a_load(passes: int, verify: Any, tmp_path: Path, monkeypa
     assert all(seconds >= 0 for seconds in report.phases.values())
 
 
-def test_phases_of_a_report_add_up_even_if_they_fail() -> None:
+def test_report_seconds_include_phases_that_raise() -> None:
     report = LoadReport(direct=True, reason="test")
     with report.phase("read"):
         pass
@@ -88,7 +90,7 @@ def test_phases_of_a_report_add_up_even_if_they_fail() -> None:
 
 
 @pytest.mark.parametrize("with_scheduler", [True, False])
-def test_counters_scheduler_and_client_state_come_back(with_scheduler: bool, tmp_path: Path) -> None:
+def test_counters_scheduler_and_client_state_are_restored(with_scheduler: bool, tmp_path: Path) -> None:
     counters = {"global_steps": 12, "global_samples": 345, "skipped_steps": 2}
     run = Run(**counters, lr_scheduler={"last": 11}, client_state={"epoch": 4})  # type: ignore[arg-type]
     path, _, rank = start(tmp_path, run=run)
@@ -129,7 +131,7 @@ class Cycle(Rates):
     ],
     ids=["live", "elastic", "no groups", "saved"],
 )
-def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
+def test_live_param_groups_get_the_schedulers_rates(
     source: Topology, kept: Any, grouped: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, state = write(tmp_path, source, run=Run(lr_scheduler={"rates": [0.5, 0.25]}))
@@ -156,8 +158,10 @@ def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
 
 @pytest.mark.parametrize("kept", ["saved", "live"])
 @pytest.mark.parametrize("owned", [True, False])
-def test_edits_are_logged_once(kept: Any, owned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of hyper-parameters: both values, except those of a learning rate that a scheduler of this run sets."""
+def test_edited_hyper_parameters_are_logged_once(
+    kept: Any, owned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Edited hyper-parameters are logged with both values, except a learning rate that this run's scheduler sets."""
     path, _ = write(tmp_path, ZERO1)
 
     def work(number: int, comm: Comm) -> None:
@@ -175,8 +179,10 @@ def test_edits_are_logged_once(kept: Any, owned: bool, tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_states_of_one_side_alone_are_logged_once(live: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A schedule that restarts, or a state that no object of the engine takes."""
+def test_a_scheduler_state_without_counterpart_is_logged_once(
+    live: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The live scheduler restarts, or no object of the engine takes the saved state."""
     names = ("lr_scheduler", "random_ltd", "data_sampler")
     saved: dict[str, Any] = {} if live else {key: {"last": 11} for key in names}
     path, _ = write(tmp_path, ZERO1, run=Run(global_steps=12))
@@ -198,7 +204,7 @@ def test_states_of_one_side_alone_are_logged_once(live: bool, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("argument", ["load_optimizer_states", "load_module_only"])
-def test_weights_alone(argument: str, tmp_path: Path) -> None:
+def test_weights_load_without_optimizer_states_or_with_the_module_only(argument: str, tmp_path: Path) -> None:
     path, state, rank = start(tmp_path, run=Run(lr_scheduler={"last": 11}))
     is_module_only = argument == "load_module_only"
     engine, report, _ = run_load(open_for(path, rank), rank, **{argument: is_module_only})
@@ -209,7 +215,7 @@ def test_weights_alone(argument: str, tmp_path: Path) -> None:
     assert report.state_bytes == 4 * (7 * 13 + 5 * 7 + 9)
 
 
-def test_only_the_module_loads_from_a_save_without_global_steps(tmp_path: Path) -> None:
+def test_a_save_without_global_steps_loads_only_with_load_module_only(tmp_path: Path) -> None:
     path, _, rank = start(tmp_path)
     change_file(path / STATES, lambda tree: tree.pop("global_steps"))
     run_load(open_for(path, rank), rank, load_module_only=True)
@@ -217,7 +223,9 @@ def test_only_the_module_loads_from_a_save_without_global_steps(tmp_path: Path) 
         run_load(open_for(path, rank), rank)
 
 
-def test_a_lenient_load_skips_parameters_and_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_load_module_strict_false_skips_missing_parameters_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, state = write(tmp_path, ZERO1)
     rank = FakeTarget(Model((*PLAIN.params, Param("new", (4,)))), Topology(0), 0)
     with pytest.raises(MismatchError, match=r"new \(4,\): not in the checkpoint"):
@@ -231,7 +239,9 @@ def test_a_lenient_load_skips_parameters_and_logs_them(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("source", [Topology(1, 2, "bf16"), Topology(2, 3), Topology(3, 2)], ids=lambda t: t.label)
-def test_a_save_without_frozen_parameters(source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_without_frozen_parameters_needs_load_module_strict_false(
+    source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """``save_checkpoint(exclude_frozen_parameters=True)``, as for adapters."""
     path, state = write(tmp_path, source)
 
@@ -272,7 +282,7 @@ class WithExtraState(torch.nn.Module):
 
 @pytest.mark.parametrize("extra", [{"amax": [1.0, 2.0]}, b"bytes", 3], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("source", [Topology(0), Topology(1, 2, "bf16"), Topology(3, 2)], ids=lambda t: t.label)
-def test_extra_states_of_modules_come_back(source: Topology, extra: Any, tmp_path: Path) -> None:
+def test_extra_states_of_modules_are_restored(source: Topology, extra: Any, tmp_path: Path) -> None:
     path, _ = write(tmp_path, source)
     for file in path.glob("*model_states*"):
         change_file(file, lambda tree: tree["module"].update({"layer._extra_state": extra}))
@@ -298,7 +308,7 @@ LENIENT = {"load_module_strict": False}
         (["layer"], 2, {}, "get the extra states of the first saved rank: layer._extra_state", 1),
     ],
 )
-def test_extra_states_that_are_not_restored_as_they_were_are_logged(
+def test_skipped_and_merged_extra_states_are_logged(
     saved: list[str], tp: int, options: dict[str, Any], text: str, restored: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = torch.nn.ModuleDict({"layer": WithExtraState()})
@@ -321,7 +331,7 @@ class Objecting(Extension):
         raise UnsupportedError("not with this layer.")
 
 
-def test_an_extension_of_one_stage_alone_refuses_on_all_ranks(tmp_path: Path) -> None:
+def test_a_refusal_by_one_ranks_extension_is_raised_on_all_ranks(tmp_path: Path) -> None:
     path, _, target = start(tmp_path)
     index = open_for(path, target)
 
@@ -354,7 +364,7 @@ def test_extra_states_are_compared_over_all_stages_of_a_pipeline() -> None:
         return [*_match_extra_states(replace(make_stage(rank), comm=comm), index, target, saved)]
 
     assert run_ranks(2, match) == [["0._extra_state"], ["1._extra_state"]]
-    assert {type(each) for each in World(3).run(match)} == {MismatchError}  # the checkpoint lacks that of layer 2
+    assert {type(each) for each in World(3).run(match)} == {MismatchError}  # the checkpoint lacks layer 2's state
 
 
 @pytest.mark.parametrize("verify", ["crc", "off"])
@@ -382,7 +392,9 @@ LIVE = [Topology(0), Topology(0, 1, "bf16", "fused"), Topology(3, 2), Topology(2
         lambda row: f"{row[0].label}→{row[1].label}-{row[2]}",
     ),
 )
-def test_a_whole_load(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
+def test_a_load_restores_all_ranks_and_reads_each_record_once(
+    source: Topology, target: Topology, verify: str, tmp_path: Path
+) -> None:
     path, state = write(tmp_path, source, AWKWARD)
     targets = make_targets(AWKWARD, target)
     index, config = open_for(path, targets[0]), UniversalConfig(verify=verify, threads=1)  # type: ignore[arg-type]
@@ -394,10 +406,10 @@ def test_a_whole_load(source: Topology, target: Topology, verify: str, tmp_path:
     total = sum(index.records[record].nbytes for record in touched)
     restored = results[0][1].state_bytes
     assert read == total if verify == "crc" else restored <= read <= total  # padding is read for the checksums alone
-    assert len({repr(client) for _, _, client in results}) == 1 or source.stage == 3  # whose ranks have a file each
+    assert len({repr(client) for _, _, client in results}) == 1 or source.stage == 3  # its ranks have separate files
 
 
-def test_a_damaged_record_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
+def test_a_damaged_record_is_one_error_on_all_ranks(tmp_path: Path) -> None:
     path, _ = write(tmp_path, ZERO1)
     targets = make_targets(PLAIN, Topology(3, 4))
     index = open_for(path, targets[0])
@@ -407,7 +419,7 @@ def test_a_damaged_record_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_one_ranks_mismatch_ends_all_ranks(culprit: int, tmp_path: Path) -> None:
+def test_a_mismatch_on_one_rank_is_raised_on_all_ranks(culprit: int, tmp_path: Path) -> None:
     path, _ = write(tmp_path, ZERO1)
     targets = make_targets(PLAIN, Topology(3, 3))
     targets[culprit] = FakeTarget(Model((Param("a", (13, 7)), *PLAIN.params[1:])), Topology(3, 3), culprit)
@@ -441,7 +453,7 @@ COLLECTIVE = {"fills its buffers": "refresh_copies", "makes its copies": "gather
     ids=["memory", "storage"],
 )
 @pytest.mark.parametrize("where", FAILING)
-def test_one_rank_that_fails_ends_all_ranks(
+def test_a_failure_on_one_rank_is_raised_on_all_ranks(
     where: str,
     error: Exception,
     refusal: tuple[type, str],
@@ -482,17 +494,17 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 
 
-def test_new_memory_gets_large_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(transfer.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
+def test_large_pages_are_requested_for_new_memory_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[tuple[int, int]] = []
+    monkeypatch.setattr(transfer.LargePages, "add", lambda self, address, nbytes: requests.append((address, nbytes)))
     path, _, rank = start(tmp_path)
     live, apart, states = (Buffer(torch.ones(6), fill_first=each) for each in (False, False, True))
     apart.use_separate()
     Transfer(FillPlan(open_for(path, rank), buffers=[live, apart, states]), Comm(), UniversalConfig())
-    assert asked == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
+    assert requests == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
 
 
-def test_a_state_file_whose_pickle_is_damaged_is_read_in_the_next_place(tmp_path: Path) -> None:
+def test_a_state_file_with_a_damaged_pickle_is_read_from_the_next_place(tmp_path: Path) -> None:
     """Its header was read in the first place; its objects are read in the nearest."""
     run = Run(client_state={"rng": torch.arange(100), "mine": "a long text of the client"})
     path, state, rank = start(tmp_path / "first", run=run)

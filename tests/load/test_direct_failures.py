@@ -49,7 +49,9 @@ from tests.synth import Run, Topology
 )
 @pytest.mark.parametrize("topology", [Topology(0), Topology(2), Topology(3)], ids=lambda t: t.label)
 @pytest.mark.parametrize("trained", [False, True], ids=["fresh", "trained"])
-def test_damage_changes_nothing(trained: bool, topology: Topology, name: str, state: str, tmp_path: Path) -> None:
+def test_a_damaged_record_is_refused_and_leaves_the_engine_unchanged(
+    trained: bool, topology: Topology, name: str, state: str, tmp_path: Path
+) -> None:
     path, _ = write(tmp_path, ZERO1)
     rank = FakeTarget(PLAIN, topology, 0)
     if trained:
@@ -63,7 +65,7 @@ def test_damage_changes_nothing(trained: bool, topology: Topology, name: str, st
         check_untouched(rank)
 
 
-def test_a_damaged_copy_of_the_module_is_not_given_to_custom_load_fn(tmp_path: Path) -> None:
+def test_custom_load_fn_is_not_called_with_a_damaged_module(tmp_path: Path) -> None:
     path, _ = write(tmp_path, Topology(1, 3, "bf16"))
     rank, given = FakeTarget(PLAIN, Topology(2), 0), dict[str, Any]()
     index, engine = open_for(path, rank), FakeEngine(rank)
@@ -78,7 +80,7 @@ SHARD = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 def replace_shard(path: Path) -> None:
-    """Put the shard of another run in the place of a rank's."""
+    """Replace a rank's shard by the shard of another run."""
     other, _ = write(path / "other", Topology(1, 3, "bf16"), seed=5)
     shutil.move(other / SHARD, path / SHARD)
 
@@ -114,7 +116,7 @@ REFUSALS: dict[str, tuple[Run, Callable[[Path], None], type[Exception], str, dic
 
 
 @pytest.mark.parametrize(("run", "change", "kind", "text", "accepted"), REFUSALS.values(), ids=REFUSALS)
-def test_a_refused_load_leaves_the_engine_as_it_was(
+def test_a_refused_load_leaves_the_engine_unchanged(
     run: Run, change: Callable[[Path], None], kind: type[Exception], text: str, accepted: dict[str, Any], tmp_path: Path
 ) -> None:
     path, state, rank = start(tmp_path, Topology(1, 3, "bf16"), run)
@@ -138,7 +140,7 @@ def test_a_damaged_client_tensor_is_refused_with_the_path_of_its_copy(tmp_path: 
     check_untouched(rank)
 
 
-def test_all_objections_are_one_message(tmp_path: Path) -> None:
+def test_one_error_lists_all_reasons_of_a_refusal(tmp_path: Path) -> None:
     path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Restored()}))
     params = (*PLAIN.params[:-1], replace(PLAIN.params[-1], name="other"))
     rank = FakeTarget(replace(PLAIN, params=params), Topology(2), 0)
@@ -151,7 +153,7 @@ def test_all_objections_are_one_message(tmp_path: Path) -> None:
 
 
 def after_verification(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
-    """Call a function once everything has been read and verified."""
+    """Call a function after all bytes have been read and verified."""
     check = Transfer.verify
 
     def check_and_go_on(transfer: Transfer) -> int:
@@ -177,8 +179,10 @@ def list_tensors(target: FakeTarget) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_change_after_verification(passes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single pass has read everything; a second pass detects the change."""
+def test_a_file_change_after_verification_is_detected_by_the_second_pass(
+    passes: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load in a single pass has already read the old bytes and succeeds."""
     have_memory(monkeypatch, passes == 1)
     path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
@@ -216,12 +220,12 @@ class FailingReads:
 @pytest.mark.parametrize(
     ("trained", "much"), [(True, True), (True, False), (False, True)], ids=["apart", "two passes", "in place"]
 )
-def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
+def test_a_read_error_leaves_the_engine_unchanged_or_blocks_it(
     trained: bool, much: bool, verify: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fail each read of a load on two ranks once; the last load has more reads than are made.
+    """Fail one read of a load on two ranks, for growing read numbers until the load has no such read.
 
-    By default every twelfth read, others in each case; all of them under `-m exhaustive`.
+    By default every twelfth read, others in each case; all reads under `-m exhaustive`.
     """
     have_memory(monkeypatch, much)
     path, state = write(tmp_path, Topology(1, 3))
@@ -251,11 +255,13 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
         assert same if messages == ["", ""] else messages == [str(result) for result in results]
         blocked += not same
     check_loaded(targets, state)
-    few = 0 if trained else sum(len(target.extras()) for target in targets)  # which cannot be recomputed
+    few = 0 if trained else sum(len(target.extras()) for target in targets)  # these cannot be recomputed
     assert number > 8 and (blocked <= few) == much
 
 
-def test_a_read_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_read_of_the_second_pass_is_retried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     have_memory(monkeypatch, False)
     path, state = write(tmp_path, ZERO1)
     targets = make_targets(PLAIN, Topology(3, 2))
@@ -283,7 +289,7 @@ def test_a_failed_read_releases_its_memory_before_the_next_attempt(monkeypatch: 
         assert not list(attempts)
 
 
-def test_a_half_loaded_engine_is_usable_after_the_next_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_load_unblocks_a_half_loaded_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     index, engine = open_for(path, rank), FakeEngine(rank)
@@ -304,7 +310,7 @@ def test_a_half_loaded_engine_is_usable_after_the_next_load(tmp_path: Path, monk
     ("owner", "name", "error"),
     [(FakeTarget, "refresh_copies", KeyboardInterrupt), (Transfer, "undo", ZeroDivisionError)],
 )
-def test_an_engine_is_blocked_if_its_end_or_an_undo_fails(
+def test_an_engine_is_blocked_if_refresh_copies_or_undo_raises(
     owner: type, name: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _, rank = start(tmp_path)

@@ -49,17 +49,17 @@ def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
     ],
     ids=str,
 )
-def test_a_round_takes_as_many_exchanges_as_its_bytes_need(
+def test_a_round_splits_its_bytes_into_exchanges_of_the_share(
     sent: list[int], received: list[int], exchanges: int
 ) -> None:
-    """But never more than there are ranks."""
+    """The number of exchanges never exceeds the number of ranks."""
     assert make_round(sent, received).count_exchanges(100, np.zeros(4, np.bool_)) == exchanges
 
 
 @pytest.mark.parametrize(
     ("one_machine", "shares"), [(True, [[1, 2], [3, 4], [5, 6]]), (False, [[], [], [1, 2, 3, 4, 5, 6]])]
 )
-def test_direct_reads_hold_up_no_exchange_between_machines(one_machine: bool, shares: list[list[int]]) -> None:
+def test_direct_reads_do_not_block_exchanges_between_machines(one_machine: bool, shares: list[list[int]]) -> None:
     one: Any = SimpleNamespace(is_one_machine=one_machine)
     assert transfer.Transfer._distribute(one, [1, 2, 3, 4, 5, 6], 3) == shares  # type: ignore[list-item]
 
@@ -85,7 +85,7 @@ def test_replicas_are_sent_in_parts(size: int, share: int, tmp_path: Path, monke
         sizes.append(data.nbytes)
         return scatter(claims, data)
 
-    monkeypatch.setattr(memory, "identify_host", lambda: str(current_rank()))  # each on a machine of its own
+    monkeypatch.setattr(memory, "identify_host", lambda: str(current_rank()))  # one machine per rank
     monkeypatch.setattr(transfer, "_pack", note_sent)
     monkeypatch.setattr(transfer, "_split_received", note_received)
     path, state = write(tmp_path, Topology(1, 3), MODEL)
@@ -113,7 +113,7 @@ def test_only_reads_with_sends_are_kept() -> None:
 
 
 def place(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Callable[[int, Comm], Any]:
-    """Place ranks on machines; each numbers the last of its 100 bytes and returns those that it sees."""
+    """Place ranks on machines; each writes its number into its last byte and returns the bytes of its peers."""
     monkeypatch.setattr(memory, "identify_host", lambda: hosts[current_rank()])
 
     def work(rank: int, comm: Comm) -> list[int | None]:
@@ -127,7 +127,7 @@ def place(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Callable[[int, Comm],
     return work
 
 
-def test_ranks_of_a_machine_see_each_others_memory_and_close_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_machine_map_each_others_memory_and_close_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = list_open("memfd:deepspeed_ucp")
     assert run_ranks(3, place(monkeypatch, "a", "b", "a")) == [[1, None, 3], [None, 2, None], [1, None, 3]]
     assert {*list_open("memfd:deepspeed_ucp")} <= {*before}
@@ -135,7 +135,7 @@ def test_ranks_of_a_machine_see_each_others_memory_and_close_it(monkeypatch: pyt
 
 @pytest.mark.parametrize("fault", ["no memfd", "no room", "not seen", "another process's"])
 def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of another machine share theirs all the same."""
+    """Ranks of another machine still share memory."""
     see = memory._map
 
     def fail_to_see(path: str, token: bytes, nbytes: int) -> Any:
@@ -154,8 +154,8 @@ def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch
     assert len(alone) == (2 if fault == "not seen" else 4)
 
 
-def test_a_rank_without_memory_is_an_error_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its fallback for a file in memory may be too large as well."""
+def test_a_rank_out_of_memory_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fallback for a shared memory file may be too large, too."""
     make = mmap.mmap
 
     def fail(fileno: int, length: int, **more: Any) -> Any:
@@ -177,8 +177,7 @@ def test_a_rank_without_memory_is_an_error_of_all_ranks(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("width", [0, 1, 7, 8, 50])
-def test_partitions_are_passed_around(width: int) -> None:
-    """In slices of 8 bytes."""
+def test_partitions_are_passed_around_in_slices(width: int) -> None:
     ranks = 3
     shared_memory = [memoryview(bytearray(16)) for _ in range(ranks)]
     whole = np.arange(ranks * width, dtype=np.uint8).reshape(ranks, width)
@@ -195,7 +194,9 @@ def test_partitions_are_passed_around(width: int) -> None:
 
 @pytest.mark.parametrize("hosts", ["aaaa", "abab", "aabc"])
 @pytest.mark.parametrize("share", [64, 1 << 20])
-def test_only_other_machines_get_bytes(hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_carry_bytes_to_other_machines_only(
+    hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every rank of stage 0 wants everything; staging memory is reused two rounds later."""
     sent, swap = set[tuple[int, int]](), Transfer._swap
 

@@ -80,13 +80,13 @@ STEERED = {
     "of an ordered dict": ORDERED + b")R}" + SETSTATE + b"sb" + HASHED + b"b",
     "by an argument": ATTRIBUTES + b"}" + SETSTATE + b"s\x85R" + HASHED + b"b",
 }
-"""Objects whose ``__setstate__``, ``append`` and the like come from the file."""
+"""Objects that take ``__setstate__``, ``append`` or similar methods from the file."""
 HASHES = {
     "of a uuid": UUID + UUID_STATE + text("is_safe") + FROZEN + b"sb",
     "of a uuid, later": b"(" + UUID_STATE + KEEP + UUID + KEPT + b"b" + KEPT + text("is_safe") + FROZEN + b"s0l",
     "of a uuid, nested": UUID + UUID_STATE + text("is_safe") + b"K\1\x85sb",
 }
-"""UUIDs that hash something else than a number."""
+"""UUIDs whose `int` is not a number, so that hashing them runs code."""
 MEMBERS = {
     attribute: name(module, attribute) + ONE + b"\x85R}" + text("_value_") + text("other") + b"sb"
     for module, attribute in ((CLASSES, "Colour"), ("deepspeed.runtime.zero.config", "ZeroStageEnum"))
@@ -107,7 +107,7 @@ FORGED = {
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_forged_pickles_are_refused_and_run_no_code(kind: str, tmp_path: Path) -> None:
-    """Also before DeepSpeed's load, which would run it; consent to a class does not extend to calls."""
+    """The check before DeepSpeed's load refuses them, too. `trust_pickle` for a class does not allow calls of it."""
     forged, words = FORGED[kind]
     path = write(tmp_path, {"mine": "here"})
 

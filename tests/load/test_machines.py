@@ -1,4 +1,4 @@
-"""Saves whose files lie on several machines: found, read where they lie, loaded."""
+"""Loads of saves whose files are distributed over machines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ from tests.synth import Model, Param, Run, Topology, random_state, read_state
 
 @examples(40)
 @given(data=st.data(), case=cases(max_dp=5), target=topologies(max_dp=5), hosts=st.integers(1, 4), times=st.booleans())
-def test_any_files_on_any_machines(data: st.DataObject, case: Case, target: Topology, hosts: int, times: bool) -> None:
+def test_files_distributed_over_machines_are_read_once(
+    data: st.DataObject, case: Case, target: Topology, hosts: int, times: bool
+) -> None:
     """Every byte is read once, by a rank that sees its file."""
     with temporary_folder() as folder:
         save = case.write(folder)
@@ -54,7 +56,7 @@ def test_any_files_on_any_machines(data: st.DataObject, case: Case, target: Topo
         check_reads(loaded[0].fill_plan.index, loaded, 64)
 
 
-def test_ranks_that_see_the_same_files_compare_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_equal_files_exchange_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = write(tmp_path, Topology(1, 4))
     monkeypatch.setattr(locations, "_sum_content", None)
     for index in indices([save] * 3):
@@ -62,8 +64,8 @@ def test_ranks_that_see_the_same_files_compare_no_content(tmp_path: Path, monkey
         assert all(file.places == () for file in index.files)
 
 
-def test_machines_with_saves_of_equal_names_and_sizes_differ(tmp_path: Path) -> None:
-    """One of them has the save of an older run."""
+def test_another_save_on_one_machine_is_refused(tmp_path: Path) -> None:
+    """The older save's files have the same names and sizes."""
     hosts = [tmp_path / f"host{number}" for number in range(2)]
     ours, theirs = (write(host, Topology(1, 3), seed) for seed, host in enumerate(hosts))
     sizes = [[(file.name, file.stat().st_size) for file in sorted(save.iterdir())] for save in (ours, theirs)]
@@ -73,7 +75,9 @@ def test_machines_with_saves_of_equal_names_and_sizes_differ(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
-def test_other_times_on_every_machine_are_one_save(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modification_times_that_differ_between_machines_do_not_split_a_save(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some file systems report other times. A large file without a directory is identified by its time."""
     save = write_unchecked(tmp_path, form) if form == "legacy" else write(tmp_path, Topology(1, 3))
     seal_folder(str(save), Comm())
@@ -86,7 +90,7 @@ def test_other_times_on_every_machine_are_one_save(form: str, tmp_path: Path, mo
             indices(folders)
 
 
-def test_copies_on_several_machines_are_read_in_equal_parts(tmp_path: Path) -> None:
+def test_machines_with_equal_copies_read_equal_shares(tmp_path: Path) -> None:
     model = Model((Param("w", (512,)),))
     case = Case(model, Topology(1, 2), random_state(model, 0), legacy=False)
     save = case.write(tmp_path)
@@ -97,7 +101,9 @@ def test_copies_on_several_machines_are_read_in_equal_parts(tmp_path: Path) -> N
     check_content(loaded, read_state(save, model, case.topology))
 
 
-def test_another_file_under_the_same_name_names_both_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_differ_between_machines_are_refused_with_both_host_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = write(tmp_path / "a", Topology(1, 2)), write(tmp_path / "b", Topology(1, 2), seed=1)
     hosts = scatter(ours, 2, lambda name: [0] if name == shard(0) else [0, 1])
     shutil.copy2(theirs / shard(1), hosts[1])
@@ -107,7 +113,9 @@ def test_another_file_under_the_same_name_names_both_machines(tmp_path: Path, mo
         indices(hosts)
 
 
-def test_a_missing_file_is_named_with_each_machines_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_refused_with_the_file_lists_of_all_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = write(tmp_path, Topology(1, 4))
     hosts = scatter(save, 2, lambda name: {STATES: [0, 1], shard(3): [0], shard(0): [0], shard(1): [1]}.get(name, []))
     monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))
@@ -116,7 +124,7 @@ def test_a_missing_file_is_named_with_each_machines_files(tmp_path: Path, monkey
         indices(hosts)
 
 
-def test_a_seal_names_the_machine_of_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seal_identifies_the_machine_of_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node has the same seal."""
     save = write(tmp_path, Topology(1, 3))
     hosts = scatter(save, 3, lambda name: range(3) if name == STATES else [int(name.split("_")[3])])
@@ -136,7 +144,7 @@ def name_hosts(*names: str) -> Callable[[], str]:
     return lambda: next(repeated)
 
 
-def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: Path) -> None:
+def test_rank_0s_model_states_provide_the_client_state(tmp_path: Path) -> None:
     """With use_node_local_storage each node's first rank writes the model states, with another client state."""
     case = Case(MODEL, Topology(1, 4, "bf16"), random_state(MODEL, 0, precision="bf16"), legacy=False)
     save = case.write(tmp_path)
@@ -152,7 +160,7 @@ def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: P
     check_content(loaded, read_state(save, MODEL, case.topology))
 
 
-def test_a_node_without_the_state_file_gets_its_objects_from_another(tmp_path: Path) -> None:
+def test_a_node_without_a_state_file_gets_its_objects_from_a_peer(tmp_path: Path) -> None:
     case = Case(MODEL, Topology(1, 2), random_state(MODEL, 0), legacy=False)
     save = case.write(tmp_path, Run(client_state={"epoch": 4}))
     hosts, targets = scatter(save, 2, lambda name: [int(name != STATES)]), make_targets(MODEL, Topology(1, 2))
@@ -172,7 +180,7 @@ def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> Non
         indices(hosts)
 
 
-def test_work_that_needs_all_files_on_every_rank_is_refused(tmp_path: Path) -> None:
+def test_reading_whole_tensors_needs_all_files_on_every_rank(tmp_path: Path) -> None:
     save = write(tmp_path, Topology(1, 2))
     hosts = scatter(save, 2, lambda name: [0] if name == STATES else [1])
     with pytest.raises(UnsupportedError, match="ranks see different files of this checkpoint, and exports read all"):

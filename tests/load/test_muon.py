@@ -1,4 +1,4 @@
-"""Muon's momentum as ZeRO 1 and 2 save it: whole parameters, of each that a rank's partition touches."""
+"""Muon's momentum in saves of ZeRO 1 and 2: whole, for each parameter that a rank's partition touches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def resume(folder: Path, files: Files, target: Topology) -> list[Any]:
 
 
 @pytest.mark.parametrize("dp", TOUCHED)
-def test_each_element_is_one_ranks_own(dp: int, tmp_path: Path) -> None:
+def test_each_momentum_element_is_read_from_the_rank_that_owns_it(dp: int, tmp_path: Path) -> None:
     (rank,) = resume(tmp_path, make_files(dp), Topology(1))
     names = {0: ("a", "b"), 1: ("c",)}
     for flat in rank.target.flats:
@@ -67,11 +67,11 @@ def test_each_element_is_one_ranks_own(dp: int, tmp_path: Path) -> None:
         assert torch.equal(momentum[: expected.numel()], expected)
 
 
-def test_copies_on_both_sides_of_a_border_have_to_agree(tmp_path: Path) -> None:
+def test_momentum_copies_of_a_parameter_on_two_ranks_must_be_equal(tmp_path: Path) -> None:
     files = make_files(2)
     last = max(name for name in files if "optim_states" in name)
     momentum = files[last]["optimizer_state_dict"]["base_optimizer_state"]["state"][0][MOMENTUM]
-    momentum[2] += 1  # of a, which begins on the first rank
+    momentum[2] += 1  # an element of a, which begins on the first rank
     with pytest.raises(CheckpointError, match=r"a \(momentum_buffer\) is in the files of several ranks"):
         resume(tmp_path, files, Topology(1))
 
@@ -86,13 +86,13 @@ def test_momentum_of_another_size_is_refused_by_name(tmp_path: Path) -> None:
         resume(tmp_path, files, Topology(1))
 
 
-def test_offloaded_momentum_lies_as_the_masters_do(tmp_path: Path) -> None:
+def test_offloaded_momentum_has_the_layout_of_the_masters(tmp_path: Path) -> None:
     files = make_files(2, offload_optimizer={"device": "cpu"})
     with pytest.raises(MismatchError, match=r"a\.momentum_buffer \(shape \(21,\) where the parameter's part has"):
         resume(tmp_path, files, Topology(1))
 
 
-def test_an_adams_states_are_none_of_muons(tmp_path: Path) -> None:
+def test_adam_states_are_refused_for_muon(tmp_path: Path) -> None:
     files = build_files(MODEL, random_state(MODEL, 0), Topology(1, 2), Run())
     text = "keeps exp_avg, exp_avg_sq for a.*; this run's Muon keeps momentum_buffer"
     with pytest.raises(MismatchError, match=text):
@@ -103,8 +103,10 @@ def test_an_adams_states_are_none_of_muons(tmp_path: Path) -> None:
     ("wrapper", "saved", "refused"),
     [("torch", 2, True), ("fp16_unfused", 4, True), ("torch", 1, False), ("zero12", 2, False), ("atomic", 2, False)],
 )
-def test_an_order_by_local_shapes_is_not_taken_for_another_degrees(wrapper: str, saved: int, *, refused: bool) -> None:
-    """At stage 0 a state's place in its group identifies it, and Muon has sorted the group."""
+def test_muons_sorted_groups_are_refused_at_another_tensor_parallel_degree(
+    wrapper: str, saved: int, *, refused: bool
+) -> None:
+    """At stage 0 a state is identified by its index in its group, and Muon sorts the group by local shapes."""
     index = AtomicIndex.of((), (), (), SavedTopology(0, wrapper, "float32", tp=saved), "")
     target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])
     optimizer = OptimizerMatch(index, target, Match(hyper={0: {"use_muon": True}}))  # type: ignore[arg-type]

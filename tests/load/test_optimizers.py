@@ -39,7 +39,7 @@ MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1), Param("c", (4,))))
 
 
 class Factored(Lion):
-    """Adafactor-like: a state that is no per-element one."""
+    """Like Adafactor: an optimizer with a state that is not element-wise."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -87,7 +87,9 @@ TARGETS = [Topology(0), Topology(2, 2), Topology(3, 3, "bf16")]
         lambda row: f"{row[0]}-{row[1].label}→{row[2].label}",
     ),
 )
-def test_every_elementwise_optimizer(family: str, source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_states_of_every_elementwise_optimizer_are_restored(
+    family: str, source: Topology, target: Topology, tmp_path: Path
+) -> None:
     make, keys, step, hyper = FAMILY[family]
     path = write_checkpoint(tmp_path, MODEL, make_state(keys, step, hyper, source.precision), source)
     _, ranks = check_load(path, MODEL, target, read_state(path, MODEL, source), make)
@@ -95,7 +97,7 @@ def test_every_elementwise_optimizer(family: str, source: Topology, target: Topo
         take_a_step(rank.target.wrapped)
 
 
-def test_scalars_come_back_as_the_optimizer_keeps_them(tmp_path: Path) -> None:
+def test_restored_steps_are_ints_if_the_optimizer_keeps_ints(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, MODEL, make_state(*FAMILY["lion"][1:]), Topology(1, 2))
     lion = make_targets(MODEL, Topology(2, 2), Lion)
     load(open_for(path, lion[0]), lion)
@@ -121,7 +123,9 @@ REFUSED: list[tuple[State, str, Topology, Any, str]] = [
     REFUSED,
     ids=["other-raw", "other-zero12", "other-zero3", "stateless", "named", "live-not-elementwise"],
 )
-def test_another_optimizer(state: State, name: str, target: Topology, make: Any, text: str, tmp_path: Path) -> None:
+def test_states_of_another_optimizer_are_refused(
+    state: State, name: str, target: Topology, make: Any, text: str, tmp_path: Path
+) -> None:
     config = Topology(1, 2).ds_config() | ({"optimizer": {"type": name, "params": {"lr": 1}}} if name else {})
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 2), run=Run(ds_config=config))
     targets = make_targets(MODEL, target, make or AdamW)
@@ -131,7 +135,7 @@ def test_another_optimizer(state: State, name: str, target: Topology, make: Any,
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_parameter_with_some_of_the_states_is_refused(tmp_path: Path) -> None:
+def test_a_parameter_that_lacks_a_state_of_others_is_refused(tmp_path: Path) -> None:
     tree = make_tree(MODEL, random_state(MODEL, 0))
     del tree["optim"]["state"]["a"]["exp_avg_sq"]
     dcp.save(tree, checkpoint_id=tmp_path, no_dist=True)
@@ -142,7 +146,7 @@ def test_a_parameter_with_some_of_the_states_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY)
-def test_any_optimizer_resumes_a_save_before_the_first_step(family: str, tmp_path: Path) -> None:
+def test_any_optimizer_loads_a_save_from_before_the_first_step(family: str, tmp_path: Path) -> None:
     state = random_state(MODEL, 0, (), step=None)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 2))
     targets = make_targets(MODEL, Topology(3, 2), FAMILY[family][0])
@@ -203,7 +207,7 @@ def make_optimizer(make: Any = AdamW, **options: Any) -> tuple[Any, torch.Tensor
 
 
 @pytest.mark.parametrize("family", FAMILY)
-def test_a_probe_knows_the_states_and_leaves_the_optimizer_alone(family: str) -> None:
+def test_probe_optimizer_lists_states_without_changing_the_optimizer(family: str) -> None:
     make, keys, step, hyper = FAMILY[family]
     optimizer, param = make_optimizer(make)
     before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
@@ -219,7 +223,7 @@ def test_a_probe_knows_the_states_and_leaves_the_optimizer_alone(family: str) ->
     assert param.grad is None
 
 
-def test_a_probe_calls_no_hooks() -> None:
+def test_probe_optimizer_calls_no_hooks() -> None:
     optimizer, param = make_optimizer()
     called: list[int] = []
     optimizer.register_step_post_hook(lambda *_: called.append(1))
@@ -228,7 +232,7 @@ def test_a_probe_calls_no_hooks() -> None:
     assert not called
 
 
-def test_the_states_of_an_optimizer_that_cannot_be_probed_are_read() -> None:
+def test_probe_optimizer_reads_existing_states_if_a_step_raises() -> None:
     class Stubborn(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             raise RuntimeError("no kernel here")
@@ -241,7 +245,7 @@ def test_the_states_of_an_optimizer_that_cannot_be_probed_are_read() -> None:
     assert (kept.elementwise, kept.scalars) == ({"momentum_buffer": torch.float32}, {"count": 3})
 
 
-def test_the_saved_hyper_parameters_decide_which_states_are_kept() -> None:
+def test_probe_optimizer_uses_the_saved_hyper_parameters() -> None:
     optimizer, param = make_optimizer(torch.optim.SGD)
     for hyper, states in (({}, set()), (SGD, {"momentum_buffer"})):
         kept = probe_optimizer(optimizer, 0, hyper, param)
@@ -262,11 +266,11 @@ def test_the_saved_hyper_parameters_decide_which_states_are_kept() -> None:
     ],
     ids=["same class", "another implementation keeps its switches", "dicts", "object", "object inside"],
 )
-def test_hyper_parameters_that_are_taken_over(live: dict[str, Any], saved: dict[str, Any], dropped: str) -> None:
+def test_adopt_hyper_drops_fields_that_do_not_apply(live: dict[str, Any], saved: dict[str, Any], dropped: str) -> None:
     assert adopt_hyper(live, saved) == {key: value for key, value in saved.items() if key != dropped}
 
 
-def test_a_tensor_learning_rate_keeps_its_identity() -> None:
+def test_restore_hyper_fills_a_tensor_learning_rate_in_place() -> None:
     lr = torch.tensor(1.0)
     group = {"lr": lr, "eps": 1e-8}
     restore_hyper(group, {"lr": 0.25, "eps": 1e-6})
@@ -274,7 +278,7 @@ def test_a_tensor_learning_rate_keeps_its_identity() -> None:
     assert (float(lr), group["eps"]) == (0.25, 1e-6)
 
 
-def test_scalars_take_the_form_that_the_optimizer_keeps() -> None:
+def test_restore_scalar_uses_the_optimizers_type() -> None:
     optimizer, param = make_optimizer()
     kept = probe_optimizer(optimizer, 0, {}, param)
     step = restore_scalar("step", 3.0, kept)
@@ -290,7 +294,7 @@ def test_scalars_take_the_form_that_the_optimizer_keeps() -> None:
     assert isinstance(restore_scalar("step", 7.0, None), torch.Tensor)
 
 
-def test_flat_states_are_refused_by_an_optimizer_that_factors_whole_parameters(tmp_path: Path) -> None:
+def test_states_of_a_flat_buffer_are_refused_for_adafactor(tmp_path: Path) -> None:
     """Adafactor keeps one variance for a flat buffer, and rows and columns for a matrix."""
     model = Model((Param("a", (7, 13)),))
     state = random_state(model, 0, states=("variance",))
@@ -301,7 +305,7 @@ def test_flat_states_are_refused_by_an_optimizer_that_factors_whole_parameters(t
 
 
 class Nested(torch.optim.SGD):
-    """An optimizer with an inner one, which gets groups in each step, as in DeepSpeed's Muon."""
+    """An optimizer that changes an inner one in each step, like DeepSpeed's Muon."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, lr=0.1, **options)
@@ -315,7 +319,7 @@ class Nested(torch.optim.SGD):
         super().step()
 
 
-def test_a_probe_leaves_an_inner_optimizer_alone() -> None:
+def test_probe_optimizer_does_not_change_an_inner_optimizer() -> None:
     param = torch.zeros(4, requires_grad=True)
     optimizer = Nested([param], momentum=0.9)
     inner = optimizer.inner.param_groups

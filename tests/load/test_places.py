@@ -1,4 +1,4 @@
-"""Saves whose files lie in several places, and damage of copies: found, read where they lie, loaded."""
+"""Loads of saves with files or copies in several places, and of damaged copies."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_places(tmp_path: Path, source: Topology, second: str = "nvme") -> tuple[Path, Path, State]:
-    """Write a save in the first place, and copy it to a second one, which is nearer by default."""
+    """Write a save to the first place and copy it to a second one, which is nearer by default."""
     save = write(tmp_path / "shared", source)
     shutil.copytree(save, tmp_path / second)
     return save, tmp_path / second, read_state(save, MODEL, source)
 
 
-def test_each_file_is_read_in_the_nearest_place_that_has_it(tmp_path: Path) -> None:
+def test_each_file_is_read_from_the_nearest_place_that_has_it(tmp_path: Path) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     (nvme / shard(1)).unlink()
     loaded = load_scattered([save], MODEL, Topology(3, 2), nvme)
@@ -76,7 +76,7 @@ def test_each_file_is_read_in_the_nearest_place_that_has_it(tmp_path: Path) -> N
     assert {shard(0), shard(2)} < {Path(path).name for path in paths if "nvme" in path}
 
 
-def test_a_place_may_have_all_files_alone(tmp_path: Path) -> None:
+def test_a_further_place_may_have_all_files(tmp_path: Path) -> None:
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     shutil.rmtree(save)
     check_content(load_scattered([save], MODEL, Topology(2, 2), nvme), saved)
@@ -85,7 +85,7 @@ def test_a_place_may_have_all_files_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["other", "longer", "gone", "truncated"])
 def test_an_invalid_nearer_file_is_skipped(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of another size or content; or changed after its header was read."""
+    """Its size or content differs, or it changed after its header was read."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     spoil = nvme / shard(1)
     if damage == "other":
@@ -110,8 +110,8 @@ def test_an_invalid_nearer_file_is_skipped(damage: str, tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("form", ["legacy", "zip"])
-def test_without_checksums_an_earlier_save_in_a_nearer_place_is_not_taken(form: str, tmp_path: Path) -> None:
-    """It has the same names and sizes, and other bytes."""
+def test_an_earlier_save_without_checksums_in_a_nearer_place_is_skipped(form: str, tmp_path: Path) -> None:
+    """Its files have the same names and sizes, and other bytes."""
     save, nvme = write_unchecked(tmp_path / "shared", form), tmp_path / "nvme"
     shutil.copytree(save, nvme)
     for rank in range(3):
@@ -127,8 +127,7 @@ def test_without_checksums_an_earlier_save_in_a_nearer_place_is_not_taken(form: 
     check_content(load_scattered([save], MODEL, Topology(3, 2), nvme), saved)
 
 
-def test_without_checksums_a_header_of_another_place_is_not_taken(tmp_path: Path) -> None:
-    """The bytes would be the first place's."""
+def test_a_header_without_checksums_is_not_combined_with_records_of_another_place(tmp_path: Path) -> None:
     save, other = write_unchecked(tmp_path / "shared", "legacy"), tmp_path / "other"
     shutil.copytree(save, other)
     data = (save / shard(1)).read_bytes()
@@ -137,7 +136,7 @@ def test_without_checksums_a_header_of_another_place_is_not_taken(tmp_path: Path
         open_checkpoint(str(save), Comm(), also=[str(other)])
 
 
-def test_nodes_copies_without_checksums_are_compared_by_their_times(tmp_path: Path) -> None:
+def test_copies_of_nodes_without_checksums_are_compared_by_modification_time(tmp_path: Path) -> None:
     save = write_unchecked(tmp_path / "shared", "zip")
     hosts = scatter(save, 2, lambda name: [0] if name == shard(0) else [0, 1])
     assert all(index.access.is_partial for index in indices(hosts))
@@ -146,7 +145,7 @@ def test_nodes_copies_without_checksums_are_compared_by_their_times(tmp_path: Pa
         indices(hosts)
 
 
-def test_a_file_without_directory_is_no_copy_of_one_with_a_directory(tmp_path: Path) -> None:
+def test_a_file_without_zip_directory_is_no_copy_of_one_with_it(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a", "b")]
     Path(paths[1]).write_bytes(bytes(100))
     with pytest.raises(CheckpointError, match=r"b: has no directory with checksums, .* it is another file"):
@@ -155,8 +154,8 @@ def test_a_file_without_directory_is_no_copy_of_one_with_a_directory(tmp_path: P
     check_copy(paths[1], FileRef(paths[0], 100, None, tuple(paths)))
 
 
-def test_a_place_that_the_first_rank_cannot_access_ends_all_ranks(tmp_path: Path) -> None:
-    """It accesses a store for all ranks, and lacks the module."""
+def test_a_place_that_rank_0_cannot_access_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 accesses a store for all ranks; here it lacks the store's module."""
     save = write(tmp_path, Topology(1, 2))
 
     def refuse(folder: str) -> Any:
@@ -168,8 +167,8 @@ def test_a_place_that_the_first_rank_cannot_access_ends_all_ranks(tmp_path: Path
     assert [type(each) for each in found] == [UnsupportedError] * 2
 
 
-def test_a_rank_that_sees_no_file_joins_those_that_do(tmp_path: Path) -> None:
-    """A new node, if places are separate on each node."""
+def test_a_rank_without_files_loads_from_its_peers(tmp_path: Path) -> None:
+    """For example, a new node with an empty local folder."""
     save = write(tmp_path / "away", Topology(1, 2))
     hosts = scatter(save, 2, lambda _name: [0])
 
@@ -180,10 +179,10 @@ def test_a_rank_that_sees_no_file_joins_those_that_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["pass 1", "pass 2"])
-def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
+def test_a_failed_read_continues_in_the_next_place(
     live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Several threads read requests of the file."""
+    """Several threads read the file."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 2))
     read, run_pass, counts = StoredFile.read, Transfer._run_pass, {"reads": 0}
     reading = {"live": False}
@@ -210,7 +209,7 @@ def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
     assert "taken from another place" in caplog.text
 
 
-def test_the_last_error_is_raised_if_no_place_is_left(tmp_path: Path) -> None:
+def test_the_last_error_is_raised_if_all_places_fail(tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 2))
     targets = make_targets(MODEL, Topology(1, 1))
     index = open_checkpoint(str(save), Comm(), also=[str(nvme)])
@@ -220,15 +219,15 @@ def test_the_last_error_is_raised_if_no_place_is_left(tmp_path: Path) -> None:
         load_rank(index, targets[0], Comm(), Options())
 
 
-def test_an_unreadable_header_is_taken_from_the_next_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_header_is_read_from_the_next_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save, other, saved = two_places(tmp_path, Topology(1, 2), "other")
     os.truncate(save / shard(1), 1000)
     check_content(load_scattered([save], MODEL, Topology(2, 3), other), saved)
     assert "is taken from another place" in caplog.text
 
 
-def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
-    """A new node has no files; the second place alone has the files of a lost node."""
+def test_nodes_read_local_files_and_a_complete_place_has_the_rest(tmp_path: Path) -> None:
+    """A new node has no files. Only the second place has the files of a lost node."""
     save = write(tmp_path / "all", Topology(1, 4))
     holders = {STATES: [0, 1], shard(0): [0], shard(1): [0]}
     hosts = scatter(save, 3, lambda name: holders.get(name, []), name="nvme")
@@ -236,7 +235,7 @@ def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
     check_content(loaded, read_state(save, MODEL, Topology(1, 4)))
 
 
-# -- damage that checksums find ---------------------------------------------------------------------------------------
+# -- damage that checksums detect -------------------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -251,8 +250,8 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [shard(1), STATES])
-def test_a_damaged_copy_is_refused_and_verify_tells_which_it_is(name: str, tmp_path: Path) -> None:
-    """After it is deleted, as the message says, the next place is read."""
+def test_a_damaged_copy_is_refused_and_verify_identifies_it(name: str, tmp_path: Path) -> None:
+    """After the copy is deleted, as the message advises, the next place is read."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     flip(nvme / name)
     targets = make_targets(MODEL, Topology(3, 2))
@@ -272,7 +271,7 @@ def test_a_damaged_copy_is_refused_and_verify_tells_which_it_is(name: str, tmp_p
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_conversions_and_exports_refuse_a_damaged_copy(nodes: int, tmp_path: Path) -> None:
+def test_convert_and_export_refuse_a_damaged_copy(nodes: int, tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 3))
     flip(nvme / shard(1))
     out = tmp_path / "out"
@@ -289,7 +288,7 @@ def test_conversions_and_exports_refuse_a_damaged_copy(nodes: int, tmp_path: Pat
         assert not out.exists()
 
 
-def test_conversions_and_exports_of_nodes_with_files_of_their_own_need_a_place_with_all(tmp_path: Path) -> None:
+def test_convert_and_export_of_node_local_files_need_a_complete_place(tmp_path: Path) -> None:
     save = write(tmp_path / "all", Topology(1, 2))
     hosts = scatter(save, 2, hold_one_shard)
     alone, with_all = indices(hosts), indices(hosts, save)
@@ -307,8 +306,8 @@ def test_conversions_and_exports_of_nodes_with_files_of_their_own_need_a_place_w
     assert read_bytes(tmp_path / "whole-converted") == read_bytes(tmp_path / "right")
 
 
-def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one fails on a place that the first one has already skipped."""
+def test_two_threads_that_fail_together_skip_a_place_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread fails on a place that the first one has already skipped."""
     paths = [str(tmp_path / name) for name in ("a", "b")]
     for path in paths:
         Path(path).write_bytes(bytes(range(100)))
@@ -347,8 +346,10 @@ def make_copies(folder: Path, count: int, nbytes: int = 10) -> Any:
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), None])
-def test_a_failing_place_is_given_up(error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each may take minutes to fail; wrong bytes in one file are no sign of a failing place."""
+def test_a_place_is_skipped_after_repeated_errors(
+    error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each access may take minutes to fail. Wrong bytes in one file do not disable a place."""
     index, tried = make_copies(tmp_path, 8), list[str]()
 
     def look(path: str, file: FileRef) -> None:
@@ -363,7 +364,7 @@ def test_a_failing_place_is_given_up(error: OSError | None, tmp_path: Path, monk
     assert sum(path.startswith(f"{tmp_path}/a/") for path in tried) == (3 if error else 8)
 
 
-def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_opens_slowly_does_not_delay_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index, begun, read = make_copies(tmp_path, 2), threading.Event(), threading.Event()
     waited: list[bool] = []
 
@@ -392,13 +393,13 @@ def test_an_atomic_checkpoint_that_some_ranks_do_not_see_is_refused(tmp_path: Pa
         indices([tmp_path / "a", tmp_path / "b"])
 
 
-def test_folders_that_no_rank_can_list_are_the_first_ones_error(tmp_path: Path) -> None:
+def test_an_unreadable_folder_on_all_ranks_is_rank_0s_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"absent: cannot be listed"):
         run_ranks(2, lambda _rank, comm: find_files([str(tmp_path / "absent"), str(tmp_path / "b")], comm))
 
 
-def test_commands_take_further_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A node without the folder learns the tag from another place."""
+def test_commands_accept_further_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A node without the folder finds the tag in another place."""
     from deepspeed_ucp.cli import main
 
     save = write(tmp_path / "all" / "step1", Topology(1, 3))
@@ -414,8 +415,9 @@ def test_commands_take_further_places(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["missing", "dangling"])
-def test_a_copy_is_later_than_its_save(link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The CRC32s of the common files are the same."""
+def test_times_of_copies_in_different_places_are_not_compared(
+    link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
     shutil.copytree(save, near)
     for file in near.iterdir():
@@ -434,7 +436,7 @@ def test_a_copy_is_later_than_its_save(link: bool, tmp_path: Path, caplog: pytes
     assert "days before" not in caplog.text
 
 
-def test_times_within_one_place_of_copies_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_modification_times_within_one_place_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
     shutil.copytree(save, near)
     (save / shard(1)).unlink()

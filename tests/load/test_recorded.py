@@ -1,7 +1,7 @@
-"""Loads between 40 pairs of topologies do what `recorded.json.gz` says: each read, each copied byte, each loaded value.
+"""Loads between 40 pairs of topologies match `recorded.json.gz` in each read, each copied byte and each loaded value.
 
 The record depends on no class of the loader: it names files, byte ranges and destinations. A commit that changes plans
-on purpose rewrites it with `UPDATE_RECORDED=1 pytest tests/load/test_recorded.py`, and says why.
+on purpose rewrites it with `UPDATE_RECORDED=1 pytest tests/load/test_recorded.py` and explains the change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Run = tuple[str, str, int, int, int, str]
 
 @dataclass(frozen=True)
 class Pair:
-    """A saved topology, the topology that loads it, and how."""
+    """A saved topology, the topology that loads it, and the function that runs the load."""
 
     kind: str
     source: Topology
@@ -71,7 +71,7 @@ def load_3d(model: Model) -> Callable[[Topology, Topology, Path], Found]:
 
 
 def load_converted(model: Model) -> Callable[[Topology, Topology, Path], Found]:
-    """Load what `ds_ucp convert` makes of a run."""
+    """Load the output of `ds_ucp convert`."""
 
     def load(source: Topology, target: Topology, folder: Path) -> Found:
         held = draw_state(model, source)
@@ -114,11 +114,11 @@ def list_pairs() -> Iterator[Pair]:
 PAIRS = {pair.name: pair for pair in list_pairs()}
 
 
-# -- what a load did --------------------------------------------------------------------------------------------------
+# -- description of a load --------------------------------------------------------------------------------------------
 
 
 def describe(index: AtomicIndex, ranks: Sequence[Loaded]) -> dict[str, list[list[str]]]:
-    """Describe each rank's reads, the bytes that reach its memory and the values that it holds afterwards."""
+    """Describe each rank's reads, the bytes that it copies and its values after the load."""
     return {
         "reads": [sorted(list_reads(index, rank)) for rank in ranks],
         "copies": [sorted(list_copies(index, rank)) for rank in ranks],
@@ -127,7 +127,7 @@ def describe(index: AtomicIndex, ranks: Sequence[Loaded]) -> dict[str, list[list
 
 
 def name_records(index: AtomicIndex) -> list[str]:
-    """Name each record by its file and its place among the file's records: where torch puts them may change."""
+    """Name each record by its file and its index among the file's records, because torch may change offsets."""
     records, names = list(index.records), dict[int, str]()
     seen = Counter[int]()
     for number in sorted(range(len(records)), key=lambda number: (records[number].file, records[number].offset)):
@@ -145,7 +145,7 @@ def list_reads(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
 
 
 def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
-    """Yield ``FILE RECORD BYTE LENGTH DTYPE → BUFFER ELEMENT`` for each longest run of bytes that stay together."""
+    """Yield ``FILE RECORD BYTE LENGTH DTYPE → BUFFER ELEMENT`` for each maximal contiguous run of bytes."""
     records, names, wants = name_records(index), name_buffers(rank), rank.fill_plan.wants
     runs = []
     for item in (item for want in wants.wants for item in locate(want)):
@@ -157,7 +157,7 @@ def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
 
 
 def name_buffers(rank: Loaded) -> list[str]:
-    """Name each buffer by what it holds, and number buffers of equal names."""
+    """Name each buffer by its content, and number buffers of equal names."""
     seen, names = Counter[str](), []
     for slot in rank.fill_plan.wants.buffers:
         seen[slot] += 1
@@ -228,7 +228,7 @@ def find_difference(before: dict[str, list[list[str]]], now: dict[str, list[list
 
 
 @pytest.mark.parametrize("name", params(few(list(PAIRS), len(PAIRS) // 2), PAIRS))
-def test_a_load_does_what_is_recorded(name: str, tmp_path: Path) -> None:
+def test_a_load_matches_its_record(name: str, tmp_path: Path) -> None:
     pair, record = PAIRS[name], read_record()
     if pair.kind == "AutoEP":
         pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")

@@ -50,14 +50,14 @@ def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: 
 
 
 @pytest.mark.parametrize(("source", "target"), all_turns(KINDS, KINDS, 2, pair_id))
-def test_every_kind_into_every_kind(source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_every_kind_of_topology_loads_into_every_other(source: Topology, target: Topology, tmp_path: Path) -> None:
     state = random_state(AWKWARD, 7, precision=source.precision)
     resume(Case(AWKWARD, source, state, legacy=False), target, tmp_path)
 
 
 @pytest.mark.parametrize("dp", params([1, 2, 3, 5, 8, 13], [1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 32]))
 @pytest.mark.parametrize("stage", [1, 3])
-def test_more_ranks_than_elements(stage: int, dp: int, tmp_path: Path) -> None:
+def test_more_ranks_than_elements_load(stage: int, dp: int, tmp_path: Path) -> None:
     model = Model((Param("a", (3,)), Param("b", (1,), group=1), Param("c", (2, 2))))
     state = random_state(model, 0)
     resume(Case(model, Topology(stage, dp), state, False), Topology(4 - stage, 3), tmp_path / "out")
@@ -82,7 +82,7 @@ def list_unusual(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "source", "target"), [row for name in UNUSUAL for row in list_unusual(name)])
-def test_unusual_tensors(name: str, source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_unusual_tensors_are_restored(name: str, source: Topology, target: Topology, tmp_path: Path) -> None:
     state = random_state(UNUSUAL[name], 0, precision=source.precision)
     resume(Case(UNUSUAL[name], source, state, False), target, tmp_path)
 
@@ -102,8 +102,8 @@ def test_states_of_another_precision_are_converted(dtype: torch.dtype, tmp_path:
 
 @examples(80)
 @given(case=cases(max_dp=5), there=topologies(max_dp=5))
-def test_there_and_back_again(case: Case, there: Topology) -> None:
-    """A→B→A: B's state is saved as B would save it and loaded into A: equal to A's first state to the bit."""
+def test_a_load_and_a_load_back_restore_the_first_state(case: Case, there: Topology) -> None:
+    """A→B→A: save the state of B in B's format and load it into A. It equals A's first state to the bit."""
     note(f"{case.topology.label}→{there.label}→{case.topology.label}")
     with temporary_folder() as folder:
         saved, ranks = resume(case, there, folder / "a")
@@ -118,8 +118,8 @@ def test_there_and_back_again(case: Case, there: Topology) -> None:
 
 @examples(60)
 @given(data=st.data(), case=cases(max_dp=4), target=topologies(max_dp=4))
-def test_a_flipped_bit_anywhere_in_a_needed_record_is_found(data: st.DataObject, case: Case, target: Topology) -> None:
-    """Also one in padding, and one that only another rank reads."""
+def test_a_flipped_bit_anywhere_in_a_read_record_is_detected(data: st.DataObject, case: Case, target: Topology) -> None:
+    """The bit may be in padding, or in bytes that only another rank reads."""
     case = replace(case, legacy=False)
     with temporary_folder() as folder:
         path = case.write(folder)
@@ -135,17 +135,17 @@ def test_a_flipped_bit_anywhere_in_a_needed_record_is_found(data: st.DataObject,
             load(index, targets)
 
 
-# -- what a load is asked for ---------------------------------------------------------------------------------------
+# -- options of a load ----------------------------------------------------------------------------------------------
 
 
 @examples(60)
 @given(case=cases(max_dp=5), target=topologies(max_dp=5))
-def test_weights_alone(case: Case, target: Topology) -> None:
+def test_weights_load_without_optimizer_states_or_with_the_module_only(case: Case, target: Topology) -> None:
     """``load_optimizer_states=False`` neither changes the optimizer nor reads its states."""
     with temporary_folder() as folder:
         path = case.write(folder)
         saved = read_state(path, case.model, case.topology)
-        # The module's tensors have the model's precision; ZeRO 3 saves none.
+        # The module's tensors have the model's precision; ZeRO 3 saves no module tensors.
         precision = torch.float32 if case.topology.stage == 3 else case.topology.dtype
         weights = {name: {"fp32": atoms["fp32"].to(precision).float()} for name, atoms in saved.atoms.items()}
         _, ranks = check_load(path, case.model, target, State(weights, {}, ()), with_states=False)
@@ -154,8 +154,7 @@ def test_weights_alone(case: Case, target: Topology) -> None:
 
 @examples(60)
 @given(case=cases(max_dp=4), target=topologies(max_dp=4))
-def test_an_optimizer_that_has_stepped_takes_the_saved_state(case: Case, target: Topology) -> None:
-    """Live states are overwritten in place."""
+def test_live_optimizer_states_are_overwritten_in_place(case: Case, target: Topology) -> None:
     with temporary_folder() as folder:
         path = case.write(folder)
         saved = read_state(path, case.model, case.topology)
@@ -182,13 +181,12 @@ def test_all_ranks_read_equal_parts_of_shared_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
-def test_ranks_may_come_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
-    """No rank's work between two exchanges depends on another rank's."""
+def test_ranks_may_run_in_any_order_between_exchanges(order: tuple[int, ...], tmp_path: Path) -> None:
     resume(Case(AWKWARD, Topology(3, 3), random_state(AWKWARD, 0), False), Topology(2, 4), tmp_path, order=order)
 
 
 @pytest.mark.parametrize("target", KINDS, ids=lambda t: f"→{t.label}")
-def test_the_index_that_ranks_open_together_is_the_same(target: Topology, tmp_path: Path) -> None:
+def test_ranks_that_open_together_get_equal_indices(target: Topology, tmp_path: Path) -> None:
     path = Case(AWKWARD, Topology(1, 5), random_state(AWKWARD, 0), False).write(tmp_path)
     targets = make_targets(AWKWARD, target)
     assert open_everywhere(path, targets) == open_for(path, targets[0])
@@ -207,12 +205,12 @@ def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:
     assert [float(rank.target.wrapped.state[flat.tensor]["step"]) for flat in raw[0].flats] == [3.0, 5.0]
 
 
-# -- the whole module as a state dict, for users' own load functions ---------------------------------------------------
+# -- the whole module as a state dict, for `custom_load_fn` ------------------------------------------------------------
 
 
 @examples(60)
 @given(case=cases(max_dp=5))
-def test_the_module_is_assembled_in_the_dtypes_that_it_had(case: Case) -> None:
+def test_the_module_is_assembled_in_its_saved_dtypes(case: Case) -> None:
     with temporary_folder() as folder:
         path = case.write(folder)
         saved = read_state(path, case.model, case.topology)
@@ -229,7 +227,7 @@ def test_the_module_is_assembled_in_the_dtypes_that_it_had(case: Case) -> None:
     assert set(tensors) == {param.name for param in case.model.params} | set(case.model.buffers)
 
 
-def test_one_rank_without_memory_for_its_masters_ends_all_ranks() -> None:
+def test_one_rank_out_of_memory_for_its_masters_is_an_error_on_all_ranks() -> None:
     def run(rank: int, comm: Comm) -> None:
         def refresh() -> None:
             if rank == 1:

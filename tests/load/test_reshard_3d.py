@@ -56,12 +56,12 @@ from tests.synth import (
 
 
 @pytest.mark.parametrize(("source", "target"), all_turns(PIPELINES, PIPELINES, 1, pair_id))
-def test_pipelines_into_pipelines(source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_pipelines_load_into_pipelines(source: Topology, target: Topology, tmp_path: Path) -> None:
     resume(draw_state(PIPELINE, source), target, tmp_path)
 
 
 @pytest.mark.parametrize(("source", "target"), all_turns(PLAINS, PLAINS, 1, pair_id))
-def test_tensor_parallel_models_without_a_pipeline(source: Topology, target: Topology, tmp_path: Path) -> None:
+def test_tensor_parallel_models_load_without_a_pipeline(source: Topology, target: Topology, tmp_path: Path) -> None:
     resume(draw_state(PLAIN, source), target, tmp_path)
 
 
@@ -76,8 +76,10 @@ NARROW_TARGETS = [Topology(0, 1), Topology(1, 2, tp=4), Topology(0, 1, "bf16", "
 
 
 @pytest.mark.parametrize(("source", "target"), all_turns(NARROW, NARROW_TARGETS, 1, pair_id))
-def test_ranks_that_hold_no_element_of_a_parameter(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """Fewer rows than ranks: some wrappers leave the parameter out, and only other ranks' optimizers own it."""
+def test_tensor_parallel_ranks_without_rows_of_a_parameter_load(
+    source: Topology, target: Topology, tmp_path: Path
+) -> None:
+    """A parameter with fewer rows than ranks: some wrappers omit it on a rank without rows."""
     model = make_plain(["column", "norm", "router", "few", "row"], frozen=["router"])
     resume(draw_state(model, source), target, tmp_path)
 
@@ -103,7 +105,9 @@ HYBRIDS = [("hybrid4", (1, 4)), ("hybrid4", (4, 1)), ("hybrid2", (2, 1)), ("hybr
 @pytest.mark.parametrize(
     ("kind", "degrees"), [*all_turns(sorted(set(KINDS) - {"hybrid2", "hybrid4", "positions"}), DEGREES, 1), *HYBRIDS]
 )
-def test_every_pattern(kind: str, degrees: tuple[int, int], tmp_path: Path) -> None:
+def test_every_tensor_parallel_pattern_loads_at_other_degrees(
+    kind: str, degrees: tuple[int, int], tmp_path: Path
+) -> None:
     source, target = (Topology(2, 2, tp=tp) for tp in degrees)
     resume(draw_state(make_plain(["column", kind] if kind != "column" else [kind]), source), target, tmp_path)
 
@@ -140,7 +144,7 @@ def test_layers_move_between_stages(source: Topology, target: Topology, tmp_path
     resume(draw_state(THREE, source), target, tmp_path)
 
 
-def test_stages_without_a_matrix_lack_a_param_group(tmp_path: Path) -> None:
+def test_a_stage_without_matrices_lacks_a_param_group(tmp_path: Path) -> None:
     """DeepSpeed drops empty groups: group 0 of such a stage is the second group of the others."""
     model = make_pipeline([["column", "bias"], ["norm"], ["bias", "row"]], tied=False)
     for number, (source, target) in enumerate(
@@ -154,7 +158,7 @@ def test_stages_without_a_matrix_lack_a_param_group(tmp_path: Path) -> None:
         resume(draw_state(model, source), target, tmp_path / str(number))
 
 
-def test_a_pipeline_goes_on_without_one(tmp_path: Path) -> None:
+def test_a_pipeline_save_loads_without_a_pipeline(tmp_path: Path) -> None:
     """Names differ by the layer's prefix, which a rename rule maps."""
     source = draw_state(make_pipeline([["column", "norm"], ["row", "bias"]], tied=False), Topology(1, 1, tp=2, pp=2))
     rename = {"from": r"(?P<layer>\d+)\.(?P<rest>.*)", "to": "body.layers.{layer+3}.{rest}"}
@@ -193,8 +197,10 @@ STAGES = {
 
 
 @pytest.mark.parametrize(("saved", "live"), [(a, b) for a in STAGES for b in STAGES], ids=str)
-def test_each_stage_gets_its_copy_back(saved: int, live: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With fewer stages the first stage's copy is taken, with a warning: DeepSpeed ties only ``tied_weight_attr``."""
+def test_each_stage_restores_its_copy_of_a_tied_weight(
+    saved: int, live: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With fewer stages the first stage's copy is used, with a warning: DeepSpeed ties only ``tied_weight_attr``."""
     source = draw_state(TIED3, STAGES[saved])
     wanted, _ = resume(source, STAGES[live], tmp_path)
     assert wanted.state.atoms[POSITIONS]["fp32"].equal(source.state.atoms[POSITIONS]["fp32"])
@@ -208,7 +214,7 @@ def test_each_stage_gets_its_copy_back(saved: int, live: int, tmp_path: Path, ca
         assert "first stage" in warned[0]
 
 
-def test_both_directions_of_a_pipeline_have_to_hold_the_same(tmp_path: Path) -> None:
+def test_copies_of_both_pipeline_directions_must_be_equal(tmp_path: Path) -> None:
     source = draw_state(THREE, Topology(1, 1, pp=2, placement=bidirectional(6, 2)))
 
     def change(held: Mapping[int, Local]) -> None:
@@ -219,7 +225,7 @@ def test_both_directions_of_a_pipeline_have_to_hold_the_same(tmp_path: Path) -> 
     refuse(edit(source, change, tmp_path), wanted, make_config(source.model), CheckpointError, text)
 
 
-def test_layers_without_names_are_not_guessed(tmp_path: Path) -> None:
+def test_layers_of_an_interleaved_pipeline_without_names_are_refused(tmp_path: Path) -> None:
     """Stage 0 in fp32 saves no names of masters: the files do not show the layers of interleaved stages."""
     source = draw_state(THREE, Topology(0, 1, pp=2, placement=interleaved(6, 2, 2)))
     targets = expect(source, Topology(1, 1)).make_targets()
@@ -235,7 +241,7 @@ UNLIKE = replace(make_pipeline([["column"], ["row"], ["column", "norm"], ["row",
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_states_without_names_come_into_layers_that_do_not_follow_each_other(precision: str, tmp_path: Path) -> None:
+def test_states_without_names_load_into_the_layers_of_a_dualpipev(precision: str, tmp_path: Path) -> None:
     """Stage 0 without a pipeline: the live groups name its states, in the order of the layers instead of the stages."""
     held = draw_state(BLOCKS, Topology(0, 1, precision))
     replace(held, model=replace(BLOCKS, layers=())).write(tmp_path)
@@ -282,8 +288,10 @@ def test_ambiguous_layers_without_names_are_reported(
     ],
     ids=lambda t: t.label,
 )
-def test_the_loaders_own_flow(source: Topology, target: Topology, verify: str, tmp_path: Path) -> None:
-    """With the comparison of masters and copies, client state and counters, on every rank."""
+def test_a_whole_load_with_pipelines_restores_all_ranks(
+    source: Topology, target: Topology, verify: str, tmp_path: Path
+) -> None:
+    """The load compares masters with copies, and restores client state and counters on every rank."""
     held = draw_state(PIPELINE, source)
     held.write(tmp_path, Run(client_state={"epoch": 4}, garbage=float("nan")))
     wanted = expect(held, target)
@@ -313,7 +321,7 @@ TP2_PP2, ZERO3 = Topology(1, 2, tp=2, pp=2), Topology(3, 2, tp=2)
     ],
     ids=lambda t: t.label if isinstance(t, Topology) else "",
 )
-def test_client_states_are_each_ranks_own_at_the_same_degrees(
+def test_each_rank_restores_its_client_state_at_the_same_degrees(
     source: Topology, target: Topology, epochs: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Megatron keeps random states there. Data-parallel ranks have separate files under ZeRO 3."""

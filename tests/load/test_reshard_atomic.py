@@ -64,15 +64,17 @@ PLAIN_PAIRS = [
 
 
 @pytest.mark.parametrize("pair", [*PIPELINE_PAIRS, *PLAIN_PAIRS], ids=pair_id)
-def test_converted_models(pair: tuple[Topology, Topology], tmp_path: Path) -> None:
-    """TP degrees, vocabularies of other paddings (18 rows at TP 3, 12 else), frozen parameters, buffers."""
+def test_conversions_load_at_other_degrees_and_vocabulary_paddings(
+    pair: tuple[Topology, Topology], tmp_path: Path
+) -> None:
+    """Vocabularies (18 rows at TP 3, else 12), frozen parameters and buffers."""
     index = resume(draw_state(PIPELINE if pair in PIPELINE_PAIRS else PLAIN, pair[0]), pair[1], tmp_path)
     assert (index.topology.wrapper, index.topology.tp, index.topology.dp) == ("atomic", 1, 1)
 
 
 @examples(20)
 @given(trip=trips())
-def test_any_topology_by_way_of_an_atomic_checkpoint(trip: Trip) -> None:
+def test_any_topology_loads_into_any_other_through_a_conversion(trip: Trip) -> None:
     note(f"{trip.source.topology.label} {trip.source.topology.placement}→{trip.target.label} {trip.target.placement}")
     with temporary_folder() as folder:
         resume(trip.source, trip.target, folder)
@@ -98,8 +100,7 @@ def test_every_wrapper_is_converted_and_loaded(source: Topology, tmp_path: Path)
         check_load(out, AWKWARD, target, kept)
 
 
-def test_an_atomic_index_says_what_the_source_says(tmp_path: Path) -> None:
-    """Everything but the location of the bytes."""
+def test_the_index_of_a_conversion_equals_the_sources_except_for_byte_locations(tmp_path: Path) -> None:
     held = draw_state(PIPELINE, Topology(1, 2, "bf16", tp=2, pp=2))
     index, out = convert_run(held, tmp_path)
     found = open_checkpoint(str(out), Comm())
@@ -114,15 +115,15 @@ def test_an_atomic_index_says_what_the_source_says(tmp_path: Path) -> None:
     assert found.recorded["tied_modules.embed.word"] == {"kind": "shard-v", "vocab": 11}
 
 
-def test_several_ranks_open_a_folder_together(tmp_path: Path) -> None:
+def test_several_ranks_open_an_atomic_checkpoint_together(tmp_path: Path) -> None:
     held = draw_state(PLAIN, Topology(1, 2, tp=2))
     _, out = convert_run(held, tmp_path)
     alone = open_checkpoint(str(out), Comm())
     assert run_ranks(3, lambda _rank, comm: open_checkpoint(str(out), comm)) == [alone] * 3
 
 
-def test_the_users_patterns_come_before_the_manifests(tmp_path: Path) -> None:
-    """A wrong one is taken at its word, and contradicts the shapes."""
+def test_the_users_patterns_override_the_manifests(tmp_path: Path) -> None:
+    """A wrong pattern of the user contradicts the shapes and is refused."""
     held = draw_state(make_plain(["column"]), Topology(1, 1, tp=2))
     wrong = UniversalConfig(threads=1, patterns=[{"match": ".*", "pattern": "shard-h"}])
     _, out = convert_run(held, tmp_path)
@@ -140,7 +141,7 @@ def converted(tmp_path: Path) -> Path:
 
 
 def replace_state_file(path: Path) -> None:
-    """Write the file of another step: of the same size, with another directory."""
+    """Write the file of another step: its size is the same, its zip directory differs."""
     size = path.stat().st_size
     torch.save({"global_steps": 1}, path)
     os.truncate(path, size)
@@ -160,7 +161,9 @@ def replace_state_file(path: Path) -> None:
     ],
     ids=["missing", "short", "replaced", "no manifest"],
 )
-def test_an_invalid_file_is_named_on_every_rank(name: str, damage: Any, text: str, converted: Path) -> None:
+def test_an_invalid_file_of_a_conversion_is_reported_on_every_rank(
+    name: str, damage: Any, text: str, converted: Path
+) -> None:
     damage(converted / name)
     errors = World(3).run(lambda _rank, comm: open_checkpoint(str(converted), comm))
     ((kind, message),) = {(type(error), str(error)) for error in errors}
@@ -171,8 +174,8 @@ VOCABULARY = Model((Param("word_embeddings.weight", (12, 3)), Param("w", (3, 5))
 
 
 @pytest.mark.parametrize("rows", [8, 18])
-def test_a_vocabularys_padding_may_differ_without_tensor_parallelism(rows: int, tmp_path: Path) -> None:
-    """With a rule of the user; the same from a normal checkpoint and from an atomic one."""
+def test_a_rule_allows_another_vocabulary_padding_without_tensor_parallelism(rows: int, tmp_path: Path) -> None:
+    """The results from a normal checkpoint and from an atomic one are equal."""
     state = random_state(VOCABULARY, 0)
     write_files(tmp_path / "tag", build_files(VOCABULARY, state, Topology(1, 2)))
     rules = [{"match": "word_embeddings.weight", "pattern": "shard-v", "vocab": True}]
@@ -188,7 +191,7 @@ def test_a_vocabularys_padding_may_differ_without_tensor_parallelism(rows: int, 
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "converted again"])
-def test_client_states_are_each_ranks_own_at_the_same_degrees(again: bool, tmp_path: Path) -> None:
+def test_each_rank_restores_its_client_state_at_the_same_degrees(again: bool, tmp_path: Path) -> None:
     """The tensor- and pipeline-parallel degrees of the converted run, at any data-parallel degree."""
     held = draw_state(make_pipeline([["column", "norm"], ["row", "bias"]]), Topology(1, 2, tp=2, pp=2))
     source = held.write(tmp_path / "source")

@@ -42,7 +42,7 @@ def test_any_placement_of_experts_loads_into_any_other(fused: bool, data: st.Dat
 @KINDS
 @examples(40)
 @given(data=st.data())
-def test_experts_under_tensor_and_pipeline_parallelism(fused: bool, data: st.DataObject) -> None:
+def test_experts_load_under_tensor_and_pipeline_parallelism(fused: bool, data: st.DataObject) -> None:
     """Whole experts on all ranks of a stage, cut ones, pipelines of three kinds, both orders of the groups."""
     trip = data.draw(expert_trips_3d(fused=fused))
     wanted, config = trip.wanted, make_config(trip.source.model)
@@ -59,8 +59,8 @@ def test_experts_under_tensor_and_pipeline_parallelism(fused: bool, data: st.Dat
 @KINDS
 @examples(15)
 @given(data=st.data())
-def test_conversions_of_experts(fused: bool, data: st.DataObject) -> None:
-    """diff(x, convert(x)) is empty, and a load of the conversion is the load; folded, cut, in pipelines."""
+def test_a_conversion_of_experts_equals_its_source(fused: bool, data: st.DataObject) -> None:
+    """diff(x, convert(x)) is empty, and both load equally: folded, cut, in pipelines."""
     trip = data.draw(expert_trips_3d(fused=fused).filter(lambda each: each.written and each.source.topology.stage > 0))
     wanted, config = trip.wanted, make_config(trip.source.model)
     note(f"{trip.source.topology.label}→{trip.target.label}")
@@ -74,8 +74,8 @@ def test_conversions_of_experts(fused: bool, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("round_robin", [False, True], ids=["in order", "round robin"])
-def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) -> None:
-    """From the contents that each rank's file records; with round robin from the experts' files."""
+def test_another_order_of_expert_parallel_ranks_is_recognized(round_robin: bool, tmp_path: Path) -> None:
+    """Each rank's file records its contents; with round robin the experts' files determine the order."""
     params = (Param("dense", (3,)), *(Param(f"body{NATIVE}{n}.w", (4, 3)) for n in range(4)))
     model = Model(params, experts=(ExpertLayer("body", 4),))
     topology = Topology(1, 4, "bf16", ep=(2,), round_robin=round_robin)
@@ -88,7 +88,7 @@ def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dp", [2, 4])
-def test_model_states_that_deepspeed_does_not_write_are_explained(dp: int, tmp_path: Path) -> None:
+def test_experts_under_tensor_parallelism_without_model_states_are_refused(dp: int, tmp_path: Path) -> None:
     """The first tensor-parallel rank holds all experts."""
     path = draw_state(NATIVES, Topology(0, dp, tp=2, ep=(2,), data_first=True)).write(tmp_path)
     with pytest.raises(CheckpointError, match="DeepSpeed writes no model states"):
@@ -117,8 +117,8 @@ def make_older(path: Path) -> None:
     ],
     ids=lambda topology: topology.label,
 )
-def test_model_states_of_older_releases(topology: Topology, tmp_path: Path) -> None:
-    """They record neither the ds_config nor the shapes, nor at stage 0 the optimizer; all states are restored."""
+def test_model_states_of_older_releases_are_restored(topology: Topology, tmp_path: Path) -> None:
+    """They record neither the ds_config nor the shapes, and at stage 0 no optimizer."""
     source = draw_state(NATIVES, topology)
     path, wanted = source.write(tmp_path), expect(source, replace(topology, stage=1))
     newer, _ = load_all(path, wanted.make_targets(), make_config(NATIVES))
@@ -130,8 +130,8 @@ def test_model_states_of_older_releases(topology: Topology, tmp_path: Path) -> N
     assert bool(missed) == (topology.stage == 0 and topology.precision == "fp32")  # DeepSpeed's load fails there
 
 
-def test_a_missing_optimizer_of_older_releases_is_named(tmp_path: Path) -> None:
-    """The model states do not record their number, the optimizers' param groups do."""
+def test_a_missing_optimizer_file_of_older_releases_is_reported(tmp_path: Path) -> None:
+    """The param groups in the optimizer files record the number of files; the model states do not."""
     path = draw_state(NATIVES, Topology(0, 2, ep=(2,))).write(tmp_path)
     make_older(path)
     (path / expert_optim_file(1)).unlink()

@@ -90,8 +90,10 @@ def shared_rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("state", ["fp32", "exp_avg"])
-def test_parts_in_common_that_differ_are_refused(state: str, shared_rows: dict[str, Any], tmp_path: Path) -> None:
-    """DeepSpeed's own conversion refuses them too. With the saved degree each rank keeps its values."""
+def test_differing_shared_rows_are_refused_at_another_degree(
+    state: str, shared_rows: dict[str, Any], tmp_path: Path
+) -> None:
+    """DeepSpeed's conversion refuses them, too. At the saved degree each rank keeps its values."""
     source, run = draw_state(make_plain(["column", "shared"]), Topology(1, 2, tp=2)), Run(client_state=shared_rows)
     config, wanted = UniversalConfig(threads=1), expect(source, Topology(2, 3))
     source.write(tmp_path / "equal", run)
@@ -108,8 +110,7 @@ def test_parts_in_common_that_differ_are_refused(state: str, shared_rows: dict[s
     load_all(tmp_path / "drifted", expect(source, Topology(2, 3, tp=2)).make_targets(), config)
 
 
-def test_ranks_that_stay_keep_their_own_values(tmp_path: Path) -> None:
-    """With the same degree and the same shapes, the ranks' values need not be replicas."""
+def test_differing_replicas_are_kept_per_rank_at_the_same_degree(tmp_path: Path) -> None:
     source = draw_state(make_plain(["column", "norm"]), Topology(1, 1, tp=2))
     folder = edit(source, differ("body.norm", "fp32", 0.25), tmp_path)
     wanted = expect(source, Topology(3, 2, tp=2))
@@ -120,8 +121,8 @@ def test_ranks_that_stay_keep_their_own_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [Topology(1, 2), Topology(2, 2, tp=3), Topology(0, 1, tp=4)], ids=lambda t: t.label)
-def test_the_rule_partial_takes_the_mean(target: Topology, tmp_path: Path) -> None:
-    """Of masters and states alike; every byte is still read once."""
+def test_the_partial_rule_averages_masters_and_states(target: Topology, tmp_path: Path) -> None:
+    """Every byte is still read once."""
     model = make_plain(["column", "router", "norm"])
     source = draw_state(model, Topology(1, 2, tp=2))
     held = source.locals
@@ -195,7 +196,9 @@ def test_a_rule_that_matches_nothing_is_reported(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.parametrize(("source", "target"), [(1, 3), (3, 1), (2, 3), (3, 4), (2, 4)], ids=lambda n: f"tp{n}")
-def test_padding_of_vocabularies(source: int, target: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_vocabulary_padding_changes_with_the_degree(
+    source: int, target: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "deepspeed_ucp")
     held = draw_state(make_plain(["column", "word"]), Topology(1, 2, tp=source))
     wanted, _ = resume(held, Topology(3, 2, tp=target), tmp_path)
@@ -241,10 +244,9 @@ WRONG = dict.fromkeys(RIGHT, mark(0))
     [(1, RIGHT, None, False), (4, RIGHT, None, False), (1, WRONG, INFO, False), (1, WRONG, None, True)],
     ids=["attributes", "attributes at another degree", "the checkpoint first", "the user's rules first"],
 )
-def test_sources_of_patterns(
+def test_patterns_come_from_rules_metadata_and_attributes_in_this_order(
     tp: int, marks: dict[str, Any], info: dict[str, Any] | None, with_rules: bool, tmp_path: Path
 ) -> None:
-    """The user's rules take precedence over the checkpoint's metadata, and these over attributes."""
     source = draw_state(make_plain(["column", "row", "gate_up", "norm"]), Topology(1, 2, tp=2))
     wanted = expect(source, Topology(2, 2, tp=tp))
     source.write(tmp_path, Run(client_state={"universal_checkpoint_info": info} if info else {}))

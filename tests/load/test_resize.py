@@ -19,7 +19,7 @@ from tests.synth import State, Topology
 
 
 def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[str, Any]) -> Held:
-    """Return the state of a run with other sizes: kept rows, and new ones by the rules; made with numpy.
+    """Compute, with numpy, the state of a run with other sizes: kept rows, and new ones by the rules.
 
     `sizes`: kind → rows in the target, which holds the sentinel before the load.
     """
@@ -75,7 +75,7 @@ GIVEN_UP: dict[str, Any] = {"word": {"shrink": True}, "column": {"new": "zero"}}
     ],
     ids=lambda topology: topology.label,
 )
-def test_kept_and_new_rows(
+def test_a_resize_keeps_common_rows_and_initializes_new_rows_by_rule(
     saved: Topology, live: Topology, sizes: dict[str, int], rules: dict[str, Any], tmp_path: Path
 ) -> None:
     source = draw_state(make_plain(["column", "norm", "word", "row"]), saved)
@@ -115,7 +115,9 @@ def test_a_resize_is_logged_and_a_later_save_loads_unchanged(tmp_path: Path, cap
     ],
 )
 @pytest.mark.parametrize("tp", [1, 2])
-def test_refused_sizes(sizes: dict[str, int], rule: dict[str, Any], words: str, tp: int, tmp_path: Path) -> None:
+def test_invalid_sizes_and_resize_rules_are_refused(
+    sizes: dict[str, int], rule: dict[str, Any], words: str, tp: int, tmp_path: Path
+) -> None:
     source = draw_state(make_plain(["column", *sizes]), Topology(1, 1, tp=tp))
     wanted = resize(source, Topology(1, 1, tp=tp if "word" in sizes else 1), sizes, {})
     patterns: Any = make_rules(source, {}).patterns

@@ -1,4 +1,4 @@
-"""A resume without an engine: which tags it tries, and an engine after a load that failed."""
+"""A resume with a stand-in engine: the tags that it tries, and the engine after a failed load."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
 @pytest.mark.parametrize("after", [False, True], ids=["load", "refresh"])
-def test_a_failure_marks_the_engine(after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In DeepSpeed's own load, or in the refresh after it."""
+def test_a_failure_in_deepspeeds_load_blocks_the_engine(
+    after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure occurs in DeepSpeed's load or in the refresh after it."""
     engine, choice = UpstreamEngine(), ("of the future", SimpleNamespace(), None)
     fail, find = mock.Mock(side_effect=error("its own")), mock.Mock(return_value=("folder/tag", None))
     job, refresh = replace(make_job(engine, Comm()), load_dir="folder"), fail if after else mock.Mock()
@@ -87,7 +89,7 @@ def test_torch_uses_a_share_of_the_cores_while_a_rank_loads(monkeypatch: pytest.
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(("alone", "ends"), [(None, [0, 1, 2]), (False, [0, 1, 2]), (True, [])])
-def test_the_collective_end_of_a_load_does_not_wait_for_a_rank_that_failed_alone(
+def test_finish_is_not_called_if_one_rank_failed(
     alone: bool | None, ends: list[int], before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other ranks are in another collective, or have exited; swap files are discarded in any case."""
@@ -109,7 +111,9 @@ def test_the_collective_end_of_a_load_does_not_wait_for_a_rank_that_failed_alone
 
 
 @pytest.mark.parametrize("arguments", [{"load_module_only": True}, {"load_optimizer_states": False}])
-def test_weights_alone_do_not_mend_half_loaded_optimizer_states(arguments: dict[str, bool], tmp_path: Path) -> None:
+def test_a_load_of_weights_does_not_unblock_half_loaded_optimizer_states(
+    arguments: dict[str, bool], tmp_path: Path
+) -> None:
     (tmp_path / "tag").mkdir()
     (tmp_path / "tag" / STATES).touch()
     (tmp_path / "latest").write_text("tag")
@@ -124,7 +128,7 @@ CUT = CheckpointError("cut off.")
 
 
 class FallingBack:
-    """A run of three tags, a load with `fallback`, and the tags that it tries; some fail, some block the engine."""
+    """A run of three tags and a load with `fallback`, which records the tags that it tries."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.tried, self.engine = str(folder), list[str](), UpstreamEngine()
@@ -167,7 +171,7 @@ ADVICE = '"fallback": true loads the newest checkpoint that is complete.'
         ("unknown-tag", "global_step4", {}, False),
     ],
 )
-def test_fallback_is_recommended_only_if_it_has_an_effect(
+def test_errors_recommend_fallback_only_if_it_has_an_effect(
     fault: str, tag: str | None, options: Any, effective: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = FallingBack(tmp_path, monkeypatch)
@@ -192,10 +196,10 @@ def falling_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FallingBack
 
 @pytest.mark.parametrize("options", [{"fallback": True}, {"fallback": True, "seal": True}, {}], ids=str)
 @pytest.mark.parametrize("name", [STATES, "ucp_manifest.json"], ids=["normal", "atomic"])
-def test_a_checkpoints_own_folder_is_loaded(
+def test_a_tag_folder_given_as_load_dir_is_loaded(
     name: str, options: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed loads it as a tag below the parent folder; no other tag replaces it, as with `tag=`."""
+    """DeepSpeed loads it as a tag of the parent folder. As with `tag=`, `fallback` tries no other tag."""
     own = tmp_path / "run" / "tag"
     own.mkdir(parents=True)
     (own / name).touch()
@@ -219,8 +223,10 @@ def test_a_checkpoints_own_folder_is_loaded(
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_deepspeeds_load_must_find_the_given_tag(found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself it would look for ``latest``, and begin from scratch without it."""
+def test_an_error_is_raised_if_deepspeeds_load_does_not_find_the_tag(
+    found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the run would restart from scratch."""
     (tmp_path / "tag").mkdir()
     (tmp_path / "tag" / STATES).touch()
     (tmp_path / "latest_universal").write_text("tag")
@@ -235,8 +241,10 @@ def test_deepspeeds_load_must_find_the_given_tag(found: bool, tmp_path: Path, mo
         resume(engine, str(tmp_path), None, {}, UniversalConfig(), load)
 
 
-def test_a_tag_without_a_seal(falling_back: FallingBack, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its save was cut off; if no tag has a seal, seals were off."""
+def test_fallback_skips_tags_without_seal_if_others_have_one(
+    falling_back: FallingBack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a save was interrupted. If no tag has a seal, seals were off."""
     assert falling_back.load(seal=True) == "global_step3"
     for tag in ("global_step1", "global_step2"):
         (tmp_path / "run" / tag / SEAL).touch()
@@ -253,7 +261,7 @@ def test_a_tag_without_a_seal(falling_back: FallingBack, tmp_path: Path, caplog:
     assert raised.value.shared
 
 
-def test_seals_and_older_tags_are_looked_for_in_every_place(falling_back: FallingBack, tmp_path: Path) -> None:
+def test_fallback_finds_seals_and_older_tags_in_every_place(falling_back: FallingBack, tmp_path: Path) -> None:
     there = tmp_path / "there"
     for tag in ("global_step2", "global_step3"):
         (there / tag).mkdir(parents=True)
@@ -270,7 +278,7 @@ def test_seals_and_older_tags_are_looked_for_in_every_place(falling_back: Fallin
 def test_a_place_that_is_named_twice_is_searched_once(
     falling_back: FallingBack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A destination of saves is mostly the folder of the load, too."""
+    """A destination of saves is often the folder of the load, too."""
     also = [f"{falling_back.folder}/", "s3://bucket/run/", str(tmp_path / "other"), "s3://bucket/run"]
     job = replace(make_job(None, Comm(), also=also), load_dir=falling_back.folder)
     assert job.places == (falling_back.folder, also[1], also[2])
@@ -281,9 +289,9 @@ def test_a_place_that_is_named_twice_is_searched_once(
     assert falling_back.load(also=[falling_back.folder]) == "global_step3" and asked == [falling_back.folder]
 
 
-def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_blocked(falling_back: FallingBack) -> None:
+def test_fallback_tries_older_tags_on_a_blocked_engine(falling_back: FallingBack) -> None:
     falling_back.fails, falling_back.marks = {"global_step3": CUT}, {"global_step3"}
-    for _ in range(2):  # each load marks the engine again, with the same message
+    for _ in range(2):  # each load blocks the engine again, with the same message
         with pytest.raises(CheckpointError, match=r"^cut off\.$"):
             falling_back.load()
         assert falling_back.tried == ["global_step3"]
@@ -302,10 +310,10 @@ def test_a_failed_load_releases_its_memory(falling_back: FallingBack, monkeypatc
         assert falling_back.load() == "global_step1"
 
 
-def test_an_error_of_one_rank_alone_does_not_lead_it_to_an_older_tag(
+def test_fallback_does_not_follow_an_error_of_one_rank(
     falling_back: FallingBack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks go on with the newest one."""
+    """The other ranks continue with the newest tag."""
     monkeypatch.setattr(Comm, "size", 2)
     falling_back.fails = {"global_step3": CUT}
     with pytest.raises(CheckpointError, match=r"^cut off\.$"):
@@ -314,15 +322,17 @@ def test_an_error_of_one_rank_alone_does_not_lead_it_to_an_older_tag(
 
 
 @pytest.mark.parametrize("kind", [UnsupportedError, StorageError, OutOfReachError])
-def test_an_error_that_is_no_fault_of_the_files_is_raised(kind: type[Exception], falling_back: FallingBack) -> None:
+def test_fallback_raises_errors_that_files_do_not_cause(kind: type[Exception], falling_back: FallingBack) -> None:
     falling_back.fails = {"global_step3": kind("no fault of the files.")}
     with pytest.raises(kind, match="no fault of the files."):
         falling_back.load()
     assert falling_back.tried == ["global_step3"]
 
 
-def test_a_place_out_of_reach(falling_back: FallingBack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is an error only if older tags are needed, because it may hold the newest of them."""
+def test_an_unreachable_place_is_an_error_only_if_older_tags_are_needed(
+    falling_back: FallingBack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may contain the newest of them."""
     there, scan = str(tmp_path / "there"), os.scandir
 
     def look(path: str) -> Any:
@@ -340,7 +350,7 @@ def test_a_place_out_of_reach(falling_back: FallingBack, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", ["", STATES], ids=["folder", "file"])
-def test_files_out_of_reach_keep_their_kind(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_files_keep_their_error_type(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model((Param("a", (3, 5)),))
     for place in ("first", "other"):
         write_checkpoint(tmp_path / place, model, random_state(model, 0), Topology(1, 2), tag="tag")

@@ -21,7 +21,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
 
 
-def test_a_tensor_that_is_not_flat_is_filled_in_separate_memory() -> None:
+def test_a_non_contiguous_tensor_is_filled_in_separate_memory() -> None:
     whole = torch.zeros(3, 2)
     sink = TensorSink(Buffer(whole.t(), fill_first=False), "float32")
     view = sink.view(0, 24)
@@ -48,7 +48,7 @@ def test_an_empty_tensor_has_no_memory() -> None:
     ids=["rows", "columns", "contiguous"],
 )
 def test_bytes_are_stored_in_rows(rows: CopyItem, expected: list[int], skip: int, live: torch.dtype) -> None:
-    """Also in a tensor that begins behind the start of its storage."""
+    """The tensor may begin at an offset in its storage."""
     whole = torch.zeros(10 + skip, dtype=live)
     sink = TensorSink(Buffer(whole[skip:], fill_first=True), "float32")
     sink.store(rows, raw(torch.arange(1.0, 5.0)))
@@ -56,7 +56,7 @@ def test_bytes_are_stored_in_rows(rows: CopyItem, expected: list[int], skip: int
 
 
 def test_elements_outside_the_spans_keep_their_values() -> None:
-    """In a tensor that is not flat, and in a live one that is filled in separate memory."""
+    """For a non-contiguous tensor, and for a live one that is filled in separate memory."""
     whole = torch.arange(6.0).view(3, 2)
     for tensor in (whole.t(), whole.view(-1)):
         before = tensor.clone()
@@ -109,7 +109,7 @@ def test_a_tensor_that_shares_memory_with_its_copy_is_not_filled_in_place() -> N
     assert not Buffer(tensor, fill_first=False, copies=[tensor.view(-1)]).try_in_place()
 
 
-def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
+def test_zeros_and_means_are_written_to_a_non_contiguous_tensor() -> None:
     whole = torch.full((3, 2), 5.0)
     buffer = Buffer(whole.t(), fill_first=False, spans=[(0, 6)])
     replicas = [Buffer(torch.tensor(values), fill_first=True) for values in ([1.0, 2.0], [3.0, 4.0])]
@@ -138,14 +138,14 @@ def test_free_memory_counts_for_all_ranks_of_a_machine(monkeypatch: pytest.Monke
 
 
 def test_separate_memory_of_tensors_on_a_device_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is not flat is filled in the host's memory, wherever it is itself."""
+    """A non-contiguous tensor is filled in host memory, on any device."""
     flat, other = (Buffer(torch.empty(shape, device="meta"), fill_first=True) for shape in (10, (2, 5)))
     monkeypatch.setattr(transfer, "measure_available", lambda: 10)
     assert transfer.has_memory([flat], 1, Comm())
     assert not transfer.has_memory([other], 1, Comm())
 
 
-def test_free_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_the_minimum_of_all_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     for path, text in {
         proc / "meminfo": "MemTotal: 900 kB\nMemAvailable: 500 kB\n",
@@ -169,8 +169,8 @@ def test_free_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pyt
     assert memory.measure_available() == 0
 
 
-def test_untouched_memory() -> None:
-    """States of a fresh engine and separate memory; not a file's, and not memory that is filled in place."""
+def test_untouched_memory_is_new_states_and_separate_memory() -> None:
+    """It is neither memory of a file nor memory that is filled in place."""
     assert Buffer(torch.zeros(6), fill_first=True).is_fresh_host_memory
     live, file = Buffer(torch.zeros(6), fill_first=False), Buffer(torch.zeros(6), fill_first=True, in_file=True)
     assert not live.is_fresh_host_memory and not file.is_fresh_host_memory

@@ -1,4 +1,4 @@
-"""Checkpoints without files of optimizer states: published weights, missing files, releases that wrote none."""
+"""Checkpoints without optimizer files: published weights, missing files, releases that wrote no such file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ LOST = [Topology(1, 3), Topology(2, 2, "bf16"), Topology(0, 2, "bf16", "fused")]
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
 @pytest.mark.parametrize("target", [None, Topology(3), Topology(0)], ids=["same", "zero3", "stage0"])
-def test_a_load_with_states_is_refused(source: Topology, target: Topology | None, strict: bool, tmp_path: Path) -> None:
+def test_a_load_with_optimizer_states_is_refused_without_their_files(
+    source: Topology, target: Topology | None, strict: bool, tmp_path: Path
+) -> None:
     path = lose(tmp_path, source)
     rank = FakeTarget(MODEL, target or source, 0)
     before = [flat.data.clone() for flat in rank.flats]
@@ -72,7 +74,7 @@ def test_states_that_older_releases_never_wrote_are_not_reported_as_missing_file
 
 
 @pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
-def test_the_weights_alone_load(source: Topology, tmp_path: Path) -> None:
+def test_load_optimizer_states_false_loads_weights_without_optimizer_files(source: Topology, tmp_path: Path) -> None:
     path = lose(tmp_path, source)
     saved = random_state(MODEL, 0, precision=source.precision)
     rank = FakeTarget(MODEL, Topology(0), 0)
@@ -83,8 +85,8 @@ def test_the_weights_alone_load(source: Topology, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
-def test_the_commands_report_missing_states(source: Topology, tmp_path: Path) -> None:
-    """They mistake it neither for a save without ZeRO nor for a complete one."""
+def test_commands_report_missing_optimizer_files(source: Topology, tmp_path: Path) -> None:
+    """They report neither a save without ZeRO nor a complete one."""
     path = lose(tmp_path / "in", source)
     report = survey_checkpoint(str(path), Comm())
     index = report.require()
@@ -101,8 +103,8 @@ def test_the_commands_report_missing_states(source: Topology, tmp_path: Path) ->
     assert export_safetensors(index, out, Comm(), ExportOptions()).tensors == 3
 
 
-def test_a_run_without_an_optimizer(tmp_path: Path) -> None:
-    """An evaluation's save: no file is missing, but training cannot continue from it."""
+def test_a_save_of_a_run_without_optimizer_loads_weights_only(tmp_path: Path) -> None:
+    """For example, a save of an evaluation: no file is missing, but training cannot continue from it."""
     files = build_files(MODEL, random_state(MODEL, 0), Topology(0))
     for tree in files.values():
         tree["optimizer"] = None
@@ -122,8 +124,10 @@ TIED = make_pipeline([["column", "norm"], ["row"]])
 @pytest.mark.parametrize(
     "source", [Topology(1, 2, pp=2), Topology(1, 1, "bf16", "bf16", pp=2, tp=2)], ids=lambda each: each.label
 )
-def test_a_pipeline_with_a_tied_module(source: Topology, files: tuple[bool, bool], tmp_path: Path) -> None:
-    """DeepSpeed ties only the word's weight: other weights of a stage without a file are taken from another stage."""
+def test_weights_of_a_tied_module_load_without_optimizer_files(
+    source: Topology, files: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """DeepSpeed ties only the embedding's weight. A stage without a file gets other weights from another stage."""
     first, *others, last = TIED.layers
     model = replace(TIED, layers=(replace(first, file=files[0]), *others, replace(last, file=files[1])))
     held = draw_state(model, source)
@@ -147,8 +151,10 @@ def test_a_pipeline_with_a_tied_module(source: Topology, files: tuple[bool, bool
 
 
 @pytest.mark.parametrize("source", LOST[:2], ids=lambda each: each.label)
-def test_weights_need_no_whole_states(source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One of the unused files is missing; a load with states is refused."""
+def test_weights_load_if_a_file_of_optimizer_states_is_missing(
+    source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load with states is refused."""
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0, precision=source.precision), source))
     next(tmp_path.glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
     with pytest.raises(CheckpointError, match="optim_states.pt is missing"):
@@ -159,7 +165,7 @@ def test_weights_need_no_whole_states(source: Topology, tmp_path: Path, caplog: 
     assert [record.getMessage() for record in caplog.records if "only weights are loaded" in record.getMessage()]
 
 
-def test_weights_of_zero_3_are_in_the_files_of_states(tmp_path: Path) -> None:
+def test_weights_of_zero_3_need_the_optimizer_files(tmp_path: Path) -> None:
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0), Topology(3, 2)))
     next(tmp_path.glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
     with pytest.raises(CheckpointError, match="optim_states.pt is missing"):

@@ -40,7 +40,7 @@ def prepare(folder: Path, files: Files, live: Model = MODEL, optimizer: Any = Ad
     return prepare_rank(open_for(folder, target), target, Comm(), Options(**options))
 
 
-def test_a_state_that_the_saved_hyper_parameters_would_switch_off(tmp_path: Path) -> None:
+def test_an_optimizer_state_that_saved_hyper_parameters_disable_is_reported(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="keeps max_exp_avg_sq by its hyper-parameters.*would switch that off"):
         prepare(tmp_path, make_files(), optimizer=partial(AdamW, amsgrad=True))
 
@@ -99,11 +99,11 @@ def test_tensors_in_param_groups_are_refused_by_name(value: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("value", [torch.relu_, [torch.float32], (torch.float32, 1), {"kept": torch.float32}])
-def test_values_that_are_no_numbers_in_a_param_group_are_ignored(value: Any, tmp_path: Path) -> None:
+def test_param_group_values_that_are_not_numbers_are_ignored(value: Any, tmp_path: Path) -> None:
     prepare(tmp_path, change_groups(make_files(), hook=value))
 
 
-def test_numbers_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -> None:
+def test_param_group_numbers_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -> None:
     files = make_files()
     for rank in range(2):
         tree = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
@@ -115,7 +115,7 @@ def test_numbers_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -
 
 
 class Counting(AdamW):
-    """AdamW with its step count in the param groups, as DeepSpeed's FusedAdam has it."""
+    """AdamW with its step count in the param groups, like DeepSpeed's FusedAdam."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -127,10 +127,10 @@ class Counting(AdamW):
 
 @pytest.mark.parametrize("live", [Topology(1), Topology(0)], ids=lambda t: t.label)
 @pytest.mark.parametrize(("optimizer", "step"), [(AdamW, 3), (Counting, 3), (Counting, 0)])
-def test_new_parameters_start_under_the_step_of_the_others(
+def test_new_parameters_start_at_the_step_of_their_group_if_it_is_shared(
     optimizer: Any, step: int, live: Topology, tmp_path: Path
 ) -> None:
-    """At stage 0 every parameter has a separate step count, unless the param group has it."""
+    """At stage 0 each parameter has a separate step count, unless the param group holds it."""
     counts = optimizer is Counting
     files = build_files(MODEL, random_state(MODEL, 0, step=None if counts else step), Topology(2, 2), Run())
     write_files(tmp_path, change_groups(files, step=step) if counts else files)
@@ -140,7 +140,7 @@ def test_new_parameters_start_under_the_step_of_the_others(
     assert [note.split(":")[0] for note in notes] == ["new"] * bool(step if counts else live.stage)
 
 
-def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) -> None:
+def test_a_thawed_parameter_restores_its_weight_and_has_new_states(tmp_path: Path) -> None:
     saved = Model((Param("a", (7, 3)), Param("b", (5,), frozen=True)))
     live = Model((Param("a", (7, 3)), Param("b", (5,))))
     state = random_state(saved, 0)
@@ -184,7 +184,7 @@ def test_a_separate_thawed_group_restarts_in_a_used_engine(optimizer: Any, topol
 
 
 class Closed(AdamW):
-    """An optimizer whose step cannot be tried, as that of LBFGS."""
+    """An optimizer whose step cannot be probed, like LBFGS."""
 
     def step(self, closure: Any = None) -> None:
         closure()
@@ -203,8 +203,8 @@ def test_a_buffer_that_the_saved_state_dict_leaves_out_keeps_its_value(tmp_path:
     assert note.startswith("inv_freq: a buffer that the saved state dict leaves out")
 
 
-def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
-    """The saved run had all parameters in one group, as Megatron-DeepSpeed makes them at ZeRO 3."""
+def test_param_groups_live_restores_states_but_not_hyper_parameters(tmp_path: Path) -> None:
+    """The saved run had all parameters in one group, like Megatron-DeepSpeed at ZeRO 3."""
     one = Model(tuple(Param(param.name, param.shape) for param in MODEL.params))
     files = make_files(one, Topology(3, 2))
     with pytest.raises(MismatchError, match='"param_groups": "live"'):
@@ -231,7 +231,7 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
         ("fp32", "float8_e4m3fn", "float32", "fp32 of float8_e4m3fn in the checkpoint is float32 here"),
     ],
 )
-def test_rounding_is_reported(state: str, stored: str, dtype: str, text: str) -> None:
+def test_states_stored_in_a_lower_precision_are_reported(state: str, stored: str, dtype: str, text: str) -> None:
     is_weight = state in (MASTER, MODULE)
     buffer = join_parameters(0, ("x",), ((4,),))
     held = EngineBuffer(buffer, 0, 0, dtype if is_weight else stored, {} if is_weight else {state: dtype})
@@ -247,7 +247,7 @@ def test_rounding_is_reported(state: str, stored: str, dtype: str, text: str) ->
     [(AdamW, 0), (torch.optim.SGD, 0), (torch.optim.Adagrad, 0), (torch.optim.Adafactor, 1)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_step_that_depends_on_the_cut_is_reported(optimizer: Any, count: int, tmp_path: Path) -> None:
+def test_an_optimizer_whose_step_depends_on_partitions_is_reported(optimizer: Any, count: int, tmp_path: Path) -> None:
     state = random_state(MODEL, 0, states=(), step=None)
     files = build_files(MODEL, state, Topology(2, 2), Run())
     notes = prepare(tmp_path, files, optimizer=optimizer).fill_plan.match.notes

@@ -1,4 +1,4 @@
-"""Targets in swap files: new files replace DeepSpeed's all at once, or not at all."""
+"""Loads into swap files: new files replace all of DeepSpeed's or none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RESIZED = {"resize": [{"match": "b", "new": "mean"}, {"match": ".*"}]}
 @pytest.mark.parametrize("steps", [0, 4], ids=["fresh", "trained"])
 @pytest.mark.parametrize("target", [Topology(3, 1), Topology(3, 2, "bf16", sub_group_size=40)], ids=lambda t: t.label)
 def test_swap_files_hold_the_same_bytes_as_memory(target: Topology, steps: int, saved: Model, tmp_path: Path) -> None:
-    """Also with new rows, which keep the values of the file."""
+    """New rows keep the values of the swap file."""
     path = write(tmp_path, Topology(1, 3, target.precision), saved)
     config = UniversalConfig(threads=1, patterns=RESIZED)
     plain = make_targets(MODEL, target)
@@ -77,7 +77,7 @@ def test_swap_files_hold_the_same_bytes_as_memory(target: Topology, steps: int, 
         ]
 
 
-def test_weights_alone_leave_the_states(tmp_path: Path) -> None:
+def test_a_load_of_weights_keeps_swapped_states(tmp_path: Path) -> None:
     target = SwappedTarget(tmp_path / "swap", Topology(3))
     states = target.folder / "exp_avg-0_9.tensor.swp"
     states.write_bytes(b"as it was")
@@ -98,14 +98,14 @@ def test_parameters_that_the_checkpoint_lacks_keep_their_values(tmp_path: Path) 
     assert target.look()["frozen_param.tensor.swp"] == before["frozen_param.tensor.swp"]
 
 
-def test_a_swap_file_that_is_cut_short_is_not_kept(tmp_path: Path) -> None:
+def test_a_truncated_swap_file_is_refused(tmp_path: Path) -> None:
     path, target = write(tmp_path, model=SOME), SwappedTarget(tmp_path / "swap", Topology(3))
     (target.folder / "0_9.tensor.swp").write_bytes(bytes(100))
     with pytest.raises(UcpError, match=r"0_9.tensor.swp: has 100 bytes, 724 are expected. The swap file is damaged"):
         run_load(open_for(path, target), target, load_module_strict=False)
 
 
-def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
+def test_damage_leaves_all_swap_files_unchanged(tmp_path: Path) -> None:
     path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     before, index = target.look(), open_for(path, target)
     flip_bit(index, "b", "exp_avg_sq")
@@ -117,7 +117,7 @@ def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
     assert [each.name for each in (tmp_path / "swap").iterdir()] == ["rank0"]
 
 
-def test_a_full_disk_is_an_error_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_before_swap_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     before = target.look()
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -127,7 +127,7 @@ def test_a_full_disk_is_an_error_before_anything_changes(tmp_path: Path, monkeyp
     assert target.look() == before
 
 
-def test_files_of_a_killed_load_are_removed(tmp_path: Path) -> None:
+def test_swap_files_of_a_killed_load_are_removed(tmp_path: Path) -> None:
     path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     left = tmp_path / "swap" / "rank0.ucp"
     left.mkdir()
@@ -137,7 +137,9 @@ def test_files_of_a_killed_load_are_removed(tmp_path: Path) -> None:
     assert list(left.iterdir()) == []
 
 
-def test_an_error_while_files_are_replaced_marks_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_swap_files_are_replaced_blocks_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, target = write(tmp_path), SwappedTarget(tmp_path / "swap", Topology(3))
     replace, done = os.replace, []
 
@@ -154,8 +156,8 @@ def test_an_error_while_files_are_replaced_marks_the_engine(tmp_path: Path, monk
     assert find_state(engine).broken
 
 
-def test_swapped_buffers_need_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other buffers are filled in separate memory if these alone fit."""
+def test_swapped_buffers_do_not_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other buffers are filled in separate memory if they alone fit."""
     path = write(tmp_path)
 
     def read_again(left: int) -> int:

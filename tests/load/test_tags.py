@@ -25,7 +25,7 @@ from tests.support.ranks import World, run_ranks
 
 STATES = "mp_rank_00_model_states.pt"
 KILLED = ".global_step4.ucp-save-job-1"
-"""Folder of a save that was killed before its tag was published."""
+"""Folder of an interrupted save whose tag was not published."""
 
 
 @pytest.fixture
@@ -76,18 +76,18 @@ ONE_RANK: list[tuple[str | None, list[str], Any, bool, str | None]] = [
     ("global_step2", ["run", "mirror"], None, False, "global_step2"),
     ("global_step2", ["run", "mirror"], "global_step3", False, "global_step3"),
     ("global_step2", ["absent", "mirror", "run"], None, False, "global_step3"),
-    # an unreadable `latest` does not yield to that of the next place, which may be older
+    # an unreadable `latest` is an error: the `latest` of the next place may be older
     ("", ["run", "absent", "pointer"], None, False, Refused("latest is empty.*global_step1, global_step2")),
     (None, ["run", "absent", "pointer"], None, False, Refused("latest is missing.*global_step1, global_step2")),
     ("", ["run", "absent", "pointer"], "global_step1", False, "global_step1"),
     ("", ["run", "absent", "pointer"], None, True, "global_step1"),
     (None, ["run", "absent", "pointer"], None, True, "global_step1"),
 ]
-"""Content of `latest`, places, tag, `fallback`, and the tag that is found."""
+"""Content of `latest`, places, tag, `fallback`, and the expected tag."""
 
 
 @pytest.mark.parametrize("row", ONE_RANK)
-def test_the_tag_that_one_rank_finds(row: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_find_tag_on_one_rank(row: Any, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     latest, places, tag, fallback, expected = row
     (folder / "latest").unlink()
     if latest is not None:
@@ -119,12 +119,12 @@ SEVERAL_RANKS: list[tuple[list[str], list[str | None], str]] = [
     (["absent", "run"], ["global_step1"] * 2, "global_step1"),
     (["absent", "run"], ["global_step7"] * 2, Refused(r"^(?!\[rank ).*absent.global_step7: no checkpoint with tag")),
 ]
-"""The folder that each rank sees, the tag that it is asked for, and the tag that all find."""
+"""For each rank its folder and the requested tag; then the tag that all ranks must find."""
 
 
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize(("places", "asked", "expected"), SEVERAL_RANKS)
-def test_the_tag_that_several_ranks_find(
+def test_find_tag_on_several_ranks(
     places: list[str], asked: list[str | None], expected: str, fallback: bool, folder: Path
 ) -> None:
     def look(rank: int, comm: Comm) -> str | None:
@@ -135,8 +135,8 @@ def test_the_tag_that_several_ranks_find(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_tags_folder_given_as_load_dir_is_found_below_further_places(ranks: int, folder: Path) -> None:
-    """Also by a rank that does not see it."""
+def test_a_tag_folder_given_as_load_dir_is_found_in_further_places(ranks: int, folder: Path) -> None:
+    """A rank that does not see the folder finds it, too."""
     there = folder.parent / "there"
     places = [[str((folder, there / "absent")[rank] / "global_step1"), str(there)] for rank in range(ranks)]
 
@@ -150,8 +150,8 @@ def test_a_tags_folder_given_as_load_dir_is_found_below_further_places(ranks: in
 
 @pytest.mark.parametrize("fallback", [False, True])
 @pytest.mark.parametrize("left", [KILLED, ".global_step4.ucp-partial"])
-def test_what_a_killed_first_save_leaves_is_no_tag(left: str, fallback: bool, tmp_path: Path) -> None:
-    """A sealed folder is a complete save, which was killed before its tag was published."""
+def test_files_of_an_interrupted_first_save_are_no_tag(left: str, fallback: bool, tmp_path: Path) -> None:
+    """A sealed folder is a complete save that was interrupted before its tag was published."""
     (tmp_path / left).mkdir()
     (tmp_path / left / STATES).touch()
     assert find_tag(str(tmp_path), None, Comm(), fallback=fallback) is None
@@ -162,8 +162,9 @@ def test_what_a_killed_first_save_leaves_is_no_tag(left: str, fallback: bool, tm
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_a_node_that_cannot_list_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
-    """It takes the tag of the others."""
+def test_a_node_that_cannot_list_the_folder_uses_its_peers_tag(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
+) -> None:
     closed = str(folder.parent / "closed")
     for function, path in (("scandir", closed), ("stat", f"{closed}/latest")):
         monkeypatch.setattr(os, function, partial(refuse_path, getattr(os, function), path))
@@ -174,7 +175,7 @@ def test_a_node_that_cannot_list_the_folder(folder: Path, monkeypatch: pytest.Mo
         find_tag(closed, None, Comm(), fallback=fallback)
 
 
-def test_places_behind_the_one_that_has_the_tag_are_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_after_the_first_with_the_tag_are_not_accessed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     look = tags._look
     monkeypatch.setattr(tags, "_look", lambda place, *rest, **how: asked.append(place) or look(place, *rest, **how))
@@ -183,8 +184,8 @@ def test_places_behind_the_one_that_has_the_tag_are_not_asked(folder: Path, monk
 
 
 @pytest.mark.parametrize("fallback", [False, True])
-def test_one_rank_asks_a_store_for_the_tag(folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
-    """Another rank may lack a module for the store, and its error would leave the others in a collective."""
+def test_only_rank_0_reads_the_tag_from_a_store(folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool) -> None:
+    """Another rank may lack a module for the store; its error would block the others in a collective call."""
     (folder / "latest").write_text("global_step7")
     look, asked = tags._look, list[str]()
 
@@ -205,7 +206,9 @@ def test_one_rank_asks_a_store_for_the_tag(folder: Path, monkeypatch: pytest.Mon
     assert [type(each) for each in found] == ([str] * 2 if fallback else [CheckpointError] * 2)
 
 
-def test_a_tag_that_is_removed_while_one_rank_looks_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_removed_during_the_search_is_an_error_on_all_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "latest").write_text("global_step7")
     turns = iter([str(folder), str(folder / "gone")])
     monkeypatch.setattr(tags, "find_newest", lambda _place: os.listdir(next(turns))[0])
@@ -213,7 +216,7 @@ def test_a_tag_that_is_removed_while_one_rank_looks_ends_all(folder: Path, monke
     assert [type(each) for each in found] == [StorageError] * 2
 
 
-def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
+def test_load_universal_prefers_latest_universal(folder: Path) -> None:
     (folder / "global_step1_universal").mkdir()
     (folder / "latest_universal").write_text("global_step1_universal")
     assert find_tag(str(folder), None, Comm()) == "global_step2"
@@ -280,7 +283,9 @@ def make(root: str, path: str) -> None:
 
 @pytest.mark.parametrize("require", [False, True], ids=["log", "require"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_level_and_text(case: Case, require: bool, root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_level_and_text_if_no_checkpoint_is_found(
+    case: Case, require: bool, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
     for path in case.files:
         make(root, path)
     folder, text = f"{root}/{case.folder}", case.text.replace("ROOT", root)
@@ -301,7 +306,9 @@ def test_level_and_text(case: Case, require: bool, root: str, caplog: pytest.Log
     assert (record.levelname, record.getMessage()) == (case.level, f"{folder}: {text}{advice}")
 
 
-def test_a_folder_other_than_the_one_that_the_engine_saves_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_folder_other_than_the_engines_save_folder_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     for folder, level in (("run", "INFO"), ("rum", "WARNING")):
         report_absent([str(tmp_path / folder)], Comm(), require=False, saved_to=[str(tmp_path / "run")])
@@ -309,7 +316,7 @@ def test_a_folder_other_than_the_one_that_the_engine_saves_to(tmp_path: Path, ca
     assert f"This engine saves to {tmp_path}/run." in caplog.messages[-1]
 
 
-def test_content_of_a_further_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_content_of_a_further_place_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(str(tmp_path), "b/notes.txt")
     report_absent([str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "c")], Comm(), require=False)
     assert f"scratch. {tmp_path}/b holds notes.txt, none of them a checkpoint. {ADVICE}" in caplog.text

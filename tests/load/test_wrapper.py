@@ -1,4 +1,4 @@
-"""An unknown wrapper needs one row of the table, and one class for its live engines."""
+"""A new optimizer wrapper needs one row of the table and one class for its live engines."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def resume(folder: Path, source: Topology, target: Topology) -> None:
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda topology: topology.label if topology else "itself")
-def test_its_saves_load_everywhere_and_others_into_it(tmp_path: Path, made_up: Wrapper, other: Topology | None) -> None:
+def test_a_new_wrapper_loads_into_all_others_and_back(tmp_path: Path, made_up: Wrapper, other: Topology | None) -> None:
     resume(tmp_path / "from", make_topology(made_up, 2), other or make_topology(made_up, 4))
     resume(tmp_path / "into", other or make_topology(made_up, 4), make_topology(made_up, 3))
 
 
-def test_an_engine_that_has_it_is_opened_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_a_new_wrapper_is_opened_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class MadeUpTarget(engines.WholeTarget):
         def __init__(self, engine: Any, wrapper: str) -> None:
             self.wrapped, self.wrapper = engine.optimizer, wrapper
